@@ -1,11 +1,11 @@
-"""Settings files into settings: the only module that reads them, or the environment.
+"""Settings loader: the only module that reads settings files and environment variables.
 
 Rules:
 
-1. A settings Struct stands beside the code that obeys it and says field by field what it means; here they are only nested.
-2. A file is TOML (`.toml`) or JSON (anything else) of exactly one such Struct. An unknown key, a wrong type, a value out of
-   range: `ConfigurationRefused` with the file, the path of the key and the cause, in one line.
-3. The environment says where caches go and is handed on to child processes; it sets nothing else.
+1. A settings Struct stands beside the code that obeys it and documents each field. This module only nests the Structs.
+2. A file is TOML (`.toml`) or JSON (any other suffix) of exactly one Struct. An unknown key, a wrong type or a value
+   out of range raises `ConfigurationRefused` with the file, the path of the key and the cause, in one line.
+3. The environment only says where caches go. It is passed on to child processes.
 """
 
 import os
@@ -35,71 +35,76 @@ Settings = TypeVar("Settings", bound=Struct)
 Positive = Annotated[int, Meta(ge=1)]
 
 TINY = "tiny"
-"""In place of a model folder: the model that the project builds by itself."""
+"""Value of `model` for the model that the project builds itself."""
 
 SIMULATED = "simulated"
-"""The engine that needs nothing installed."""
+"""The engine that needs no further package."""
 
 
 class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all processes share."""
+    """Settings that all processes share."""
 
     model: Annotated[str, Meta(min_length=1)] = TINY
-    """Hugging Face folder, relative to the file; or a repository of the hub, as in Qwen/Qwen3-0.6B, with @revision after it if it is
-    not to be the newest; or "tiny", the model that the project builds by itself."""
+    """Hugging Face folder, relative to the file; or a repository of the hub, such as Qwen/Qwen3-0.6B, with @revision if
+    the newest one is not wanted; or "tiny", the model that the project builds itself.
+    """
 
     served_name: str = ""
-    """Name under which clients ask for the model; empty: the folder's, or the repository's."""
+    """Name under which clients ask for the model; empty: the name of the folder or repository."""
 
     engine: Annotated[str, Meta(min_length=1)] = "vllm"
     """Name of an entry point in the group `workers.engines`."""
 
     kv_paths: tuple[KvPath, ...] = (KvPath.STORE,)
-    """Ways from prefill to decode workers, the preferred one first. Only the store by default: NIXL burns most of a core
-    even when idle, which a machine without accelerators cannot spare."""
+    """KV paths from prefill to decode workers, the preferred one first. The default is the store alone, because NIXL
+    uses most of a core even when idle, which a machine without accelerators cannot spare.
+    """
 
     block_tokens: Positive = 32
-    """Tokens a KV block; vLLM on CPUs needs a multiple of 32."""
+    """Tokens per KV block; vLLM on CPUs needs a multiple of 32."""
 
     max_model_len: Positive = 4096
-    """Prompt plus answer, tokens; never more than the model's own limit."""
+    """Most tokens of prompt plus answer; the model's own limit also holds."""
 
     adapters: dict[ModelName, str] = {}
-    """LoRA adapters of the model that every worker may load, by the names under which clients ask for them: the folder of each,
-    relative to the file. The simulated engine looks into no folder."""
+    """LoRA adapters that every worker may load: the name under which clients ask for each, and its folder, relative to
+    the file. The simulated engine does not read the folders.
+    """
 
     adapter_slots: Positive = 4
-    """Adapters that a worker has loaded at once."""
+    """LoRA adapters that a worker can have loaded at a time."""
 
     most_workers: Positive = 64
-    """For which the machine has room: as many as it has GPUs, say. `fleet scale` starts no more; those that drain count."""
+    """Most workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no more; draining
+    workers count.
+    """
 
 
 class StorePlace(StrEnum):
-    """Where the KV store node runs."""
+    """Place of the KV store node."""
 
-    PROCESS = "process"  # in one of its own: workers come and go, and their blocks stay
-    WORKER = "worker"  # in the process of the only worker: one process less, and one fate
+    PROCESS = "process"  # a process of its own: blocks survive the end of a worker
+    WORKER = "worker"  # in the process of the only worker: one process less, but both end together
 
 
 class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store node."""
 
     place: StorePlace = StorePlace.PROCESS
-    """Where it runs. "worker" needs exactly one worker."""
+    """Place of the node. "worker" needs exactly one worker."""
 
     capacity_mib: Positive = 256
-    """Memory for blocks; all of it is taken at the start. 256 MiB hold 65,000 tokens of the tiny model."""
+    """Memory for blocks, allocated at the start. 256 MiB hold 65,000 tokens of the tiny model."""
 
     eviction: PolicyName = "lru"
-    """Which blocks go first when the memory is full."""
+    """Eviction policy: which blocks go first when the memory is full."""
 
     tiers: tuple[AnyTier, ...] = ()
-    """Below that memory, in the order in which they are asked: SSD, Redis, object stores, other nodes."""
+    """Backing tiers, in the order in which they are asked: SSD, Redis, object stores, other nodes."""
 
 
 class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers that are alike."""
+    """A pool of equal workers."""
 
     role: Role
     replicas: Annotated[int, Meta(ge=0, le=64)] = 1
@@ -147,15 +152,15 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = None) -> Settings:
-    """The settings in a file.
+    """Read settings from a file.
 
     Args:
-        path: Of the file.
-        kind: What is in it.
-        changes: Values to have in place of the file's, by path (``router.policy``, ``pools.0.gpus``).
+        path: The file.
+        kind: The Struct that the file describes.
+        changes: Values that replace the file's, by path (``router.policy``, ``pools.0.gpus``).
 
     Raises:
-        ConfigurationRefused: The file cannot be read, is no TOML or JSON, or is not what `kind` says.
+        ConfigurationRefused: The file cannot be read, is not TOML or JSON, or does not fit `kind`.
     """
     try:
         content = path.read_bytes()
@@ -167,19 +172,19 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
         raise ConfigurationRefused(f"{path}: {error.strerror}") from error
     except msgspec.ValidationError as error:
         raise ConfigurationRefused(f"{path}: {_with_path(error)}") from error
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # thousands of brackets
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 
 
 def parse_changes(assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
-    """``path=value`` from a command line, with values as TOML writes them; what is no such value is a string.
+    """Parse ``path=value`` options. Values are written as in TOML; anything else is a string.
 
     Args:
-        assignments: The later ones count.
-        option: That they were given with.
+        assignments: The options; later ones win.
+        option: Name of the option, for error messages.
 
     Raises:
-        ConfigurationRefused: One has no path, or no equals sign.
+        ConfigurationRefused: An option has no path or no equals sign.
     """
     changes: dict[str, Any] = {}
     for assignment in assignments:
@@ -192,17 +197,18 @@ def parse_changes(assignments: Iterable[str], option: str = "--set") -> dict[str
 
 
 def merge_changes(changes: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, in the order in which they are made: also what stands at a path that `changes` has is made after all of these."""
+    """Return both sets of changes in the order in which to apply them: all of `later` come after those of `changes`."""
     return {path: value for path, value in changes.items() if path not in later} | dict(later)
 
 
 def read_file_changes(assignments: Iterable[str]) -> dict[str, Any]:
-    """``path=file`` from a command line: what is in each file. Of a `.json` file what that says; any other is a text.
+    """Parse ``path=file`` options and read the files: a `.json` file as JSON, any other file as text.
 
-    So a mounted Secret stands in no settings file and in no list of processes. A line break at the end of a text is not part of it.
+    So a mounted Secret need not be in a settings file or in a process list. A line break at the end of a text is
+    removed.
 
     Raises:
-        ConfigurationRefused: One has no path, or its file cannot be read; what is in it is not told.
+        ConfigurationRefused: An option has no path, or its file cannot be read. The message never quotes the content.
     """
     changes: dict[str, Any] = {}
     for assignment in assignments:
@@ -223,19 +229,19 @@ def read_file_changes(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as TOML writes it; what is none is a string."""
+    """Parse a value as written in TOML; anything else is a string."""
     try:
         read = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # thousands of digits or brackets are no value either
+    except (ValueError, RecursionError):  # thousands of digits or brackets
         return text
     return read["value"] if len(read) == 1 else text
 
 
 def _change(raw: Any, where: str, value: Any) -> None:
-    """Set one value of what a file has.
+    """Set one value in the parsed content of a file.
 
     Raises:
-        ValueError: There is nothing at that path that could have such a field.
+        ValueError: Nothing at that path can have such a field.
     """
     *parents, last = where.split(".")
     inner = raw
@@ -255,10 +261,10 @@ def _element(array: Any, index: str, where: str) -> Any:
 
 
 def build_settings(kind: Callable[..., Settings], **fields: Any) -> Settings:
-    """Settings put together in the program, from command-line options say.
+    """Build settings from values of the program, such as command-line options.
 
     Raises:
-        ConfigurationRefused: They contradict each other.
+        ConfigurationRefused: The values contradict each other.
     """
     try:
         return kind(**fields)
@@ -267,31 +273,31 @@ def build_settings(kind: Callable[..., Settings], **fields: Any) -> Settings:
 
 
 def save(settings: Struct, path: Path) -> None:
-    """Write settings as JSON for a child process; secrets may be in it, so only the owner can read it.
+    """Write settings as JSON for a child process. Only the owner can read the file, because it may contain secrets.
 
     Raises:
-        ConfigurationRefused: A number is not finite, which JSON cannot say: the child would find nothing in its place.
-        OSError: They cannot be written; `filename` is the path.
+        ConfigurationRefused: A number is not finite, which JSON cannot express.
+        OSError: The file cannot be written; `filename` is the path.
     """
     if (where := _not_finite(msgspec.to_builtins(settings))) is not None:
         raise ConfigurationRefused(f"{where}: must be finite")
     try:
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(settings))
-    except OSError as error:  # of a full disk the system does not say which file it was
+    except OSError as error:  # for a full disk the system names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path:
-    """Where the model of a cluster is.
+    """Return the folder of a cluster's model.
 
     Args:
-        cluster: Names it.
+        cluster: Names the model.
         tiny: The folder of the built-in model.
-        relative_to: Folder that a relative path starts from.
+        relative_to: Folder that relative paths start from.
 
     Raises:
-        ConfigurationRefused: It is not the folder of a Hugging Face model.
+        ConfigurationRefused: The path is not a Hugging Face model folder.
     """
     if cluster.model == TINY:
         return tiny
@@ -307,10 +313,10 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
 
 
 def adapter_folders(cluster: ClusterSection, relative_to: Path) -> dict[ModelName, str]:
-    """Where the adapters of a cluster are, by name.
+    """Return the folders of a cluster's LoRA adapters, by name.
 
     Raises:
-        ConfigurationRefused: One of them is not a folder, and the engine would look into it.
+        ConfigurationRefused: An adapter that the engine would read has no folder.
     """
     folders = {name: (relative_to / Path(folder).expanduser()).resolve() for name, folder in cluster.adapters.items()}
     for name, folder in folders.items():
@@ -320,25 +326,25 @@ def adapter_folders(cluster: ClusterSection, relative_to: Path) -> dict[ModelNam
 
 
 def served_name(cluster: ClusterSection, folder: Path) -> ModelName:
-    """The name under which clients ask for the model."""
+    """Return the name under which clients ask for the model."""
     if cluster.served_name:
         return ModelName(cluster.served_name)
     return ModelName(TINY if cluster.model == TINY else folder.name)
 
 
 def default_cache_dir() -> Path:
-    """Where built models are kept: in the user's cache folder, as the XDG base directory specification has it."""
+    """Return the folder for built models, in the user's cache folder (XDG base directory specification)."""
     home = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - this is the loader
     return (Path(home) if home else Path.home() / ".cache") / "fleet"
 
 
 def child_environment() -> dict[str, str]:
-    """Variables for child processes: ours, and output that is not held back."""
+    """Return environment variables for child processes: those of this process, and unbuffered output."""
     return {**os.environ, "PYTHONUNBUFFERED": "1"}  # noqa: TID251 - this is the loader
 
 
 def _not_finite(value: Any) -> str | None:
-    """Where in a value there is such a number."""
+    """Return the path of a number that is not finite; None if all are finite."""
     match value:
         case float():
             return None if isfinite(value) else ""
@@ -355,7 +361,7 @@ def _not_finite(value: Any) -> str | None:
 
 
 def _with_path(error: msgspec.ValidationError) -> str:
-    """'Object contains unknown field `x` - at `$.router`' as 'router.x: is not a known key'."""
+    """Rewrite 'Object contains unknown field `x` - at `$.router`' as 'router.x: is not a known key'."""
     cause, path = split_validation_error(error)
     path = path.removeprefix(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", cause):

@@ -1,20 +1,22 @@
-"""Block identity: cutting tokens into blocks, and the chain of hashes that names them.
+"""Block hashes: divide tokens into blocks and name each block by the hash of everything up to its end.
 
-Rules, in full, so that another language can do the same (golden vectors: tests/unit/kvstore/chain_vectors.json):
+The rules are complete, so that another language can compute the same hashes (test vectors:
+tests/unit/kvstore/chain_vectors.json):
 
 1. A token id is an unsigned 32-bit little-endian integer. A block is `block_tokens` consecutive ids. Only full blocks
-   have a name; the rest of a prompt has none.
-2. H is SHA-256 cut to its first 16 bytes ("sha256-128"), or XXH3-128 with seed 0, big-endian ("xxh3-128").
-3. The root is H("fleet.chain.v1" ‖ 0x00 ‖ algorithm id in ASCII ‖ 0x00 ‖ salt). The salt is empty, or 32 bytes:
-   HMAC-SHA-256 of the tenant's name under the deployment's secret. For requests that run with an adapter (LoRA) it is
-   SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ that salt).
-4. The name of block i is H(name of block i-1, or the root ‖ the block's tokens ‖ its extras). Extras stand for inputs
-   that are not tokens (images, audio): for each item that begins in or reaches into the block, in order of position,
-   its 4-byte little-endian signed offset from the block's start and the 32-byte SHA-256 of its content.
+   have a hash; the rest of a prompt has none.
+2. H is the first 16 bytes of SHA-256 ("sha256-128"), or XXH3-128 with seed 0, big-endian ("xxh3-128").
+3. The root is H("fleet.chain.v1" ‖ 0x00 ‖ algorithm id in ASCII ‖ 0x00 ‖ salt). The salt is empty or has 32 bytes:
+   HMAC-SHA-256 of the tenant's name under the deployment's secret. A request with a LoRA adapter has the salt
+   SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ the tenant's salt).
+4. The hash of block i is H(hash of block i-1, or the root ‖ the block's tokens ‖ its extras). Extras stand for inputs
+   that are not tokens (images, audio). Each item that overlaps the block adds, in order of position, its 4-byte
+   little-endian signed offset from the block's start and the 32-byte SHA-256 of its content.
 
-So a name says everything that came before it, and two tenants, or two adapters, never share one. (An adapter that is merged
-into the weights is part of the namespace, see kvstore.namespace.) 128 bits, because a collision would hand one prompt's KV to
-another; SHA-256 by default, because clients choose the tokens and a collision must not be constructible.
+A hash therefore covers the whole prefix, and two tenants or two adapters never share a block. (An adapter that is
+merged into the weights is part of the namespace, see `kvstore.namespace`.) Hashes have 128 bits because a collision
+would give one prompt's KV to another prompt. SHA-256 is the default because clients choose the tokens and must not be
+able to construct a collision.
 """
 
 import hashlib
@@ -28,10 +30,10 @@ import numpy as np
 import xxhash
 
 try:
-    from kvstore.native import _chain  # a prompt in one call, four times faster
+    from kvstore.native import _chain  # hashes a prompt in one call, four times faster
 
     BUILT = True
-    """Whether the native module (`chain.c`) runs."""
+    """True if the native module (`chain.c`) runs."""
 except ImportError:  # not built, or the processor has no SHA instructions
     BUILT = False
 
@@ -41,7 +43,7 @@ SALT_BYTES = 32
 _NAME = np.dtype((np.void, HASH_BYTES))
 
 BlockHash = bytes
-"""16 bytes that name a block and everything before it."""
+"""Name of a block: 16 bytes that cover the block and everything before it."""
 
 
 class HashAlgorithm(StrEnum):
@@ -61,7 +63,7 @@ _DIGESTS: Mapping[HashAlgorithm, Callable[[bytes], bytes]] = {
 
 @lru_cache(maxsize=1024)
 def root(salt: bytes = b"", algorithm: HashAlgorithm = HashAlgorithm.SHA256_128) -> BlockHash:
-    """The name before the first block."""
+    """Return the hash before the first block."""
     assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
     return _DIGESTS[algorithm](b"fleet.chain.v1\0" + algorithm.encode() + b"\0" + salt)
 
@@ -74,14 +76,10 @@ def extend(
     algorithm: HashAlgorithm = HashAlgorithm.SHA256_128,
     extras: Mapping[int, bytes] | None = None,
 ) -> list[BlockHash]:
-    """Names of the full blocks in `tokens`, which follow the block named `parent`.
+    """Return the hashes of the full blocks in `tokens`, which follow the block `parent`.
 
-    Args:
-        parent: Name of the block before, or the root.
-        tokens: Token ids, 4 bytes each (rule 1).
-        block_tokens: Tokens a block.
-        algorithm: Must be the one that made `parent`.
-        extras: Bytes of rule 4 by index of the block within `tokens`.
+    `algorithm` must have made `parent`, which may be the root. `extras` has the bytes of rule 4 by index within
+    `tokens`.
     """
     size = block_tokens * TOKEN_BYTES
     if BUILT and extras is None and algorithm is HashAlgorithm.SHA256_128:
@@ -105,39 +103,33 @@ def chain(
     algorithm: HashAlgorithm = HashAlgorithm.SHA256_128,
     extras: Mapping[int, bytes] | None = None,
 ) -> list[BlockHash]:
-    """Names of the full blocks of a prompt."""
+    """Return the hashes of the full blocks of a prompt."""
     return extend(root(salt, algorithm), tokens, block_tokens, algorithm=algorithm, extras=extras)
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:
-    """Blocks that `num_tokens` tokens occupy, the last one possibly partly filled."""
+    """Return the number of blocks for `num_tokens` tokens; the last one may be partly filled."""
     return -(-num_tokens // block_tokens)
 
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
-    """The salt that keeps a tenant's blocks apart; empty for the empty tenant, which shares with all of its kind."""
+    """Return the salt that separates a tenant's blocks; empty for the empty tenant, whose requests share their blocks."""
     if not tenant:
         return b""
     return hmac.new(secret, tenant.encode(), hashlib.sha256).digest()
 
 
 def adapter_salt(adapter: str, salt: bytes = b"") -> bytes:
-    """The salt that keeps an adapter's blocks apart from those of the model itself and of all other adapters.
+    """Return the salt that separates an adapter's blocks from those of the model and of other adapters.
 
-    Args:
-        adapter: Its identity; where adapters of one name can differ, that says which one it is.
-        salt: Of the tenant.
+    `adapter` must tell apart adapters of the same name that differ; `salt` is the tenant's.
     """
-    assert adapter, "the model itself has no salt of its own"
+    assert adapter, "an adapter needs an identity"
     return hashlib.sha256(b"fleet.adapter.v1\0" + adapter.encode() + b"\0" + salt).digest()
 
 
 def split(hashes: bytes) -> list[BlockHash]:
-    """Names out of their concatenation.
-
-    Raises:
-        ValueError: The length is not a multiple of 16.
-    """
+    """Split concatenated block hashes; raise ValueError if the length is not a multiple of 16."""
     if len(hashes) % HASH_BYTES:
         raise ValueError(f"hashes: {len(hashes)} bytes is not a multiple of {HASH_BYTES}")
     if not hashes:

@@ -1,52 +1,46 @@
-"""The bytes of a block as callers hold them: in one buffer, or in pieces (one a layer, say), gathered and scattered here.
+"""Buffers: the bytes of a block in one buffer, or in pieces (such as one per layer) that are gathered and scattered here.
 
-Pieces follow each other in the block. Copies let other threads run meanwhile; checksums are CRC-32C, which runs at memory
-speed, and costs next to nothing where bytes are copied anyway.
+Pieces follow each other in the block. Copies release the interpreter lock, so other threads run meanwhile. Checksums
+are CRC-32C, which runs at memory speed and costs next to nothing beside a copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.native import checksums
+from kvstore.native import checksums, checksums_twin
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 Piece: TypeAlias = "ReadableBuffer | NDArray[Any]"
-"""Whatever has the buffer protocol and is contiguous."""
+"""Contiguous object with the buffer protocol."""
 
 Block: TypeAlias = "Piece | Sequence[Piece]"
-"""One piece, or a list or tuple of them."""
+"""One piece, or a list or tuple of pieces."""
 
 MutableBlock: TypeAlias = "WriteableBuffer | NDArray[Any] | Sequence[WriteableBuffer | NDArray[Any]]"
 
-ByteArray: TypeAlias = NDArray[np.uint8]
-"""One contiguous piece as bytes; shares memory with what it was made of."""
+ByteArray: TypeAlias = checksums_twin.ByteArray
+"""One contiguous piece as bytes; shares the memory of the original."""
 
 _BYTE = np.dtype(np.uint8)
 
+IOV_MAX = 1024
+"""Most buffers per call on Linux (limits.h)."""
+
 
 def pieces(block: Block) -> list[ByteArray]:
-    """The pieces of a block, as bytes, without copying.
-
-    Raises:
-        ValueError: A piece is not contiguous in memory, so it has no bytes in order.
-    """
+    """Return the pieces of a block as bytes without copying; raise ValueError if a piece is not contiguous."""
     if isinstance(block, list | tuple):
         return [_as_bytes(part) for part in block]
     return [_as_bytes(cast("Piece", block))]
 
 
 def in_pieces(blocks: Sequence[Block], block_bytes: int) -> list[ByteArray]:
-    """The pieces of several blocks, one after the other, each of which has to have that size.
-
-    Raises:
-        ValueError: As `pieces`.
-        AssertionError: A block has another size.
-    """
+    """Return the pieces of several blocks, one after the other; each block must have that size."""
     parts: list[ByteArray] = []
     for block in blocks:
         if isinstance(block, np.ndarray) and block.dtype is _BYTE and block.nbytes == block_bytes:
@@ -61,12 +55,12 @@ def in_pieces(blocks: Sequence[Block], block_bytes: int) -> list[ByteArray]:
 
 
 def size_of(parts: list[ByteArray]) -> int:
-    """Bytes."""
+    """Return the total number of bytes."""
     return sum(part.nbytes for part in parts)
 
 
 def crc32c(parts: list[ByteArray]) -> int:
-    """CRC-32C over the pieces in order."""
+    """Return the CRC-32C of the pieces in order."""
     checksum = 0
     for part in parts:
         checksum = checksums.extend(checksum, part)
@@ -95,7 +89,45 @@ def _as_bytes(part: Piece) -> ByteArray:
     if isinstance(part, np.ndarray):
         if not part.flags.c_contiguous:
             raise ValueError(f"a piece of shape {part.shape} and strides {part.strides} is not contiguous")
-        if part.ndim == 1 and part.dtype is _BYTE:  # as most are
+        if part.ndim == 1 and part.dtype is _BYTE:  # the usual case
             return cast("ByteArray", part)
         return cast("ByteArray", part.reshape(-1).view(np.uint8))
     return np.frombuffer(memoryview(part), dtype=np.uint8)
+
+
+class BufferRun:
+    """Consecutive buffers, and how many of their bytes are done."""
+
+    def __init__(self, buffers: Iterable[memoryview]):
+        """Take contiguous buffers of single bytes."""
+        self._buffers = [buffer for buffer in buffers if len(buffer)]
+        self._next = 0  # index of the first buffer that is not finished
+        self._start = 0  # bytes of that buffer that are finished
+        self.left = sum(len(buffer) for buffer in self._buffers)
+
+    def front(self, limit_bytes: int) -> list[memoryview]:
+        """Return the next buffers, at most `limit_bytes` and at most as many buffers as the system takes."""
+        if not self._start and self.left <= limit_bytes:  # the usual case: nothing to cut
+            return self._buffers[self._next : self._next + IOV_MAX]
+        taken: list[memoryview] = []
+        start = self._start
+        for buffer in self._buffers[self._next : self._next + IOV_MAX]:
+            view = buffer[start : start + limit_bytes]
+            taken.append(view)
+            limit_bytes -= len(view)
+            if not limit_bytes:
+                break
+            start = 0
+        return taken
+
+    def advance(self, count: int) -> None:
+        """Mark so many bytes as done."""
+        assert 0 <= count <= self.left, (count, self.left)
+        self.left -= count
+        if not self.left:
+            self._next, self._start = len(self._buffers), 0
+            return
+        self._start += count
+        while self._next < len(self._buffers) and self._start >= len(self._buffers[self._next]):
+            self._start -= len(self._buffers[self._next])
+            self._next += 1

@@ -1,27 +1,27 @@
-"""When to try again what has just failed, so that a dead node costs its callers next to nothing. Pure."""
+"""Circuit breaker: says when to retry a failed operation, so that a dead node costs its callers next to nothing. Pure."""
 
 from kvstore.clock import SECOND, Nanos
 
 FIRST_PAUSE = Nanos(SECOND // 10)
-LONGEST_PAUSE = Nanos(1 * SECOND)  # of attempts that fail at once; a restarted node is found again within this
+LONGEST_PAUSE = Nanos(1 * SECOND)  # after attempts that fail at once; a restarted node is found again within this time
 COST_FACTOR = 4  # a node that hangs may take at most a fifth of its callers' time
 
 
 class CircuitBreaker:
-    """Closed while calls succeed. Opens at a failure, for a pause that doubles, then lets one caller try."""
+    """Closed while calls succeed. A failure opens it for a pause that doubles with each failure; then one caller may try."""
 
     def __init__(self) -> None:
         self._pause = Nanos(0)
         self._retry_at = Nanos(0)
         self.failures = 0
-        """In a row."""
+        """Failures in a row."""
 
     @property
     def closed(self) -> bool:
         return self._pause == 0
 
     def allows(self, now: Nanos) -> bool:
-        """Whether to try; while open, the caller who hears yes is the only one until the next pause is over."""
+        """Return whether to try. While the breaker is open, only one caller per pause gets True."""
         if self.closed:
             return True
         if now < self._retry_at:
@@ -34,7 +34,7 @@ class CircuitBreaker:
         self.failures = 0
 
     def failed(self, started: Nanos, now: Nanos) -> None:
-        """An attempt that began at `started` has failed."""
+        """Record the failure of an attempt that began at `started`."""
         self.failures += 1
         doubled = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
         self._pause = Nanos(max(doubled, COST_FACTOR * (now - started)))

@@ -1,23 +1,23 @@
-"""What can go wrong between a client and a store node, told apart by what the caller can do about it."""
+"""Errors between a store node and its clients, divided by what the caller can do about them."""
 
 from kvstore.namespace import KvNamespace
 
 
 def reason(error: Exception) -> str:
-    """Why something failed, for a person: of an error of the system what it says, without its number and the path."""
+    """Return the cause of an error for a person: of a system error the text without its number and path."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class StoreError(Exception):
-    """Anything that keeps a store node from being used."""
+    """A store node cannot be used."""
 
 
 class StoreUnreachable(StoreError):
-    """The node did not answer in time, or is not there: go on without it, and try again later."""
+    """The node did not answer in time, or is not there. Continue without it and retry later."""
 
 
 class LayoutMismatch(StoreError):
-    """Node and client do not mean the same bytes: a person has to mend the configuration; nothing was moved.
+    """Node and client do not mean the same bytes. Correct the configuration; nothing was moved.
 
     Attributes:
         field: The first field of `KvNamespace` that differs.
@@ -29,15 +29,15 @@ class LayoutMismatch(StoreError):
 
 
 class StoreNotStarted(StoreError):
-    """The node's settings cannot be obeyed on this machine: an address in use, too little memory. Nothing was started."""
+    """The settings of the node cannot be met on this machine, such as an address in use. Nothing was started."""
 
 
 class NodeEnded(StoreError):
-    """A node in this process has ended by itself: the process has to go as well, so that its supervisor starts another."""
+    """A node in this process has ended by itself. End the process, so that its supervisor starts another one."""
 
 
 class BadCredentials(StoreNotStarted):
-    """A file that proves who one is cannot be used, on a node or on a client: a person has to mend the configuration."""
+    """A credentials file of a node or a client cannot be used. Correct the configuration."""
 
 
 class InvalidArgument(StoreError):
@@ -53,21 +53,21 @@ class InvalidArgument(StoreError):
 
 
 class NamespaceUnknown(StoreError):
-    """No client has opened this namespace since the node started: say Hello (again), then repeat the call."""
+    """No client has opened this namespace since the node started. Send Hello again, then repeat the call."""
 
     def __init__(self, digest: bytes):
         super().__init__(f"namespace {digest.hex()} is not open here")
 
 
 class Restarted(StoreError):
-    """The node is not the one that the caller shook hands with any more: say Hello again, then repeat the call."""
+    """The node has restarted since the handshake. Send Hello again, then repeat the call."""
 
 
 class NamespaceInUse(StoreError):
-    """The same weights are already stored in another layout; see `kvstore.pool.machine`, rule 7.
+    """The same weights are already stored in another layout; see rule 7 of `kvstore.pool.machine`.
 
     Attributes:
-        fields: Those of `KvNamespace` that differ.
+        fields: Names of the fields of `KvNamespace` that differ.
     """
 
     def __init__(self, present: KvNamespace, offered: KvNamespace):
@@ -79,12 +79,12 @@ class NamespaceInUse(StoreError):
 
 
 class Exhausted(StoreError):
-    """A limit of the node is reached: try again later, or raise the setting that the message names."""
+    """A limit of the node is reached. Retry later, or raise the setting that the message names."""
 
 
 class TierFailed(StoreError):
-    """A tier could not read or write; its blocks are misses until it works again."""
+    """A tier could not read or write. Its blocks are misses until it works again."""
 
 
 class UndecodableBlock(StoreError):
-    """Bytes of a backing tier are not what its codec made for that block: damaged, another's, or sealed with another key."""
+    """The bytes from a backing tier are not what its codec made for that block: damaged, or sealed with another key."""

@@ -1,4 +1,4 @@
-"""Values of the store: where blocks lie, what was matched, what changed."""
+"""Values of the store: places of blocks, matches, reservations and changes."""
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,35 +13,35 @@ LeaseId = NewType("LeaseId", int)
 ReservationId = NewType("ReservationId", int)
 
 NO_LEASE = LeaseId(0)
-"""What a match answers that pinned nothing."""
+"""Lease id of a match that pinned nothing."""
 
 NO_RESERVATION = ReservationId(0)
-"""What a reservation answers that found nothing to write, or no space."""
+"""Reservation id of a reservation that found nothing to write, or no space."""
 
 
 NODE = "node"
-"""Owner of what a node reserves for itself; no client may call itself that."""
+"""Owner of the node's own reservations; no client may use this name."""
 
 POOL_TIER = "cpu"
-"""Name of a node's memory among its tiers."""
+"""Name of the pool among the tiers of a node."""
 
 
 class BlockKey(Struct, frozen=True, order=True, gc=False):
-    """What names a block on a node. Positional, and nothing for the garbage collector: there are millions."""
+    """Identity of a block on a node. Positional, and ignored by the garbage collector, because there are millions."""
 
-    digest: bytes  # of the namespace
+    digest: bytes  # digest of the namespace
     name: BlockHash
 
 
 class Slot(Struct, frozen=True, gc=False):
-    """Where the bytes of a block lie, as clients see it."""
+    """Place of a block's bytes as clients see it."""
 
     offset: int  # bytes from the start of the pool
-    generation: int  # changes whenever the place is given to another block
-    crc32c: int = 0  # of the block's bytes; 0 while nothing is written
+    generation: int  # slot generation, which changes when the place is given to another block
+    crc32c: int = 0  # CRC-32C of the block's bytes; 0 while nothing is written
 
     def pack(self) -> bytes:
-        """As in `Slots`."""
+        """Return the wire form, as in `Slots`."""
         return SLOT.pack(self.offset, self.generation, self.crc32c)
 
 
@@ -49,9 +49,9 @@ SLOT = struct.Struct("<QQI")  # offset, generation, CRC-32C
 
 
 class Slots(Struct, frozen=True, gc=False):
-    """A sequence of slots in the form in which they travel: a match of hundreds is one string, not hundreds of objects."""
+    """Sequence of slots in wire form: a match of hundreds of blocks is one string instead of hundreds of objects."""
 
-    packed: bytes = b""  # `SLOT`, one after the other
+    packed: bytes = b""  # consecutive `SLOT` records
 
     @classmethod
     def of(cls, slots: Iterable[Slot]) -> Self:
@@ -74,7 +74,7 @@ class Slots(Struct, frozen=True, gc=False):
         return Slot(*SLOT.unpack_from(self.packed, index * SLOT.size))
 
     def some(self, indices: Sequence[int]) -> Self:
-        """Those of the slots, in that order."""
+        """Return the slots of these indices in that order."""
         if isinstance(indices, range) and indices.step == 1 and indices.start >= 0 and indices.stop <= len(self):
             return type(self)(self.packed[indices.start * SLOT.size : indices.stop * SLOT.size])
         return type(self).of(self[index] for index in indices)
@@ -88,7 +88,7 @@ AnySlots: TypeAlias = Slots | Sequence[Slot]
 
 
 class Address(Struct, frozen=True, kw_only=True, gc=False):
-    """Where in the pool the bytes of a block lie, as the node sees it."""
+    """Place of a block's bytes in the pool as the node sees it."""
 
     key: BlockKey
     offset: int  # bytes from the start of the pool
@@ -97,34 +97,33 @@ class Address(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Match(Struct, frozen=True, kw_only=True):
-    """The longest prefix of a chain that a node holds, pinned until the lease is released or ends.
+    """Longest prefix of a chain that a node holds, pinned until the lease is released or ends.
 
-    Can be pickled or encoded by msgspec, and read by another process than the one that matched.
+    A match can be pickled or encoded by msgspec, and read by another process than the one that matched.
     """
 
-    incarnation: str  # of the node
+    incarnation: str  # incarnation of the node
     lease_id: LeaseId = NO_LEASE
     names: tuple[BlockHash, ...] = ()
     slots: Slots = Slots()
-    loading: int = 0  # blocks right after these that are on their way up from lower tiers; match again to see them
-    promoted: dict[str, int] = {}  # of these, by tier, those that came up from one since anybody was told so
+    loading: int = 0  # blocks right after these that are being promoted; match again to see them
+    promoted: dict[
+        str, int
+    ] = {}  # blocks of this match that were promoted, by tier, and that no client was told of before
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
 def merge_promoted(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Blocks that came up, of two matches of the same chain, each of which tells what the other did not."""
+    """Add up the promoted blocks of two matches of the same chain; each reports blocks that the other does not."""
     return {tier: one.get(tier, 0) + other.get(tier, 0) for tier in {**one, **other}}
 
 
 def blocks_by_tier(good: int, asked: int, promoted: Mapping[str, int]) -> dict[str, int]:
-    """Of the blocks that were read, how many each tier of the node had.
+    """Return how many of the first `good` blocks that were read came from each tier of the node.
 
-    Args:
-        good: That were read: the first ones of those that were asked for.
-        asked: For: the last ones of a match.
-        promoted: Of the matches that found them, taken together; they are the last ones.
+    `asked` blocks at the end of a match were requested; the `promoted` ones are the last of them.
     """
     tiers: dict[str, int] = {}
     memory = max(0, asked - sum(promoted.values()))
@@ -135,18 +134,18 @@ def blocks_by_tier(good: int, asked: int, promoted: Mapping[str, int]) -> dict[s
 
 
 class BlockOutcome(StrEnum):
-    """What came of moving one block's bytes."""
+    """Result of moving one block's bytes."""
 
-    MOVED = "moved"  # and their checksum was right
-    GONE = "gone"  # the slot belongs to another block by now, or its node does not answer
+    MOVED = "moved"  # the checksum was right
+    GONE = "gone"  # the slot belongs to another block by now, or the node does not answer
     CORRUPT = "corrupt"  # the checksum is wrong
 
 
 class FetchResult(Struct, frozen=True, gc=False):
-    """What a backing tier answers for one block."""
+    """Answer of a backing tier for one block."""
 
     outcome: BlockOutcome
-    crc32c: int = 0  # of the bytes that were put into the destination; 0 unless MOVED
+    crc32c: int = 0  # CRC-32C of the bytes in the destination; 0 unless MOVED
 
 
 GONE = FetchResult(BlockOutcome.GONE)
@@ -154,28 +153,26 @@ CORRUPT = FetchResult(BlockOutcome.CORRUPT)
 
 
 class TierStatus(Struct, frozen=True, kw_only=True):
-    """What a backing tier says of itself. Counters since it was opened; it may hold blocks from before."""
+    """State of a backing tier. Its counters start when it is opened; it may hold blocks from before."""
 
     name: str  # "ssd", "redis", "s3", "peer"
-    blocks: int = 0  # held now, as far as the tier knows
-    bytes: int = 0  # that they occupy there
-    capacity_bytes: int = 0  # 0: not known, or not ours to say
+    blocks: int = 0  # blocks held now, as far as the tier knows
+    bytes: int = 0  # bytes that they occupy
+    capacity_bytes: int = 0  # 0: unknown
     hits: int = 0  # blocks fetched
-    misses: int = 0  # blocks asked for and not there, corrupt ones included
+    misses: int = 0  # blocks asked for and not found, including corrupt ones
     bytes_read: int = 0
     bytes_written: int = 0
-    refused: int = 0  # blocks not taken: no space, no budget
+    refused: int = 0  # blocks not taken: no space or no budget
     evicted: int = 0
     corrupt: int = 0  # blocks whose bytes failed their checksum or could not be decoded
     failures: int = 0  # operations that raised `TierFailed` or ran past their deadline
-    damaged: int = (
-        0  # of the corrupt ones, blocks that were damaged on their way: where they lie they are sound, or may be
-    )
-    fenced: int = 0  # servers that are left alone now, because their answers are damaged often
+    damaged: int = 0  # corrupt blocks that were damaged in transit; the stored bytes are, or may be, intact
+    fenced: int = 0  # servers that are fenced now because their answers are damaged often
 
 
 class BlockChanges(Struct, frozen=True, kw_only=True):
-    """What became readable and what ceased to be, in one namespace and tier. No name is in both."""
+    """Blocks that became readable or stopped being readable, in one namespace and tier. No block is in both lists."""
 
     digest: bytes
     stored: tuple[BlockHash, ...] = ()
@@ -190,7 +187,7 @@ class Claim(Struct, frozen=True, gc=False):
 
 
 class Discard(Struct, frozen=True, gc=False):
-    """Command: the block is gone; whoever still reads there must notice."""
+    """Command: the block is gone; readers that still read its place must notice."""
 
     address: Address
 
@@ -199,14 +196,14 @@ TierCommand = Claim | Discard
 
 
 class ReservedSlot(Struct, frozen=True, gc=False):
-    """A place to write one block to."""
+    """Place for one block that a writer may fill."""
 
-    index: int  # into the names that were asked for
+    index: int  # index into the hashes that were asked for
     slot: Slot
 
 
 class WriteReservation(Struct, frozen=True, kw_only=True):
-    """Places to write to, held until they are published or the reservation ends."""
+    """Places for a writer, kept until they are published or the reservation ends."""
 
     reservation_id: ReservationId
     reserved: tuple[ReservedSlot, ...]
@@ -214,11 +211,11 @@ class WriteReservation(Struct, frozen=True, kw_only=True):
 
 
 class ClientWriteReservation(Struct, frozen=True, kw_only=True):
-    """A reservation, as a client gets it."""
+    """Write reservation as a client receives it."""
 
     reservation_id: ReservationId
-    indices: tuple[int, ...]  # into the names that were asked for
-    slots: Slots  # one an index
+    indices: tuple[int, ...]  # index into the hashes that were asked for
+    slots: Slots  # one for each index
     refused: int
 
     def __len__(self) -> int:
@@ -226,60 +223,66 @@ class ClientWriteReservation(Struct, frozen=True, kw_only=True):
 
 
 class LeasedSlots(Struct, frozen=True, kw_only=True):
-    """What the machine answers to a match."""
+    """Answer of the pool machine to a match."""
 
     lease_id: LeaseId
     slots: Slots
 
 
-class SessionPinResult(Struct, frozen=True, kw_only=True):
-    """What came of a request to hold a session's chain."""
+class PinnedBlocks(Struct, frozen=True):
+    """Blocks of the pool that stay in place until `unpin`."""
 
-    blocks: int  # leading blocks that are kept from eviction now
-    refused: int = 0  # blocks after them that are there, but would exceed what holds may keep
+    pin_id: int
+    addresses: tuple[Address, ...]
+    checksums: tuple[int, ...]  # CRC-32C with which they were published
+
+
+class SessionPinResult(Struct, frozen=True, kw_only=True):
+    """Result of pinning a session's chain."""
+
+    blocks: int  # leading blocks that are pinned now
+    refused: int = 0  # blocks after them that are in the pool but exceed the limit of session pins
 
 
 class EvacuationResult(Struct, frozen=True, kw_only=True):
-    """What has come of bringing blocks to where other nodes find them."""
+    """Result of copying blocks to a tier where other nodes find them."""
 
-    tier: str = ""  # where to; empty: there is nowhere else, or no need
-    done: int = 0  # leading blocks of those asked for that need nothing more
-    moved: int = 0  # blocks that came there
-    there: int = 0  # that were there before
-    refused: int = 0  # that the tier has not taken
-    failed: int = 0  # batches that failed meanwhile; what was in them may have gone with another
+    tier: str = ""  # name of the tier; empty: there is none, or no need
+    done: int = 0  # leading blocks of the request that need nothing more
+    moved: int = 0  # blocks that were copied there
+    there: int = 0  # blocks that were there before
+    refused: int = 0  # blocks that the tier has not taken
+    failed: int = 0  # batches that failed; their blocks may have been copied by another batch
 
 
 class StoreClientCounters(Struct, frozen=True, kw_only=True):
-    """What one client did since it connected."""
+    """Counters of one client since it connected."""
 
     hits: int = 0  # blocks matched under a lease
-    misses: int = 0  # blocks asked for under a lease and not held, or not to be had
-    bytes_read: int = 0  # verified
-    bytes_written: int = 0  # published
+    misses: int = 0  # blocks asked for under a lease and not available
+    bytes_read: int = 0  # bytes whose checksum was verified
+    bytes_written: int = 0  # bytes of published blocks
     corrupt: int = 0  # blocks whose checksum was wrong
-    damaged: int = (
-        0  # of them, blocks that the node has looked at again, and found sound: they were damaged on their way
-    )
-    lost: int = 0  # blocks matched, but gone when they were read: the lease had ended, or the node was away
+    damaged: int = 0  # corrupt blocks that the node found intact: they were damaged in transit
+    lost: int = 0  # blocks matched but gone when they were read: the lease had ended, or the node was away
     dropped: int = 0  # blocks not written, because the store was full or away
-    failures: int = 0  # calls that the node did not answer
+    failures: int = 0  # calls without an answer of the node
 
 
 class TenantStats(Struct, frozen=True, kw_only=True):
-    """What a tenant with a quota has, and what came of it. Counters since its last account was opened."""
+    """Usage of a tenant with a quota. Counters start when its last account was opened."""
 
-    tenant: str  # first 16 hexadecimal digits of the SHA-256 of its salt, which is a secret
-    bytes: int  # that its blocks occupy
+    tenant: str  # first 16 hexadecimal digits of the SHA-256 of its salt; the salt itself is a secret
+    bytes: int  # bytes that its blocks occupy
     quota_bytes: int
     hits: int  # blocks matched under a lease
     misses: int
-    evicted: int  # blocks that made room for others of the same tenant
-    refused: int  # blocks not taken, because the quota was full of blocks in use
+    evicted: int  # blocks evicted for other blocks of the same tenant
+    refused: int  # blocks not taken because the quota was full of blocks in use
 
 
 class Stats(Struct, frozen=True, kw_only=True):
-    """Counters since the node started, and what it holds now."""
+    """State of a node, and its counters since it started."""
 
     blocks: int
     bytes: int
@@ -289,20 +292,20 @@ class Stats(Struct, frozen=True, kw_only=True):
     written: int  # blocks published
     evicted: int
     corrupt: int  # blocks condemned
-    expired: int  # reservations and leases that ended by themselves
+    expired: int  # reservations and leases that ended by their deadline
     pinned: int  # blocks pinned now
-    bytes_matched: int = 0  # of the hits
-    bytes_written: int = 0  # of the blocks published
-    refused: int = 0  # blocks that were to be written, and for which there was no space
-    leases: int = 0  # open now, holds included
+    bytes_matched: int = 0  # bytes of the hits
+    bytes_written: int = 0  # bytes of the published blocks
+    refused: int = 0  # blocks that found no space
+    leases: int = 0  # open now, including session pins
     reservations: int = 0  # open now
-    held_bytes: int = 0  # kept by holds now
-    tiers: tuple[TierStatus, ...] = ()  # below the pool
-    tenants: tuple[TenantStats, ...] = ()  # that have a quota and used it of late
+    held_bytes: int = 0  # bytes kept by session pins now
+    tiers: tuple[TierStatus, ...] = ()  # backing tiers
+    tenants: tuple[TenantStats, ...] = ()  # tenants that have a quota and used it lately
 
 
 class DataPath(StrEnum):
-    """How bytes get from a node's pool to a client."""
+    """How bytes move between a node's pool and a client."""
 
     SHM = "shm"  # the client maps the pool
     NIXL = "nixl"  # the client reads and writes the pool over a fast fabric
@@ -310,7 +313,7 @@ class DataPath(StrEnum):
 
 
 class StoreEndpoints(Struct, frozen=True, kw_only=True):
-    """Where a node really listens, ports filled in."""
+    """Addresses at which a node listens, with the chosen ports."""
 
     store_id: str
     incarnation: str

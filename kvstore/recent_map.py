@@ -1,4 +1,4 @@
-"""What was noted of late, by key: a map of bounded size that forgets what was noted longest ago. Pure."""
+"""Recent map: a map of bounded size that forgets the key that was noted the longest ago. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -9,22 +9,22 @@ V = TypeVar("V")
 
 
 class RecentMap(Generic[K, V]):
-    """The newest `most` keys, each with its value; looking makes none newer. For one thread at a time."""
+    """Holds the newest `most` keys with their values; a look-up makes no key newer. Not thread-safe."""
 
     def __init__(self, most: int):
         assert most >= 0, most
         self._most = most
-        self._values: OrderedDict[K, V] = OrderedDict()  # noted longest ago first
+        self._values: OrderedDict[K, V] = OrderedDict()  # the key noted longest ago is first
 
     def note(self, key: K, value: V) -> None:
-        """It is the newest now, with this value."""
+        """Set the value of a key and make it the newest."""
         self._values[key] = value
         self._values.move_to_end(key)
         if len(self._values) > self._most:
             self._values.popitem(last=False)
 
     def forget(self, key: K) -> None:
-        """It may be unknown already."""
+        """Remove a key, which may be missing."""
         self._values.pop(key, None)
 
     def get(self, key: K) -> V | None:
@@ -37,5 +37,5 @@ class RecentMap(Generic[K, V]):
         return len(self._values)
 
     def __iter__(self) -> Iterator[K]:
-        """Noted longest ago first."""
+        """Iterate over the keys, the one noted longest ago first."""
         return iter(self._values)

@@ -1,4 +1,4 @@
-"""The system's clock: the only module of this package that asks what time it is."""
+"""System clock: the only module of this package that asks for the time."""
 
 import time
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from kvstore.clock import Nanos
 
 
 class MonotonicClock:
-    """Never goes back; equal in all processes of a host."""
+    """Clock that never goes back and is equal in all processes of a host."""
 
-    # The system's own function, without one of ours around it: this is asked several times for each request.
+    # The system's function itself, without a wrapper: it is called several times for each request.
     now = staticmethod(cast("Callable[[], Nanos]", time.monotonic_ns))  # noqa: TID251 - this is the Clock
 
 
 def unix_seconds() -> int:
-    """What the calendar says, for what several hosts compare; it may jump."""
-    return int(time.time())  # noqa: TID251 - likewise
+    """Return the calendar time in seconds, for comparison between hosts; it may jump."""
+    return int(time.time())  # noqa: TID251 - this is the clock

@@ -1,4 +1,4 @@
-"""Virtual environments of the peers, made on demand and kept in a cache folder."""
+"""Virtual environments of compared systems, made on demand and kept in a cache folder."""
 
 import hashlib
 import json
@@ -15,19 +15,19 @@ INSTALL_SECONDS = 900
 
 
 class SystemDistribution(Struct, frozen=True, kw_only=True):
-    """What a peer needs. Each step is the arguments of one `pip install`; where it gives several, the first that works."""
+    """Packages of a compared system. Each step lists alternative arguments of one `pip install`; the first that works is used."""
 
     name: str
     version: str
     steps: tuple[tuple[tuple[str, ...], ...], ...]
-    system: str = ""  # what has to be there besides, as a command
+    system: str = ""  # command that must exist besides
 
 
 def python_of(distribution: SystemDistribution, cache: Path) -> Path:
-    """The interpreter of an environment with that peer; made when it is not there, which takes minutes.
+    """Return the interpreter of a system's environment, which is made if it is missing; this takes minutes.
 
     Raises:
-        Absent: It cannot be made; says what failed.
+        Absent: It cannot be made; the message says what failed.
     """
     folder = cache / f"{distribution.name.lower()}-{distribution.version}"
     python = folder / "bin" / "python"

@@ -1,10 +1,10 @@
-"""From a fresh virtual environment to the first token, with no service to install.
+"""Test of a first installation: from an empty virtual environment to the first token, without any service.
 
     python -m loadtests.first_token [--json]
 
-An environment with nothing in it gets the checkout by `pip install`, with what it names as its dependencies and no more. Then, with a
-home folder that is empty, one command starts a whole cluster with the simulated engine and asks it something. It ends with 1 when
-the first token takes longer than a minute.
+The checkout is installed into an empty environment by `pip install`, only with its declared dependencies. Then, with an empty home
+folder, one command starts a whole cluster with the simulated engine and sends a request. The program ends with status 1 if the first
+token takes longer than a minute.
 """
 
 import argparse
@@ -46,9 +46,9 @@ def main() -> int:
 
 
 def _installed(folder: Path) -> Path:
-    """The command, in an environment of its own."""
+    """Install the checkout and return the command `fleet` of the new environment."""
     environment, source = folder / "venv", folder / "source"
-    shutil.copytree(CHECKOUT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))  # a build leaves things behind
+    shutil.copytree(CHECKOUT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))  # a build leaves files behind
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in ([sys.executable, "-m", "venv", str(environment)], [*pip, str(source)]):
         subprocess.run(command, cwd=folder, check=True, timeout=INSTALL_SECONDS, env=_environment(), stdout=sys.stderr)
@@ -56,7 +56,7 @@ def _installed(folder: Path) -> Path:
 
 
 def _first_token(fleet: Path, folder: Path) -> float:
-    """Seconds from the command to the first character of an answer."""
+    """Return the seconds from the command to the first character of an answer."""
     home = folder / "home"
     home.mkdir()
     ports = ("--http-port", "0", "--grpc-port", "0")
@@ -82,7 +82,7 @@ def _first_token(fleet: Path, folder: Path) -> float:
 
 
 def _environment() -> dict[str, str]:
-    """Without what would let in anything of this one."""
+    """Return the environment without variables that would give access to this installation."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON") and name != "VIRTUAL_ENV"
     }

@@ -1,4 +1,4 @@
-"""What a table of figures has to say of the machine and the versions that they come from."""
+"""Facts about the machine and the versions of packages, for the figures of benchmarks."""
 
 import importlib.metadata
 import os
@@ -11,11 +11,11 @@ import psutil
 
 
 def facts(folder: Path, packages: Sequence[str]) -> dict[str, Any]:
-    """Of this machine, now.
+    """Return the facts about this machine.
 
     Args:
-        folder: Whose disk is looked at.
-        packages: Whose versions are told, of those that are installed.
+        folder: Folder on the measured disk.
+        packages: Packages whose versions are listed, if they are installed.
     """
     usage = psutil.disk_usage(str(folder))
     return {
@@ -37,7 +37,7 @@ def _cpu() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Kind and device of the longest mount point that the folder is below."""
+    """Return type and device of the file system that contains the folder."""
     below = [each for each in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(each.mountpoint)]
     if not below:
         return "unknown"

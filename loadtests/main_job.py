@@ -1,15 +1,15 @@
-"""What Fleet costs on top of the engine, and what its KV store saves: one run, interleaved, on the tiny model.
+"""Main benchmark: what Fleet costs on top of the engine, and what its KV store saves, in one interleaved run on the tiny model.
 
-Four targets answer the same prompts in turn, round by round, so that a drift of the machine's speed meets all of them:
+Four targets answer the same prompts in turn, round by round, so that a change of the machine's speed meets all of them:
 
-- ``vllm``: plain vLLM, its own OpenAI server: the raw limit.
-- ``fleet-aggregated``: one Fleet worker does the whole request.
+- ``vllm``: plain vLLM with its own OpenAI server, as the limit.
+- ``fleet-aggregated``: one Fleet worker serves the whole request.
 - ``fleet-store``: prefill worker, blocks through the store node, decode worker.
 - ``fleet-direct``: prefill worker, blocks by NIXL, decode worker; a cluster of its own.
 
-Processes of targets whose turn it is not are stopped (SIGSTOP), because NIXL's progress thread burns most of a core even
-when idle. Prompts are random tokens, never repeated except in the prefix scenario. Client: one keep-alive connection,
-server-sent events, concurrency 1.
+The processes of the other targets are stopped (SIGSTOP), because NIXL's progress thread uses most of a core even when it is idle.
+Prompts are random tokens that are repeated only in the prefix scenario. The client has one keep-alive connection, server-sent events
+and concurrency 1.
 
     python -m loadtests.main_job [--rounds N] [--json FILE] [--targets vllm,fleet-aggregated,...]
 """
@@ -57,7 +57,7 @@ class ServedAnswer:
 
 @dataclass
 class ServerUnderTest:
-    """A running system under test and every process of it."""
+    """A running system under test with all its processes."""
 
     port: int
     pids: list[int]
@@ -106,7 +106,7 @@ class ServingTarget:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, tokens: Sequence[int], **extra: Any) -> ServedAnswer:
-        """One streamed completion; times are taken where the client's socket delivers the events."""
+        """Send a request for a streamed completion; times are taken when the client's socket delivers the events."""
         body = {
             "model": self.model,
             "prompt": list(tokens),
@@ -140,7 +140,7 @@ class ServingTarget:
                     texts.append(now)
         connection.close()
         assert texts, f"{self.name}: an answer without text"
-        # Events and tokens are not one to one (incomplete characters, several tokens at once): the mean is over tokens.
+        # An event may hold no token or several (incomplete characters), so the mean is taken over tokens.
         return ServedAnswer(
             ttft_ms=(texts[0] - started) * 1e3,
             tpot_ms=(events[-1] - events[0]) * 1e3 / (ANSWER_TOKENS - 1),
@@ -184,7 +184,7 @@ def fleet_cluster(kv_path: str, folder: Path) -> Iterator[ServerUnderTest]:
     ready = folder / f"{kv_path}.json"
     port = free_port()
     topology = folder / f"{kv_path}.toml"
-    topology.write_text("[router]\nheartbeat_timeout_seconds = 60\n")  # NIXL starves its neighbours on few cores
+    topology.write_text("[router]\nheartbeat_timeout_seconds = 60\n")  # NIXL slows other processes down on few cores
     command = [
         sys.executable,
         "-m",
@@ -250,13 +250,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def measure_cost(targets: Sequence[ServingTarget], rounds: int, per_round: int, seed: int) -> dict[str, Any]:
-    """TTFT, TPOT and router CPU of every target at both prompt lengths."""
+    """Measure TTFT, TPOT and router CPU of every target at both prompt lengths."""
     rng = random.Random(seed)
     servers = list({id(target.server): target.server for target in targets}.values())
     results: dict[str, dict[str, Any]] = {target.name: {} for target in targets}
     samples: dict[tuple[str, int], list[ServedAnswer]] = {}
     router: dict[tuple[str, int], list[float]] = {}
-    for round_number in range(rounds + 1):  # round 0 warms up and is not counted
+    for round_number in range(rounds + 1):  # round 0 is a warm-up
         for target in targets:
             turn(servers, target.server)
             for length in (128, 2048):
@@ -280,7 +280,7 @@ def measure_cost(targets: Sequence[ServingTarget], rounds: int, per_round: int, 
 
 
 def measure_prefix(target: ServingTarget, servers: Sequence[ServerUnderTest], rounds: int, seed: int) -> dict[str, Any]:
-    """TTFT of a 2k-token prompt whose blocks the store holds, on the worker that computed them and on the other one."""
+    """Measure the TTFT of a 2k-token prompt whose blocks are in the store, on the worker that computed them and on the other one."""
     rng = random.Random(seed)
     turn(servers, target.server)
     cold: list[float] = []
@@ -289,7 +289,7 @@ def measure_prefix(target: ServingTarget, servers: Sequence[ServerUnderTest], ro
     other: list[float] = []
     for _ in range(rounds):
         prefix = prompt(rng, 2048)
-        # The decode worker computes the prefix and sees it again; then the prefill worker, new to it, is asked.
+        # The decode worker computes the prefix and gets it again; then the prefill worker gets it for the first time.
         cold.append(target.ask(prefix + prompt(rng, 16), fleet={"placement": "aggregated"}).ttft_ms)
         same.append(target.ask(prefix + prompt(rng, 16), fleet={"placement": "aggregated"}).ttft_ms)
         answer = target.ask(prefix + prompt(rng, 16), fleet={"placement": "disaggregated"})
@@ -371,7 +371,7 @@ def main() -> None:
             targets.append(
                 ServingTarget("vllm", stack.enter_context(plain_vllm(model_dir, folder / "vllm.log")), "tiny")
             )
-            targets[-1].server.signal(signal.SIGSTOP)  # so that the next one starts undisturbed
+            targets[-1].server.signal(signal.SIGSTOP)  # so that the next target starts undisturbed
         if {"fleet-aggregated", "fleet-store"} & set(wanted):
             store = stack.enter_context(fleet_cluster("store", folder))
             store.signal(signal.SIGSTOP)

@@ -1,5 +1,5 @@
-"""What keeps somebody out of a comparison."""
+"""Exception for systems that cannot take part in a comparison."""
 
 
 class SystemUnavailable(Exception):
-    """A contestant cannot take part; says why, and what to do about it."""
+    """A contestant cannot take part; the message gives the reason and a remedy."""

@@ -1,12 +1,12 @@
-"""One real vLLM engine over two workers that stand for two nodes: it answers as on one node, and lives and dies as a whole.
+"""Test of a worker group: one real vLLM engine over two workers that stand for two nodes answers like one, and ends as a whole.
 
-``python -m loadtests.vllm_group`` starts, for each way of spreading an engine, two worker processes on loopback, and asks: are its
-tokens those of an engine in one process? Does the further one end when its leader is killed, and the leader when it is killed? Do both
-end in order when only the further one is told to? Does the leader give up if the further one dies while it starts? Prints a JSON object for
-each life; fails (exit 1) if any of it is not so.
+``python -m loadtests.vllm_group`` starts two worker processes on loopback for each way of spreading an engine, and checks: its tokens
+equal those of an engine in one process. If the lead rank is killed, the other rank ends, and the reverse. If only the other rank is asked
+to stop, both drain. If the other rank dies during the start, the lead rank gives up. It prints a JSON object for each case, and ends
+with status 1 if a check fails.
 
-What it does not show: pipeline stages, which end vLLM 0.32's engine for CPUs with its first request on one node, too; several hosts; and
-accelerators, whose collective operations (NCCL) vLLM sets up in other ways.
+It does not test pipeline stages (which end vLLM 0.32's CPU engine at its first request, on one node too), several hosts, or
+accelerators, whose collective operations (NCCL) vLLM sets up differently.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from workers.settings import GroupSettings, VllmSettings, WorkerSettings
 START_SECONDS = 300
 END_SECONDS = 60
 ANSWER_SECONDS = 60
-PORT = 17_411  # of the group's leader; nothing else may listen there
+PORT = 17_411  # port of the lead rank; it must be free
 ITS_PROCESSES = 2  # the resource tracker of multiprocessing, and the engine's scheduler
 TOKENS = 12
 PROMPTS = [[7 + 13 * number + place % 911 for place in range(90 + 40 * number)] for number in range(4)]
@@ -46,11 +46,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class GroupEnding(Struct, frozen=True):
-    """How a group's life ends."""
+    """How a group is ended."""
 
-    victim: int  # rank
-    sent: signal.Signals  # to it
-    exits: list[int]  # by rank, as `subprocess` counts
+    victim: int  # rank that gets the signal
+    sent: signal.Signals
+    exits: list[int]  # expected exit status of each rank, as in `subprocess`
 
 
 EARLY = "rank killed while the engine starts"
@@ -63,7 +63,7 @@ ENDS = {
 
 
 class GroupProcess:
-    """A worker; its log is in the folder."""
+    """A worker process with its log in the folder."""
 
     def __init__(self, folder: Path, settings: WorkerSettings) -> None:
         self._config = folder / f"{settings.worker_id}.json"
@@ -79,7 +79,7 @@ class GroupProcess:
             )
 
     async def ready(self) -> None:
-        """Wait until it serves: vLLM says something on the same way before."""
+        """Wait until it serves; vLLM prints other lines before."""
         assert self.process.stdout is not None
         said, endpoints = [], b""
         try:
@@ -94,9 +94,9 @@ class GroupProcess:
         self.endpoints = json.loads(endpoints)
 
     async def has_children(self) -> None:
-        """Wait until the engine has processes of its own."""
+        """Wait until the engine has started its own processes."""
         async with asyncio.timeout(START_SECONDS):
-            while len(psutil.Process(self.process.pid).children()) < ITS_PROCESSES:  # noqa: ASYNC110 - nobody tells
+            while len(psutil.Process(self.process.pid).children()) < ITS_PROCESSES:  # noqa: ASYNC110 - there is no notification
                 await asyncio.sleep(0.1)
 
     async def ended(self) -> int:
@@ -137,7 +137,7 @@ async def on_one_node(model: Path, folder: Path) -> list[list[int]]:
 
 
 async def a_life(model: Path, folder: Path, way: str, how: str) -> dict[str, Any]:
-    """One group from its start to its end, which comes by `how`."""
+    """Run one group from its start to its end by `how`."""
     both = [GroupProcess(folder, a_worker(model, f"{way}-{how}-{rank}", WAYS[way], a_group(rank))) for rank in range(2)]
     async with AsyncExitStack() as held:
         began = time.monotonic()

@@ -1,1 +1,1 @@
-"""Fleet on Kubernetes: what people write (`resources`), what becomes of it (`reconcile`, pure), and the loop around it."""
+"""Kubernetes operator: its types (`api`), the observed state (`observed`) and its loop (`controller`)."""

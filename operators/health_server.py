@@ -1,4 +1,4 @@
-"""Where an operator is asked how it is: /healthz, /readyz, /metrics. Nothing can be told to it here."""
+"""Health server of the operator: /healthz, /readyz and /metrics. It accepts no commands."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -13,17 +13,17 @@ STOP_SECONDS = 2.0
 async def open_health_server(
     host: str, port: int, ready: Callable[[], bool], unread: Callable[[], Sequence[str]], registry: CollectorRegistry
 ) -> AsyncIterator[str]:
-    """Answer while the context is open.
+    """Answer requests while the context is open.
 
     Args:
-        host: Where to listen.
-        port: There; 0: any.
+        host: The host to listen at.
+        port: The port; 0: any.
         ready: Whether everything has been read once. Standbys are ready too.
-        unread: The kinds that have not been.
-        registry: What /metrics shows.
+        unread: The kinds that have not been read yet.
+        registry: The metrics of /metrics.
 
     Yields:
-        host:port.
+        The bound address, host:port.
 
     Raises:
         OSError: The address is in use.
@@ -36,7 +36,7 @@ async def open_health_server(
         if ready():
             return web.Response(text="ok\n")
         what = ", ".join(unread()) or "anything"
-        return web.Response(status=503, text=f"the API server has not told yet: {what}\n")
+        return web.Response(status=503, text=f"not read from the API server yet: {what}\n")
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,4 +1,4 @@
-"""An operator process, put together: connection, Lease, loops and doors."""
+"""Operator process: puts the API client, leader election, loops and health server together."""
 
 import asyncio
 import logging
@@ -11,10 +11,12 @@ from fleet.core.clock import Clock
 from fleet.core.errors import ConfigurationRefused
 from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.leader import LeaseLeader
-from fleet.net.kubernetes.ports import KubernetesError, ProbeSender, RouterReports, WallClock
+from fleet.net.kubernetes.ports import KubernetesError, WallClock
 from kvstore.net.addresses import host_port
 from operators.controller.control_secrets import ControlSecrets
 from operators.health_server import open_health_server
+from operators.observed.router_poller import RouterReports
+from operators.probes.prober import ProbeSender
 from operators.server import Operator
 from operators.settings import OperatorSettings
 from operators.telemetry import OperatorGauges, OperatorMetrics
@@ -38,17 +40,17 @@ async def serve_operator(
     """Serve until asked to stop.
 
     Args:
-        settings: What is looked after, and how.
-        routers: Whom to ask which workers are registered; None: nobody.
-        clients: Who sends probes; None: nobody.
-        clock: For spans.
-        wall: For what is written.
-        registry: What /metrics shows; gets the operator's.
-        announce: Told the endpoints when they answer.
-        stop: Set when it is to end.
+        settings: Settings of the operator.
+        routers: Asks routers which workers they know; None: they are not asked.
+        clients: Sends probes; None: none are sent.
+        clock: Monotonic clock for durations.
+        wall: Wall clock for times in objects.
+        registry: Metrics of the process; the operator's metrics are added.
+        announce: Called with the endpoints once they answer.
+        stop: Set to end the operator.
 
     Raises:
-        ConfigurationRefused: The address is in use, or it is not said how to reach the API.
+        ConfigurationRefused: The address is in use, or the API server's address is not configured.
     """
     namespace = _namespace(settings)
     try:
@@ -79,14 +81,14 @@ async def serve_operator(
 
 
 def _namespace(settings: OperatorSettings) -> str:
-    """Where the Lease is.
+    """Return the namespace of the Lease.
 
     Raises:
-        ConfigurationRefused: None is named, and this is no pod.
+        ConfigurationRefused: No namespace is configured, and this process does not run in a pod.
     """
     if settings.lease.namespace:
         return settings.lease.namespace
     try:
         return OWN_NAMESPACE.read_text().strip()
     except OSError as error:
-        raise ConfigurationRefused("lease.namespace: is needed outside of a pod") from error
+        raise ConfigurationRefused("lease.namespace: is required outside of a pod") from error

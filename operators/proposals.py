@@ -1,14 +1,18 @@
-"""From a ServingRequest to the DisaggDeployment that keeps what it promises, or to why there is none. Pure: `fleet.hardware.sizing`, in Kubernetes' words.
+"""Proposals: the DisaggDeployment that fulfils a ServingRequest, or the reason why none does.
+
+Pure; `fleet.hardware.sizing` computes the sizes.
 
 Rules:
 
-1. A proposal is whole: as it stands, `kubectl apply` makes pods of it that take the requests that were described. What else its engines have to be
-   told (how long a request may be, how many run at once, how much of a prompt a step takes) is in its podTemplates, before what the request says there.
-2. What was predicted is said beside what was asked for, with the median error of such predictions, and whose measurements they rest on.
-3. What cannot be is said by the goal that fails, with the best that can be had and what would have to change. Texts hold numbers and names of ours; of
-   what somebody wrote nothing but a field of a config that is not understood.
-4. What a proposal repeats is bounded: it stands in the request's status once for each role, beside the specification, and etcd keeps no object
-   of more than 1.5 MiB.
+1. A proposal is complete: applied as it is, its pods take the described requests. Engine options without a field (the
+   longest request, the batch size, the prompt tokens of a step) are in its podTemplates, before the request's own
+   arguments.
+2. Each prediction stands beside its goal, with the median error of such predictions and the measurements that they rest
+   on.
+3. A refusal names the goal that fails, the best possible value, and what would have to change. Texts contain only our
+   own numbers and names; of the user's text they name at most a field of a config that is not understood.
+4. The size of a proposal is bounded, because the request's status contains it once for each role, beside the
+   specification, and etcd keeps no object above 1.5 MiB.
 """
 
 from collections.abc import Iterator
@@ -57,20 +61,20 @@ VENDORS = {"nvidia": GpuVendor.NVIDIA, "amd": GpuVendor.AMD}
 TYPES = {Work.BOTH: RoleType.AGGREGATED, Work.PREFILL: RoleType.PREFILL, Work.DECODE: RoleType.DECODE}
 NAMES = {Work.BOTH: "workers", Work.PREFILL: "prefill", Work.DECODE: "decode"}
 ROUTERS = 2
-"""So that one may end, or its node."""
+"""Two, so that one router or its node may end."""
 
 UNKNOWN_CONTEXT = 2
-"""So many times the request that was described may be the longest one, where the config does not say what the model takes."""
+"""The longest request is this many times the described one, if the config does not give the model's limit."""
 
 ANSWERS = 2
-"""So many times as long as an answer takes may a worker have to finish what it does before it ends."""
+"""The drain limit is this many times the duration of an answer."""
 
 MOST_REPLICAS = 10_000
-"""Of a role, as `operators.api.disagg_deployment.RoleSpec` has it."""
+"""The limit of `operators.api.disagg_deployment.RoleSpec`."""
 
 LARGEST = 128 << 10
-"""Bytes of JSON, of podTemplate and modelConfig each. With two roles that is four of these in an object, and twice as much again for who owns which
-field of them (`managedFields`): below 1.5 MiB."""
+"""Bytes of JSON, for podTemplate and modelConfig each. With two roles an object has four of these, and twice as much again
+for their managed fields: below 1.5 MiB."""
 
 MINUTE = 60.0
 RESTS_ON = {
@@ -81,7 +85,7 @@ RESTS_ON = {
 
 
 class Proposal(Struct, frozen=True, kw_only=True):
-    """What keeps the goals."""
+    """A deployment that keeps the goals."""
 
     spec: DisaggDeploymentSpec
     reason: str
@@ -91,7 +95,7 @@ class Proposal(Struct, frozen=True, kw_only=True):
 
 
 class Infeasible(Struct, frozen=True, kw_only=True):
-    """Why nothing does."""
+    """The reason why no deployment keeps the goals."""
 
     reason: str
     message: str
@@ -103,7 +107,7 @@ Reply = Proposal | Infeasible
 
 
 def propose(asked: ServingRequestSpec) -> Reply:
-    """What is replied to a request."""
+    """Return the answer to a request."""
     if (asked.workload.requests_per_minute > 0) == (asked.workload.concurrency > 0):
         text = "spec.workload: one of requestsPerMinute and concurrency must be above 0"
         return Infeasible(reason="SpecificationRefused", message=text)
@@ -142,7 +146,7 @@ def _model(asked: ServingRequestSpec) -> SizedModel | None:
 
 def _demand(asked: ServingRequestSpec) -> Demand:
     work = asked.workload
-    # At least one token is computed: whoever has all of a prompt has no first token yet.
+    # At least one token is computed, because a fully cached prompt alone gives no first token.
     cached = min(work.prompt_tokens * work.cached_percent / 100, work.prompt_tokens - 1)
     request = RequestShape(prompt_tokens=work.prompt_tokens, answer_tokens=work.answer_tokens, cached_tokens=cached)
     return Demand(request=request, rate=work.requests_per_minute / MINUTE, clients=work.concurrency)
@@ -154,7 +158,7 @@ def _goals(objective: ServingObjective) -> LatencyGoals:
     )
 
 
-# What keeps them.
+# Feasible requests.
 
 
 def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Proposal:
@@ -188,7 +192,7 @@ def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Pr
 
 def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> DisaggDeploymentSpec:
     count, each = asked.hardware.count, found.placement.parallelism.gpus
-    # A rollout makes a new replica of every role before an old one goes, if there are GPUs for that.
+    # A rollout creates a new replica of every role before an old one goes, if GPUs are left for it.
     surge = count - found.gpus >= each * len(found.pools)
     rollout = Rollout() if surge else Rollout(max_surge=0, max_unavailable=1)
     seconds = found.ttft + asked.workload.answer_tokens * found.tpot
@@ -196,7 +200,7 @@ def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> 
     template = _template(asked, _context(asked, sized, found))
     roles = [_role(asked, found, pool, rollout, drain, template) for pool in found.pools]
     new_tokens = floor(_demand(asked).request.new_tokens)
-    # Prompts like those described go to prefill workers, also short ones.
+    # Prompts like the described ones go to prefill workers, even if they are short.
     routing = Routing(disaggregate_above_tokens=min(Routing().disaggregate_above_tokens, new_tokens // 2))
     return DisaggDeploymentSpec(
         model=asked.model,
@@ -226,13 +230,13 @@ def _role(
 
 
 def _context(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> int:
-    """Tokens of the longest request that is taken: as long as the model allows and an engine holds."""
+    """Return the tokens of the longest request: as long as the model allows and an engine holds."""
     described = asked.workload.prompt_tokens + asked.workload.answer_tokens
     return min(sized.context or UNKNOWN_CONTEXT * described, found.room)
 
 
 def _template(asked: ServingRequestSpec, context: int) -> dict[str, Any]:
-    """What engines are told that a DisaggDeployment has no field for, and after it what the request says."""
+    """Return the pod template with engine options that have no field, followed by the request's own arguments."""
     ours = [
         f"--set=max_model_len={context}",
         f"--set=max_running={MOST_RUNNING}",
@@ -251,7 +255,7 @@ def _template(asked: ServingRequestSpec, context: int) -> dict[str, Any]:
 
 
 def _too_long(asked: ServingRequestSpec) -> str:
-    """What takes more room than there is for it."""
+    """Return which field exceeds its size; empty: none."""
     for field, given in {"podTemplate": asked.pod_template, "modelConfig": asked.model_config}.items():
         if (size := len(msgspec.json.encode(given))) > LARGEST:
             return (
@@ -261,7 +265,7 @@ def _too_long(asked: ServingRequestSpec) -> str:
 
 
 def _misshapen(template: dict[str, Any]) -> str:
-    """What cannot be filled in, and would be lost; everything else the API server checks, when pods are made of it."""
+    """Return the fault of a template that could not be completed; the API server checks everything else later."""
     pod = template.get("spec")
     if not isinstance(pod, dict | None):
         return "podTemplate.spec: must be an object"
@@ -287,7 +291,7 @@ def _basis(estimate: StepModelEstimate) -> str:
     return f"{estimate.rows} {RESTS_ON[estimate.basis]}; errors are medians of such predictions"
 
 
-# What does not.
+# Infeasible requests.
 
 
 def _infeasible(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, why: Shortfall) -> Infeasible:
@@ -358,7 +362,7 @@ def _too_slow(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, w
 def _elsewhere(
     asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply
 ) -> Iterator[tuple[Gpu, Sizing | Shortfall]]:
-    """On any number of every other GPU."""
+    """Yield the size on any number of every other GPU."""
     within = min(supply.per_node, supply.gpus)
     for other in gpus().values():
         if other.id != supply.gpu.id:

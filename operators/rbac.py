@@ -1,12 +1,13 @@
-"""What the operator may do on the API server, and has to be allowed: one list, for its code's tests and for the chart's Role. Pure.
+"""Permissions of the operator on the API server: one list for the chart's Role and for the tests. Pure.
 
 Rules:
 
-1. The Role is made from this list, and a test holds the requests of a whole life of a deployment against it: nothing is granted that is
-   not used, nothing used that is not granted.
-2. Server-side apply is `patch`, and `create` as well where the object is not there yet.
-3. Of Secrets only one is read, the operator's own in its own namespace; elsewhere they are made and never read. No nodes, no reading of events, nothing of the whole cluster: in namespaces that are named, a Role is enough.
-4. Children carry `blockOwnerDeletion: false`: whoever sets it needs `update` on finalizers of the owner.
+1. The chart's Role is made from this list, and a test compares it with all requests in the life of a deployment: every
+   granted right is used, and every used right is granted.
+2. Server-side apply needs `patch`, and also `create` if the object may not exist yet.
+3. The operator reads one Secret, its own, in its own namespace; elsewhere it creates Secrets and never reads them. It
+   needs no nodes, reads no events and uses nothing cluster-wide, so that a Role suffices if the namespaces are named.
+4. Child objects carry `blockOwnerDeletion: false`, because setting it to true needs `update` on the owner's finalizers.
 """
 
 from msgspec import Struct
@@ -22,25 +23,25 @@ CHILD = ("list", "watch", "create", "patch", "delete")
 
 REMOVED = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.DISRUPTION_BUDGET, kinds.INFERENCE_POOL)
 KEPT = (kinds.NETWORK_POLICY, kinds.POD_MONITOR)
-"""For as long as their deployment: they go with it."""
+"""Kinds of child objects that stay until their deployment goes."""
 
 
 class RoleRule(Struct, frozen=True, kw_only=True):
     """One rule of a Role."""
 
     group: str
-    """Empty: Kubernetes' core."""
+    """Empty: the core group of Kubernetes."""
 
     resource: str
-    """Plural; with the subresource after a slash."""
+    """Plural name, with a subresource after a slash."""
 
     verbs: tuple[str, ...]
 
     own_namespace: bool = False
-    """Needed where the operator runs, not where deployments are."""
+    """Whether the right is needed in the operator's namespace, not in those of deployments."""
 
     names: tuple[str, ...] = ()
-    """Names of the only objects that the rule is for; empty: all."""
+    """Names of the only objects to which the rule applies; empty: all."""
 
 
 def _of(

@@ -1,23 +1,27 @@
-"""How many replicas of each role and revision there should be next: scaling, rebalancing and rolling out are one walk of small steps.
+"""Scaling: the next number of replicas of each role and revision.
+
+Scaling, rebalancing and rollouts are one walk of small steps. Pure.
 
 Rules:
 
-1. A *revision* is everything that workers must have alike to understand each other's blocks; all workers of a deployment share one.
-   Replicas of old revisions go, replicas of the present one come. A revert makes a third revision, or the first one present again: nothing
-   here remembers what was under way, so it can be turned around at any moment.
-2. Each call is one step: it may only ask for what is allowed with the pods that exist now, and after it the caller waits until
-   something has changed. A replica is *there* until its pod is gone: one that drains holds its GPUs.
-3. GPUs of all replicas that are there, or asked for, never exceed the budget. So a rebalance under a full budget shrinks, waits for
-   the drain, and grows.
-4. Replicas of a role never exceed its target by more than `surge` through growth; those that serve never fall below its target minus
-   `unavailable` through shrinking. What does not serve anyway may always be taken.
-5. A prefill replica serves only beside a decode replica of its own revision, and the other way round. So an old pair is not
-   taken apart before a new one is whole. Where both sides wait for each other because of this, and for nothing else, one may lose partners
+1. A *revision* is everything that workers must share to understand each other's blocks. All workers of a deployment
+   shall have one revision. Replicas of old revisions are removed, and replicas of the present one are added. A revert
+   makes a third revision, or makes the first one present again. Nothing is remembered here, so any change can be
+   reversed at any moment.
+2. Each call takes one step. It may only request what is allowed with the pods that exist now, and the caller then waits
+   for a change. A replica *exists* until its pod has gone: a draining replica still holds its GPUs.
+3. The GPUs of all existing or requested replicas never exceed the budget. So a rebalance under a full budget shrinks,
+   waits for the drain, and grows.
+4. Growth never takes a role above its target plus `surge`, and shrinking never takes its serving replicas below its
+   target minus `unavailable`. Replicas that do not serve may always be removed.
+5. A prefill replica serves only beside a decode replica of its own revision, and the other way round. So an old pair
+   stays until a new one is complete. If both sides wait for each other only because of this, one may lose its partners
    as long as one pair is left.
-6. Prefill to decode stays within the ratio's bounds while roles are scaled; a role that is within its surge and its missing replicas
-   of the target counts with the target. Where no single step is possible for the ratio's sake, both are changed together. Without
-   any replicas on one side there is no ratio. What is out of bounds already may move, if it does not get worse.
-7. A role changes by at most `max_step` replicas a call.
+6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. A role that is within its
+   surge and its missing replicas counts with its target. If the ratio allows no single step, both sides change
+   together. If one side has no replicas, there is no ratio. A ratio outside of its bounds may change if it does not get
+   worse.
+7. A role changes by at most `max_step` replicas in one call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +32,7 @@ from msgspec import Struct
 
 
 class PairSide(StrEnum):
-    """What a role does beside another one."""
+    """The part of a role in pairs of prefill and decode workers."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -36,34 +40,34 @@ class PairSide(StrEnum):
 
 
 class RevisionReplicas(Struct, frozen=True, kw_only=True):
-    """Of one role and revision."""
+    """Replicas of one role and revision."""
 
     revision: str
     asked: int
-    """What its child's `replicas` says."""
+    """The `replicas` field of its child object."""
 
     pods: int = 0
-    """That exist and are not on their way out."""
+    """Existing pods that are not being deleted."""
 
     ready: int = 0
-    """Of these: ready, and known to the router."""
+    """Pods that are ready and known to the router."""
 
     leaving: int = 0
-    """Pods that drain."""
+    """Draining pods."""
 
     @property
     def there(self) -> int:
-        """That hold GPUs, or soon will."""
+        """The number of replicas that hold GPUs, or soon will."""
         return max(self.asked, self.pods) + self.leaving
 
     @property
     def changing(self) -> bool:
-        """Whether something is under way that may be waited for."""
+        """Whether a change is under way that the caller may wait for."""
         return self.leaving > 0 or not self.asked == self.pods == self.ready
 
     @property
     def staying(self) -> int:
-        """Ready ones that nobody has asked to go; those that are not ready go first."""
+        """The number of ready replicas that are still requested; those that are not ready are removed first."""
         return min(self.ready, self.asked)
 
 
@@ -74,12 +78,12 @@ class ScaledRole(Struct, frozen=True, kw_only=True):
     side: PairSide
     target: int
     gpus: int
-    """Of one replica."""
+    """GPUs of one replica."""
 
     surge: int
     unavailable: int
     revision: str
-    """The present one."""
+    """The present revision."""
 
     replicas: tuple[RevisionReplicas, ...] = ()
 
@@ -97,23 +101,23 @@ class ScaledRole(Struct, frozen=True, kw_only=True):
 
     @property
     def counted(self) -> int:
-        """Towards the ratio."""
+        """The number of replicas that counts for the ratio."""
         return self.target if self.least_serving <= self.asked <= self.target + self.surge else self.asked
 
 
 class ScalingBounds(Struct, frozen=True, kw_only=True):
     gpu_budget: int = 0
-    """0: none."""
+    """0: no budget."""
 
     least: tuple[int, int] = (1, 999)
     most: tuple[int, int] = (999, 1)
-    """Prefill to decode."""
+    """The bounds are prefill to decode."""
 
     max_step: int = 1
 
 
 class ReplicaChange(Struct, frozen=True, order=True):
-    """Ask for so many replicas of a role's revision."""
+    """A request for this number of replicas of a role's revision."""
 
     role: str
     revision: str
@@ -121,10 +125,11 @@ class ReplicaChange(Struct, frozen=True, order=True):
 
 
 def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRole]:
-    """The pools with targets that are possible: what is asked for, less what budget and ratio forbid; never more.
+    """Return the roles with possible targets: the requested ones, lowered to fit the budget and the ratio.
 
-    Where the budget is too small, replicas are taken from the role that asks for most GPUs, the last one of a role last of all.
-    Then the larger side of a ratio is lowered, to 1 at least: where that is not enough, the ratio stays out of bounds.
+    If the budget is too small, replicas are taken from the role that requests the most GPUs; a role's last replica is
+    taken last. Then the larger side of the ratio is lowered, at least to 1; if that is not enough, the ratio stays out
+    of bounds.
     """
     wanted = {pool.name: pool.target for pool in pools}
     while bounds.gpu_budget and sum(wanted[pool.name] * pool.gpus for pool in pools) > bounds.gpu_budget:
@@ -139,9 +144,9 @@ def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRo
 
 
 def next_changes(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ReplicaChange]:
-    """What to ask for now; nothing when all is as it should be, or when something that is under way has to end first.
+    """Return the next requests; empty if everything is as it should be, or if a change under way has to end first.
 
-    Targets must be possible: see `targets`.
+    The targets must be possible (`targets`).
     """
     before = {pool.name: pool for pool in pools}
     now = before
@@ -160,7 +165,10 @@ def next_changes(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[Rep
 def _one_move(
     now: dict[str, ScaledRole], before: dict[str, ScaledRole], bounds: ScalingBounds, *, orphans: bool
 ) -> dict[str, ScaledRole] | None:
-    """The pools after one more allowed step; None when there is none. `orphans`: it may leave others without a partner."""
+    """Return the roles after one more allowed step; None if there is none.
+
+    `orphans`: it may leave others without a partner.
+    """
     held_by_ratio = False
     for direction in (-1, 1):
         for name, pool in now.items():
@@ -177,14 +185,14 @@ def _one_move(
 
 
 def _steps(pool: ScaledRole, direction: int) -> Iterator[ScaledRole]:
-    """The pool with one replica less of a revision that has too many, or one more of the present one."""
+    """Yield the role with one replica less of a revision that has too many, or one more of the present revision."""
     present = next((each for each in pool.replicas if each.revision == pool.revision), None)
     if direction > 0:
         if (present.asked if present else 0) < pool.target:
             yield _asking(pool, present or RevisionReplicas(revision=pool.revision, asked=0), +1)
         return
     olds = [each for each in pool.replicas if each.revision != pool.revision and each.asked]
-    # What serves nobody goes first: of a revision that never came up, say.
+    # Replicas that serve nobody go first, such as those of a revision that never became ready.
     for each in sorted(olds, key=lambda old: (old.staying, old.asked, old.revision)):
         yield _asking(pool, each, -1)
     if present and present.asked > pool.target:
@@ -197,7 +205,7 @@ def _asking(pool: ScaledRole, of: RevisionReplicas, more: int) -> ScaledRole:
 
 
 def _allowed(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds: ScalingBounds, orphans: bool) -> bool:
-    """By rules 3 to 5."""
+    """Return whether a step keeps rules 3 to 5."""
     gpus = sum(pool.there * pool.gpus for pool in state.values())
     if bounds.gpu_budget and gpus > max(bounds.gpu_budget, sum(pool.there * pool.gpus for pool in now.values())):
         return False
@@ -213,14 +221,17 @@ def _allowed(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds: S
 
 
 def _least_serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
-    """None where the other side may have no replicas: then none of these can serve."""
+    """Return the fewest replicas that must serve.
+
+    0 if the other side may be empty, because then none of these can serve.
+    """
     alone = pool.side is PairSide.ALONE
     needed = alone or any(each.least_serving for each in state.values() if each.side not in (PairSide.ALONE, pool.side))
     return pool.least_serving if needed else 0
 
 
 def _serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
-    """Replicas of the pool that can serve: of revisions that the other side has as well."""
+    """Return the number of replicas that can serve: those of revisions that the other side has as well."""
     if pool.side is PairSide.ALONE:
         return sum(each.staying for each in pool.replicas)
     other = PairSide.DECODE if pool.side is PairSide.PREFILL else PairSide.PREFILL
@@ -235,14 +246,14 @@ def _serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
 
 
 def _together(now: dict[str, ScaledRole], bounds: ScalingBounds, orphans: bool) -> dict[str, ScaledRole] | None:
-    """The nearest state on the straight way to the targets in which the ratio is kept."""
-    ways = {name: pool.target - pool.asked for name, pool in now.items() if pool.side is not PairSide.ALONE}
-    longest = max((abs(way) for way in ways.values()), default=0)
+    """Return the nearest state on the straight line to the targets that keeps the ratio."""
+    distances = {name: pool.target - pool.asked for name, pool in now.items() if pool.side is not PairSide.ALONE}
+    longest = max(map(abs, distances.values()), default=0)
     for part in range(1, longest + 1):
         state = dict(now)
-        for name, way in ways.items():
-            for _ in range(round(abs(way) * part / longest)):
-                state[name] = next(_steps(state[name], 1 if way > 0 else -1), state[name])
+        for name, distance in distances.items():
+            for _ in range(round(abs(distance) * part / longest)):
+                state[name] = next(_steps(state[name], 1 if distance > 0 else -1), state[name])
         if _allowed(now, state, bounds, orphans) and _ratio_kept(now, state, bounds):
             return state
     return None
@@ -262,7 +273,7 @@ def _ratio_kept(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds
 
 
 def _sides(pools: Sequence[ScaledRole], count: dict[str, int]) -> tuple[int, int]:
-    """Prefill and decode replicas."""
+    """Return the numbers of prefill and decode replicas."""
     prefill = sum(count[pool.name] for pool in pools if pool.side is PairSide.PREFILL)
     return prefill, sum(count[pool.name] for pool in pools if pool.side is PairSide.DECODE)
 
@@ -279,7 +290,7 @@ def _too_many(sides: tuple[int, int], bounds: ScalingBounds) -> PairSide | None:
 
 
 def _outside(sides: tuple[int, int], bounds: ScalingBounds) -> float:
-    """How far out of bounds a ratio is; 0 inside."""
+    """Return how far a ratio is out of bounds; 0 inside."""
     prefill, decode = sides
     if not prefill or not decode:
         return 0.0

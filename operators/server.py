@@ -1,13 +1,15 @@
-"""The operator around `reconcile`: caches that follow the API server, a queue of what to look at, and hands that do it while we lead.
+"""Operator server: informers fill caches, a work queue holds changed keys, and the leader's controller reconciles them.
 
 Rules:
 
-1. Whatever changes wakes the deployments that it concerns, by name, and nothing else. A look reads caches only, and goes on at once
-   after it has written anything, until there is nothing left to write.
-2. All caches follow from the start, on standbys too, so that whoever begins to lead knows everything; then all deployments are looked at.
-3. A deployment is in one hand at a time; a look that fails comes again after a growing pause, and stops no other.
-4. On the way out, hands finish the look that they are at, and then the Lease is given back. The operator's end changes nothing for
-   what is running.
+1. A change enqueues exactly the deployments that it concerns, by name. A reconcile reads only the caches. After a write
+   it runs again at once, until nothing is left to write.
+2. All caches are filled from the start, on standbys too, so that a new leader knows everything; it then reconciles all
+   deployments.
+3. One worker handles a deployment at a time. A failed reconcile is repeated after a growing pause, and delays no other
+   deployment.
+4. At the end, the workers finish their current reconcile, and then the Lease is given back. The operator's end changes
+   nothing about what runs.
 """
 
 import asyncio
@@ -29,8 +31,6 @@ from fleet.net.kubernetes.ports import (
     KubernetesError,
     ObjectConflict,
     ObjectMissing,
-    ProbeSender,
-    RouterReports,
     WallClock,
 )
 from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, KubernetesLease, NamedObject, Pod
@@ -38,11 +38,12 @@ from operators.controller.applier import Applier, NotLeading
 from operators.controller.control_secrets import ControlSecrets
 from operators.controller.loop import Controller
 from operators.controller.work_queue import IMMEDIATELY, WorkQueue
-from operators.keys import ReconcileKey, affected_keys, all_keys, deployment_key
-from operators.observed.observe import InformerCaches, conditions_of, routers_of
+from operators.keys import ReconcileKey, deployment_key
+from operators.observed.caches import InformerCaches, affected_keys, all_keys
+from operators.observed.observe import conditions_of, routers_of
 from operators.observed.registrations import SELECTOR
-from operators.observed.router_poller import RouterPoller
-from operators.probes.prober import Prober
+from operators.observed.router_poller import RouterPoller, RouterReports
+from operators.probes.prober import Prober, ProbeSender
 from operators.settings import OperatorSettings
 from operators.telemetry import OperatorMetrics, ReconcileOutcome
 
@@ -57,7 +58,7 @@ SELECTORS = {kinds.POD: "app.kubernetes.io/managed-by=fleet-operator", kinds.LEA
 
 
 class Operator:
-    """All loops of one process."""
+    """All loops of one operator process."""
 
     def __init__(
         self,
@@ -72,7 +73,10 @@ class Operator:
         *,
         secrets: ControlSecrets,
     ) -> None:
-        """`routers` None: only Leases of workers say which are registered. `clients` None: no probes are sent."""
+        """Create the operator.
+
+        Without `routers` only workers' Leases say who is registered, and without `clients` no probes are sent.
+        """
         self.store = InformerCaches()
         self.leader = leader
         self._settings = settings
@@ -82,18 +86,18 @@ class Operator:
         self._metrics = metrics
         self._queue: WorkQueue[ReconcileKey] = WorkQueue(settings.most_objects)
         self._woken = asyncio.Event()
-        hand = Applier(cluster, self.store, leader.leads, metrics, settings.identity)
+        applier = Applier(cluster, self.store, leader.leads, metrics, settings.identity)
         probe = settings.probe
         self._prober = (
             Prober(clients, probe.at_once, probe.longest_pause_seconds, leader.leads, self._add)
             if clients is not None and probe.enabled
             else None
         )
-        self._look = Controller(
-            self.store, hand, settings.images, clock, wall, self._add, self._prober, secrets=secrets
+        self._controller = Controller(
+            self.store, applier, settings.images, clock, wall, self._add, self._prober, secrets=secrets
         )
         asked = routers is not None and settings.ask_routers
-        self._hearsay = (
+        self._router_poller = (
             RouterPoller(
                 routers, self._routers_of, secrets.of, settings.ask_routers_seconds, settings.at_once, self._add
             )
@@ -107,34 +111,33 @@ class Operator:
         self._served = OptionalKinds(leader_worker_sets=False)
         self._stopping = False
 
-    # What others ask.
-
+    # Read by the health server and the metrics.
     def ready(self) -> bool:
-        """Whether everything has been read once."""
+        """Return whether everything has been read once."""
         return bool(self._informers) and not self.unread()
 
     def unread(self) -> list[str]:
-        """Kinds that have not been read yet."""
+        """Return the kinds that have not been read yet."""
         return sorted({kind.name for (kind, _), each in self._informers.items() if not each.filled.is_set()})
 
     def waiting(self) -> int:
-        """Deployments that are being looked at, or should be; none where somebody else leads."""
+        """Return the number of deployments that are or should be reconciled; 0 if this process does not lead."""
         return self._queue.due(self._clock.now()) if self._acts() else 0
 
     def restarts(self) -> int:
-        """Lists and watches begun anew."""
+        """Return the number of restarted lists and watches."""
         return sum(each.restarts for each in self._informers.values())
 
     def by_readiness(self) -> dict[str, int]:
-        """Deployments by the status of their condition Ready."""
+        """Return the number of deployments by the status of their condition Ready."""
         counts = {"True": 0, "False": 0, "Unknown": 0}
         for each in self._deployments():
             status = next((said.status for said in conditions_of(each) if said.type == "Ready"), "Unknown")
             counts[status] = counts.get(status, 0) + 1
         return counts
 
-    def look_at_everything(self, *, afresh: bool = False) -> None:
-        """Soon; `afresh`: and write everything again, whatever it looks like."""
+    def enqueue_all(self, *, afresh: bool = False) -> None:
+        """Enqueue all keys; `afresh`: apply everything again, even if it looks unchanged."""
         for key in all_keys(self.store):
             if afresh:
                 self._afresh.add(key)
@@ -143,38 +146,38 @@ class Operator:
     # The loops.
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until asked to stop; then the Lease is given back."""
+        """Run until asked to stop; then give the Lease back."""
         async with asyncio.TaskGroup() as tasks:
             self._following = [tasks.create_task(self._discover(tasks)), tasks.create_task(self.leader.run())]
             async with asyncio.TaskGroup() as acting:
-                hands = [acting.create_task(self._work()) for _ in range(self._settings.at_once)]
-                others = [acting.create_task(each) for each in self._others()]
+                workers = [acting.create_task(self._work()) for _ in range(self._settings.at_once)]
+                others = [acting.create_task(each) for each in self._other_loops()]
                 await stop.wait()
                 self._stopping = True
                 self._woken.set()
                 for task in others:
                     task.cancel()
-                acting.create_task(_end(hands))
-            # Who renews the Lease must not take it again.
+                acting.create_task(_end(workers))
+            # The election must not take the Lease again after it was given back.
             for task in self._following:
                 task.cancel()
             await self.leader.give_back()
 
-    def _others(self) -> list[Coroutine[Any, Any, None]]:
+    def _other_loops(self) -> list[Coroutine[Any, Any, None]]:
         loops: list[Coroutine[Any, Any, None]] = [self._begin(), self._resync()]
-        if self._hearsay is not None:
-            loops.append(self._hearsay.run(lambda: self._deployments() if self._acts() else []))
+        if self._router_poller is not None:
+            loops.append(self._router_poller.run(lambda: self._deployments() if self._acts() else []))
         if self._prober is not None:
             loops.append(self._prober.run())
         return loops
 
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
-        """Follow every kind there is, also one that comes later."""
+        """Start an informer for every kind that the API server has, also for one that appears later."""
         while True:
             try:
                 served = await self._cluster.served()
             except KubernetesError as error:
-                log.warning("the API server does not say what it serves", extra={"cause": str(error)})
+                log.warning("api server discovery failed", extra={"cause": str(error)})
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             for kind in (each for each in VIEW_OF_KIND if served.has(each)):
@@ -183,9 +186,9 @@ class Operator:
                         informer = self._informers[kind, namespace] = self._informer(kind, namespace)
                         self._following.append(tasks.create_task(informer.run()))
             if served != self._served:
-                log.info("optional kinds", extra=msgspec.structs.asdict(served))
+                log.info("optional kinds changed", extra=msgspec.structs.asdict(served))
                 self._served = served
-                self.look_at_everything()
+                self.enqueue_all()
             await asyncio.sleep(DISCOVER_SECONDS)
 
     def _informer(self, kind: ApiKind, namespace: str) -> Informer[Any]:
@@ -198,19 +201,19 @@ class Operator:
         return lease.heard(self._wall(), before, news=news)
 
     async def _begin(self) -> None:
-        """Look at everything whenever we begin to lead."""
+        """Enqueue all keys whenever this process begins to lead."""
         while True:
             await self.leader.changed.wait()
             self.leader.changed.clear()
-            self.look_at_everything()
+            self.enqueue_all()
 
     async def _resync(self) -> None:
         while True:
             await asyncio.sleep(self._settings.resync_seconds)
-            self.look_at_everything(afresh=True)
+            self.enqueue_all(afresh=True)
 
     async def _work(self) -> None:
-        """One hand."""
+        """Reconcile keys from the queue, one at a time."""
         while not self._stopping:
             key = self._take()
             if key is None:
@@ -218,20 +221,24 @@ class Operator:
                 continue
             began, pause = self._clock.now(), None
             try:
-                told = self._hearsay.of(key) if self._hearsay is not None else None
-                outcome = await self._look.at(key, told, self._served, afresh=key in self._afresh)
-            except NotLeading:  # it waits for the next time that we do
+                reports = self._router_poller.of(key) if self._router_poller is not None else None
+                outcome = await self._controller.reconcile_key(key, reports, self._served, afresh=key in self._afresh)
+            except NotLeading:  # the key waits until this process leads again
                 self._queue.done(key)
                 self._add(key)
                 continue
             except KubernetesError as error:
                 outcome, pause = ReconcileOutcome.FAILED, _pause(error)
-                # That somebody else was faster is everyday life.
+                # A concurrent change by another writer is normal.
                 level = logging.DEBUG if isinstance(error, ObjectConflict | ObjectMissing) else logging.WARNING
                 cause = f"{type(error).__name__}: {error}"
-                log.log(level, "later, again", extra={"deployment": f"{key.namespace}/{key.name}", "cause": cause})
-            except Exception:  # supervisor: what is wrong with one deployment must not end the work on the others
-                log.exception("a look crashed", extra={"deployment": f"{key.namespace}/{key.name}"})
+                log.log(
+                    level,
+                    "reconcile failed, will retry",
+                    extra={"deployment": f"{key.namespace}/{key.name}", "cause": cause},
+                )
+            except Exception:  # supervisor: a fault with one deployment must not stop the others
+                log.exception("reconcile crashed", extra={"deployment": f"{key.namespace}/{key.name}"})
                 outcome = ReconcileOutcome.CRASHED
             self._ended(key, outcome, began, pause)
 
@@ -254,12 +261,12 @@ class Operator:
         key = self._queue.take(self._clock.now())
         if key is None and self._queue.overflown:
             self._queue.overflown = False
-            self.look_at_everything()
+            self.enqueue_all()
             key = self._queue.take(self._clock.now())
         return key
 
     async def _rest(self) -> None:
-        """Until something may be due."""
+        """Wait until a key may be due."""
         self._woken.clear()
         seconds, due = REST_SECONDS, self._queue.next()
         if not self._acts():
@@ -270,22 +277,21 @@ class Operator:
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
 
-    # What wakes what.
-
+    # Changes that enqueue keys.
     def _changed(self, kind: ApiKind, views: Sequence[NamedObject]) -> None:
-        """Told by caches, before and after."""
+        """Enqueue the keys that a cache's change concerns; the views are the objects before and after it."""
         for view in views:
             for key in affected_keys(kind, view, self.store):
                 self._add(key)
             if kind == kinds.DISAGG_DEPLOYMENT:
-                self._wished(deployment_key(view.metadata.namespace, view.metadata.name), view)
+                self._specification_changed(deployment_key(view.metadata.namespace, view.metadata.name), view)
 
-    def _wished(self, key: ReconcileKey, view: NamedObject) -> None:
-        """What is wished has changed, or is wished no more."""
+    def _specification_changed(self, key: ReconcileKey, view: NamedObject) -> None:
+        """Reconcile without a pause if the specification has changed, and forget a deployment that has gone."""
         if self.store.any(kinds.DISAGG_DEPLOYMENT).get(key.namespace, key.name) is None:
             self._generations.pop(key, None)
-            if self._hearsay is not None:
-                self._hearsay.forget(key)
+            if self._router_poller is not None:
+                self._router_poller.forget(key)
         elif self._generations.get(key) != view.metadata.generation:
             self._generations[key] = view.metadata.generation
             self._queue.hasten(key, self._clock.now())
@@ -303,13 +309,13 @@ class Operator:
 
 
 async def _end(tasks: "Sequence[asyncio.Task[None]]") -> None:
-    """Let them finish what they are at; not for ever."""
+    """Let the tasks finish, at most for `STOP_SECONDS`."""
     _, late = await asyncio.wait(tasks, timeout=STOP_SECONDS)
     for task in late:
         task.cancel()
 
 
 def _pause(error: KubernetesError) -> Nanos | None:
-    """That the server asks for."""
+    """Return the pause that the server asks for."""
     after = error.after_seconds if isinstance(error, ApiServerBusy) else None
     return None if after is None else Nanos(int(after * SECOND))

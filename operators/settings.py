@@ -1,73 +1,52 @@
-"""What an operator process is told, field by field; `fleet.config` loads it and nothing else defines it."""
+"""Settings of an operator process, field by field; `fleet.config` loads them."""
 
 from collections.abc import Mapping
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from fleet.net.kubernetes.leader import LeaseSettings
 from operators.manifests.pods import Images
 from operators.rbac import OWN_SECRET
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
-class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the Lease by which one of several operators acts. The times are those that Kubernetes' own controllers have."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-operator"
-
-    namespace: str = ""
-    """Where the Lease is; empty: the namespace of the pod."""
-
-    owner: Annotated[str, Meta(max_length=253)] = ""
-    """The Deployment in that namespace which the operator's pods belong to: the Lease goes when it goes. Empty: it stays."""
-
-    duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
-    """How long the others wait for a leader that renews no more."""
-
-    renew_within_seconds: Seconds = 10.0
-    """A leader that could not renew for so long stops acting."""
-
-    retry_seconds: Seconds = 2.0
-    """Between two renewals, and two looks of those who wait."""
-
-    def __post_init__(self) -> None:
-        if not self.retry_seconds < self.renew_within_seconds < self.duration_seconds:
-            raise ValueError(
-                "retry_seconds: has to be shorter than renew_within_seconds, and that than duration_seconds"
-            )
-
-
 class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the requests that show whether a deployment serves: for a token, when its pods are others than those that answered last."""
+    """Settings of probes: requests for one token that show whether a deployment serves.
+
+    They are sent when its pods differ from those that answered last.
+    """
 
     enabled: bool = True
-    """Off: a deployment is Ready when its pods are, and its routers know them."""
+    """If off, a deployment is Ready when its pods are ready and its routers know them."""
 
     deadline_seconds: Annotated[float, Meta(gt=0, le=600)] = 20.0
-    """Of one request, from the name of the Service to the last byte."""
+    """The limit for one request, from the look-up of the Service's name to the last byte."""
 
     longest_pause_seconds: Seconds = 30.0
-    """Between two requests to a deployment that does not answer them; the first pause is half a second, and each is twice the one before."""
+    """The longest pause between two requests to a deployment that does not answer; the first pause is half a second, and
+    each is twice the previous one."""
 
     at_once: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Requests on their way, to all deployments together."""
+    """The most concurrent requests to all deployments together."""
 
     keys: Mapping[str, str] = {}
-    """API keys, by `namespace/name` of the deployment whose routers want one. Each is sent to these routers only, and written nowhere."""
+    """API keys by `namespace/name` of the deployment whose routers require one. Each key is sent to these routers only,
+    and never written down."""
 
 
 class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one operator process."""
+    """Settings of one operator process."""
 
     images: Images
-    """Of pods whose DisaggDeployment names none."""
+    """Images for deployments that name none."""
 
     identity: Annotated[str, Meta(min_length=1, max_length=253)]
     """Unique among the operators that share a Lease: the pod's name."""
 
     namespaces: tuple[Annotated[str, Meta(min_length=1, max_length=63)], ...] = ()
-    """Whose DisaggDeployments are looked after; empty: those of all namespaces."""
+    """The namespaces whose DisaggDeployments the operator manages; empty: all namespaces."""
 
     lease: LeaseSettings = LeaseSettings()
 
@@ -75,26 +54,28 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """host:port of /healthz, /readyz and /metrics."""
 
     kubeconfig: str = ""
-    """File that says how to reach the API; empty: as a pod does, by its service account."""
+    """A file that says how to reach the API server; empty: the pod's service account."""
 
     control_secret: Annotated[str, Meta(max_length=253)] = OWN_SECRET
-    """Secret in the operator's own namespace (`lease.namespace`) from which the control secrets of all deployments follow: routers ask
-    for them at their control ports, workers and the operator prove them. The operator makes it where it is missing. Empty: control ports
-    of deployments ask for nothing, and only their NetworkPolicies say who gets there."""
+    """The Secret in the operator's own namespace (`lease.namespace`) from which the control secrets of all deployments are
+    derived. Routers demand these at their control ports, and workers and the operator prove them. The operator creates
+    the Secret if it is missing. Empty: control ports of deployments demand nothing, and only their NetworkPolicies
+    restrict access."""
 
     ask_routers: bool = True
-    """Ask every router which workers it knows. Off: only Leases of workers say it."""
+    """Ask every router which workers it knows. If off, only workers' Leases say it."""
 
     ask_routers_seconds: Seconds = 5.0
-    """How often, while something of a deployment is not as it should be; six times as rarely when all is."""
+    """The time between two polls while a deployment is not Ready; six times as long when it is."""
 
     probe: ProbeSettings = ProbeSettings()
 
     at_once: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Deployments that are worked on at the same time."""
+    """Deployments that are reconciled at the same time."""
 
     resync_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
-    """How often everything is looked at though nothing has changed; what somebody edited in a child is put back then."""
+    """The time between two reconciles of everything without a change; they also restore children that somebody edited.
+    The time between two reconciles of everything without a change; they also restore children that somebody edited."""
 
     most_objects: Annotated[int, Meta(ge=1)] = 10_000
-    """DisaggDeployments and other objects of ours that wait to be looked at. With more, they take turns."""
+    """DisaggDeployments and other custom objects that may wait for a reconcile; with more of them, they take turns."""

@@ -1,4 +1,4 @@
-"""Metrics of an operator. Label values are of a fixed number."""
+"""Metrics of the operator. All labels have a fixed number of values."""
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
@@ -10,30 +10,32 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class ReconcileOutcome(StrEnum):
-    """How a look at a deployment went."""
+    """How the reconcile of a deployment ended."""
 
     SETTLED = "settled"
     ACTED = "acted"
     REFUSED = "refused"
-    """Something of it, by the API server."""
+    """The API server refused a part of it."""
 
     FAILED = "failed"
-    """It could not go on, because of the API server."""
+    """The API server failed, so the reconcile could not finish."""
 
     CRASHED = "crashed"
-    """Because of a fault of ours."""
+    """The operator has a fault."""
 
 
 class OperatorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self._looks = Counter(
-            "fleet_operator_reconciles", "Looks at one deployment, by how they ended", ["outcome"], registry=registry
+            "fleet_operator_reconciles", "Reconciles of one deployment, by outcome", ["outcome"], registry=registry
         )
         self._writes = Counter(
-            "fleet_operator_writes", "Writes to the API server, by what for", ["write"], registry=registry
+            "fleet_operator_writes", "Writes to the API server, by purpose", ["write"], registry=registry
         )
-        self._seconds = Histogram("fleet_operator_reconcile_seconds", "Of one look", buckets=BUCKETS, registry=registry)
+        self._seconds = Histogram(
+            "fleet_operator_reconcile_seconds", "Duration of one reconcile", buckets=BUCKETS, registry=registry
+        )
         for outcome in ReconcileOutcome:
             self._looks.labels(outcome)
 
@@ -46,7 +48,7 @@ class OperatorMetrics:
 
 
 class OperatorGauges:
-    """What is so at the moment of a scrape. Register it with a `CollectorRegistry`."""
+    """Values at the moment of a scrape. Register it with a `CollectorRegistry`."""
 
     def __init__(
         self,
@@ -64,11 +66,11 @@ class OperatorGauges:
         self._ready = ready
 
     def collect(self) -> Iterator[Metric]:
-        """As prometheus_client has it."""
-        yield GaugeMetricFamily("fleet_operator_leads", "Whether this operator acts", float(self._leads()))
-        yield GaugeMetricFamily("fleet_operator_queue", "Deployments to be looked at", self._waiting())
-        yield GaugeMetricFamily("fleet_operator_watch_restarts", "Lists and watches begun anew", self._restarts())
-        objects = GaugeMetricFamily("fleet_operator_objects", "Objects that are kept, by kind", labels=["kind"])
+        """Yield the metrics, as prometheus_client expects."""
+        yield GaugeMetricFamily("fleet_operator_leads", "Whether this operator leads", float(self._leads()))
+        yield GaugeMetricFamily("fleet_operator_queue", "Deployments that wait for a reconcile", self._waiting())
+        yield GaugeMetricFamily("fleet_operator_watch_restarts", "Restarts of lists and watches", self._restarts())
+        objects = GaugeMetricFamily("fleet_operator_objects", "Objects in the caches, by kind", labels=["kind"])
         for kind, count in self._objects().items():
             objects.add_metric([kind], count)
         yield objects

@@ -1,4 +1,4 @@
-"""What a worker takes and what it refuses, before anything is started."""
+"""Acceptance check: which attempts a worker refuses before anything is started."""
 
 from fleet.core.errors import Reason
 from fleet.core.requests import TOKEN_BYTES
@@ -16,7 +16,7 @@ TAKES: dict[Role, frozenset[Phase]] = {
 
 
 def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
-    """Why this worker will not do `start`; None when it will."""
+    """Return why this worker refuses `start`; None if it takes it."""
     return (
         _unfit_phase(start, role)
         or _unfit_prompt(start, facts)
@@ -40,7 +40,9 @@ def _unfit_prompt(start: Start, facts: EngineFacts) -> Rejected | None:
     if start.sampling.max_tokens < 1:
         return _invalid(start, "sampling.max_tokens", f"must be at least 1, not {start.sampling.max_tokens}")
     if start.sampling.form is not None and not facts.keeps_forms:
-        return _invalid(start, "sampling.form", f"this worker's engine ({facts.name}) keeps to none; leave it out")
+        return _invalid(
+            start, "sampling.form", f"this worker's engine ({facts.name}) supports no structured output; leave it out"
+        )
     prompt = len(start.tokens) // TOKEN_BYTES
     answer = 1 if start.phase is Phase.PREFILL else start.sampling.max_tokens
     if prompt + answer > facts.max_model_len:
@@ -57,35 +59,39 @@ def _unfit_adapter(start: Start, facts: EngineFacts) -> Rejected | None:
     if not start.adapter:
         return None
     if all(start.adapter != adapter.name for adapter in facts.adapters):
-        message = f"adapter: {start.adapter!r} is none of this worker's; another may have it"
+        message = f"adapter: this worker does not have {start.adapter!r}; another worker may have it"
         return Rejected(request_id=start.request_id, reason=Reason.NO_WORKER, message=message, field="adapter")
     if not start.salt:
-        return _invalid(start, "salt", "work with an adapter needs one, which keeps its blocks apart from the model's")
+        return _invalid(
+            start, "salt", "is required with an adapter; it keeps the adapter's blocks apart from the model's"
+        )
     return None
 
 
 def _unfit_kv(start: Start, facts: EngineFacts) -> Rejected | None:
     if start.phase is Phase.PREFILL:
         if start.kv_path is None:
-            return _invalid(start, "kv_path", "prefill work needs to know how its blocks will be fetched")
+            return _invalid(start, "kv_path", "is required for prefill; it says how the blocks will be fetched")
         if start.kv_path not in facts.kv_paths:
-            return _mismatch(start, "kv_path", f"this worker cannot hand blocks over by '{start.kv_path}'")
+            return _mismatch(start, "kv_path", f"this worker cannot hand blocks over by the path '{start.kv_path}'")
     if start.phase is Phase.DECODE:
         handoff = start.handoff
         if handoff is None:
-            return _invalid(start, "handoff", "decode work needs the hand-off of a prefill worker")
+            return _invalid(start, "handoff", "is required for decode; it comes from a prefill worker")
         if handoff.fingerprint != facts.fingerprint:
             return _other_values(start, handoff, facts)
         if handoff.kv_path not in facts.kv_paths:
-            return _mismatch(start, "handoff.kv_path", f"this worker cannot fetch blocks by '{handoff.kv_path}'")
+            return _mismatch(
+                start, "handoff.kv_path", f"this worker cannot fetch blocks by the path '{handoff.kv_path}'"
+            )
         if handoff.kv_path is KvPath.DIRECT and handoff.kv != facts.kv:
-            lying = f"lie {_lying(handoff.kv)} at {handoff.prefill_worker} and {_lying(facts.kv)} here"
-            return _mismatch(start, "handoff.kv", f"blocks {lying}; only the store converts them")
+            layouts = f"{_layout(handoff.kv)} at {handoff.prefill_worker} and {_layout(facts.kv)} here"
+            return _mismatch(start, "handoff.kv", f"blocks have {layouts}; only the store converts them")
     return None
 
 
 def _other_values(start: Start, handoff: Handoff, facts: EngineFacts) -> Rejected:
-    """Names the first field that differs, where both sides say what their blocks are."""
+    """Name the first field of the fingerprints that differs, if both sides have one."""
     if handoff.kv is not None and facts.kv is not None:
         agreement = negotiate(writer=handoff.kv, reader=facts.kv)
         if isinstance(agreement, Incompatible):
@@ -98,8 +104,8 @@ def _other_values(start: Start, handoff: Handoff, facts: EngineFacts) -> Rejecte
     )
 
 
-def _lying(kv: Fingerprint | None) -> str:
-    return "in a way that is not told" if kv is None else f"as {kv.layout} on {kv.tp} rank{'s' if kv.tp > 1 else ''}"
+def _layout(kv: Fingerprint | None) -> str:
+    return "an unknown layout" if kv is None else f"layout {kv.layout} on {kv.tp} rank{'s' if kv.tp > 1 else ''}"
 
 
 def _invalid(start: Start, field: str, message: str) -> Rejected:

@@ -1,4 +1,4 @@
-"""What the engine's prefix cache holds, as the worker has heard it, for routers that connect later."""
+"""Cache view: the engine's cached blocks, as its KV events reported them, for routers that connect later."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -8,11 +8,11 @@ from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored
 from kvstore.block import BlockHash
 
 CHUNK = 4096
-"""Hashes a message of a dump: 64 KiB, so that steps are not stuck behind a large one."""
+"""Block hashes in one message of a dump. They take 64 KiB, so that steps do not wait long behind a dump."""
 
 
 class CacheView:
-    """The hashes, in the order in which they were stored: a block after the block before it."""
+    """Hashes in the order in which they were stored, so that a block comes after its predecessor."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, None] = {}
@@ -31,7 +31,7 @@ class CacheView:
                     assert_never(event)
 
     def dump(self) -> list[tuple[KvEvent, ...]]:
-        """Everything, as changes to a view of which nothing is known; one item a message."""
+        """Return the whole cache as changes to an empty view; each item becomes one message."""
         names = iter(self._held)
         chunks: list[tuple[KvEvent, ...]] = [(KvCleared(),)]
         while chunk := tuple(islice(names, CHUNK)):
@@ -39,7 +39,7 @@ class CacheView:
         return chunks
 
     def names(self) -> list[BlockHash]:
-        """In the order in which they were stored."""
+        """Return the hashes in the order in which they were stored."""
         return list(map(BlockHash, self._held))
 
     def __len__(self) -> int:

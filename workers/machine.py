@@ -1,26 +1,29 @@
-"""What a worker does about what it hears: the life of the process, and of each piece of work.
+"""Worker machine: decides over the life of the worker process and of each attempt that it runs.
 
 Rules:
 
-1. The process goes STARTING -> SERVING -> DRAINING -> GONE and never back (`NEXT`). Only SERVING takes new work;
-   DRAINING finishes what runs until its deadline, gives up the rest, and is GONE when the engine holds nothing more
-   (rule 7), or `GRACE` after the deadline, whichever comes first.
-2. A router is told exactly one end of each piece of work that it started: a step with a finish, or a rejection. After
-   that it hears nothing more of it, whatever the engine still says. A router whose stream is gone is told nothing.
-3. Routers choose request ids, and two may choose the same; the engine needs them unique. A piece of work is known as
-   (stream, request id) outside and by an engine id inside: the request id itself where that is free, else with a
-   suffix. A second start of what still runs on the same stream is refused.
-4. Work that nobody waits for is cancelled in the engine: its router asked for it, its stream ended, its deadline
-   passed, or the drain's deadline did. It stays on the books until the engine says that it ended, since until then it
-   holds blocks: capacity counts it.
-5. A router has one stream. When it connects again, the older stream is cut: its work is lost to the router anyhow.
-6. At most `capacity` pieces of work are held, running and waiting together; the next is refused with QUEUE_FULL.
-7. Work that has ended may leave blocks behind that others still need. A drain waits for them until its deadline, and no
-   longer: for blocks that were lent to a decode worker, until the engine holds none any more; where the store goes with
-   this process, for what was handed off through it, `FETCHED_WITHIN`; and for warm blocks that are brought to where
-   other workers read them. That begins with the drain, and where work ran then, once more when it has ended.
-8. An engine that hangs ends the process at once, in every phase: all streams are cut, so that routers let their requests go on
-   elsewhere, exactly as when the process is killed. Nothing is drained, since nothing would come.
+1. The process goes STARTING -> SERVING -> DRAINING -> GONE and never back (`NEXT`). Only SERVING takes new attempts.
+   DRAINING finishes what runs until its deadline and then gives up the rest. It becomes GONE when the engine holds
+   nothing more (rule 7), or `GRACE` after the deadline.
+2. A router is told exactly one end of each attempt that it started: a step with a finish, or a rejection. Later
+   outputs of the engine for that attempt are dropped. A router whose stream has ended is told nothing.
+3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Outside, an
+   attempt is known by (stream, request id). Inside, its engine id is the request id, with a suffix if that id is
+   taken. A second start of an attempt that still runs on the same stream is refused.
+4. An attempt that nobody waits for is cancelled in the engine: its router cancelled it, its stream ended, its
+   deadline passed, or the drain's deadline passed. It counts towards the capacity until the engine reports its end,
+   because it holds blocks until then.
+5. A router has one stream. When it connects again, the older stream is cut, because its attempts are lost to the
+   router anyway.
+6. The worker holds at most `capacity` attempts, running and waiting together. The next one is refused with
+   QUEUE_FULL.
+7. Ended attempts may leave blocks behind that others still need, and a drain waits for these until its deadline: for
+   blocks lent to a decode worker, until the engine holds none; if the store ends with this process, `FETCHED_WITHIN`
+   for handoffs through the store; and for the evacuation of warm blocks. An evacuation runs when the drain begins,
+   and once more after the last attempt if any attempt ran then.
+8. An engine that hangs ends the process at once, in every phase. All streams are cut, so that routers continue their
+   requests elsewhere, just as if the process had been killed. Nothing is drained, because the engine would answer
+   nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,10 +64,10 @@ from workers.messages import (
 )
 from workers.ports import EngineFacts
 
-GRACE = Nanos(2 * SECOND)  # an engine ends cancelled work within a step; one that does not is stuck
+GRACE = Nanos(2 * SECOND)  # a healthy engine ends cancelled work within one step
 FETCHED_WITHIN = Nanos(5 * SECOND)
-"""That a decode worker has begun to fetch what was handed off through a store. Routers send it on within milliseconds; one that
-queues for longer computes what is gone by then."""
+"""The time within which a decode worker begins to fetch a handoff from a store. Routers pass a handoff on within
+milliseconds. A decode attempt that waits longer in a queue computes the missing blocks."""
 
 
 class LifePhase(StrEnum):
@@ -77,7 +80,7 @@ class LifePhase(StrEnum):
 class LifeEvent(StrEnum):
     ENGINE_READY = "engine_ready"
     DRAIN_ASKED = "drain_asked"
-    EMPTIED = "emptied"  # or gave up waiting for that
+    EMPTIED = "emptied"  # or the wait for the engine's last work was given up
     ENGINE_STUCK = "engine_stuck"
 
 
@@ -104,36 +107,36 @@ def advance(phase: LifePhase, event: LifeEvent) -> LifePhase:
 
 
 class PendingReport(StrEnum):
-    """What is still to be told of a piece of work."""
+    """The messages that a router still gets for an attempt."""
 
     ALL = "all"
-    NOTHING = "nothing"  # its router knows the end, or is gone
+    NOTHING = "nothing"  # the router knows the end, or its stream has ended
 
 
 class WorkerAttempt(Struct, kw_only=True):
-    """One piece of work that the engine holds."""
+    """One attempt that the engine holds."""
 
     engine_id: RequestId
     request_id: RequestId
     stream: StreamId
     deadline: Nanos | None
-    hearing: PendingReport = PendingReport.ALL
+    report: PendingReport = PendingReport.ALL
     cancelled: bool = False
 
 
 class WorkerMachine:
-    """Books of one worker process; `check()` says whether they are in order."""
+    """State of one worker process. `check()` asserts its invariants."""
 
     def __init__(
         self, *, role: Role, facts: EngineFacts, capacity: int, evacuates: bool = False, store_goes: bool = False
     ) -> None:
-        """A worker that is starting.
+        """Start in the phase STARTING.
 
         Args:
-            role: What it takes.
-            facts: Of its engine.
-            capacity: Rule 6.
-            evacuates: Whether there is somebody to bring its warm blocks away.
+            role: The phases that the worker takes.
+            facts: Description of its engine.
+            capacity: The most attempts that it holds (rule 6).
+            evacuates: Whether an evacuator exists for its warm blocks.
             store_goes: Whether its store's memory ends with this process.
         """
         assert capacity >= 1, capacity
@@ -144,13 +147,13 @@ class WorkerMachine:
         self._evacuates = evacuates
         self._store_goes = store_goes
         self._streams: dict[StreamId, str] = {}
-        self._work: dict[RequestId, WorkerAttempt] = {}  # by engine id
-        self._heard: dict[tuple[StreamId, RequestId], WorkerAttempt] = {}  # work whose end is still to be told
+        self._attempts: dict[RequestId, WorkerAttempt] = {}  # by engine id
+        self._unreported: dict[tuple[StreamId, RequestId], WorkerAttempt] = {}  # their end is not reported yet
         self._drain_deadline: Nanos | None = None
         self._given_up = 0
         self._suffix = 0
         self._lent = 0
-        self._offered_until = Nanos(0)  # in a store that goes with this process
+        self._handoff_until = Nanos(0)  # handoffs in a store that ends with this process
         self._evacuating = False
         self._evacuates_again = False
 
@@ -162,8 +165,8 @@ class WorkerMachine:
             case AttemptRequested():
                 return self._request(event.stream, event.start, now)
             case CancelRequested():
-                work = self._heard.get((event.stream, event.request_id))
-                return list(self._cancel(work)) if work is not None else []
+                attempt = self._unreported.get((event.stream, event.request_id))
+                return list(self._cancel(attempt)) if attempt is not None else []
             case WorkerTicked():
                 self._lent = event.lent
                 return [*self._expire(now), *self._leave_if_empty(now)]
@@ -182,7 +185,7 @@ class WorkerMachine:
             case EngineStuck():
                 return self._abandon()
             case EngineReady():
-                if self.phase is LifePhase.STARTING:  # else it was asked to drain before
+                if self.phase is LifePhase.STARTING:  # otherwise a drain was requested before
                     self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
                 return []
             case _:
@@ -190,22 +193,22 @@ class WorkerMachine:
 
     @property
     def held(self) -> int:
-        """Pieces of work that the engine has not ended."""
-        return len(self._work)
+        """The number of attempts that the engine has not ended."""
+        return len(self._attempts)
 
     def check(self) -> None:
-        """Assert what must hold between any two events."""
-        assert len(self._work) <= self._capacity, len(self._work)
-        assert all(work.engine_id == engine_id for engine_id, work in self._work.items())
-        audible = {id(work) for work in self._work.values() if work.hearing is PendingReport.ALL}
-        assert audible == {id(work) for work in self._heard.values()}
-        for (stream, request_id), work in self._heard.items():
-            assert stream in self._streams, work
-            assert (stream, request_id) == (work.stream, work.request_id), work
-        assert all(work.cancelled for work in self._work.values() if work.hearing is PendingReport.NOTHING)
+        """Assert the invariants that hold between two events."""
+        assert len(self._attempts) <= self._capacity, len(self._attempts)
+        assert all(attempt.engine_id == engine_id for engine_id, attempt in self._attempts.items())
+        reported = {id(attempt) for attempt in self._attempts.values() if attempt.report is PendingReport.ALL}
+        assert reported == {id(attempt) for attempt in self._unreported.values()}
+        for (stream, request_id), attempt in self._unreported.items():
+            assert stream in self._streams, attempt
+            assert (stream, request_id) == (attempt.stream, attempt.request_id), attempt
+        assert all(attempt.cancelled for attempt in self._attempts.values() if attempt.report is PendingReport.NOTHING)
         assert self.phase is not LifePhase.DRAINING or self._drain_deadline is not None
         assert self.phase not in (LifePhase.STARTING, LifePhase.SERVING) or self._drain_deadline is None
-        assert self.phase is not LifePhase.GONE or not self._work
+        assert self.phase is not LifePhase.GONE or not self._attempts
         assert self._lent >= 0, self._lent
         assert self._evacuates or not self._evacuating
 
@@ -226,26 +229,25 @@ class WorkerMachine:
     def _disconnect(self, stream: StreamId) -> Iterator[WorkerCommand]:
         if self._streams.pop(stream, None) is None:
             return
-        for work in [work for work in self._heard.values() if work.stream == stream]:
-            self._silence(work)
-            yield from self._cancel(work)
+        for attempt in [attempt for attempt in self._unreported.values() if attempt.stream == stream]:
+            self._silence(attempt)
+            yield from self._cancel(attempt)
 
-    # Work.
-
+    # Attempts.
     def _request(self, stream: StreamId, start: Start, now: Nanos) -> list[WorkerCommand]:
         if stream not in self._streams:
-            return []  # it was cut a moment ago
+            return []  # the stream was cut a moment ago
         if (rejected := self._refusal(stream, start)) is not None:
             return [Tell(stream=stream, message=rejected)]
         engine_id = self._engine_id(start.request_id)
-        work = WorkerAttempt(
+        attempt = WorkerAttempt(
             engine_id=engine_id,
             request_id=start.request_id,
             stream=stream,
             deadline=Nanos(now + start.timeout_ms * MILLISECOND) if start.timeout_ms else None,
         )
-        self._work[engine_id] = work
-        self._heard[stream, start.request_id] = work
+        self._attempts[engine_id] = attempt
+        self._unreported[stream, start.request_id] = attempt
         if engine_id != start.request_id:
             start = msgspec.structs.replace(start, request_id=engine_id)
         return [Submit(start=start)]
@@ -257,76 +259,81 @@ class WorkerMachine:
         if self.phase is LifePhase.STARTING:
             return rejected(Reason.NO_WORKER, "this worker is still starting")
         if self.phase is not LifePhase.SERVING:
-            return rejected(Reason.DRAINING, "this worker is going away; another will take the work")
-        if (stream, start.request_id) in self._heard:
+            return rejected(Reason.DRAINING, "this worker is draining; send the work to another one")
+        if (stream, start.request_id) in self._unreported:
             return rejected(
                 Reason.INVALID_ARGUMENT, f"request_id: {start.request_id} already runs on this stream", "request_id"
             )
         if (unfit := refusal(start, self._role, self._facts)) is not None:
             return unfit
-        if len(self._work) >= self._capacity:
+        if len(self._attempts) >= self._capacity:
             return rejected(Reason.QUEUE_FULL, f"this worker already holds {self._capacity} requests; try another")
         return None
 
     def _engine_id(self, request_id: RequestId) -> RequestId:
         engine_id = request_id
-        while engine_id in self._work:
+        while engine_id in self._attempts:
             self._suffix += 1
             engine_id = RequestId(f"{request_id}~{self._suffix}")
         return engine_id
 
     def _step(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> list[WorkerCommand]:
-        """Share one step of the engine out: one message a router."""
+        """Split one engine step into one message for each router."""
         progress: dict[StreamId, list[Progress]] = {}
         commands: list[WorkerCommand] = []
         for output in outputs:
-            work = self._work.get(output.request_id)
-            if work is None:
-                continue  # ended before
+            attempt = self._attempts.get(output.request_id)
+            if attempt is None:
+                continue  # it has ended already
             ended = isinstance(output, Rejected) or output.finish is not None
             if isinstance(output, Progress) and output.handoff is not None:
-                self._handed_off(output.handoff, now)
-            if work.hearing is PendingReport.ALL:
-                if work.engine_id != work.request_id:
-                    output = msgspec.structs.replace(output, request_id=work.request_id)  # noqa: PLW2901 - renamed
+                self._note_handoff(output.handoff, now)
+            if attempt.report is PendingReport.ALL:
+                if attempt.engine_id != attempt.request_id:
+                    output = msgspec.structs.replace(output, request_id=attempt.request_id)  # noqa: PLW2901 - the router's id
                 if isinstance(output, Rejected):
-                    commands.append(Tell(stream=work.stream, message=output))
+                    commands.append(Tell(stream=attempt.stream, message=output))
                 else:
-                    progress.setdefault(work.stream, []).append(output)
+                    progress.setdefault(attempt.stream, []).append(output)
             if ended:
-                self._silence(work)
-                del self._work[work.engine_id]
+                self._silence(attempt)
+                del self._attempts[attempt.engine_id]
         commands += [Tell(stream=stream, message=Step(progress=tuple(told))) for stream, told in progress.items()]
         return commands
 
-    def _handed_off(self, handoff: Handoff, now: Nanos) -> None:
+    def _note_handoff(self, handoff: Handoff, now: Nanos) -> None:
         if handoff.kv_path is KvPath.STORE and self._store_goes:
-            self._offered_until = Nanos(now + FETCHED_WITHIN)
+            self._handoff_until = Nanos(now + FETCHED_WITHIN)
 
-    def _cancel(self, work: WorkerAttempt) -> Iterator[CancelInEngine]:
-        if not work.cancelled:
-            work.cancelled = True
-            yield CancelInEngine(request_id=work.engine_id)
+    def _cancel(self, attempt: WorkerAttempt) -> Iterator[CancelInEngine]:
+        if not attempt.cancelled:
+            attempt.cancelled = True
+            yield CancelInEngine(request_id=attempt.engine_id)
 
-    def _silence(self, work: WorkerAttempt) -> None:
-        work.hearing = PendingReport.NOTHING
-        self._heard.pop((work.stream, work.request_id), None)
+    def _silence(self, attempt: WorkerAttempt) -> None:
+        attempt.report = PendingReport.NOTHING
+        self._unreported.pop((attempt.stream, attempt.request_id), None)
 
-    def _give_up(self, work: WorkerAttempt, reason: Reason, message: str) -> Iterator[WorkerCommand]:
-        """Tell the router its end now and let the engine follow."""
-        self._silence(work)
-        yield from self._cancel(work)
-        yield Tell(stream=work.stream, message=Rejected(request_id=work.request_id, reason=reason, message=message))
+    def _give_up(self, attempt: WorkerAttempt, reason: Reason, message: str) -> Iterator[WorkerCommand]:
+        """Report the end of an attempt to its router now, and cancel it in the engine."""
+        self._silence(attempt)
+        yield from self._cancel(attempt)
+        yield Tell(
+            stream=attempt.stream, message=Rejected(request_id=attempt.request_id, reason=reason, message=message)
+        )
 
-    # Time and the end.
-
+    # Deadlines, drain and end.
     def _expire(self, now: Nanos) -> Iterator[WorkerCommand]:
         if self._drain_deadline is not None and now >= self._drain_deadline:
-            for work in list(self._heard.values()):
+            for attempt in list(self._unreported.values()):
                 self._given_up += 1
-                yield from self._give_up(work, Reason.DRAINING, "this worker goes away and could not finish in time")
-        for work in [work for work in self._heard.values() if work.deadline is not None and now >= work.deadline]:
-            yield from self._give_up(work, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete")
+                yield from self._give_up(attempt, Reason.DRAINING, "this worker drains and could not finish in time")
+        for attempt in [
+            attempt for attempt in self._unreported.values() if attempt.deadline is not None and now >= attempt.deadline
+        ]:
+            yield from self._give_up(
+                attempt, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete"
+            )
 
     def _drain(self, deadline: Nanos) -> Iterator[WorkerCommand]:
         if self.phase is LifePhase.GONE:
@@ -339,15 +346,15 @@ class WorkerMachine:
             for stream in self._streams:
                 yield Tell(stream=stream, message=Draining())
         if serving and self._evacuates:
-            self._evacuates_again = bool(self._work)
+            self._evacuates_again = bool(self._attempts)
             yield self._evacuate()
 
     def _leave_if_empty(self, now: Nanos) -> Iterator[WorkerCommand]:
         if self.phase is not LifePhase.DRAINING:
             return
         assert self._drain_deadline is not None
-        stuck = not self._heard and now >= self._drain_deadline + GRACE
-        if self._work and not stuck:
+        stuck = not self._unreported and now >= self._drain_deadline + GRACE
+        if self._attempts and not stuck:
             return
         if now < self._drain_deadline:
             if self._evacuates_again and not self._evacuating:
@@ -355,17 +362,17 @@ class WorkerMachine:
                 yield self._evacuate()
             if self._is_needed(now):
                 return
-        self._work.clear()
+        self._attempts.clear()
         self.phase = advance(self.phase, LifeEvent.EMPTIED)
         yield Drained(cancelled=self._given_up, unfetched=self._lent)
 
     def _abandon(self) -> list[WorkerCommand]:
         """Apply rule 8."""
-        lost = len(self._heard)
+        lost = len(self._unreported)
         self.phase = advance(self.phase, LifeEvent.ENGINE_STUCK)
         self._streams.clear()
-        self._work.clear()
-        self._heard.clear()
+        self._attempts.clear()
+        self._unreported.clear()
         return [Abandon(lost=lost)]
 
     def _evacuate(self) -> Evacuate:
@@ -374,5 +381,5 @@ class WorkerMachine:
         return Evacuate(deadline=self._drain_deadline)
 
     def _is_needed(self, now: Nanos) -> bool:
-        """By rule 7."""
-        return self._lent > 0 or now < self._offered_until or self._evacuating
+        """Return whether others still need blocks of this worker (rule 7)."""
+        return self._lent > 0 or now < self._handoff_until or self._evacuating

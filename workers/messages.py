@@ -1,4 +1,4 @@
-"""Events that a worker's machine hears, and commands that it gives."""
+"""Messages of a worker: the events that its machine takes, and the commands that it returns."""
 
 from collections.abc import Sequence
 from typing import NewType
@@ -11,7 +11,7 @@ from fleet.core.work import Draining, Progress, Rejected, Start, Step
 from workers.ports import EngineFacts
 
 StreamId = NewType("StreamId", int)
-"""One connection of one router; never used twice."""
+"""The number of one connection of one router. No number is used twice."""
 
 
 class EngineReady(Struct, frozen=True):
@@ -19,7 +19,7 @@ class EngineReady(Struct, frozen=True):
 
 
 class FactsChanged(Struct, frozen=True, kw_only=True):
-    """The engine has joined its store."""
+    """The engine has joined its store, so its description changed."""
 
     facts: EngineFacts
 
@@ -30,7 +30,7 @@ class RouterConnected(Struct, frozen=True, kw_only=True):
 
 
 class RouterGone(Struct, frozen=True, kw_only=True):
-    """The stream ended, for whatever reason."""
+    """A router's stream has ended, for whatever reason."""
 
     stream: StreamId
 
@@ -46,10 +46,10 @@ class CancelRequested(Struct, frozen=True, kw_only=True):
 
 
 class EngineStepped(Struct, frozen=True, kw_only=True):
-    """What the engine brought."""
+    """The engine has finished a step."""
 
     outputs: Sequence[Progress | Rejected]
-    lent: int = 0  # hand-offs whose blocks the engine holds now, those of these outputs included
+    lent: int = 0  # handoffs whose blocks the engine still holds, with those of these outputs
 
 
 class DrainRequested(Struct, frozen=True, kw_only=True):
@@ -57,9 +57,9 @@ class DrainRequested(Struct, frozen=True, kw_only=True):
 
 
 class WorkerTicked(Struct, frozen=True, kw_only=True):
-    """Time passed: deadlines may have."""
+    """Time has passed, so deadlines may have passed as well."""
 
-    lent: int = 0  # as of `EngineStepped`
+    lent: int = 0  # as in `EngineStepped`
 
 
 class EngineStuck(Struct, frozen=True):
@@ -67,7 +67,7 @@ class EngineStuck(Struct, frozen=True):
 
 
 class EvacuationEnded(Struct, frozen=True):
-    """Nothing more is brought away, be it that all has been or that it cannot."""
+    """The evacuation is over: all warm blocks were copied, or no more can be."""
 
 
 WorkerEvent = (
@@ -86,13 +86,13 @@ WorkerEvent = (
 
 
 class Submit(Struct, frozen=True, kw_only=True):
-    """Give work to the engine. Its request id is the engine's, see rule 3 of `workers.machine`."""
+    """Give an attempt to the engine. The request id is the engine's (`workers.machine`, rule 3)."""
 
     start: Start
 
 
 class CancelInEngine(Struct, frozen=True, kw_only=True):
-    """Stop work in the engine."""
+    """Stop an attempt in the engine."""
 
     request_id: RequestId
 
@@ -103,28 +103,28 @@ class Tell(Struct, frozen=True, kw_only=True):
 
 
 class CutStream(Struct, frozen=True, kw_only=True):
-    """End a stream from this side."""
+    """End a stream from the worker's side."""
 
     stream: StreamId
 
 
 class Evacuate(Struct, frozen=True, kw_only=True):
-    """Bring warm blocks to where other workers read them, and say `EvacuationEnded` by the deadline."""
+    """Copy warm blocks to where other workers can read them, and send `EvacuationEnded` by the deadline."""
 
     deadline: Nanos
 
 
 class Drained(Struct, frozen=True, kw_only=True):
-    """Drained: the process may end. Nothing but refusals follows."""
+    """The worker has drained, and the process may end. From now on it only sends rejections."""
 
     cancelled: int  # requests that did not finish in time
-    unfetched: int = 0  # hand-offs that nobody had fetched by the deadline
+    unfetched: int = 0  # handoffs that no decode worker had fetched by the deadline
 
 
 class Abandon(Struct, frozen=True, kw_only=True):
-    """End all streams and the engine now: the process ends. Nothing follows, and no router is told anything else."""
+    """End all streams and the engine now, because the process ends. Routers are told nothing else."""
 
-    lost: int  # requests that run elsewhere from now on, if their routers can
+    lost: int  # requests that their routers now have to run elsewhere
 
 
 WorkerCommand = Submit | CancelInEngine | Tell | CutStream | Evacuate | Drained | Abandon

@@ -1,15 +1,20 @@
-"""One engine over several nodes: who belongs to it, and when it is at an end. Pure; `workers.connections.ranks` carries the words.
+"""Rank rendezvous: how the ranks of one engine on several hosts find each other, and when their group ends. Pure.
+
+`workers.group_connections` carries the messages.
 
 Rules:
 
-1. The first rank leads: it serves requests and registers. The others run the engine's further ranks, and nobody else sees them.
-2. A group forms once. No engine starts before all ranks are there, since engines that wait for a rank do so without saying what they
-   wait for. While it forms a rank may come again, and its newest process counts. Who comes later, after a crash say, is sent away,
-   and tries again until the leader is another process too.
-3. All or nothing: a rank that goes, or is silent, is the end of the leader, and a leader that goes, or is silent, that of the ranks.
-   Whoever started the processes starts all of them again, and they form another group.
-4. An orderly end is said by the leader, when it has drained. A rank that is told to end asks the leader for that, and waits for it.
-5. Ranks are told alike, but for what is each one's own (`common_settings_digest`). Others would be an engine that is wrong, or hangs.
+1. The first rank leads: it serves requests and registers. The other ranks run the rest of the engine, and no other
+   process connects to them.
+2. A group forms once. No engine starts before all ranks have joined, because an engine that waits for a rank does not
+   say so. While the group forms, a rank may join again, and its newest process counts. A rank that comes later, for
+   example after a crash, is refused, and it tries again until the leader is a new process too.
+3. All ranks end together. If a rank ends or falls silent, the leader ends; if the leader ends or falls silent, the
+   ranks end. Their supervisor starts all processes again, and they form a new group.
+4. The leader announces an orderly end when it has drained. A rank that is asked to end asks the leader to drain, and
+   waits.
+5. All ranks have the same settings, apart from the fields that belong to one rank (`common_settings_digest`).
+   Different settings would make an engine that is wrong or hangs.
 """
 
 import hashlib
@@ -24,11 +29,12 @@ from kvstore.security.credentials import Credentials
 from workers.settings import GroupSettings, WorkerSettings
 
 ENGINE_PORTS = 2
-"""That an engine's ranks need at the first's host: one for their collective operations, one for its schedulers."""
+"""The number of ports that an engine's ranks need on the leader's host: one for collective operations, one for
+schedulers."""
 
 
 class Join(Struct, frozen=True, kw_only=True, tag="join"):
-    """A rank's first word."""
+    """The first message of a rank."""
 
     rank: int
     nodes: int
@@ -36,31 +42,31 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class RankAlive(Struct, frozen=True, tag="alive"):
-    """From both sides, a few times in the time that makes silence."""
+    """A heartbeat, from both sides, several times within the time that counts as silence."""
 
 
 class RankLeaving(Struct, frozen=True, tag="leaving"):
-    """A rank was told to end; the leader is to drain."""
+    """A rank was asked to end, so the leader shall drain."""
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
-    """All are there: start your part of the engine."""
+    """All ranks have joined: start your part of the engine."""
 
-    address: str  # of the leader's host, an IP address
-    ports: tuple[int, ...]  # `ENGINE_PORTS` of that host, for the engine's own use
+    address: str  # IP address of the leader's host
+    ports: tuple[int, ...]  # `ENGINE_PORTS` ports of that host, for the engine's own use
 
 
 class RankRefused(Struct, frozen=True, kw_only=True, tag="refused"):
     why: str
-    again: bool  # whether it may be otherwise later
+    again: bool  # whether a later try may succeed
 
 
 class GroupServing(Struct, frozen=True, tag="serving"):
-    """The engine is there, as a whole."""
+    """The whole engine runs."""
 
 
 class GroupEnded(Struct, frozen=True, tag="over"):
-    """The leader has drained; everybody ends."""
+    """The leader has drained, and all ranks end."""
 
 
 FromRank = Join | RankAlive | RankLeaving
@@ -68,7 +74,7 @@ FromLeader = Begin | RankRefused | RankAlive | GroupServing | GroupEnded
 
 
 def common_settings_digest(settings: WorkerSettings) -> str:
-    """Digest of what all ranks of a group have to be told alike."""
+    """Return a digest of the settings that all ranks of a group must share."""
     assert settings.group is not None
     common = structs.replace(
         settings,
@@ -87,56 +93,56 @@ def common_settings_digest(settings: WorkerSettings) -> str:
 
 
 class RankRendezvous:
-    """The leader's list of who is there. `check` holds after every call."""
+    """The leader's list of the ranks that have joined. `check` holds after every call."""
 
     def __init__(self, group: GroupSettings, common: str, now: Nanos) -> None:
-        """Nobody is there yet. `common`: see `common_settings_digest`."""
+        """Start without ranks; `common` comes from `common_settings_digest`."""
         self._group = group
         self._common = common
         self._until = now + group.join_timeout_ms * MILLISECOND
-        self._there: set[int] = set()
-        self._lost: str | None = None  # what became of a rank that was there when the group had formed
+        self._joined: set[int] = set()
+        self._lost: str | None = None  # how a rank was lost after the group had formed
         self._begun = False
         self._over = False
 
     @property
     def complete(self) -> bool:
-        return len(self._there) == self._group.nodes - 1
+        return len(self._joined) == self._group.nodes - 1
 
     @property
     def missing(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(1, self._group.nodes) if rank not in self._there)
+        return tuple(rank for rank in range(1, self._group.nodes) if rank not in self._joined)
 
     def join(self, asked: Join) -> RankRefused | None:
-        """Take a rank in, in place of its former process if there is one; None: it is in."""
+        """Let a rank join, in place of its former process if there is one; return None, or why it is refused."""
         if not 1 <= asked.rank < self._group.nodes or asked.nodes != self._group.nodes:
-            why = f"group: rank {asked.rank} of {asked.nodes} is none of the {self._group.nodes - 1} that follow this leader"
+            why = f"group: rank {asked.rank} of {asked.nodes} does not belong to the {self._group.nodes - 1} ranks of this leader"
             return RankRefused(why=why, again=False)
         if asked.alike != self._common:
-            why = f"group: rank {asked.rank} is told other things than its leader; give all of them the same settings"
+            why = f"group: rank {asked.rank} has other settings than its leader; give all ranks the same settings"
             return RankRefused(why=why, again=False)
         if self._begun:
-            return RankRefused(why="the group has formed, with another process of that rank", again=True)
-        self._there.add(asked.rank)
+            return RankRefused(why="the group has formed with another process of this rank", again=True)
+        self._joined.add(asked.rank)
         return None
 
     def gone(self, rank: int, how: str) -> None:
-        """One that was in is there no longer; `how` goes on from "rank 1 of its group"."""
-        self._there.discard(rank)
+        """Note that a rank has gone; `how` continues the text "rank 1 of its group"."""
+        self._joined.discard(rank)
         if self._begun and not self._over and self._lost is None:
             self._lost = f"rank {rank} of its group {how}"
 
     def begin(self) -> None:
-        """The engine starts; from now on nobody may be missing."""
+        """Note that the engine starts; from now on no rank may be missing."""
         assert self.complete
         self._begun = True
 
     def end(self) -> None:
-        """In order: from now on everybody may go."""
+        """Note the orderly end; from now on every rank may go."""
         self._over = True
 
     def fault(self, now: Nanos) -> str | None:
-        """Why this is no group any more, or will be none; None: all is well."""
+        """Return why the group has failed or cannot form any more; None: it has not failed."""
         if self._over:
             return None
         if self._lost is not None or self._begun:
@@ -148,12 +154,12 @@ class RankRendezvous:
         return f"of its group of {self._group.nodes} nodes, rank {ranks} did not come within {seconds:g} s"
 
     def check(self) -> None:
-        assert all(1 <= rank < self._group.nodes for rank in self._there)
+        assert all(1 <= rank < self._group.nodes for rank in self._joined)
         assert not self._begun or self._over or self._lost is not None or self.complete
 
 
 def told(group: GroupSettings, begin: Begin) -> GroupSettings:
-    """A group's settings when it has formed, for the engine: where its ranks meet is an IP address and ports."""
+    """Return the settings of a formed group for the engine: its ranks meet at an IP address and ports."""
     port = group.leader.rpartition(":")[2]
     host = f"[{begin.address}]" if ":" in begin.address else begin.address
     return structs.replace(group, leader=f"{host}:{port}", engine_ports=begin.ports)

@@ -1,17 +1,19 @@
-"""Keeps a worker registered, and lets nothing that happens to the registry disturb serving.
+"""Registration of a worker: keeps its entries in the registries, without disturbing serving.
 
 Rules:
 
-1. Register at once, then three times a lease; while the registry does not answer, try again with growing pauses.
-2. A worker that is to drain deregisters first, so that nobody finds it who does not know it yet. Routers that have a stream to it
-   keep that until it ends: work that runs there goes on, and the stream says that it takes no more.
-3. A registry that cannot be reached on the way out is no reason to stay: the lease ends by itself.
-4. A worker whose id another process holds waits for it, at most `name_wait_seconds`: the holder may be its own predecessor, of which
-   the router does not know yet that it is gone. It is not ready meanwhile.
-5. A worker that has been replaced by another process of the same id does not try again, or the two would take turns. It ends, with an
-   error, so that its supervisor acts. A worker that was registered and finds its id held by another process has been replaced.
-6. A worker is ready when every registry that it was told of has taken it once. One that is away later changes nothing about
-   that: the routers have their streams. A worker that was replaced, or has left, is not ready.
+1. The worker registers at once, and renews three times per lease. While the registry does not answer, it tries again
+   with growing pauses.
+2. A draining worker deregisters first, so that no further router finds it. Routers with a stream keep it until it
+   ends: running attempts go on, and the stream says that the worker takes no more.
+3. A registry that cannot be reached does not delay the end of the worker, because the lease ends by itself.
+4. A worker whose id another process holds waits for that process, at most `name_wait_seconds`: it may be the worker's
+   own predecessor, whose end the router has not noticed yet. The worker is not ready meanwhile.
+5. A worker that was replaced by another process with its id does not try again, because the two would take turns. It
+   ends with an error, so that its supervisor acts. A registered worker that finds its id held by another process
+   counts as replaced.
+6. A worker is ready when each of its registries has accepted it once. A registry that fails later changes nothing,
+   because the routers have their streams. A worker that was replaced or has left is not ready.
 """
 
 import asyncio
@@ -29,10 +31,10 @@ from workers.ports import NameHeld, RegistrationRefused, Registry, RegistryUnrea
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 2.0  # a router that comes back is whole again within this
-HELD_PAUSE_SECONDS = 0.5  # between two attempts to get an id that another process holds
-GOODBYE_SECONDS = 2.0
-NAME_WAIT_SECONDS = 60.0  # as `WorkerSettings.name_wait_seconds`
+LONGEST_PAUSE_SECONDS = 2.0  # a restarted router knows its workers again within this time
+HELD_PAUSE_SECONDS = 0.5  # between two tries to get an id that another process holds
+DEREGISTER_SECONDS = 2.0
+NAME_WAIT_SECONDS = 60.0  # the default of `WorkerSettings.name_wait_seconds`
 
 
 class RegistryEntry(Struct, kw_only=True):
@@ -44,15 +46,15 @@ class RegistryEntry(Struct, kw_only=True):
     address: str
     name_wait_seconds: float = NAME_WAIT_SECONDS
     taken: bool = False
-    """Whether the registry has it, as far as is known."""
+    """Whether the registry has the entry, as far as is known."""
 
     async def run(self) -> str:
-        """Stay registered until cancelled, or until another process has the id for good; returns why that is so."""
+        """Stay registered until cancelled, or until another process has the id for good; return the reason."""
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None
         failures = LogDeduplicator()
         registered = False  # once
-        waits_until: float | None = None  # for another process to give the id up
+        waits_until: float | None = None  # the time until which the worker waits for another holder of its id
         while True:
             try:
                 lease = await self.registry.register(self.worker_id, self.incarnation, self.address)
@@ -71,7 +73,7 @@ class RegistryEntry(Struct, kw_only=True):
                 if waits_until is None:
                     waits_until = time + self.name_wait_seconds
                     log.warning(
-                        "another process holds this worker's id, waiting until it is gone",
+                        "worker id held by another process",
                         extra={"worker": self.worker_id, "cause": str(error), "seconds": self.name_wait_seconds},
                     )
                 if time >= waits_until:
@@ -81,7 +83,7 @@ class RegistryEntry(Struct, kw_only=True):
             except WorkerSuperseded as error:
                 return self._replaced(f"{self.worker_id} has been replaced: {error}")
             if not reachable:
-                log.info("registered", extra={"worker": self.worker_id, "address": self.address})
+                log.info("worker registered", extra={"worker": self.worker_id, "address": self.address})
             reachable = self.taken = registered = True
             failures.forget(self.worker_id)
             waits_until = None
@@ -93,24 +95,24 @@ class RegistryEntry(Struct, kw_only=True):
         return why
 
     async def leave(self) -> None:
-        """Deregister; gives up after two seconds. Call it after `run` has been cancelled."""
+        """Deregister within two seconds. Call it after `run` was cancelled."""
         self.taken = False
         try:
-            async with asyncio.timeout(GOODBYE_SECONDS):
+            async with asyncio.timeout(DEREGISTER_SECONDS):
                 await self.registry.deregister(self.worker_id, self.incarnation)
         except (RegistryUnreachable, TimeoutError):
-            log.info("left without a goodbye, the lease will end", extra={"worker": self.worker_id})
+            log.info("deregistration failed, lease will end", extra={"worker": self.worker_id})
 
 
 def _log_failure(error: RegistryUnreachable) -> None:
     if isinstance(error, RegistrationRefused):
-        log.warning("registration refused", extra={"cause": str(error)})
+        log.warning("worker registration refused", extra={"cause": str(error)})
     else:
-        log.warning("registry unreachable, serving goes on", extra={"cause": str(error)})
+        log.warning("registry unreachable", extra={"cause": str(error)})
 
 
 class WorkerMembership:
-    """A worker's entries in all registries that it was told of; there may be none."""
+    """A worker's entries in all of its registries; there may be none."""
 
     def __init__(self, registrations: Sequence[RegistryEntry]) -> None:
         self._registrations = registrations
@@ -118,26 +120,26 @@ class WorkerMembership:
         self._left = asyncio.Event()
         self._when_replaced: Callable[[], None] = lambda: None
         self.replaced = ""
-        """Why another process has this worker's id for good; empty: none has."""
+        """Why another process has this worker's id for good; empty: no process has."""
 
     @property
     def ready(self) -> bool:
         return not self._leaving.is_set() and all(each.taken for each in self._registrations)
 
     def when_replaced(self, tell: Callable[[], None]) -> None:
-        """Call `tell` when another process has the worker's id for good; at once where that is so already."""
+        """Call `tell` when another process has the worker's id for good, or at once if one has it already."""
         self._when_replaced = tell
         if self.replaced:
             tell()
 
     async def leave(self) -> None:
-        """Deregister everywhere, within two seconds; once, however often it is asked."""
+        """Deregister everywhere, within two seconds; further calls only wait."""
         self._leaving.set()
         await self._left.wait()
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Stay registered while the context is open, or until told to `leave`."""
+        """Stay registered while the context is open, or until `leave`."""
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(self._keep())
             try:

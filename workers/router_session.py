@@ -1,4 +1,4 @@
-"""One router's stream, from the worker's side: what was said and not yet sent."""
+"""Router session: one router's stream on the worker's side, with the messages that wait to be sent."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,10 +9,10 @@ from workers.ports import Outlet
 
 
 class RouterSession:
-    """The door for what a router says, and the messages to it: sent at once while its outlet takes them, else kept.
+    """Takes a router's messages, and sends messages to it: at once while its outlet is free, else later in order.
 
-    The introduction (who we are, what our cache holds) is as large as it is and does not count; after that at most
-    `limit` messages wait, and one more cuts the stream: a router that does not read must not cost memory.
+    The introduction (the worker's description and its cache) may be large and does not count. After it, at most
+    `limit` messages wait. One more cuts the stream, so that a router that does not read costs no memory.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class RouterSession:
         limit: int,
         absorb: Callable[[AttemptRequested | CancelRequested], None],
     ) -> None:
-        """Sends nothing before `flow`."""
+        """Start with the introduction; nothing is sent before `flow`."""
         self.stream = stream
         self._outlet = outlet
         self._absorb = absorb
@@ -39,7 +39,7 @@ class RouterSession:
             self._introduction.append(self._numbered(events))
 
     def receive(self, message: Start | Cancel) -> None:
-        """What the router said; the answer leaves by the outlet."""
+        """Handle a router's message; the answer leaves by the outlet."""
         match message:
             case Start():
                 self._absorb(AttemptRequested(stream=self.stream, start=message))
@@ -47,7 +47,7 @@ class RouterSession:
                 self._absorb(CancelRequested(stream=self.stream, request_id=message.request_id))
 
     def offer(self, message: WorkerMessage) -> bool:
-        """Send a message, in its turn; False when there is no room, and the stream has to be cut."""
+        """Send a message in order; return False if there is no room, so that the stream has to be cut."""
         if not (self._introduction or self._waiting or self._outlet.full):
             self._outlet.put(message)
         elif len(self._waiting) < self._limit:
@@ -61,7 +61,7 @@ class RouterSession:
         return self.offer(self._numbered(events))
 
     def flow(self) -> None:
-        """Send what waits, as far as the outlet takes it; it calls again when it takes more."""
+        """Send waiting messages while the outlet takes them; the outlet's owner calls it again when it takes more."""
         while (queue := self._introduction or self._waiting) and not self._outlet.full:
             self._outlet.put(queue.popleft())
         if self._finished and not queue and not self._ended:
@@ -69,12 +69,12 @@ class RouterSession:
             self._outlet.end("")
 
     def finish(self) -> None:
-        """Nothing more will come: the stream ends after what waits."""
+        """End the stream after the waiting messages."""
         self._finished = True
         self.flow()
 
     def cut(self, why: str) -> None:
-        """End now: what waits is dropped."""
+        """End the stream now and drop the waiting messages."""
         self._introduction.clear()
         self._waiting.clear()
         self._ended = True

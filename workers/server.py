@@ -1,8 +1,9 @@
-"""The async shell of a worker: joins an engine, the machine and the streams of any number of routers.
+"""Worker server: the async shell that connects an engine, the worker machine and the streams of routers.
 
-Flow: routers -> `RouterSession.receive` -> machine -> engine -> `outputs()` -> machine -> `RouterSession.offer` -> routers, without
-a task in between but the one that reads `outputs()`. The engine's cache changes go to every router; a router that connects
-first hears all that the cache holds. When the worker drains, a task beside all that brings warm blocks away.
+Flow: routers -> `RouterSession.receive` -> machine -> engine -> `outputs()` -> machine -> `RouterSession.offer` ->
+routers. One task reads `outputs()`; no other task is in between. Changes of the engine's cache go to every router,
+and a newly connected router first gets the whole cache. When the worker drains, a separate task evacuates its warm
+blocks.
 """
 
 import asyncio
@@ -50,7 +51,8 @@ from workers.watchdog import EngineHealth, Watchdog
 log = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
-"""A worker whose engine hangs ends within this time, which closing its ports and its store takes; after it the process is stuck too."""
+"""A worker whose engine hangs ends within this time, enough to close its ports and its store. Later the process counts
+as stuck too."""
 
 
 class WorkerServer:
@@ -68,16 +70,16 @@ class WorkerServer:
         evacuator: Evacuator | None = None,
         store_goes: bool = False,
     ) -> None:
-        """A worker that is still starting.
+        """Create a worker that is still starting.
 
         Args:
-            settings: What it is told.
-            engine: That runs.
-            clock: Of deadlines.
-            incarnation: Of this process.
-            keeper: Of the chains of sessions that wait.
-            golden: What it makes of the golden prompts.
-            evacuator: Who brings warm blocks away when it drains.
+            settings: Settings of the worker.
+            engine: The running engine.
+            clock: The clock of deadlines.
+            incarnation: The incarnation of this process.
+            keeper: Pins the chains of waiting sessions.
+            golden: The worker's result of the tokenizer check.
+            evacuator: Copies warm blocks when the worker drains.
             store_goes: Whether its store's memory ends with this process.
         """
         facts = self._facts = engine.facts
@@ -117,7 +119,7 @@ class WorkerServer:
         self._evacuator = evacuator
         self._prompts = RecentPrompts()
         self._keeper = keeper
-        self._holds = SessionPinPolicy(Nanos(round(settings.hold_seconds * SECOND))) if keeper is not None else None
+        self._pins = SessionPinPolicy(Nanos(round(settings.hold_seconds * SECOND))) if keeper is not None else None
         self._cache = CacheView()
         self._sessions: dict[StreamId, RouterSession] = {}
         self._streams = count()
@@ -135,40 +137,40 @@ class WorkerServer:
 
     @property
     def held(self) -> int:
-        """Requests that the engine has not ended."""
+        """The number of requests that the engine has not ended."""
         return self._machine.held
 
     @property
     def hung(self) -> bool:
-        """True if its engine hangs: it takes no router and no work any more, and the process ends."""
+        """True if the engine hangs: the worker takes no more routers and work, and the process ends."""
         return self._hung_at is not None
 
     @property
     def live(self) -> bool:
-        """True if the process can be left alone: false where the engine hangs and the process has not ended in time."""
+        """False if the engine hangs and the process has not ended in time, so that somebody must end it."""
         return self._hung_at is None or self._clock.now() - self._hung_at < END_SECONDS * SECOND
 
     @property
     def warm_blocks(self) -> int:
-        """In the engine's cache: what it would cost to lose this worker."""
+        """The number of blocks in the engine's cache: the cost of losing this worker."""
         return len(self._cache)
 
     async def run(self) -> None:
         """Serve until drained.
 
         Raises:
-            EngineHung: The engine made no progress and was killed; otherwise as below.
-            EngineDied: The process has to end, so that its supervisor starts another.
+            EngineHung: The engine made no progress and was killed.
+            EngineDied: The engine ended, so the process has to end too, and its supervisor starts another one.
         """
         self._absorb(EngineReady())
-        log.info("serving", extra={"worker": self.description.worker_id, "engine": self.description.engine})
+        log.info("worker serving", extra={"worker": self.description.worker_id, "engine": self.description.engine})
         try:
             async with asyncio.TaskGroup() as tasks:
                 pumps = [
                     tasks.create_task(self._pump_outputs(), name="outputs"),
                     tasks.create_task(self._pump_cache(), name="cache"),
                     tasks.create_task(self._keep_time(), name="time"),
-                    tasks.create_task(self._bring_away(), name="evacuation"),
+                    tasks.create_task(self._evacuate(), name="evacuation"),
                 ]
                 await self._gone.wait()
                 for pump in pumps:
@@ -176,7 +178,7 @@ class WorkerServer:
         except BaseExceptionGroup as group:
             if (died := group.subgroup(EngineDied)) is None:
                 raise
-            if (hung := group.subgroup(EngineHung)) is not None:  # what else ended did because of that
+            if (hung := group.subgroup(EngineHung)) is not None:  # other failures followed from the hang
                 raise EngineHung(f"{self.description.engine}: {hung.exceptions[0]}") from group
             raise EngineDied(f"{self.description.engine}: {died.exceptions[0]}") from group
         finally:
@@ -187,7 +189,7 @@ class WorkerServer:
                     session.cut("the worker ends")
 
     def open(self, router_id: str, outlet: Outlet) -> RouterSession:
-        """A router's stream, to be closed when it has ended; the introduction goes to its outlet now."""
+        """Open a router's stream and send the introduction to its outlet; call `close` when the stream has ended."""
         stream = StreamId(next(self._streams))
         session = RouterSession(
             stream,
@@ -205,13 +207,13 @@ class WorkerServer:
         return session
 
     def close(self, session: RouterSession) -> None:
-        """The stream has ended; cancels what the router had running."""
+        """Note that a router's stream has ended, and cancel its requests."""
         self._sessions.pop(session.stream, None)
         self._absorb(RouterGone(stream=session.stream))
-        log.info("router gone", extra={"stream": session.stream})
+        log.info("router disconnected", extra={"stream": session.stream})
 
-    async def drain(self, timeout: Nanos) -> int:  # noqa: ASYNC109 - told to the machine, which gives up by itself
-        """Take no more work and finish what runs within `timeout`; returns how many requests did not."""
+    async def drain(self, timeout: Nanos) -> int:  # noqa: ASYNC109 - the machine watches this deadline
+        """Take no more work and finish what runs within `timeout`; return the number of unfinished requests."""
         self._absorb(DrainRequested(deadline=Nanos(self._clock.now() + timeout)))
         async with asyncio.timeout((timeout + GRACE) / SECOND + 1):
             await self._gone.wait()
@@ -220,9 +222,9 @@ class WorkerServer:
 
     async def _pump_outputs(self) -> Never:
         async for outputs in self._engine.outputs():
-            self._absorb(EngineStepped(outputs=self._signed(outputs), lent=self._engine.lent))
-            if self._keeper is not None and self._holds is not None:
-                self._keeper.keep(self._holds.heard(outputs, self._clock.now()))
+            self._absorb(EngineStepped(outputs=self._with_worker_id(outputs), lent=self._engine.lent))
+            if self._keeper is not None and self._pins is not None:
+                self._keeper.keep(self._pins.heard(outputs, self._clock.now()))
         raise EngineDied("its outputs ended")
 
     async def _pump_cache(self) -> Never:
@@ -235,7 +237,7 @@ class WorkerServer:
         raise EngineDied("its cache events ended")
 
     async def _keep_time(self) -> Never:
-        """Deadlines, and load on change, at most every interval and at least every heartbeat."""
+        """Tell the machine the time, watch the engine, and report the load on change and at every heartbeat."""
         interval = self._settings.load_interval_ms
         heartbeat = self._settings.heartbeat_ms * MILLISECOND
         reported: LoadReport | None = None
@@ -244,7 +246,7 @@ class WorkerServer:
             self._absorb(WorkerTicked(lent=self._engine.lent))
             if (facts := self._engine.facts) != self._facts:
                 self._describe_anew(facts)
-            self._look_after_engine()
+            self._watch_engine()
             load, now = self._engine.load(), self._clock.now()
             if load != reported or now - reported_at >= heartbeat:
                 reported, reported_at = load, now
@@ -254,29 +256,29 @@ class WorkerServer:
             await asyncio.sleep(interval / 1000)
 
     def _describe_anew(self, facts: EngineFacts) -> None:
-        """Tell all routers that the engine has joined its store, by a second description."""
+        """Send all routers a second description, because the engine has joined its store."""
         self._facts = facts
         self.description = msgspec.structs.replace(self.description, store_id=facts.store_id, kv_paths=facts.kv_paths)
-        log.info("described anew", extra={"store": facts.store_id, "kv_paths": facts.kv_paths})
+        log.info("worker description changed", extra={"store": facts.store_id, "kv_paths": facts.kv_paths})
         self._absorb(FactsChanged(facts=facts))
         for session in list(self._sessions.values()):
             if not session.offer(self.description):
                 self._cut(session)
 
-    def _look_after_engine(self) -> None:
-        """Ask the watchdog.
+    def _watch_engine(self) -> None:
+        """Ask the watchdog about the engine.
 
         Raises:
-            EngineHung: The engine hangs; routers have been told, and it has been killed.
+            EngineHung: The engine hangs. Routers were told, and the engine was killed.
         """
         if self.phase is LifePhase.GONE:
             return
         before, self._health = self._health, self._watchdog.look(self._engine.pulses(), self._clock.now())
         if self._health is EngineHealth.HEALTHY:
             if before is not EngineHealth.HEALTHY:
-                log.info("the engine makes progress again", extra={"worker": self.description.worker_id})
+                log.info("engine makes progress again", extra={"worker": self.description.worker_id})
             return
-        # It walks through all processes, so it is not asked at every tick.
+        # `traced` looks at all processes, so it is not called at every tick.
         if (self._health is EngineHealth.HUNG or before is EngineHealth.HEALTHY) and self._engine.traced():
             self._watchdog.excuse()
             self._health = EngineHealth.HEALTHY
@@ -287,12 +289,12 @@ class WorkerServer:
             raise EngineHung(f"it holds work and made no step for {seconds:.1f} s; it was killed")
         if before is EngineHealth.HEALTHY:
             log.warning(
-                "the engine makes no progress",
+                "engine makes no progress",
                 extra={"worker": self.description.worker_id, "seconds": round(seconds, 1)},
             )
 
-    async def _bring_away(self) -> Never:
-        """When the worker drains, beside whatever runs; as often as it is asked."""
+    async def _evacuate(self) -> Never:
+        """Evacuate warm blocks each time the machine asks for it, beside running work."""
         while True:
             await self._evacuation_asked.wait()
             self._evacuation_asked.clear()
@@ -303,13 +305,13 @@ class WorkerServer:
                 async with asyncio.timeout((deadline - self._clock.now()) / SECOND):
                     await self._evacuator.evacuate(self._prompts.all(), self._cache.names(), deadline)
             except TimeoutError:
-                log.warning("warm blocks were not all brought away in time")
-            except Exception:  # supervisor: what is not brought away is computed again, and nobody else's affair
-                log.exception("warm blocks could not be brought away")
+                log.warning("evacuation ran out of time")
+            except Exception:  # supervisor: blocks that are left behind are only computed again
+                log.exception("evacuation failed")
             self._absorb(EvacuationEnded())
 
-    def _signed(self, outputs: Sequence[Progress | Rejected]) -> Sequence[Progress | Rejected]:
-        """Hand-offs name the worker that holds the blocks; engines do not know it."""
+    def _with_worker_id(self, outputs: Sequence[Progress | Rejected]) -> Sequence[Progress | Rejected]:
+        """Add the worker's id to handoffs, which engines do not know."""
         if not any(isinstance(output, Progress) and output.handoff is not None for output in outputs):
             return outputs
         return [
@@ -323,7 +325,7 @@ class WorkerServer:
         ]
 
     def _absorb(self, event: WorkerEvent) -> None:
-        """Let the machine decide, and do what it says."""
+        """Pass an event to the machine, and perform its commands."""
         self._perform(self._machine.handle(event, self._clock.now()))
 
     def _cut(self, session: RouterSession) -> None:
@@ -338,8 +340,8 @@ class WorkerServer:
                     if session is not None and not session.offer(message):
                         commands.extend(self._overflowed(session))
                 case Submit(start=start):
-                    if self._holds is not None:
-                        self._holds.began(start, self._clock.now())
+                    if self._pins is not None:
+                        self._pins.began(start, self._clock.now())
                     if self._evacuator is not None:
                         self._prompts.note(start.tokens, start.salt)
                     self._engine.submit(start)
@@ -352,7 +354,7 @@ class WorkerServer:
                     self._evacuate_by = deadline
                     self._evacuation_asked.set()
                 case Drained(cancelled=cancelled, unfetched=unfetched):
-                    log.info("drained", extra={"cancelled": cancelled, "unfetched": unfetched})
+                    log.info("worker drained", extra={"cancelled": cancelled, "unfetched": unfetched})
                     self._cancelled_by_drain = cancelled
                     self._gone.set()
                 case Abandon(lost=lost):
@@ -361,19 +363,19 @@ class WorkerServer:
                     assert_never(unknown)
 
     def _abandon(self, lost: int) -> None:
-        """End all streams before anything else, since their requests go on elsewhere from then on; then the engine."""
+        """End all streams first, so that their requests continue elsewhere, and then kill the engine."""
         self._hung_at = self._clock.now()
         for session in self._sessions.values():
             session.cut("its engine hangs")
         self._sessions.clear()
-        log.error("the engine hangs and is killed", extra={"worker": self.description.worker_id, "requests": lost})
+        log.error("engine hangs and is killed", extra={"worker": self.description.worker_id, "requests": lost})
         self._engine.kill()
         self._cancelled_by_drain = lost
         self._gone.set()
 
     def _overflowed(self, session: RouterSession) -> list[WorkerCommand]:
-        """What follows from cutting the stream of a router that does not keep up."""
-        log.warning("router too slow, stream cut", extra={"stream": session.stream})
+        """Cut the stream of a router that reads too slowly; return the resulting commands."""
+        log.warning("router reads too slowly, stream cut", extra={"stream": session.stream})
         self._sessions.pop(session.stream, None)
         session.cut("the router does not read fast enough")
         return self._machine.handle(RouterGone(stream=session.stream), self._clock.now())

@@ -1,4 +1,4 @@
-"""What a worker process is told, field by field; `fleet.config` loads it and nothing else defines it."""
+"""Settings of a worker process, field by field; `fleet.config` loads them."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,41 +12,41 @@ from fleet.hardware.latency.linear import EngineLatency
 from kvstore.net.addresses import host_port, unix_path
 from kvstore.security.credentials import Credentials
 from kvstore.service.settings import StoreSettings
-from workers.kv_layout import KvLayout
+from workers.ports import KvLayout
 from workers.watchdog import WatchdogSettings
 
 Positive = Annotated[int, Meta(ge=1)]
 
 
 class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the embedded vLLM engine."""
+    """Settings of the embedded vLLM engine."""
 
     kv_cache_gib: Annotated[float, Meta(gt=0)] = 1
-    """Host memory for the KV cache of a CPU engine, all its ranks together; accelerators take
+    """Host memory for the KV cache of a CPU engine, for all its ranks together; on accelerators set
     `extra_args.gpu_memory_utilization`."""
 
     dtype: str = "auto"
-    """As vLLM names it; float32 gives the same tokens whatever the batch."""
+    """A data type by vLLM's name; float32 gives the same tokens whatever the batch."""
 
     enforce_eager: bool = True
-    """No graph capture and no compilation: starts faster, runs slower where kernels are short."""
+    """No graph capture and no compilation: the engine starts faster, and runs slower if its kernels are short."""
 
     omp_threads: Annotated[int, Meta(ge=1)] = 1
     """Threads of one CPU engine; 1, so that a prefill and a decode engine can share two cores."""
 
     keeps_forms: bool = True
-    """Whether answers can be bound to a schema, an expression or a grammar. For that the engine loads the model's tokenizer as
-    well, and clients may have it compile what they wrote; off, such requests are refused."""
+    """Whether the engine supports structured output: JSON schemas, regular expressions and grammars. It then loads the
+    model's tokenizer as well, and compiles what clients write. If off, such requests are refused."""
 
     extra_args: dict[str, Any] = {}
-    """Anything else that vLLM's `AsyncEngineArgs` takes; it overrides what the fields above set."""
+    """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above."""
 
 
 class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the engine that computes nothing but keeps honest books."""
+    """Settings of the simulated engine, which runs no model but keeps exact KV."""
 
     latency: EngineLatency = EngineLatency()
-    """How long prefills, decode steps and transfers take."""
+    """The durations of prefills, decode steps and transfers."""
 
     speedup: Annotated[float, Meta(gt=0)] = 1.0
     """Divides every latency; large values make tests fast."""
@@ -55,43 +55,44 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Blocks of the engine's own cache."""
 
     bytes_per_token: Annotated[int, Meta(ge=8)] = 64
-    """KV of one token; light by default (the tiny Llama model has 4096). A multiple of 8: 2 layers of 4 heads."""
+    """KV bytes of one token; small by default (the tiny Llama model has 4096). A multiple of 8: 2 layers of 4 heads."""
 
     tensor_parallel: Literal[1, 2, 4] = 1
-    """Ranks that the heads are shared out among. They take no less time, but each has memory of its own."""
+    """Ranks that share the heads. They are no faster, but each has memory of its own."""
 
     kv_layout: KvLayout = "HND"
-    """How blocks lie in a rank's memory. Engines of other layouts and numbers of ranks share blocks through the store."""
+    """The layout of blocks in a rank's memory. Engines with other layouts and numbers of ranks share blocks through the
+    store."""
 
     seed: Annotated[int, Meta(ge=0)] = 0
     """Stands for the weights: engines with different seeds compute different KV and different tokens."""
 
     vocab_size: Annotated[int, Meta(ge=2)] = 4096
-    """Used when `model_dir` has no config.json."""
+    """The vocabulary, if `model_dir` has no config.json."""
 
     eos_token_ids: tuple[int, ...] = (2,)
-    """Used when `model_dir` has no config.json."""
+    """The end-of-sequence tokens, if `model_dir` has no config.json."""
 
     eos_probability: Annotated[float, Meta(ge=0, lt=1)] = 0.002
-    """Chance of each token to be an end of sequence; 500 tokens is a common length of answers."""
+    """The probability that a token ends the sequence; answers commonly have 500 tokens."""
 
     max_batched_tokens: Positive = 2048
-    """Prompt tokens that one step computes at most; longer prompts take several (chunked prefill)."""
+    """The most prompt tokens in one step; longer prompts take several steps (chunked prefill)."""
 
     load_timeout_ms: Positive = 2000
     """How long admission waits for blocks from elsewhere before it computes them."""
 
     publish_timeout_ms: Positive = 2000
-    """How long the finish of a prefill waits for its blocks to be in the store."""
+    """How long the finish of a prefill waits until its blocks are in the store."""
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
-    """How long it takes to load an adapter: tens of megabytes from a file system near by."""
+    """The time to load a LoRA adapter: tens of megabytes from a nearby file system."""
 
     start_ms: Annotated[float, Meta(ge=0)] = 0.0
-    """The time that the engine takes to start, as real ones do that load weights. `speedup` does not divide it."""
+    """The time that the engine takes to start, like real engines that load weights. `speedup` does not divide it."""
 
     hang_file: str = ""
-    """A fault for tests: while a file of this path exists, the engine hangs in its next step and in all after it. Empty: never."""
+    """A fault for tests: while a file with this path exists, the engine hangs in its next step. Empty: never."""
 
     direct_listen: str = "127.0.0.1:0"
     """Where decode engines fetch blocks: host:port (0: any) or unix:path."""
@@ -109,47 +110,48 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a worker whose one engine is spread over several nodes, with a process on each: see `workers.rank_rendezvous`."""
+    """Settings of a worker group: one engine on several hosts, with a process on each (`workers.rank_rendezvous`)."""
 
     nodes: Annotated[int, Meta(ge=2, le=64)]
-    """Processes, one a node."""
+    """The number of processes, one on each node."""
 
     rank: Annotated[int, Meta(ge=0)] = 0
-    """Of this one. The first (0) leads: it serves requests, and nothing is seen of the others. Everything else they are told alike."""
+    """The rank of this process. Rank 0 leads and serves requests, and the others stay invisible. All other settings are
+    the same for all ranks."""
 
     leader: Annotated[str, Meta(min_length=1)]
-    """host:port where the others find the first."""
+    """host:port at which the other ranks find the first one."""
 
     listen: str = ""
-    """host:port where the first listens for them; empty: `leader`. Whoever can connect there can take part, and engines trust
-    each other: only the group's own nodes should reach it."""
+    """host:port at which the first rank listens for the others; empty: `leader`. Whoever can connect there can take
+    part, and engines trust each other, so only the group's own nodes should reach it."""
 
     engine_ports: tuple[Annotated[int, Meta(ge=1, le=65_535)], ...] = ()
-    """Two of the first's host, at which the engine's own ranks find each other; empty: any that are free."""
+    """Two ports of the first rank's host, at which the engine's own ranks find each other; empty: any free ports."""
 
     join_timeout_ms: Positive = 600_000
-    """How long all are waited for: nodes may have to be made, and images brought there."""
+    """How long the leader waits for all ranks; nodes may have to be created, and images fetched."""
 
     silence_ms: Annotated[int, Meta(ge=100)] = 15_000
-    """Who says nothing for so long is taken to be gone, and the whole group ends, to be started anew."""
+    """A rank that sends nothing for this time counts as lost, and the whole group ends, to be started anew."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.nodes:
-            raise ValueError(f"rank: {self.rank} is none of {self.nodes} nodes, which are counted from 0")
+            raise ValueError(f"rank: {self.rank} is not below the number of nodes, {self.nodes}; ranks count from 0")
         for name, address in (("leader", self.leader), ("listen", self.listen or self.leader)):
             try:
                 host_port(address)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         if len(self.engine_ports) not in {0, 2} or len(set(self.engine_ports)) != len(self.engine_ports):
-            raise ValueError("engine_ports: names two different ports, or none")
+            raise ValueError("engine_ports: give two different ports, or none")
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one worker process."""
+    """Settings of one worker process."""
 
     worker_id: Annotated[WorkerId, Meta(min_length=1, max_length=128)]
-    """Unique in the cluster; stays the same when the process restarts."""
+    """Unique in the cluster; it stays the same when the process restarts."""
 
     role: Role = Role.BOTH
 
@@ -157,123 +159,127 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Name of an entry point in the group `workers.engines`."""
 
     model_dir: str = ""
-    """Hugging Face folder; or a repository of the hub, as in Qwen/Qwen3-0.6B, with @revision after it if it is not to be the newest.
-    The simulated engine reads only its config.json, and only where there is one."""
+    """A Hugging Face folder; or a repository of the hub such as Qwen/Qwen3-0.6B, with @revision after it for another
+    revision than the newest. The simulated engine reads only its config.json, if there is one."""
 
     hub: HubSettings = HubSettings()
-    """Where a repository in `model_dir` is fetched from, and kept."""
+    """Where a repository in `model_dir` is fetched from, and where it is kept."""
 
     model: Annotated[ModelName, Meta(min_length=1)]
-    """The name under which clients ask for it."""
+    """The model name in clients' requests."""
 
     listen: str = "127.0.0.1:0"
     """Where routers connect: host:port (0: any) or unix:path."""
 
     credentials: Credentials = Credentials()
-    """The credentials that routers prove at `listen` where it is no Unix socket: the secret in `secret_file`, which the worker proves to them as well;
-    with `certificate` and `key` there is TLS, and with `authority` routers have to show a certificate. Beyond loopback one of
-    both is needed, unless `insecure` says that nobody else is on that network."""
+    """The credentials that routers prove at `listen`, unless it is a Unix socket: the secret in `secret_file`, which the
+    worker proves to them as well. With `certificate` and `key` the connection uses TLS, and with `authority` routers
+    have to show a certificate. Beyond loopback one of them is required, unless `insecure` states that nobody else is
+    on that network."""
 
     control_listen: str = ""
-    """Where operators connect: gRPC with the Worker service, health and reflection; unix:path, or host:port with `control_credentials`.
-    Empty: nowhere."""
+    """Where operators connect: gRPC with the Worker service, health and reflection; unix:path, or host:port with
+    `control_credentials`. Empty: nowhere."""
 
     control_credentials: Credentials = Credentials()
-    """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a certificate signed by `authority`
-    (with `certificate` and `key` of this end). Default: what `registry_credentials` say, since the routers' secret is a proof among
-    the cluster's own. Without either, and without `insecure`, the worker refuses to listen over TCP, because whoever reaches the port
-    could end it (`Drain`). Health and reflection need no proof."""
+    """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a
+    certificate signed by `authority` (with `certificate` and `key` of this end). Default: `registry_credentials`,
+    because the routers' secret is a proof inside the cluster. Without either, and without `insecure`, the worker
+    refuses to listen over TCP, because any caller could end it (`Drain`). Health and reflection need no proof."""
 
     advertise: str = ""
-    """Address that routers dial, where it differs from `listen` (0.0.0.0, address translation)."""
+    """The address that routers dial, if it differs from `listen` (0.0.0.0, address translation)."""
 
     registry: str = ""
-    """Control address of a router, whose registry takes the worker: host:port or unix:/path. A name that stands for several routers
-    means all of them. Empty: the worker registers with none."""
+    """Control address of a router whose registry takes the worker: host:port or unix:/path. A name that resolves to
+    several routers means all of them. Empty: the worker registers with none."""
 
     registry_credentials: Credentials = Credentials()
-    """Proof to the registry, where it is no Unix socket, that this is a worker of the cluster: the routers' secret, or a certificate. They
-    protect `control_listen` too, where `control_credentials` say nothing."""
+    """The proof to the registry, unless it is a Unix socket, that this worker belongs to the cluster: the routers'
+    secret, or a certificate. They also protect `control_listen` if `control_credentials` are empty."""
 
     name_wait_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """The time for which a worker waits for another process that holds its `worker_id` to go; then it ends with an error. A router takes a process
-    for gone within 10 s (its lease), so a minute is enough for a predecessor, and a second worker of the same name is soon seen."""
+    """How long a worker waits for another process that holds its `worker_id`; then it ends with an error. A router
+    notices the end of a process within 10 s (its lease), so a minute is enough for a predecessor, and a second worker
+    with the same name is soon noticed."""
 
     discovery: Discovery | None = None
-    """Where the worker publishes itself for all routers that look there, besides `registry` or in its place; absent: nowhere."""
+    """The directory in which the worker publishes itself for all routers that read it, besides `registry` or instead of
+    it; absent: none."""
 
     store: str = ""
     """gRPC address of the KV store node, unix:path or host:port; empty: no store, or the one of `embedded_store`."""
 
     embedded_store: StoreSettings | None = None
-    """A KV store node in this process, which goes when the worker goes; it needs a unix: address in `listen`, by which this
-    worker and all others of the host may use it. For a host with one worker; several are better off with a node of its own."""
+    """A KV store node in this process, which ends with the worker. It needs a unix: address in `listen`, which this
+    worker and all others of the host use. It suits a host with one worker; several workers are better off with a
+    separate node."""
 
     store_credentials: Credentials = Credentials()
-    """What proves to a store node on another host that this worker may use it."""
+    """The proof to a store node on another host that this worker may use it."""
 
     hold_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 120
-    """How long at most the store keeps the blocks of a session from eviction after a request of it has ended; the node's
-    `max_hold_seconds` counts where it is shorter, and all its holds together keep `max_held_share` of its memory. 0: not at
-    all. In the public trace of coding agents, nine in ten pauses are shorter than 129 s."""
+    """How long at most the store pins the blocks of a session after a request of it has ended. The node's
+    `max_hold_seconds` applies if it is shorter, and all its pins together keep `max_held_share` of its memory. 0: no
+    pins. In the public trace of coding agents, nine in ten pauses are shorter than 129 s."""
 
     kv_paths: tuple[KvPath, ...] = ()
-    """Ways in which this worker can hand over or fetch blocks, the preferred one first."""
+    """KV paths by which this worker can hand over or fetch blocks, the preferred one first."""
 
     block_tokens: Positive = 32
-    """Tokens a block; vLLM on CPUs needs a multiple of 32."""
+    """Tokens in a block; vLLM on CPUs needs a multiple of 32."""
 
     max_model_len: Positive = 4096
-    """Prompt plus answer, tokens."""
+    """The most tokens of prompt and answer together."""
 
     max_running: Positive = 16
-    """Requests in one batch."""
+    """The most requests in one batch."""
 
     prefill_speed: Annotated[float, Meta(gt=0)] = 1.0
-    """Of its hardware at computing prompts, in proportion to the other workers of its model: twice as fast is 2."""
+    """The prefill speed of its hardware, relative to the other workers of its model: twice as fast is 2."""
 
     decode_speed: Annotated[float, Meta(gt=0)] = 1.0
-    """Likewise at generating."""
+    """The decode speed, relative to the others in the same way."""
 
     labels: tuple[str, ...] = ()
-    """That a request may ask for, such as a zone or a licence."""
+    """Labels that a request may demand, such as a zone or a licence."""
 
     generation: Annotated[str, Meta(max_length=128)] = ""
-    """Version of what is deployed. A prompt that one worker computes is decoded by one of the same generation, so that during a
-    rolling update new workers never read blocks of old ones, nor the other way round."""
+    """The version of the deployment. A prefill and a decode worker form a pair only within one generation, so that
+    during a rolling update new workers never read blocks of old ones, nor the other way round."""
 
     adapters: dict[ModelName, str] = {}
-    """Folder by name of the adapters (LoRA) that it may load when work for them comes; clients ask for them as for models.
-    Workers of one model that have an adapter of the same name should have the same one."""
+    """Folders of the LoRA adapters that the worker may load on demand, by name; clients ask for them as for models.
+    Workers of one model should have the same adapter under the same name."""
 
     adapter_slots: Positive = 4
-    """Adapters that are loaded at a time, each with memory of its own on the device."""
+    """LoRA adapters loaded at a time, each with memory of its own on the device."""
 
     max_waiting: Annotated[int, Meta(ge=0)] = 256
-    """Requests that wait for a place in the batch; more are refused with QUEUE_FULL."""
+    """Requests that may wait for a place in the batch; more are refused with QUEUE_FULL."""
 
     stream_buffer: Annotated[int, Meta(ge=16)] = 1024
-    """Messages that wait for a slow router; one more and its stream is cut. At 400 steps a second, 2.5 s of them."""
+    """Messages that may wait for a slow router; one more cuts its stream. At 400 steps a second, this is 2.5 s."""
 
     load_interval_ms: Annotated[int, Meta(ge=10, le=500)] = 100
-    """Load is reported on change, at most this often; deadlines, a drain's too, are checked as often."""
+    """The load is reported on change, at most this often; deadlines, also a drain's, are checked as often."""
 
     heartbeat_ms: Annotated[int, Meta(ge=10)] = 1000
-    """Load is reported at least this often."""
+    """The load is reported at least this often."""
 
     watchdog: WatchdogSettings = WatchdogSettings()
-    """When an engine that makes no progress is taken to hang."""
+    """When an engine without progress counts as hung."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0)] = 30_000
     """How long running requests may go on after SIGTERM; Kubernetes kills after 30 s by default."""
 
     evacuate_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
-    """What a worker that drains has brought at most to where other workers read it, warm blocks that are worth most first: to the tier
-    of its store that nodes share (Redis, S3); where the store is its own, else to the store's peers or disk. It ends with
-    `drain_timeout_ms` at the latest, and delays no answer. 0: nothing."""
+    """The most bytes of warm blocks that a draining worker copies to where other workers read them, the most valuable
+    ones first: to the tier of its store that nodes share (Redis, S3); if the store is its own, else to the store's
+    peers or disk. The evacuation ends with `drain_timeout_ms` at the latest, and delays no answer. 0: none."""
 
     group: GroupSettings | None = None
-    """Where its engine is spread over several nodes: which of them this is; absent: it has one."""
+    """The worker group, and the rank of this process in it; absent: the engine runs on one node."""
 
     vllm: VllmSettings = field(default_factory=VllmSettings)
 
@@ -291,36 +297,38 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "kv_paths: 'store' needs the address of a KV store node in `store`, or a node in `embedded_store`"
             )
         if self.role is Role.PREFILL and not self.kv_paths:
-            raise ValueError("kv_paths: a prefill worker without a way to hand its blocks over is of no use")
+            raise ValueError(
+                "kv_paths: is empty, but a prefill worker has to hand its blocks over; add 'direct' or 'store'"
+            )
         if self.model in self.adapters or "" in self.adapters:
-            raise ValueError("adapters: each needs a name of its own, and not the model's")
+            raise ValueError("adapters: each needs a name of its own that is not the model's")
         if self.heartbeat_ms < self.load_interval_ms:
             raise ValueError("heartbeat_ms: must not be below load_interval_ms")
         self._check_control()
 
     @property
     def control_proof(self) -> Credentials:
-        """The credentials that callers of `control_listen` have to prove: `control_credentials`, or `registry_credentials` where these say nothing."""
+        """The credentials for `control_listen`: `control_credentials`, or `registry_credentials` if these are empty."""
         return self.registry_credentials if self.control_credentials == Credentials() else self.control_credentials
 
     @property
     def store_address(self) -> str:
-        """Of the node that this worker uses, be it its own or another; empty: none."""
+        """The address of the store node that this worker uses, its own or another one; empty: none."""
         if self.embedded_store is None:
             return self.store
         return next(filter(unix_path, self.embedded_store.listen), "")
 
     def _check_control(self) -> None:
-        """Refuse a control port at which nobody is asked for a proof; on loopback too, which all users of the machine reach.
+        """Refuse a control port that demands no proof, also on loopback, which all users of the machine reach.
 
-        A further rank of a group serves nothing but health there, which needs no proof.
+        A further rank of a group serves only health there, which needs no proof.
         """
         proof = self.control_proof
         asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
         leads = self.group is None or not self.group.rank
         if self.control_listen and leads and not unix_path(self.control_listen) and not asks:
             raise ValueError(
-                f"control_listen: whoever reaches {self.control_listen} could end the worker: set"
+                f"control_listen: any caller of {self.control_listen} could end the worker: set"
                 " control_credentials.secret_file, or certificate, key and authority, or listen at unix:/path;"
                 " control_credentials.insecure = true is for networks that nobody else is on"
             )
@@ -332,4 +340,4 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("embedded_store.listen: needs a unix: address, by which this worker uses its node")
         for name in ("listen", "control_listen"):
             if (own := unix_path(getattr(self, name))) and own in (*map(unix_path, node.listen), node.shm_socket):
-                raise ValueError(f"{name}: {own} is a socket of `embedded_store`; give the worker another")
+                raise ValueError(f"{name}: {own} is a socket of `embedded_store`; give the worker another one")

@@ -11,12 +11,10 @@ Rules:
    time of a smaller one grows in proportion to the tokens at most. The lower bound of both counts. An engine of which no step was seen
    gets the ceiling.
 4. Slow steps are forgotten: a size's slowest time halves in `HALF_LIFE` of observation. A first compilation does not count for ever.
-5. Work of a kind that the engine has not done before (an adapter to load, a kernel to compile) gets the ceiling, and what it takes says
-   nothing about later steps. What counts is the work that was there when the step began: requests that come to an engine which
-   hangs already give it no more time.
-6. Time that passes between two looks counts as a tenth of the patience at most. A process that was stopped, a machine that was suspended
-   and an event loop that was starved have not watched during that time. So a hang needs at least ten looks without progress. Nor is a
-   step learned during which so much time passed.
+5. Work of a kind that the engine has not done before (an adapter to load, a kernel to compile) gets the ceiling, and its time is not
+   learned. Only work that was present when the step began counts: requests that reach a hanging engine give it no more time.
+6. The time between two looks counts as a tenth of the patience at most, because a stopped process, a suspended machine and a starved
+   event loop do not watch. So a hang needs at least ten looks without progress. The time of such a step is not learned.
 7. An engine is as bad as the worst of its schedulers.
 """
 
@@ -37,26 +35,28 @@ SIZES = 32  # powers of two; no step has 2**31 tokens
 
 
 class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When an engine that makes no progress on its work is taken to hang (the rules are above).
+    """Settings of the watchdog: when an engine without progress on its work counts as hung (the rules are above).
 
-    A worker whose engine hangs leaves service at once, kills the engine and ends, so that its supervisor starts another.
+    A worker whose engine hangs leaves service at once, kills the engine and ends, so that its supervisor starts
+    another one.
     """
 
     enabled: bool = True
-    """Off: a hung engine keeps its requests, and gets new ones, until somebody ends it. For work with a debugger that does not show
-    itself to the system, and for engines whose steps have no bound."""
+    """If off, a hung engine keeps its requests and gets new ones until somebody ends it. Switch it off for debuggers
+    that the system does not show, and for engines whose steps have no bound."""
 
     floor_seconds: Annotated[float, Meta(gt=0, le=3600)] = 10.0
-    """An engine is given at least so long for a step, however quick its steps were. Steps of deployed engines take milliseconds up to a
-    second; 10 s are above the pauses of a busy machine, and short enough for clients who wait."""
+    """The shortest patience, however fast the steps were. Steps of deployed engines take from milliseconds to a second;
+    10 s is above the pauses of a busy machine, and short enough for waiting clients."""
 
     ceiling_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
-    """An engine is given at most so long, also for its first steps and for work of a new kind, which may compile kernels or load an
-    adapter. It is the time after which vLLM itself gives up a step that is computed by several processes."""
+    """The longest patience, which also applies to first steps and to work of a new kind, which may compile kernels or
+    load an adapter. vLLM itself gives up a step of several processes after this time."""
 
     step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
-    """Between these two, an engine is given so many times the slowest step of that size lately. 20: the same step over a context of
-    100,000 tokens takes about 4 times as long as over none, and 5 times that where a core is shared with four others."""
+    """Between these two, the patience is this factor times the slowest recent step of the same size. 20: a step over a
+    context of 100,000 tokens takes about 4 times as long as one over none, and 5 times that if four others share the
+    core."""
 
     def __post_init__(self) -> None:
         if self.ceiling_seconds < self.floor_seconds:
@@ -72,7 +72,7 @@ class EngineHealth(StrEnum):
 
 
 class Watchdog:
-    """Watches one engine."""
+    """The watchdog of one engine."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self._settings = settings
@@ -80,11 +80,12 @@ class Watchdog:
         self._looked_at: Nanos | None = None
 
     def look(self, pulses: Sequence[Pulse], now: Nanos) -> EngineHealth:
-        """Take in what the engine's schedulers show at this time.
+        """Take in the pulses of the engine's schedulers.
 
         Args:
-            pulses: One for each scheduler, always in the same order; none: the engine does not show its steps and is not watched.
-            now: Never earlier than at the look before.
+            pulses: One pulse for each scheduler, always in the same order; empty: the engine does not show its steps
+                and is not watched.
+            now: The current instant; never earlier than in the call before.
         """
         if not self._settings.enabled:
             return EngineHealth.HEALTHY
@@ -96,7 +97,7 @@ class Watchdog:
         return max(found, key=list(EngineHealth).index, default=EngineHealth.HEALTHY)
 
     def excuse(self) -> None:
-        """Start measuring anew: there is a reason why the engine made no progress, such as a debugger that holds it."""
+        """Start measuring anew, because the missing progress has a known reason, such as a debugger."""
         for scheduler in self._schedulers:
             scheduler.waited = Nanos(0)
 
@@ -107,7 +108,7 @@ class Watchdog:
 
 
 class _Scheduler:
-    """Steps of one scheduler, as far as they were seen."""
+    """The observed steps of one scheduler."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self.waited = Nanos(0)
@@ -117,12 +118,12 @@ class _Scheduler:
         self._pulse: Pulse | None = None
         self._slowest: list[_Slowest | None] = [None] * SIZES
         self._watched = Nanos(0)
-        self._novel = False  # whether there was work of a new kind when the present step began
-        self._slept = False  # since the last step, for longer than counts
+        self._novel = False  # whether work of a new kind was present when the current step began
+        self._slept = False  # whether more time passed since the last step than counts (rule 6)
 
     def look(self, pulse: Pulse, since: Nanos) -> EngineHealth:
         before, self._pulse = self._pulse, pulse
-        if before is None or not before.working:  # it had nothing to do: idle time is no step's time
+        if before is None or not before.working:  # it had no work: idle time is no step's time
             self.waited = Nanos(0)
             self._novel = pulse.novel
             return EngineHealth.HEALTHY
@@ -146,21 +147,24 @@ class _Scheduler:
         return EngineHealth.SUSPECT if 2 * self.waited >= patience else EngineHealth.HEALTHY
 
     def _learn(self, tokens: int, took: Nanos) -> None:
-        """Rule 4. A step that began and ended between two looks counts as long as the time between them."""
+        """Learn a step's time (rule 4).
+
+        A step that began and ended between two looks counts as the time between them.
+        """
         size = _size_of(tokens)
         known = self._slowest[size]
         before = 0.0 if known is None else known.took * 0.5 ** ((self._watched - known.at) / HALF_LIFE)
         self._slowest[size] = _Slowest(took=max(float(took), before), at=self._watched)
 
     def _patience(self, pulse: Pulse) -> Nanos:
-        """Rules 2, 3 and 5."""
+        """Return the patience for a step (rules 2, 3 and 5)."""
         expected = None if self._novel else self._expected(_size_of(pulse.tokens))
         if expected is None:
             return self._ceiling
         return Nanos(round(min(max(self._factor * expected, self._floor), self._ceiling)))
 
     def _expected(self, size: int) -> float | None:
-        """The time that a step of this size may take, nanoseconds; None: nothing is known."""
+        """Return the time that a step of this size may take, in nanoseconds; None: nothing is known."""
         if (seen := self._slowest[size]) is not None:
             return seen.took
         larger = (seen.took for seen in self._slowest[size:] if seen is not None)
@@ -176,7 +180,7 @@ class _Slowest(Struct, frozen=True):
     """The slowest step of a size."""
 
     took: float  # nanoseconds
-    at: Nanos  # by the time that was watched
+    at: Nanos  # on the clock that counts watched time only
 
 
 def _size_of(tokens: int) -> int:

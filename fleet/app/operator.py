@@ -1,29 +1,30 @@
-"""The operator's process."""
+"""Process of the Kubernetes operator."""
 
-from fleet.app.process import Announce, stop_signal
-from fleet.core.errors import ConfigurationRefused
+from prometheus_client import CollectorRegistry
+
+from fleet.app.process import Announce, Service, stop_signal
+from fleet.core.errors import missing_package
 from fleet.core.system_clock import SystemClock, utc_now
 from operators.settings import OperatorSettings
 
 
 async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
-    """The operator on Kubernetes, or a standby of it.
+    """Run the operator, or a standby of it, until a stop signal.
 
     Raises:
-        ConfigurationRefused: An address is in use, or it is not said how to reach the API.
+        ConfigurationRefused: An address is in use, or the settings do not say how to reach the API server.
     """
     try:
-        from prometheus_client import CollectorRegistry  # noqa: PLC0415 - each process loads its own part only
-
-        from operators.observed.router_registrations import RouterRegistrations  # noqa: PLC0415
-        from operators.probes.served import ServedProbes  # noqa: PLC0415
+        from operators.observed.router_registrations import RouterRegistrations  # noqa: PLC0415 - optional
+        from operators.probes.served import ServedProbes  # noqa: PLC0415 - optional
         from operators.process import serve_operator  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise ConfigurationRefused(
-            "operator: needs the package kubernetes: pip install 'fleet-serving[kubernetes]'"
-        ) from error
+        raise missing_package("operator", "kubernetes", "kubernetes") from error
 
     async with stop_signal() as stop:
         routers = RouterRegistrations() if settings.ask_routers else None
         clients = ServedProbes(settings.probe.keys, settings.probe.deadline_seconds)
         await serve_operator(settings, routers, clients, SystemClock(), utc_now, CollectorRegistry(), announce, stop)
+
+
+SERVICE = Service(OperatorSettings, run_operator)

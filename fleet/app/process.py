@@ -1,21 +1,34 @@
-"""What all processes of a cluster do alike: they say that they are ready, and hear that they are to end."""
+"""Start and end of every process of a cluster: readiness announcement and stop signals."""
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
+
+from msgspec import Struct
 
 Announce = Callable[[Mapping[str, str]], None]
-"""Told the endpoints by protocol, once, when everything is ready."""
+"""Called once with the endpoints, by protocol, when everything is ready."""
+
+
+class Service(Struct, frozen=True):
+    """One kind of process, found by the entry points `fleet.services`."""
+
+    settings: type[Struct]
+    run: Callable[[Any, Announce], Coroutine[Any, Any, None]]
+    """Runs the process until a stop signal. It takes the settings and the announcement of readiness."""
+
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @asynccontextmanager
 async def cancelled_by_signals() -> AsyncIterator[None]:
-    """End the context at a signal, for as long as nobody else (`stop_signal`, within) listens to it: until a process serves, that may be minutes.
+    """Cancel the body when a stop signal comes, as long as no inner `stop_signal` handles it.
 
-    Nothing would end it there by itself: signals that nobody listens to do nothing to the first process of a container.
+    It covers the start of a process, which may take minutes. Without a handler, the first process of a container would
+    ignore the signals.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -41,7 +54,7 @@ async def cancelled_by_signals() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def stop_signal() -> AsyncIterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set; another signal after that ends the process as if nobody listened."""
+    """Yield an event that SIGTERM and SIGINT set. A second signal ends the process as if there were no handler."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 

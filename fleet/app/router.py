@@ -1,84 +1,102 @@
-"""A router's process: its fronts, what decides behind them, and the registry where workers say that they are there."""
+"""Router process: builds the backends, the router, the peers and the frontends, and serves until a stop signal."""
 
 import asyncio
 import gc
 import logging
 import resource
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
 from importlib.util import find_spec
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
+from prometheus_client import CollectorRegistry, generate_latest
 
-from fleet.app.process import Announce, cancelled_by_signals, stop_signal
+from fleet.app.freed_memory import map_large_allocations, trim_heaps
+from fleet.app.hub import fetch_router_models
+from fleet.app.process import Announce, Service, cancelled_by_signals, stop_signal
+from fleet.backends.combined import CombinedBackends
+from fleet.backends.external.workers import ExternalBackends
+from fleet.backends.workers.streams import WorkerStreams
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
-from fleet.core.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused, missing_package
 from fleet.core.ids import ModelName
 from fleet.core.system_clock import SystemClock, utc_now
+from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.control.port import open_control_port
+from fleet.frontend.generation import Generation
+from fleet.frontend.grpc.service import GrpcFrontend, open_grpc_frontend
+from fleet.frontend.metrics.relay import RelayMetrics
+from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
+from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
+from fleet.frontend.openai.relay import Relay
+from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
+from fleet.frontend.text.codec import load_codec
+from fleet.frontend.text.tokenizer_check import TokenizerCheck
+from fleet.frontend.text.tokenizer_threads import TokenizerThreads
+from fleet.gateway.selected_requests import SelectionAwareWorkers
+from fleet.gateway.selection import SERVICE as SELECTION_SERVICE
+from fleet.gateway.selection import SelectionService
+from fleet.membership.discovery.open import open_directory
+from fleet.membership.registry import SERVICE as REGISTRY_SERVICE
+from fleet.membership.registry import GrpcRegistry
+from fleet.membership.server import RegistryServer
+from fleet.membership.settings import MembershipSettings
+from fleet.net.control.access import ControlAccess, load_control_access
+from fleet.peers.routers import PeerLimits, PeerRouters
+from fleet.router.machine import RouterMachine
+from fleet.router.observer import ObservedMachine
+from fleet.router.placement.plugins import open_policy
+from fleet.router.ports import TextCodec
+from fleet.router.server import RouterServer
 from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
+from fleet.router.tenants import Tenants
+from kvstore.security.channels import load
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
-    from fleet.backends.external.workers import AllBackends, ExternalBackends
-    from fleet.backends.workers.streams import WorkerStreams
-    from fleet.core.telemetry import RouterProcessMetrics
-    from fleet.frontend.generation import Generation
-    from fleet.frontend.grpc.service import GrpcFrontend
     from fleet.frontend.kserve.service import KserveFrontend
     from fleet.frontend.metrics.predictions import PredictionMetrics
-    from fleet.frontend.openai.prompt_keys import SecretBlockKeys
-    from fleet.frontend.openai.relay import Relay
-    from fleet.frontend.openai.service import HttpFrontend
-    from fleet.frontend.text.tokenizer_threads import TokenizerThreads
     from fleet.gateway.endpoint_picker import EndpointPicker
     from fleet.gateway.endpoints import PickerLeadership
-    from fleet.gateway.selection import SelectionService
     from fleet.membership.ports import Directory
-    from fleet.membership.server import RegistryServer
-    from fleet.net.control.access import ControlAccess
     from fleet.peers.redis_tenants import RedisRateLimits
-    from fleet.peers.routers import PeerRouters
     from fleet.recording.flight_recorder import FlightRecorder
-    from fleet.router.machine import RouterMachine
-    from fleet.router.ports import TextCodec
-    from fleet.router.server import RouterServer
     from fleet.router.settings.endpoint_picker import EndpointPickerSettings
-    from fleet.router.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-RESERVED_DESCRIPTORS = 512  # for streams to workers, the ports for health and control, other routers, and files
+RESERVED_DESCRIPTORS = 512  # for worker streams, health and control ports, peer routers, and files
 GC_THRESHOLD = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
 
 
 async def run_router(settings: RouterSettings, announce: Announce) -> None:
-    """The fronts, the router behind them, and the registry where workers announce themselves.
+    """Run a router until a stop signal.
 
     Raises:
-        ConfigurationRefused: An address is in use, a model folder is not one, or a model cannot be fetched.
+        ConfigurationRefused: An address is in use, a model folder is invalid, or a model cannot be fetched.
     """
-    from fleet.app.freed_memory import map_large_allocations  # noqa: PLC0415 - likewise
-    from fleet.app.hub import fetch_router_models  # noqa: PLC0415 - each process loads its own part only
-
     map_large_allocations()
     async with cancelled_by_signals():
         settings = within_descriptors(settings, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         settings = await fetch_router_models(settings, SystemClock())
-        parts = _parts_of_router(settings)
-        with parts.recorder or nullcontext(), closing(parts.threads):
+        shared = _Shared.build(settings)
+        backends = _Backends.build(settings, shared)
+        core = _Core.build(settings, shared, backends)
+        limits = _shared_limits(settings, shared)
+        peers = _peers(settings, shared, backends, core)
+        parts = _Parts(shared=shared, backends=backends, core=core, limits=limits, peers=peers)
+        with core.recorder or nullcontext(), closing(shared.threads):
             await _serve(settings, parts, announce)
 
 
 def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
-    """Return the settings with tables of client connections that leave descriptors for everything else.
+    """Lower the connection limits so that file descriptors remain for everything else.
 
     Args:
-        settings: What was asked for.
-        limit: Open files that this process may have.
+        settings: The settings of the router.
+        limit: Number of files that this process may open.
     """
     grpc_ports = 2 if settings.kserve_listen else 1
     asked = settings.http.max_connections + grpc_ports * settings.grpc.max_connections
@@ -98,216 +116,150 @@ def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
     )
 
 
-async def _serve(settings: RouterSettings, parts: "_RouterParts", announce: Announce) -> None:
-    """Serve until asked to stop.
-
-    A process alone takes its ports first: where another one has them, nobody else may hear of this one. Those that share ports
-    open them last, since they get connections from then on; whoever asks a process alone for its health is told what it can serve.
-    """
-    async with _directory(settings) as directory, asyncio.TaskGroup() as tasks, AsyncExitStack() as opened:
-        ports = _fronts(settings, parts)
-        early = None if settings.share_ports else await opened.enter_async_context(ports)
-        running = [tasks.create_task(each) for each in parts.loops(directory)]
-        await parts.caught_up(directory, settings.catch_up_seconds)
-        async with stop_signal() as stop:
-            fronts = early if early is not None else await opened.enter_async_context(ports)
-            announce(fronts.endpoints())
-            gc.freeze()  # what is there by now stays: no collection has to look at it
-            gc.set_threshold(GC_THRESHOLD)
-            await stop.wait()
-            parts.selection.drain()
-            within = Nanos(settings.drain_timeout_ms * MILLISECOND)
-            async with asyncio.TaskGroup() as draining:
-                fronts.drain(draining, within)
-                draining.create_task(parts.router.drain(within))
-            for task in running:
-                task.cancel()
-
-
-@asynccontextmanager
-async def _directory(settings: RouterSettings) -> "AsyncIterator[Directory | None]":
-    """Where workers are found besides those that register here; None: nowhere.
-
-    Raises:
-        ConfigurationRefused: It needs what is not installed, or is not there.
-    """
-    if settings.discovery is None:
-        yield None
-        return
-    from fleet.membership.discovery.open import open_directory  # noqa: PLC0415 - most routers have none
-
-    async with open_directory(settings.discovery) as directory:
-        yield directory
-
-
-class _RouterParts(Struct, frozen=True, kw_only=True):
-    """What a router process has behind its fronts."""
+class _Shared(Struct, frozen=True, kw_only=True):
+    """Objects that several parts of the process use."""
 
     clock: SystemClock
-    metrics: "RouterProcessMetrics"
-    tenants: "Tenants"
-    control_access: "ControlAccess"
-    members: "RegistryServer"
-    own_workers: "WorkerStreams"
-    foreign_workers: "ExternalBackends"
-    workers: "AllBackends"
-    router: "RouterServer"
-    recorder: "FlightRecorder | None"
-    selection: "SelectionService"
-    generation: "Generation"
-    threads: "TokenizerThreads"
-    relay: "Relay | None"
-    replicas: "PeerRouters | None"
-    limits: "RedisRateLimits | None"
+    metrics: RouterProcessMetrics
+    tenants: Tenants
+    threads: TokenizerThreads
+    secret_keys: SecretBlockKeys
+    control_access: ControlAccess
 
-    def loops(self, directory: "Directory | None") -> list[Coroutine[Any, Any, Any]]:
-        """What runs as long as the process serves."""
-        own = self.own_workers.run(self.workers.only_acceptable(self.router.hear))
-        loops = [self.members.run(), self.router.run(), own, self.foreign_workers.run(self.router.hear)]
-        if self.limits is not None:
-            loops.append(self.limits.run())
-        if self.replicas is not None:
-            loops.append(self.replicas.run())
-        if directory is not None:
-            loops.append(self.members.follow(directory))
-        return loops
+    @classmethod
+    def build(cls, settings: RouterSettings) -> "_Shared":
+        """Build the objects.
 
-    async def caught_up(self, directory: "Directory | None", seconds: float) -> None:
-        """When the workers that are there have said what they are, at the latest after so long: some may not answer."""
-        waiting_for = "foreign servers"
-        try:
-            async with asyncio.timeout(seconds):
-                await self.foreign_workers.asked()
-                if self.replicas is not None:
-                    waiting_for = "routers beside this one"
-                    await self.replicas.caught_up()
-                if directory is not None:
-                    waiting_for = "the directory of workers"
-                    await self.members.followed.wait()
-                waiting_for = "workers"
-                while not self.own_workers.tried(self.members.members):  # noqa: ASYNC110 - for a moment, once
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            log.warning("starts without having heard of all", extra={"waited_for": waiting_for, "seconds": seconds})
+        Raises:
+            ConfigurationRefused: A credentials file is invalid.
+        """
+        clock = SystemClock()
+        metrics, tenants = RouterProcessMetrics(CollectorRegistry()), Tenants(settings.tenants, clock.now())
+        metrics.registry.register(TenantMetrics(tenants.usage))
+        return cls(
+            clock=clock,
+            metrics=metrics,
+            tenants=tenants,
+            threads=TokenizerThreads(trim_heaps),
+            secret_keys=SecretBlockKeys(settings.prompt_secret or settings.tenant_secret),
+            control_access=load_control_access("control_credentials", settings.control_credentials),
+        )
 
 
-def _parts_of_router(settings: RouterSettings) -> _RouterParts:
-    """Made and put together; nothing runs yet.
+class _Backends(Struct, frozen=True, kw_only=True):
+    """Everything that the router sends attempts to, and the registry of workers."""
+
+    registry: RegistryServer
+    codecs: dict[ModelName, TextCodec]  # of models that own workers serve
+    external_codecs: dict[ModelName, TextCodec]
+    check: TokenizerCheck
+    own: WorkerStreams
+    external: ExternalBackends
+    combined: CombinedBackends
+    selection_aware: SelectionAwareWorkers
+
+    @classmethod
+    def build(cls, settings: RouterSettings, shared: _Shared) -> "_Backends":
+        """Build the backends; nothing is dialled yet.
+
+        Raises:
+            ConfigurationRefused: A model folder or a credentials file is invalid.
+        """
+        registry = RegistryServer(MembershipSettings(), shared.clock)
+        own = WorkerStreams(settings, registry.membership(), reachability=registry.hear)
+        external_codecs = _external_codecs(settings)
+        external = ExternalBackends(
+            settings.openai_workers, settings.connect_timeout_seconds, shared.clock, external_codecs
+        )
+        codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
+        check = TokenizerCheck(codecs)
+        combined = CombinedBackends(own, external, check)
+        return cls(
+            registry=registry,
+            codecs=codecs,
+            external_codecs=external_codecs,
+            check=check,
+            own=own,
+            external=external,
+            combined=combined,
+            selection_aware=SelectionAwareWorkers(combined),
+        )
+
+
+def _external_codecs(settings: RouterSettings) -> dict[ModelName, TextCodec]:
+    """Load the tokenizers that the settings name for external backends; those of one model share one.
 
     Raises:
-        ConfigurationRefused: A model folder is not one, or the settings name what is not installed.
+        ConfigurationRefused: A `tokenizer` is not a model folder.
     """
-    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - each process loads its own part only
+    codecs: dict[ModelName, TextCodec] = {}
+    for worker in settings.openai_workers:
+        model = ModelName(worker.model)
+        if not worker.tokenizer or model in codecs:
+            continue
+        try:
+            codecs[model] = load_codec(worker.tokenizer)
+        except ConfigurationRefused as error:
+            raise ConfigurationRefused(f"tokenizer of {worker.worker_id} in openai_workers: {error}") from error
+    return codecs
 
-    from fleet.app.freed_memory import trim_heaps  # noqa: PLC0415
-    from fleet.backends.external.workers import AllBackends, ExternalBackends  # noqa: PLC0415
-    from fleet.backends.workers.streams import WorkerStreams  # noqa: PLC0415
-    from fleet.core.telemetry import RouterProcessMetrics  # noqa: PLC0415
-    from fleet.frontend.generation import Generation  # noqa: PLC0415
-    from fleet.frontend.metrics.router import RouterMetrics  # noqa: PLC0415
-    from fleet.frontend.metrics.tenants import TenantMetrics  # noqa: PLC0415
-    from fleet.frontend.openai.prompt_keys import SecretBlockKeys  # noqa: PLC0415
-    from fleet.frontend.text.codec import load_codec  # noqa: PLC0415
-    from fleet.frontend.text.tokenizer_check import TokenizerCheck  # noqa: PLC0415
-    from fleet.frontend.text.tokenizer_threads import TokenizerThreads  # noqa: PLC0415
-    from fleet.gateway.selection import SelectionAwareWorkers, SelectionService  # noqa: PLC0415
-    from fleet.membership.server import RegistryServer  # noqa: PLC0415
-    from fleet.membership.settings import MembershipSettings  # noqa: PLC0415
-    from fleet.net.control.access import load_control_access  # noqa: PLC0415
-    from fleet.peers.routers import PeerLimits, PeerRouters  # noqa: PLC0415
-    from fleet.router.server import RouterServer  # noqa: PLC0415
-    from fleet.router.tenants import Tenants  # noqa: PLC0415
 
-    clock = SystemClock()
-    metrics = RouterProcessMetrics(CollectorRegistry())
-    tenants = Tenants(settings.tenants, clock.now())
-    metrics.registry.register(TenantMetrics(tenants.usage))
-    tenant_secret = settings.tenant_secret.encode()
-    threads = TokenizerThreads(trim_heaps)
+class _Core(Struct, frozen=True, kw_only=True):
+    """The router, and the services that submit requests to it."""
 
-    members = RegistryServer(MembershipSettings(), clock)
-    own_workers = WorkerStreams(settings, members.membership(), reachability=members.hear)
-    foreign_codecs = _external_codecs(settings)
-    foreign_workers = ExternalBackends(settings.openai_workers, settings.connect_timeout_seconds, clock, foreign_codecs)
-    codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
-    golden = TokenizerCheck(codecs)
-    workers = AllBackends(own_workers, foreign_workers, golden)
-    selecting = SelectionAwareWorkers(workers)
+    server: RouterServer
+    recorder: "FlightRecorder | None"
+    generation: Generation
+    relay: Relay | None
+    selection: SelectionService
 
-    expectations = _expectations(settings)
-    machine, recorder = _machine(settings, clock, expectations)
-    if expectations is not None:
-        expectations.machine = machine
-        metrics.registry.register(expectations)
-    router = RouterServer(machine, selecting, clock)
-    metrics.registry.register(
-        RouterMetrics(
-            router.status,
-            tasks=lambda: len(asyncio.all_tasks()),
-            refused=golden.refused,
-            directory=lambda: members.directory_reachable,
+    @classmethod
+    def build(cls, settings: RouterSettings, shared: _Shared, backends: _Backends) -> "_Core":
+        """Build the router; nothing runs yet.
+
+        Raises:
+            ConfigurationRefused: The settings name a package that is not installed, or the recording cannot be written.
+        """
+        predictions = _predictions(settings)
+        machine, recorder = _machine(settings, shared, predictions)
+        if predictions is not None:
+            predictions.machine = machine
+            shared.metrics.registry.register(predictions)
+        server = RouterServer(machine, backends.selection_aware, shared.clock)
+        shared.metrics.registry.register(
+            RouterMetrics(
+                server.status,
+                tasks=lambda: len(asyncio.all_tasks()),
+                refused=backends.check.refused,
+                directory=lambda: backends.registry.directory_reachable,
+            )
         )
-    )
-    generation = Generation(
-        router,
-        codecs,
-        clock=clock,
-        tenants=tenants,
-        tenant_secret=tenant_secret,
-        metrics=metrics,
-        threads=threads,
-    )
-    relay, private = None, SecretBlockKeys(settings.prompt_secret or settings.tenant_secret)
-    if settings.openai_workers:
-        registry = metrics.registry
-        relay = _relay(settings, router, foreign_workers, foreign_codecs, private, tenants, registry, clock, threads)
-    limits = None
-    if settings.tenants_redis:
-        limits = _shared_limits(settings.tenants_redis, tenants, clock)
-        metrics.registry.register(limits)
-    elif settings.counts_limits_without_redis:
-        log.warning(
-            "tenant limits hold for this router and those in replicas together; each other router counts for itself",
-            extra={"replicas": ",".join(settings.replicas) or "none", "to_share_with_others": "set tenants_redis"},
+        tenant_secret = settings.tenant_secret.encode()
+        generation = Generation(
+            server,
+            backends.codecs,
+            clock=shared.clock,
+            tenants=shared.tenants,
+            tenant_secret=tenant_secret,
+            metrics=shared.metrics,
+            threads=shared.threads,
         )
-    selection = SelectionService(router, selecting, settings.selection, tenant_secret=tenant_secret)
-    replicas = None
-    if settings.replicas_listen:
-        replicas = PeerRouters(
-            settings,
-            router,
-            members,
-            selection,
-            lambda: generate_latest(metrics.registry).decode(),
-            private=private.fingerprint,
-            limits=PeerLimits(tenants, clock) if settings.counts_limits_without_redis else None,
+        return cls(
+            server=server,
+            recorder=recorder,
+            generation=generation,
+            relay=_relay(settings, shared, backends, server) if settings.openai_workers else None,
+            selection=SelectionService(
+                server, backends.selection_aware, settings.selection, tenant_secret=tenant_secret
+            ),
         )
-        selection.others = replicas
-    return _RouterParts(
-        clock=clock,
-        metrics=metrics,
-        tenants=tenants,
-        control_access=load_control_access("control_credentials", settings.control_credentials),
-        members=members,
-        own_workers=own_workers,
-        foreign_workers=foreign_workers,
-        workers=workers,
-        router=router,
-        recorder=recorder,
-        selection=selection,
-        generation=generation,
-        threads=threads,
-        relay=relay,
-        replicas=replicas,
-        limits=limits,
-    )
 
 
-def _expectations(settings: RouterSettings) -> "PredictionMetrics | None":
-    """Who predicts what workers do; None: nobody.
+def _predictions(settings: RouterSettings) -> "PredictionMetrics | None":
+    """Build the predictions of step times; None without profiles.
 
     Raises:
-        ConfigurationRefused: A profile is not possible.
+        ConfigurationRefused: A profile is invalid.
     """
     if not settings.profiles:
         return None
@@ -317,39 +269,207 @@ def _expectations(settings: RouterSettings) -> "PredictionMetrics | None":
 
 
 def _machine(
-    settings: RouterSettings, clock: SystemClock, expectations: "PredictionMetrics | None"
+    settings: RouterSettings, shared: _Shared, predictions: "PredictionMetrics | None"
 ) -> "tuple[RouterMachine, FlightRecorder | None]":
-    """What decides, and who writes down what.
+    """Build the machine, and the flight recorder if the settings ask for one.
 
     Raises:
         ConfigurationRefused: The policy is not installed, or the recording cannot be written.
     """
-    from fleet.router.machine import RouterMachine  # noqa: PLC0415
-    from fleet.router.placement.plugins import open_policy  # noqa: PLC0415 - each process loads its own part only
-
     seed, policy = secrets.randbits(63), open_policy(settings)
-    if not settings.record:
-        if expectations is None:
-            return RouterMachine(settings, Random(seed), policy), None
-        from fleet.router.observer import ObservedMachine  # noqa: PLC0415
+    if settings.record:
+        from fleet.recording.flight_recorder import open_recorded_machine  # noqa: PLC0415 - few routers record
 
-        return ObservedMachine(settings, Random(seed), policy, observer=expectations), None
-    from fleet.recording.flight_recorder import open_recorded_machine  # noqa: PLC0415 - few routers record
-
-    return open_recorded_machine(settings, seed, policy, clock.now(), also=expectations)
+        return open_recorded_machine(settings, seed, policy, shared.clock.now(), also=predictions)
+    if predictions is None:
+        return RouterMachine(settings, Random(seed), policy), None
+    return ObservedMachine(settings, Random(seed), policy, observer=predictions), None
 
 
-class _Fronts(Struct, frozen=True, kw_only=True):
-    """The ports of a router process."""
+def _relay(settings: RouterSettings, shared: _Shared, backends: _Backends, server: RouterServer) -> Relay:
+    """Build the relay, which serves the models of external backends.
 
-    http: "HttpFrontend"
-    grpc: "GrpcFrontend"
+    Raises:
+        ConfigurationRefused: `kv_events` need a package that is not installed.
+    """
+    by_model: dict[ModelName, list[OpenAiWorkerSettings]] = {}
+    for index, worker in enumerate(settings.openai_workers):
+        if worker.kv_events and find_spec("zmq") is None:
+            raise missing_package(f"openai_workers[{index}].kv_events", "pyzmq", "kv-events")
+        by_model.setdefault(ModelName(worker.model), []).append(worker)
+    readers = {
+        model: PromptReader(
+            model,
+            [each.compared_tokens for each in alike],
+            backends.external_codecs.get(model),
+            shared.clock,
+            None if alike[0].kv_events else shared.secret_keys,
+        )
+        for model, alike in by_model.items()
+    }
+    for model, alike in by_model.items():
+        for name in dict.fromkeys(name for each in alike for name in each.adapters):
+            readers[name] = readers[model].for_adapter(name)
+    metrics = RelayMetrics(backends.external.gauges)
+    shared.metrics.registry.register(metrics)
+    return Relay(
+        server,
+        backends.external,
+        readers,
+        shared.tenants,
+        metrics,
+        shared.clock,
+        shared.threads,
+        id_prefix=secrets.token_hex(4),
+        only=not settings.models,
+    )
+
+
+def _shared_limits(settings: RouterSettings, shared: _Shared) -> "RedisRateLimits | None":
+    """Build the rate limits that routers share through Redis; None without Redis.
+
+    Raises:
+        ConfigurationRefused: The URL is not one of Redis, or the client library is not installed.
+    """
+    if not settings.tenants_redis:
+        if settings.counts_limits_without_redis:
+            log.warning(
+                "tenant limits hold for this router and those in replicas together; each other router counts for itself",
+                extra={"replicas": ",".join(settings.replicas) or "none", "to_share_with_others": "set tenants_redis"},
+            )
+        return None
+    try:
+        from fleet.peers.redis_tenants import RedisRateLimits  # noqa: PLC0415 - optional
+
+        limits = RedisRateLimits(settings.tenants_redis, shared.tenants, shared.clock)
+    except ImportError as error:
+        raise missing_package("tenants_redis", "redis", "redis") from error
+    except ValueError as error:
+        raise ConfigurationRefused(f"tenants_redis: {error}") from error
+    shared.metrics.registry.register(limits)
+    return limits
+
+
+def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core: _Core) -> PeerRouters | None:
+    """Build the connections to peer routers; None if this router has none.
+
+    Raises:
+        ConfigurationRefused: `replicas_credentials` cannot be used.
+    """
+    if not settings.replicas_listen:
+        return None
+    peers = PeerRouters(
+        settings,
+        core.server,
+        backends.registry,
+        core.selection,
+        lambda: generate_latest(shared.metrics.registry).decode(),
+        private=shared.secret_keys.fingerprint,
+        limits=PeerLimits(shared.tenants, shared.clock) if settings.counts_limits_without_redis else None,
+    )
+    core.selection.others = peers
+    return peers
+
+
+class _Parts(Struct, frozen=True, kw_only=True):
+    """All parts of a router process behind its ports."""
+
+    shared: _Shared
+    backends: _Backends
+    core: _Core
+    limits: "RedisRateLimits | None"
+    peers: PeerRouters | None
+
+
+async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) -> None:
+    """Serve until a stop signal.
+
+    A single process opens its ports first: if another process has them, no worker may hear of this one, and its health port says
+    when it can serve. Processes that share ports open them last, because they get connections from then on.
+    """
+    async with _directory(settings) as directory, asyncio.TaskGroup() as tasks, AsyncExitStack() as opened:
+        ports = _frontends(settings, parts)
+        early = None if settings.share_ports else await opened.enter_async_context(ports)
+        running = [tasks.create_task(each) for each in _background(parts, directory)]
+        await _catch_up(parts, directory, settings.catch_up_seconds)
+        async with stop_signal() as stop:
+            frontends = early if early is not None else await opened.enter_async_context(ports)
+            announce(frontends.endpoints())
+            gc.freeze()  # what exists now stays, so no collection needs to visit it
+            gc.set_threshold(GC_THRESHOLD)
+            await stop.wait()
+            parts.core.selection.drain()
+            within = Nanos(settings.drain_timeout_ms * MILLISECOND)
+            async with asyncio.TaskGroup() as draining:
+                frontends.drain(draining, within)
+                draining.create_task(parts.core.server.drain(within))
+            for task in running:
+                task.cancel()
+
+
+@asynccontextmanager
+async def _directory(settings: RouterSettings) -> "AsyncIterator[Directory | None]":
+    """Open the directory in which workers are found; None without discovery.
+
+    Raises:
+        ConfigurationRefused: It needs a package that is not installed, or does not exist.
+    """
+    if settings.discovery is None:
+        yield None
+        return
+    async with open_directory(settings.discovery) as directory:
+        yield directory
+
+
+def _background(parts: _Parts, directory: "Directory | None") -> list[Coroutine[Any, Any, Any]]:
+    """Return what runs as long as the process serves."""
+    backends, server = parts.backends, parts.core.server
+    running: list[Coroutine[Any, Any, Any]] = [
+        backends.registry.run(),
+        server.run(),
+        backends.own.run(backends.combined.only_acceptable(server.hear)),
+        backends.external.run(server.hear),
+    ]
+    if parts.limits is not None:
+        running.append(parts.limits.run())
+    if parts.peers is not None:
+        running.append(parts.peers.run())
+    if directory is not None:
+        running.append(backends.registry.follow(directory))
+    return running
+
+
+async def _catch_up(parts: _Parts, directory: "Directory | None", seconds: float) -> None:
+    """Wait until backends and peers have told their state, for a limited time, because some may not answer."""
+    backends = parts.backends
+    waiting_for = "external backends"
+    try:
+        async with asyncio.timeout(seconds):
+            await backends.external.asked()
+            if parts.peers is not None:
+                waiting_for = "peer routers"
+                await parts.peers.caught_up()
+            if directory is not None:
+                waiting_for = "the directory of workers"
+                await backends.registry.followed.wait()
+            waiting_for = "workers"
+            while not backends.own.tried(backends.registry.members):  # noqa: ASYNC110 - for a moment, once
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        log.warning("catch-up incomplete, serving starts", extra={"waited_for": waiting_for, "seconds": seconds})
+
+
+class _Frontends(Struct, frozen=True, kw_only=True):
+    """The open ports of a router process."""
+
+    http: HttpFrontend
+    grpc: GrpcFrontend
     control: str  # address
     kserve: "KserveFrontend | None"
     picker: "EndpointPicker | None"
 
     def endpoints(self) -> dict[str, str]:
-        """Where they are, by protocol."""
+        """Return the addresses by protocol."""
         endpoints = {"http": self.http.address, "grpc": self.grpc.address, "control": self.control}
         if self.http.health_address:
             endpoints["health"] = self.http.health_address
@@ -360,7 +480,7 @@ class _Fronts(Struct, frozen=True, kw_only=True):
         return endpoints
 
     def drain(self, tasks: asyncio.TaskGroup, within: Nanos) -> None:
-        """Take no more requests; tasks wait for the answers that are being streamed, at most so long."""
+        """Take no more requests, and wait in tasks for the running answers, for a limited time."""
         self.grpc.door.drain()
         if self.kserve is not None:
             self.kserve.door.drain()
@@ -370,37 +490,31 @@ class _Fronts(Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterator[_Fronts]:
-    """All of them, listening.
+async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_Frontends]:
+    """Open all ports.
 
     Raises:
         ConfigurationRefused: An address is in use.
     """
-    from fleet.frontend.control.port import open_control_port  # noqa: PLC0415 - each process loads its own part only
-    from fleet.frontend.grpc.service import open_grpc_frontend  # noqa: PLC0415
-    from fleet.frontend.openai.service import open_http_frontend  # noqa: PLC0415
-    from fleet.gateway.selection import SERVICE as SELECTION  # noqa: PLC0415
-    from fleet.membership.registry import SERVICE, GrpcRegistry  # noqa: PLC0415
-    from kvstore.security.channels import load  # noqa: PLC0415 - likewise
-
-    registry = GrpcRegistry(parts.members, parts.replicas)
+    shared, core, peers = parts.shared, parts.core, parts.peers
+    registry = GrpcRegistry(parts.backends.registry, peers)
     async with (
         open_http_frontend(
             settings.http_listen,
             settings.http,
-            parts.generation,
-            parts.metrics.registry,
-            parts.clock,
-            parts.relay,
+            core.generation,
+            shared.metrics.registry,
+            shared.clock,
+            core.relay,
             shared=settings.share_ports,
-            processes=parts.replicas if parts.replicas is not None and parts.replicas.share_a_port else None,
+            processes=peers if peers is not None and peers.share_a_port else None,
             connection_seconds=settings.connection_seconds,
             health_listen=settings.health_listen,
         ) as http,
         open_grpc_frontend(
             settings.grpc_listen,
-            parts.generation,
-            parts.clock,
+            core.generation,
+            shared.clock,
             shared=settings.share_ports,
             connection_seconds=settings.connection_seconds,
             max_held_bytes=settings.grpc_max_held_bytes,
@@ -408,27 +522,25 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
         ) as grpc,
         open_control_port(
             settings.control_listen,
-            parts.control_access,
-            parts.router,
+            shared.control_access,
+            core.server,
             grpc.door.ready,
             grpc_address=grpc.address,
-            services={SERVICE: registry.add, SELECTION: parts.selection.add},
+            services={REGISTRY_SERVICE: registry.add, SELECTION_SERVICE: core.selection.add},
             store=settings.store,
             store_access=load(settings.store_credentials),
             shared=settings.share_ports,
-            others=parts.replicas,
+            others=peers,
         ) as control,
-        _kserve(settings, parts.generation, parts.clock) as kserve,
+        _kserve(settings, parts) as kserve,
         _endpoint_picker(settings, parts) as picker,
     ):
-        yield _Fronts(http=http, grpc=grpc, control=control, kserve=kserve, picker=picker)
+        yield _Frontends(http=http, grpc=grpc, control=control, kserve=kserve, picker=picker)
 
 
 @asynccontextmanager
-async def _kserve(
-    settings: RouterSettings, generation: "Generation", clock: SystemClock
-) -> AsyncIterator["KserveFrontend | None"]:
-    """The front of the Open Inference Protocol; None where there is to be none.
+async def _kserve(settings: RouterSettings, parts: _Parts) -> AsyncIterator["KserveFrontend | None"]:
+    """Open the frontend of the Open Inference Protocol; None if it has no address.
 
     Raises:
         ConfigurationRefused: Its address is in use.
@@ -440,8 +552,8 @@ async def _kserve(
 
     async with open_kserve_frontend(
         settings.kserve_listen,
-        generation,
-        clock,
+        parts.core.generation,
+        parts.shared.clock,
         shared=settings.share_ports,
         connection_seconds=settings.connection_seconds,
         max_held_bytes=settings.grpc_max_held_bytes,
@@ -451,11 +563,11 @@ async def _kserve(
 
 
 @asynccontextmanager
-async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> AsyncIterator["EndpointPicker | None"]:
-    """What gateways ask where to send requests; None where they are not to.
+async def _endpoint_picker(settings: RouterSettings, parts: _Parts) -> AsyncIterator["EndpointPicker | None"]:
+    """Open the endpoint picker for gateways; None if the settings name none.
 
     Raises:
-        ConfigurationRefused: Its address is in use, or its Lease needs what is not installed or not there.
+        ConfigurationRefused: Its address is in use, or its Lease needs a package that is not installed.
     """
     if settings.endpoint_picker is None:
         yield None
@@ -463,9 +575,10 @@ async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> Asy
     from fleet.gateway.endpoint_picker import EndpointPicker, open_endpoint_picker  # noqa: PLC0415 - most routers have none
     from fleet.gateway.prompts import ApiPromptReader  # noqa: PLC0415 - likewise
 
-    prompts = ApiPromptReader(parts.generation, parts.relay, parts.tenants, parts.clock)
-    async with _picker_leadership(settings.endpoint_picker, parts.clock) as standing:
-        picker = EndpointPicker(settings.endpoint_picker, parts.router, parts.selection, prompts, standing)
+    shared, core = parts.shared, parts.core
+    prompts = ApiPromptReader(core.generation, core.relay, shared.tenants, shared.clock)
+    async with _picker_leadership(settings.endpoint_picker, shared.clock) as leadership:
+        picker = EndpointPicker(settings.endpoint_picker, core.server, core.selection, prompts, leadership)
         async with open_endpoint_picker(
             settings.endpoint_picker,
             picker,
@@ -479,10 +592,10 @@ async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> Asy
 async def _picker_leadership(
     settings: "EndpointPickerSettings", clock: SystemClock
 ) -> "AsyncIterator[PickerLeadership | None]":
-    """Of the endpoint picker among others; None where it is the only one.
+    """Take part in the election of the leading picker; None if there is only one.
 
     Raises:
-        ConfigurationRefused: Its Lease needs what is not installed, or is not there.
+        ConfigurationRefused: The Lease needs a package that is not installed, or the API server is not configured.
     """
     if settings.lease is None:
         yield None
@@ -490,120 +603,9 @@ async def _picker_leadership(
     try:
         from fleet.gateway.lease import open_candidate  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise ConfigurationRefused(
-            "endpoint_picker.lease: needs the package kubernetes: pip install 'fleet-serving[kubernetes]'"
-        ) from error
-
+        raise missing_package("endpoint_picker.lease", "kubernetes", "kubernetes") from error
     async with open_candidate(settings.lease, clock, utc_now) as candidate:
         yield candidate
 
 
-def _shared_limits(url: str, tenants: "Tenants", clock: SystemClock) -> "RedisRateLimits":
-    """What keeps the limits of this router in step with the others'.
-
-    Raises:
-        ConfigurationRefused: The URL is none of Redis, or the client library is not installed.
-    """
-    try:
-        from fleet.peers.redis_tenants import RedisRateLimits  # noqa: PLC0415 - optional
-
-        return RedisRateLimits(url, tenants, clock)
-    except ImportError as error:
-        raise ConfigurationRefused(
-            "tenants_redis: needs the package redis: pip install 'fleet-serving[redis]'"
-        ) from error
-    except ValueError as error:
-        raise ConfigurationRefused(f"tenants_redis: {error}") from error
-
-
-def _relay(
-    settings: RouterSettings,
-    router: "RouterServer",
-    workers: "ExternalBackends",
-    codecs: "Mapping[ModelName, TextCodec]",
-    private: "SecretBlockKeys",
-    tenants: "Tenants",
-    registry: "CollectorRegistry",
-    clock: SystemClock,
-    threads: "TokenizerThreads",
-) -> "Relay":
-    """What serves the models of foreign servers.
-
-    Raises:
-        ConfigurationRefused: `kv_events` need what is not installed.
-    """
-    from fleet.frontend.metrics.relay import RelayMetrics  # noqa: PLC0415
-    from fleet.frontend.openai.prompt_keys import PromptReader  # noqa: PLC0415
-    from fleet.frontend.openai.relay import Relay  # noqa: PLC0415
-
-    by_model: dict[ModelName, list[OpenAiWorkerSettings]] = {}
-    for index, worker in enumerate(settings.openai_workers):
-        if worker.kv_events and find_spec("zmq") is None:
-            raise ConfigurationRefused(
-                f"openai_workers[{index}].kv_events: needs the package pyzmq: pip install 'fleet-serving[kv-events]'"
-            )
-        by_model.setdefault(ModelName(worker.model), []).append(worker)
-    readers = {
-        model: PromptReader(
-            model,
-            [each.compared_tokens for each in alike],
-            codecs.get(model),
-            clock,
-            None if alike[0].kv_events else private,
-        )
-        for model, alike in by_model.items()
-    }
-    for model, alike in by_model.items():
-        for name in dict.fromkeys(name for each in alike for name in each.adapters):
-            readers[name] = readers[model].for_adapter(name)
-    metrics = RelayMetrics(
-        lambda: [
-            ("fleet_foreign_servers", "Foreign servers by how they stand", "state", workers.standing()),
-            ("fleet_cache_knowledge", "Foreign workers by how their caches are known", "by", workers.knowledge()),
-            (
-                "fleet_foreign_tokenizers",
-                "Foreign workers by what they make of the golden prompts, beside the router",
-                "tokenises",
-                workers.tokenizers(),
-            ),
-            (
-                "fleet_kv_event_alerts",
-                "Foreign workers by what is wrong with their KV events",
-                "alert",
-                workers.alerts(),
-            ),
-            ("fleet_kv_event_passed_over", "Blocks of KV events not followed, by why", "why", workers.passed_over()),
-        ]
-    )
-    registry.register(metrics)
-    return Relay(
-        router,
-        workers,
-        readers,
-        tenants,
-        metrics,
-        clock,
-        threads,
-        id_prefix=secrets.token_hex(4),
-        only=not settings.models,
-    )
-
-
-def _external_codecs(settings: RouterSettings) -> "dict[ModelName, TextCodec]":
-    """The tokenizers that are named for foreign servers; those of one model have the same.
-
-    Raises:
-        ConfigurationRefused: A `tokenizer` is not a model folder.
-    """
-    from fleet.frontend.text.codec import load_codec  # noqa: PLC0415
-
-    codecs: dict[ModelName, TextCodec] = {}
-    for worker in settings.openai_workers:
-        model = ModelName(worker.model)
-        if not worker.tokenizer or model in codecs:
-            continue
-        try:
-            codecs[model] = load_codec(worker.tokenizer)
-        except ConfigurationRefused as error:
-            raise ConfigurationRefused(f"tokenizer of {worker.worker_id} in openai_workers: {error}") from error
-    return codecs
+SERVICE = Service(RouterSettings, run_router)

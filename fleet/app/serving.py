@@ -1,49 +1,42 @@
-"""Composition roots: one module for each process, and only these know everything.
+"""Service start: finds a kind of process by the entry points `fleet.services`, and runs it.
 
-Each announces its endpoints when it is ready, serves until it is asked to stop (SIGTERM, SIGINT), drains, and returns.
+Each service announces its endpoints when it is ready, serves until SIGTERM or SIGINT, drains, and returns.
 """
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from fleet.app.kvstore import run_kvstore
-from fleet.app.operator import run_operator
-from fleet.app.process import Announce
-from fleet.app.router import run_router
-from fleet.app.worker import run_worker
+from fleet.app.process import Announce, Service
 from fleet.config import load
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.telemetry import configure_logging
-from fleet.router.settings.router import RouterSettings
 from kvstore.errors import NodeEnded
-from kvstore.service.settings import StoreSettings
-from operators.settings import OperatorSettings
 from workers.ports import EngineDied, WorkerReplaced
-from workers.settings import WorkerSettings
 
-ServiceName = str
-"""router, worker, kvstore or operator"""
+OWN_SERVICES = ("router", "worker", "kvstore", "operator")
 
 
-def serve(part: ServiceName, config: Path, announce: Announce, changes: Mapping[str, Any] | None = None) -> None:
-    """Run one process of a cluster until it is asked to stop.
+def serve(name: str, config: Path, announce: Announce, changes: Mapping[str, Any] | None = None) -> None:
+    """Run one process of a cluster until a stop signal.
 
     Args:
-        part: Which.
-        config: Its settings.
-        announce: Told when it is ready.
-        changes: Settings in place of the file's, by path.
+        name: Name of the service: router, worker, kvstore, operator, or one of another package.
+        config: Its settings file.
+        announce: Called when it is ready.
+        changes: Values that replace the file's, by path.
 
     Raises:
-        ConfigurationRefused: The settings cannot be obeyed; nothing is left running.
+        ConfigurationRefused: The settings cannot be used; no process is left running.
         EngineDied: The engine of a worker ended by itself.
-        NodeEnded: The store node in a worker's process did.
-        WorkerReplaced: Another process has a worker's id.
+        NodeEnded: The store node in a worker's process ended by itself.
+        WorkerReplaced: Another process has the worker's id.
     """
-    running = _SERVICES[part](config, announce, changes)
+    service = _service(name)
+    running = service.run(load(config, service.settings, changes), announce)
     configure_logging()
     try:
         uvloop.run(running)
@@ -51,8 +44,15 @@ def serve(part: ServiceName, config: Path, announce: Announce, changes: Mapping[
         raise _expected_error(group) from group
 
 
+def _service(name: str) -> Service:
+    found = {entry.name: entry for entry in entry_points(group="fleet.services")}
+    own = {each: EntryPoint(each, f"fleet.app.{each}:SERVICE", "fleet.services") for each in OWN_SERVICES}
+    service: Service = (own | found)[name].load()
+    return service
+
+
 def _expected_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What a task group wrapped, where it is one of the expected ends of a process; else the group."""
+    """Return the expected error inside a task group's exception, or else the group."""
     expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded, WorkerReplaced))
     while expected is not None:
         first = expected.exceptions[0]
@@ -60,11 +60,3 @@ def _expected_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
             return first
         expected = first
     return group
-
-
-_SERVICES: Mapping[ServiceName, Callable[[Path, Announce, Mapping[str, Any] | None], Coroutine[Any, Any, None]]] = {
-    "router": lambda config, announce, changes: run_router(load(config, RouterSettings, changes), announce),
-    "worker": lambda config, announce, changes: run_worker(load(config, WorkerSettings, changes), announce),
-    "kvstore": lambda config, announce, changes: run_kvstore(load(config, StoreSettings, changes), announce),
-    "operator": lambda config, announce, changes: run_operator(load(config, OperatorSettings, changes), announce),
-}

@@ -1,4 +1,4 @@
-"""A worker's process: an engine and the service around it, or a further rank of an engine over several nodes."""
+"""Worker process: an engine with its services, or a further rank of an engine that spans several hosts."""
 
 import asyncio
 import faulthandler
@@ -7,51 +7,47 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
 
 import uvloop
 from msgspec import structs
 
-from fleet.app.process import Announce, cancelled_by_signals, stop_signal
+from fleet.app.hub import fetch_worker_model
+from fleet.app.process import Announce, Service, cancelled_by_signals, stop_signal
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation
 from fleet.core.system_clock import SystemClock
+from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests
+from fleet.membership.discovery.open import open_directory
+from fleet.membership.registry import GrpcRegistries
+from fleet.net.control.access import ControlAccess, load_control_access
+from fleet.net.streams.identity import worker_identity
 from kvstore.errors import LayoutMismatch
+from workers.connections.control_port import serve_control, serve_rank
+from workers.connections.ranks import Lead, following, leading
+from workers.connections.router_streams import serve_routers
 from workers.machine import GRACE
-from workers.ports import Engine, EngineFacts, EngineHung, WorkerReplaced
+from workers.ports import BlockSaver, Engine, EngineFacts, EngineHung, Registry, WorkerReplaced
 from workers.rank_rendezvous import common_settings_digest
+from workers.registration import RegistryEntry, WorkerMembership
+from workers.server import END_SECONDS, WorkerServer
 from workers.settings import GroupSettings, WorkerSettings
-
-if TYPE_CHECKING:
-    from fleet.net.control.access import ControlAccess
-    from workers.connections.ranks import Lead
-    from workers.ports import Registry
-    from workers.store.evacuation import StoreEvacuator
-    from workers.store.pin_keeper import StorePinKeeper
+from workers.store.embedded import open_embedded_store
+from workers.store.evacuation import StoreEvacuator, open_evacuator
+from workers.store.pin_keeper import StorePinKeeper, open_pin_keeper
 
 
 async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
-    """One engine and the service around it.
+    """Run one worker until a stop signal.
 
     Raises:
-        ConfigurationRefused: The engine is unknown or refuses its settings, the model cannot be fetched, or the address cannot be
-            listened on.
+        ConfigurationRefused: The engine is unknown or refuses its settings, the model cannot be fetched, or the address
+            cannot be listened on.
         EngineDied: The engine ended by itself.
-        EngineHung: The engine made no progress, and was killed. The process ends within `END_SECONDS` from then on.
-        NodeEnded: The store node in this process did.
-        WorkerReplaced: Another process has its id.
+        EngineHung: The engine made no progress and was killed. The process ends within `END_SECONDS` after that.
+        NodeEnded: The store node in this process ended by itself.
+        WorkerReplaced: Another process has the worker's id.
     """
-    from fleet.app.hub import fetch_worker_model  # noqa: PLC0415
-    from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests  # noqa: PLC0415 - each process loads its own part only
-    from fleet.net.control.access import load_control_access  # noqa: PLC0415
-    from fleet.net.streams.identity import worker_identity  # noqa: PLC0415
-    from workers.connections.control_port import serve_control  # noqa: PLC0415
-    from workers.connections.router_streams import serve_routers  # noqa: PLC0415
-    from workers.registration import RegistryEntry, WorkerMembership  # noqa: PLC0415
-    from workers.server import END_SECONDS, WorkerServer  # noqa: PLC0415
-    from workers.store.embedded import open_embedded_store  # noqa: PLC0415
-
     if settings.group is not None and settings.group.rank:
         await _run_rank(settings, settings.group, announce)
         return
@@ -65,8 +61,6 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         model = await fetch_worker_model(settings, SystemClock())
         lead: Lead | None = None
         if settings.group is not None:
-            from workers.connections.ranks import leading  # noqa: PLC0415 - few workers have a group
-
             alike = common_settings_digest(structs.replace(settings, model_dir=model.named))
             lead = await held.enter_async_context(leading(settings.group, alike, SystemClock()))
             settings = structs.replace(settings, group=lead.group)
@@ -113,7 +107,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             )
         await held.enter_async_context(presence.kept())
         async with asyncio.TaskGroup() as tasks, stop_signal() as stop:
-            serving = tasks.create_task(worker.run())  # ends with a drain, by whomever, or with the engine
+            serving = tasks.create_task(worker.run())  # ends with a drain or with the engine
             serving.add_done_callback(lambda _: stop.set())
             serving.add_done_callback(lambda ended: _force_exit_after_hang(ended, END_SECONDS))
             presence.when_replaced(stop.set)
@@ -130,23 +124,23 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             raise WorkerReplaced(presence.replaced)
 
 
-def _force_exit_after_hang(served: "asyncio.Task[None]", seconds: float) -> None:
-    """End the process after a hang of the engine even if the orderly end hangs too; what its threads do then is on standard error."""
+def _force_exit_after_hang(served: asyncio.Task[None], seconds: float) -> None:
+    """End the process after a hang of the engine, even if the orderly end hangs too.
+
+    The stacks of its threads then go to standard error.
+    """
     if not served.cancelled() and isinstance(served.exception(), EngineHung):
         faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: Announce) -> None:
-    """A node's part of an engine that another node leads: it serves nobody, and is there as long as the leader is.
+    """Run a further rank of an engine. It serves no requests and lives as long as the lead rank.
 
     Raises:
-        ConfigurationRefused: The leader is of another group, the model cannot be fetched, or the engine cannot be spread or refuses its settings.
-        EngineDied: Its part of the engine ended by itself, or the leader is gone.
+        ConfigurationRefused: The lead rank belongs to another group, the model cannot be fetched, or the engine refuses
+            its settings or cannot span hosts.
+        EngineDied: The rank ended by itself, or the lead rank ended.
     """
-    from fleet.app.hub import fetch_worker_model  # noqa: PLC0415
-    from workers.connections.control_port import serve_rank  # noqa: PLC0415 - few workers have a group
-    from workers.connections.ranks import following  # noqa: PLC0415
-
     open_rank = _rank_opener(settings.engine)
     async with AsyncExitStack() as held:
         await held.enter_async_context(cancelled_by_signals())
@@ -166,36 +160,30 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
             over.add_done_callback(lambda _: stop.set())
             await stop.wait()
             follow.leave()
-            # A leader that drains for longer than it may is no reason to stay.
+            # Do not wait for a lead rank that drains longer than allowed.
             await asyncio.wait([over], timeout=settings.drain_timeout_ms / 1000 + GRACE / SECOND)
             over.cancel()
 
 
 def _registries(
-    settings: WorkerSettings, access: "ControlAccess", warm_blocks: Callable[[], int]
-) -> "list[AbstractAsyncContextManager[Registry]]":
-    """Where a worker is to say that it is here, and, where that can be told, how many blocks it would take along.
+    settings: WorkerSettings, access: ControlAccess, warm_blocks: Callable[[], int]
+) -> list[AbstractAsyncContextManager[Registry]]:
+    """Return the registries of a worker; those that can show it also get its number of warm blocks.
 
     Raises:
-        ConfigurationRefused: `discovery` needs what is not installed, or names what is not there.
+        ConfigurationRefused: `discovery` needs a package that is not installed, or names something that does not exist.
     """
     registries: list[AbstractAsyncContextManager[Registry]] = []
     if settings.registry:
-        from fleet.membership.registry import GrpcRegistries  # noqa: PLC0415 - each process loads its own part only
-
         registries.append(GrpcRegistries(settings.registry, access=access))
     if settings.discovery is not None:
-        from fleet.membership.discovery.open import open_directory  # noqa: PLC0415
-
         registries.append(open_directory(settings.discovery, warm_blocks))
     return registries
 
 
 @asynccontextmanager
-async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StorePinKeeper | None"]:
-    """What keeps the chains of sessions that wait; None where there is no store, or it is not to."""
-    from workers.store.pin_keeper import open_pin_keeper  # noqa: PLC0415 - each process loads its own part only
-
+async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator[StorePinKeeper | None]:
+    """Keep the blocks of waiting sessions in the store; None without a store, or if the settings disable it."""
     if not settings.store or facts.kv is None or not settings.hold_seconds:
         yield None
         return
@@ -208,11 +196,8 @@ async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> A
 @asynccontextmanager
 async def _evacuator(
     settings: WorkerSettings, engine: Engine, *, leaving: bool
-) -> AsyncIterator["StoreEvacuator | None"]:
-    """What brings warm blocks away when the worker drains; None where there is no store, or it is not to."""
-    from workers.ports import BlockSaver  # noqa: PLC0415
-    from workers.store.evacuation import open_evacuator  # noqa: PLC0415 - each process loads its own part only
-
+) -> AsyncIterator[StoreEvacuator | None]:
+    """Evacuate warm blocks when the worker drains; None without a store, or if the settings disable it."""
     facts = engine.facts
     if not settings.store or facts.kv is None or not settings.evacuate_bytes:
         yield None
@@ -231,19 +216,19 @@ async def _evacuator(
 
 
 def _patience(facts: EngineFacts) -> float | None:
-    """Return how long to wait for the store node at the start: not again, where it has not answered the engine."""
+    """Return how long to wait for the store node; it is not waited for again if it did not answer the engine."""
     return None if facts.store_id is not None else 0.0
 
 
 def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine]:
     if settings.group is not None:
-        _rank_opener(settings.engine)  # the other nodes need it
+        _rank_opener(settings.engine)  # the other hosts need it
     open_engine: Callable[[WorkerSettings], AbstractAsyncContextManager[Engine]] = _engine(settings.engine).load()
     return open_engine(settings)
 
 
 def _rank_opener(engine: str) -> Callable[[WorkerSettings], AbstractAsyncContextManager[None]]:
-    """An engine's `open_rank`, which stands beside what opens it where it can be spread over nodes."""
+    """Return the function `open_rank` beside the engine's opener; engines that can span hosts have one."""
     module = import_module(_engine(engine).module)
     found: Callable[[WorkerSettings], AbstractAsyncContextManager[None]] | None = getattr(module, "open_rank", None)
     if found is None:
@@ -257,3 +242,6 @@ def _engine(name: str) -> EntryPoint:
         known = ", ".join(sorted(entry_points(group="workers.engines").names))
         raise ConfigurationRefused(f"engine: {name!r} is not installed; there is: {known}")
     return next(iter(found))
+
+
+SERVICE = Service(WorkerSettings, run_worker)

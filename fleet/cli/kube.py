@@ -11,9 +11,9 @@ import yaml
 
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.core.errors import ConfigurationRefused, split_validation_error
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api.consistency import contradictions
 from operators.api.disagg_deployment import DisaggDeploymentSpec
-from operators.api.fields import GROUP, VERSION
 from operators.api.serving_request import ServingRequestSpec
 from operators.chart.crds import KINDS, definition
 from operators.controller.serving_request import proposed

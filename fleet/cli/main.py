@@ -1,25 +1,28 @@
 """The command `fleet`.
 
-Rules: data goes to standard output, everything else to standard error. Exit status 0: done; 1: failed; 2: misused (argparse's
-own); 3: a configuration was refused, or another file that was to be read. Whatever goes wrong is one line. Only the module of
-the sub-command that was asked for is imported.
+Rules:
+
+1. Data goes to standard output, everything else to standard error. Each error is one line.
+2. Exit status 0: done; 1: failed; 2: misused (argparse's own); 3: a configuration or another input file was refused.
+3. Sub-commands are found by the entry points `fleet.commands`; a module has `configure(parser)` and `run(arguments)`. Only the
+   module of the chosen sub-command is imported.
 """
 
 import argparse
 import errno
-import importlib
 import importlib.metadata
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 from fleet.cli.console.exits import CONFIGURATION_REFUSED, FAILED, MISUSED
 from fleet.cli.console.stopping import raise_interrupt_on
 from fleet.core.errors import ConfigurationRefused
 
-COMMANDS = {
+SUMMARIES = {  # of our own sub-commands, in the order of the help
     "up": "start a whole cluster on this machine",
     "generate": "stream an answer from a running cluster",
     "status": "show pools, workers, load and caches of a running cluster",
@@ -36,14 +39,14 @@ COMMANDS = {
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Says in one line what is wrong; `--help` has the rest."""
+    """Parser that reports an error in one line and refers to `--help`."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISUSED, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 class _VersionAction(argparse.Action):
-    """Looked up when it is asked for."""
+    """Option that looks the version up only when it is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"fleet {importlib.metadata.version('fleet-serving')}")
@@ -55,22 +58,20 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line; returns the exit status, except that argparse exits by itself with 0 (help) or 2 (misuse)."""
+    """Run one command line and return its exit status; argparse itself exits with 0 (help) or 2 (misuse)."""
     try:
         status = _run(argv)
-        if sys.stdout is not None:  # closed by who started us
+        if sys.stdout is not None:  # the caller may have closed it
             sys.stdout.flush()
     except ConfigurationRefused as error:
         print(f"fleet: {_in_one_line(str(error))}", file=sys.stderr)
         return CONFIGURATION_REFUSED
     except KeyboardInterrupt:
         return FAILED
-    except BrokenPipeError:  # the reader of our output has gone; nothing must be flushed at exit
+    except BrokenPipeError:  # nobody reads the output any more, so nothing may be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (
-        OSError
-    ) as error:  # most files are refused where their names are known; without a name this is where our output goes
+    except OSError as error:  # a full disk; without a file name it is that of the output
         if error.errno != errno.ENOSPC:
             raise
         if error.filename is None:
@@ -81,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _in_one_line(text: str) -> str:
-    """Whatever names are in it: what a terminal would obey is spelled out."""
+    """Escape characters that a terminal would interpret."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
@@ -91,11 +92,12 @@ def _run(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     chosen = next((argument for argument in argv if not argument.startswith("-")), None)
     module = None
-    for name, summary in COMMANDS.items():
+    for name, entry in _commands():
+        summary = SUMMARIES.get(name) or f"command of the package {entry.dist.name if entry.dist else entry.module}"
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == chosen:
-            with raise_interrupt_on((signal.SIGINT,)):  # a Ctrl-C in the middle of that crashes msgspec
-                module = importlib.import_module(f"fleet.cli.{name}")
+            with raise_interrupt_on((signal.SIGINT,)):  # a Ctrl-C during the import crashes msgspec
+                module = entry.load()
             module.configure(command)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -103,6 +105,13 @@ def _run(argv: Sequence[str]) -> int:
     assert module is not None, "argparse lets only known commands pass"
     status: int = module.run(arguments)
     return status
+
+
+def _commands() -> Iterator[tuple[str, EntryPoint]]:
+    """Yield the installed sub-commands: ours in the order of the help, then those of other packages."""
+    found = {entry.name: entry for entry in entry_points(group="fleet.commands")}
+    for name in (*SUMMARIES, *sorted(found.keys() - SUMMARIES.keys())):
+        yield name, found.get(name) or EntryPoint(name, f"fleet.cli.{name}", "fleet.commands")
 
 
 if __name__ == "__main__":

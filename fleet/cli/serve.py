@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ MAX_PROCESSES = 64
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("part", choices=PARTS)
+    others = sorted(entry_points(group="fleet.services").names - set(PARTS))
+    parser.add_argument("part", choices=(*PARTS, *others))
     parser.add_argument(
         "--config", required=True, type=Path, metavar="FILE", help="TOML or JSON: the settings of the part"
     )

@@ -1,4 +1,4 @@
-"""Time as integers, and who may tell it: the store's words, since what it is given comes from our clocks."""
+"""Time as integers, and the Clock port. Both come from the store, because workers and routers pass it their times."""
 
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos
 

@@ -1,7 +1,7 @@
-"""Where workers can be found besides the registries of the routers: settings, and the record that is kept there of each worker.
+"""Discovery settings: the directories in which routers find workers, and the record of a worker there.
 
-Without any of it, workers register with a router (`fleet.v1.Registry`), which needs nothing else to run. A directory is for several
-routers that come and go: a worker is published once, all routers find it, and so does one that has just started.
+Without discovery, workers register with a router (`fleet.v1.Registry`), and nothing else is needed. A directory serves
+several routers that come and go: a worker is published once, and all routers find it, even those that start later.
 """
 
 from typing import Annotated
@@ -19,7 +19,7 @@ LeaseSeconds = Annotated[int, Meta(ge=2, le=3600)]
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True):
-    """One worker, as it is written down. Fields that a later version adds are passed over."""
+    """Record of one worker in a directory. Readers ignore fields of later versions."""
 
     worker_id: Annotated[WorkerId, Meta(min_length=1, max_length=128)]
     incarnation: Annotated[Incarnation, Meta(min_length=1, max_length=128)]
@@ -32,88 +32,96 @@ class WorkerRecord(Struct, frozen=True, kw_only=True):
 
 
 class FileDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="file"):
-    """A folder with a file for each worker: on one host, or on a file system that all hosts share."""
+    """A folder with one file per worker, on one host or on a shared file system."""
 
     folder: Text
-    """Has to be there: a file system that is not mounted must not look like a folder without workers."""
+    """Folder, which must exist: an unmounted file system must not look like a folder without workers."""
 
     lease_seconds: LeaseSeconds = 9
-    """How long a worker is a member after its file was last renewed, which it does three times within that."""
+    """Lease of a worker after the last renewal of its file; the worker renews it three times per lease."""
 
     poll_ms: Annotated[int, Meta(ge=10, le=60_000)] = 500
-    """How often a router reads the folder."""
+    """Time between two readings of the folder by a router."""
 
 
 class EtcdDiscovery(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
-    """A key for each worker in etcd (3.4 or later), under a lease that etcd itself ends."""
+    """One key per worker in etcd (3.4 or later), under a lease that etcd itself ends."""
 
     endpoints: tuple[Text, ...]
-    """host:port of one or several members of the etcd cluster; the next one is asked when one does not answer."""
+    """host:port of one or more etcd members; if one does not answer, the next one is asked."""
 
     prefix: Text = "/fleet/workers/"
-    """Of the keys. Clusters that share an etcd differ in it."""
+    """Prefix of the keys. Clusters that share an etcd need different prefixes."""
 
     credentials: Credentials = Credentials()
-    """`authority` signs etcd's certificate; `certificate` and `key` are shown to an etcd that asks. Without any: no TLS."""
+    """`authority` verifies etcd's certificate; `certificate` and `key` identify the client if etcd asks. Without them:
+    no TLS.
+    """
 
     lease_seconds: LeaseSeconds = 9
-    """How long a worker is a member after it last renewed its lease, which it does three times within that."""
+    """Lease of a worker after its last renewal; the worker renews it three times per lease."""
 
     def __post_init__(self) -> None:
         if not self.endpoints:
-            raise ValueError("endpoints: name at least one, as in 127.0.0.1:2379")
+            raise ValueError("endpoints: name at least one, such as 127.0.0.1:2379")
         for endpoint in self.endpoints:
             try:
                 host_port(endpoint)
             except ValueError as error:
                 raise ValueError(f"endpoints: {error}") from error
         if self.credentials.certificate and not self.credentials.authority:
-            raise ValueError("credentials.authority: is needed to know etcd's certificate")
+            raise ValueError("credentials.authority: is needed to verify etcd's certificate")
         if self.credentials.secret_file or self.credentials.insecure:
-            raise ValueError("credentials: etcd knows authority, certificate and key only")
+            raise ValueError("credentials: etcd uses authority, certificate and key only")
 
 
 class KubernetesDiscovery(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="kubernetes"
 ):
-    """A Lease (coordination.k8s.io) for each worker.
+    """One Lease (coordination.k8s.io) per worker.
 
-    Workers need the verbs get, create, update and delete on leases there, routers list, watch and delete; with `service`, workers also
-    create, patch and delete on endpointslices. Routers delete Leases that nobody has renewed in time; without the verb, these stay
-    until their pods go.
+    Workers need the verbs get, create, update and delete on leases; routers need list, watch and delete. With
+    `service`, workers also need create, patch and delete on endpointslices. Routers delete Leases that nobody renewed
+    in time. Without the verb delete, such Leases stay until their pods are removed.
     """
 
     cluster: LabelValue
-    """Tells the workers of one cluster from others in the namespace: the value of the label app.kubernetes.io/instance."""
+    """Value of the label app.kubernetes.io/instance; it separates the workers of clusters in one namespace."""
 
     namespace: str = ""
-    """Where the leases are; empty: the namespace of the pod."""
+    """Namespace of the leases; empty: the namespace of the pod."""
 
     kubeconfig: str = ""
-    """File that says how to reach the API; empty: as a pod does, by its service account."""
+    """Kubeconfig file for the API server; empty: the service account of the pod."""
 
     lease_seconds: LeaseSeconds = 30
-    """How long a worker is a member after it last renewed its lease, which it does three times within that: every write goes to the
-    API server, where nodes, for comparison, renew theirs every ten seconds. A worker that crashes is noticed sooner, by its
-    stream."""
+    """Lease of a worker after its last renewal; the worker renews it three times per lease.
+
+    Every write loads the API server; for comparison, a node renews its lease every ten seconds. A router notices a
+    crashed worker sooner, because its stream breaks.
+    """
 
     labels: dict[str, str] = {}
-    """Of a worker: more labels for its Lease."""
+    """Worker only: further labels for its Lease."""
 
     service: str = ""
-    """Of a worker: name of a Service without a selector for which the worker keeps an EndpointSlice; empty: none. It belongs to the
-    worker's Lease, and goes with it."""
+    """Worker only: name of a Service without a selector, for which the worker keeps an EndpointSlice; empty: none.
+
+    The EndpointSlice belongs to the worker's Lease and is removed with it.
+    """
 
     pod: str = ""
-    """Of a worker: name of its pod, which owns the worker's Lease, so that this goes when the pod goes. Empty: the one that the service
-    account's token was made for, if this is a pod."""
+    """Worker only: name of the pod that owns the worker's Lease, so that the Lease is removed with the pod.
+
+    Empty: the pod to which the service account's token belongs, if the worker runs in a pod.
+    """
 
     pod_uid: str = ""
-    """Of a worker: that pod's uid."""
+    """Worker only: uid of that pod."""
 
     def __post_init__(self) -> None:
         if bool(self.pod) != bool(self.pod_uid):
-            raise ValueError("pod and pod_uid: an owner is named by both, or by neither")
+            raise ValueError("pod and pod_uid: set both or neither")
 
 
 Discovery = FileDiscovery | EtcdDiscovery | KubernetesDiscovery

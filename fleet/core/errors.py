@@ -1,28 +1,28 @@
-"""Every way a request can fail to be served, told apart by what the caller can do about it.
+"""Errors: the reasons why a request is not served, grouped by what the caller can do.
 
-A `Reason` is at once the error code in gRPC and HTTP answers, the outcome in metrics, and what workers answer to the
-router; the edges translate it (`fleet.net.status_codes`) and nothing else does.
+A `Reason` is the error code in gRPC and HTTP answers, the outcome label in metrics, and what workers answer to the
+router. Only `fleet.net.status_codes` translates it for clients.
 """
 
 from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why a request was not served. The value is public and stable."""
+    """Public and stable code that says why a request was not served."""
 
     # The request is wrong; sending it again cannot help.
     INVALID_ARGUMENT = "invalid_argument"
     MODEL_NOT_FOUND = "model_not_found"
-    REQUEST_NOT_FOUND = "request_not_found"  # that was asked about
+    REQUEST_NOT_FOUND = "request_not_found"  # the request that a call asks about is unknown
     TOO_LARGE = "too_large"
-    KV_MISMATCH = "kv_mismatch"  # prefill and decode side do not agree on the KV layout
-    UNAUTHENTICATED = "unauthenticated"  # no API key, or one that is not known
+    KV_MISMATCH = "kv_mismatch"  # the prefill and the decode worker do not agree on the KV layout
+    UNAUTHENTICATED = "unauthenticated"  # the API key is missing or unknown
     # Nothing is wrong with the request; a retry may succeed.
-    NO_WORKER = "no_worker"  # nobody serves the model now
-    QUEUE_FULL = "queue_full"  # never entered the queue, or had to make room there
-    RATE_LIMITED = "rate_limited"  # the tenant has used up what it may have a minute
-    DRAINING = "draining"  # this process is going away; another will serve it
-    WORKER_LOST = "worker_lost"  # was running; retried by the router while that is safe
+    NO_WORKER = "no_worker"  # no worker serves the model now
+    QUEUE_FULL = "queue_full"  # the request never entered the queue, or made room for another one
+    RATE_LIMITED = "rate_limited"  # the tenant has used up its requests or tokens per minute
+    DRAINING = "draining"  # this process is stopping; another one can serve the request
+    WORKER_LOST = "worker_lost"  # the worker died while the request ran; the router retries while that is safe
     # Nobody waits for the answer any more.
     DEADLINE_PASSED = "deadline_passed"
     CANCELLED = "cancelled"
@@ -31,14 +31,15 @@ class Reason(StrEnum):
 
 
 class RequestRejected(Exception):
-    """A request that was not, or not completely, served.
+    """A request that was not served, or not completely.
 
     Attributes:
-        reason: What the caller can do about it.
-        message: One sentence for a person, saying what to do next where something can be done.
-        field: Path of the offending field as the client wrote it, as in ``sampling.temperature``; empty if none is.
-        retry_after_ms: When a retry may succeed; 0 when unknown or pointless.
-        cause: Why no worker could be chosen, finer than the reason: a `fleet.router.placement.rejection.RejectionCause`; empty if that is not why.
+        reason: What the caller can do.
+        message: One sentence for a person. It says what to do next, if anything can be done.
+        field: Path of the wrong field as the client wrote it, such as ``sampling.temperature``; empty if no field is
+            wrong.
+        retry_after_ms: Time after which a retry may succeed; 0 when unknown or pointless.
+        cause: Detailed code of a failed placement (`RejectionCause` of the router); empty for other reasons.
     """
 
     def __init__(self, reason: Reason, message: str, *, field: str = "", retry_after_ms: int = 0, cause: str = ""):
@@ -51,29 +52,34 @@ class RequestRejected(Exception):
 
 
 def invalid(field: str, message: str) -> RequestRejected:
-    """The refusal of a request whose `field` is wrong."""
+    """Return the rejection of a request whose `field` is wrong."""
     return RequestRejected(Reason.INVALID_ARGUMENT, f"{field}: {message}", field=field)
 
 
 def internal_error() -> RequestRejected:
-    """A bug of ours, which the log has."""
+    """Return the rejection for a bug of Fleet; the log has the details."""
     return RequestRejected(Reason.INTERNAL, "internal error; the router's log has the details")
 
 
 def draining_rejection() -> RequestRejected:
-    """Of a router that takes no more requests."""
+    """Return the rejection of a router that takes no more requests."""
     return RequestRejected(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
 
 
 def split_validation_error(error: Exception) -> tuple[str, str]:
-    """A `msgspec.ValidationError` in two parts: its cause, and the path at which its message ends.
+    """Split a `msgspec.ValidationError` into its cause and the path of the wrong value.
 
-    The path is as in ``.pools[0].gpu``, and empty where the whole value is wrong.
+    The path looks like ``.pools[0].gpu``. It is empty if the whole value is wrong.
     """
     cause, _, where = str(error).partition(" - at `")
-    of_key = where.removeprefix("key` in `")  # of a key in a dictionary, and not of what is under it
+    of_key = where.removeprefix("key` in `")  # a dictionary key is wrong, not the value under it
     return cause if of_key == where else f"its keys: {cause}", of_key.removesuffix("`").removeprefix("$")
 
 
 class ConfigurationRefused(Exception):
-    """A configuration that cannot be obeyed; the message names file, path and cause. The command exits 3."""
+    """A configuration that cannot be used. The message names file, path and cause; commands exit with status 3."""
+
+
+def missing_package(field: str, package: str, extra: str) -> ConfigurationRefused:
+    """Return the refusal of a setting that needs an optional package."""
+    return ConfigurationRefused(f"{field}: needs the package {package}: pip install 'fleet-serving[{extra}]'")

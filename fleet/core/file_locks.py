@@ -1,11 +1,11 @@
-"""Files that say that a process lives, by a lock (flock) that the kernel takes back however the process ends.
+"""Lock files: each says that a process lives, by a lock (flock) that the kernel releases however the process ends.
 
-A process number would be somebody else's one day; a lock never is. Locks reach over containers that share a folder, and over NFS since 4.
-Several may hold one file: it is left when the last of them is dead.
+A process id may belong to another process later; a lock never does. Locks also work for containers that share a folder,
+and over NFS 4. Several processes may share a lock; it is abandoned when the last of them has ended.
 
-A folder with such a file in it is removed around it: whatever is killed in the midst of that leaves a file that nobody holds.
+A folder with a lock file is removed with the lock file last. So an interrupted removal leaves an abandoned lock file.
 
-Only the standard library is imported, because the guardian (fleet.local.orphan_reaper) has to be small.
+Only the standard library is imported, so that the orphan reaper stays small.
 """
 
 import fcntl
@@ -15,12 +15,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ALIVE_FILE = "alive"
-"""In a runtime folder of this machine: held by its run, and by the guardian."""
+"""Lock file of a runtime folder, held by its run and by the orphan reaper."""
 
 
 @contextmanager
 def hold_lock_file(path: Path) -> Iterator[None]:
-    """A file there that this process holds, from before anybody can see it; gone at the end.
+    """Hold a lock file, which is locked before anybody can see it, and remove it at the end.
 
     Raises:
         OSError: It cannot be made.
@@ -41,7 +41,7 @@ def hold_lock_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def share_lock_file(path: Path) -> Iterator[None]:
-    """A file that another process holds is held by this one as well; nothing, where it is not there."""
+    """Hold another process's lock file as well, if it exists."""
     with ExitStack() as stack:
         with suppress(OSError):
             fcntl.flock(stack.enter_context(path.open("rb")), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -50,7 +50,7 @@ def share_lock_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def take_abandoned(path: Path) -> Iterator[bool]:
-    """Whether there is such a file, and whoever held it is dead; while this is open nobody else is told so."""
+    """Yield True if the lock file exists and its holders have ended; then nobody else gets True meanwhile."""
     with ExitStack() as stack:
         try:
             fcntl.flock(stack.enter_context(path.open("rb")), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,13 +61,13 @@ def take_abandoned(path: Path) -> Iterator[bool]:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether there is such a file, and whoever held it is dead."""
+    """Return True if the lock file exists and its holders have ended."""
     with take_abandoned(path) as dead:
         return dead
 
 
 def remove_locked_folder(path: Path) -> None:
-    """Remove the folder that a held file is in; the file last of all, and only if nothing else is left."""
+    """Remove the folder of a lock file, and the lock file last, if nothing else is left."""
     with suppress(OSError):
         for each in path.parent.iterdir():
             if each.is_dir() and not each.is_symlink():

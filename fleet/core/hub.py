@@ -1,10 +1,11 @@
-"""Models that are named by their repository on the Hugging Face Hub, and where they are fetched from: values and settings.
+"""Hub settings: models that are named by a repository of the Hugging Face Hub.
 
 Rules:
 
-1. A model is named by a folder, or by a repository: ``owner/name``, with ``@revision`` (a branch, a tag, a commit) after it if it is not
-   to be the newest. What is a folder where the process runs is a folder.
-2. Only a whole commit stands for the same files for ever. A branch may have moved when the next process asks.
+1. A model is named by a folder or by a repository: ``owner/name``, optionally followed by ``@revision`` (a branch, a
+   tag or a commit). Without a revision the newest commit is used. A name that is a folder on this machine means that
+   folder.
+2. Only a full commit id always stands for the same files. A branch may move between the starts of two processes.
 """
 
 import re
@@ -22,7 +23,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Repository(Struct, frozen=True):
-    """A model on the hub."""
+    """A model repository on the hub."""
 
     name: str
     """owner/name"""
@@ -31,28 +32,31 @@ class Repository(Struct, frozen=True):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it is one commit, and can never be another."""
+        """True if the revision is a commit id, which never changes."""
         return _COMMIT.fullmatch(self.revision) is not None
 
 
 def parse_repository(named: str) -> Repository | None:
-    """What a model is named by, if it has the form of a repository's name; relative paths of one folder in another do as well."""
+    """Parse ``owner/name@revision``; return None for other forms. Relative paths such as ``a/b`` have the same form."""
     found = _REPOSITORY.fullmatch(named)
     return None if found is None else Repository(found[1], found[2] or DEFAULT_REVISION)
 
 
 class HubSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where models come from that are named by a repository. Nothing of it counts for folders."""
+    """Download settings for models that are named by a repository. They do not affect models in folders."""
 
     cache: str = ""
-    """Folder that keeps what was fetched, laid out as the hub's own tools do; any number of processes may share it. Empty: one in the
-    user's cache folder."""
+    """Folder for downloaded models, in the layout of the hub's own tools; any number of processes may share it. Empty:
+    a folder in the user's cache folder.
+    """
 
     endpoint: Annotated[str, Meta(pattern=r"^https?://[^/\s?#@]+(/[^\s?#@]*)?$")] = HUB_URL
-    """The hub, or a mirror of it."""
+    """URL of the hub or of a mirror."""
 
     token_file: str = ""
-    """File with a token that may read the repositories; read when something is fetched, so that it may change. Empty: none is sent."""
+    """File with an access token for the repositories; it is read at every download, so it may change. Empty: no token
+    is sent.
+    """
 
     patience_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 600
-    """How long the hub may be out of reach, or send nothing more, before the process gives up. Until then it is asked again."""
+    """Time for which the hub may be unreachable or send nothing before the process gives up. Until then it retries."""

@@ -1,4 +1,4 @@
-"""Names of things, each its own type, so that one cannot be passed for another."""
+"""Identifiers, each of its own type, so that the type checker finds mix-ups."""
 
 from collections.abc import Iterable
 from typing import NewType
@@ -6,12 +6,15 @@ from typing import NewType
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 Incarnation = NewType("Incarnation", str)
-"""Differs between two starts of the same process; whatever was known of an older one is void."""
+"""One run of a process under its name. A restart makes a new incarnation, and what was known of the old one is void."""
 
 ModelName = NewType("ModelName", str)
 StoreId = NewType("StoreId", str)
 
 
 def longest_prefix(worker_id: WorkerId, names: Iterable[str]) -> str | None:
-    """Of these names the longest that the worker's begins with: workers are named after their pools. None: none fits."""
+    """Return the longest of the names that is a prefix of the worker's id, or None.
+
+    Workers are named after their pools.
+    """
     return max((name for name in names if worker_id.startswith(name)), key=len, default=None)

@@ -1,9 +1,9 @@
-"""Repeated causes: which of the same events are worth a line in the log. Pure.
+"""Log deduplication: decides which of several equal events get a line in the log.
 
 Rules:
 
-1. A cause is worth a line when it is not the latest one of its subject, and again after a minute.
-2. A subject whose latest line is a minute old is forgotten, so that memory is bounded by the lines of a minute.
+1. An event is logged if its cause differs from the subject's latest cause, or if that was logged a minute ago.
+2. A subject is forgotten a minute after its latest line, so memory is limited by the number of lines per minute.
 """
 
 from collections.abc import Hashable
@@ -14,13 +14,13 @@ REPEAT_AFTER = Nanos(60 * SECOND)
 
 
 class LogDeduplicator:
-    """The latest causes that were logged, by subject."""
+    """The latest logged cause of each subject."""
 
     def __init__(self) -> None:
         self._logged: dict[Hashable, tuple[str, Nanos]] = {}
 
     def is_new(self, subject: Hashable, cause: str, now: Nanos) -> bool:
-        """Return whether an event is worth a line now; the caller then writes it."""
+        """Return True if the caller should log the event now."""
         latest = self._logged.get(subject)
         if latest is not None and latest[0] == cause and now - latest[1] < REPEAT_AFTER:
             return False
@@ -29,5 +29,5 @@ class LogDeduplicator:
         return True
 
     def forget(self, subject: Hashable) -> None:
-        """Have the next event of a subject be news, because its cause is gone."""
+        """Forget a subject whose cause has ended, so that its next event is logged."""
         self._logged.pop(subject, None)

@@ -1,4 +1,4 @@
-"""What a client asks for and what it gets: the values that fronts, router and workers share."""
+"""Requests and answers: the values that frontends, router and workers share."""
 
 from enum import StrEnum
 
@@ -10,45 +10,45 @@ from fleet.core.roles import KvPath, Phase, Placement
 from kvstore import block
 
 TokenBytes = bytes
-"""Token ids, unsigned 32-bit little-endian, 4 bytes each: hashed, sent and compared without being unpacked."""
+"""Token ids as unsigned 32-bit little-endian integers; code hashes, sends and compares them without unpacking."""
 
 TOKEN_BYTES = block.TOKEN_BYTES
 
 
 class AnyObject(Struct, frozen=True, tag=True):
-    """Some JSON object."""
+    """Structured output: any JSON object."""
 
 
 class JsonSchema(Struct, frozen=True, tag=True):
-    """JSON that a schema allows."""
+    """Structured output: JSON that a JSON schema allows."""
 
-    schema: str  # a JSON object
+    schema: str  # the schema, itself a JSON object
 
 
 class Pattern(Struct, frozen=True, tag=True):
-    """Text that the whole of an expression matches."""
+    """Structured output: text that matches a regular expression completely."""
 
     regex: str
 
 
 class Grammar(Struct, frozen=True, tag=True):
-    """Text of a grammar: EBNF as llama.cpp has it (GBNF), or what else the engine's grammar library reads."""
+    """Structured output: text of a grammar (GBNF, or what else the engine's grammar library reads)."""
 
     text: str
 
 
 class Choice(Struct, frozen=True, tag=True):
-    """One of these."""
+    """Structured output: one of the given strings."""
 
     strings: tuple[str, ...]
 
 
 StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice
-"""What an answer must be, as text."""
+"""The rule that an answer's text must follow."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. Ranges are checked by `fleet.core.validation`, not here."""
+    """Sampling parameters. `fleet.core.validation` checks their ranges."""
 
     max_tokens: int = 16
     temperature: float = 1.0
@@ -63,14 +63,14 @@ class Sampling(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # alternatives per token
-    form: StructuredOutput | None = None  # None: any
+    form: StructuredOutput | None = None  # None: no rule
 
     @property
     def stateless(self) -> bool:
-        """Whether the next token depends on nothing but the tokens before it.
+        """True if the next token depends only on the tokens before it.
 
-        Only then may a decode worker take a token sampled by the prefill worker as part of its prompt: penalties,
-        `min_tokens`, a seeded generator and a form all go by the tokens that *this* engine has generated.
+        Only then may a decode worker treat the prefill worker's first token as a part of its prompt. Penalties,
+        `min_tokens`, seeded generators and structured output depend on the tokens that *this* engine has generated.
         """
         return (
             (self.temperature == 0 or self.seed is None)
@@ -85,9 +85,9 @@ class Sampling(Struct, frozen=True, kw_only=True):
 class ChatMessage(Struct, frozen=True, kw_only=True):
     role: str
     content: str
-    tool_calls: str = ""  # that the assistant made: a JSON list as the OpenAI API has it; empty: none
-    tool_call_id: str = ""  # that a tool answers
-    name: str = ""  # of who speaks, or of the tool
+    tool_calls: str = ""  # calls by the assistant, a JSON list as in the OpenAI API; empty: none
+    tool_call_id: str = ""  # the call that this tool message answers
+    name: str = ""  # the name of the speaker or of the tool
 
 
 class TextPrompt(Struct, frozen=True, tag=True):
@@ -96,7 +96,7 @@ class TextPrompt(Struct, frozen=True, tag=True):
 
 class ChatPrompt(Struct, frozen=True, tag=True):
     messages: tuple[ChatMessage, ...]
-    tools: str = ""  # that the model may call: a JSON list as the OpenAI API has it; empty: none
+    tools: str = ""  # tools that the model may call, a JSON list as in the OpenAI API; empty: none
 
 
 class TokenPrompt(Struct, frozen=True, tag=True):
@@ -107,13 +107,13 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """One prompt as a front hands it on: syntactically sound, not yet validated against the model."""
+    """One request from a frontend; its syntax is correct, but it is not yet validated against the model."""
 
     id: RequestId
-    model: ModelName  # empty: the only one served
+    model: ModelName  # empty: the only model that is served
     prompt: Prompt
     sampling: Sampling = Sampling()
-    fill_context: bool = False  # the answer may take all that the prompt leaves; `sampling.max_tokens` is not looked at
+    fill_context: bool = False  # the answer may fill the rest of the context; `sampling.max_tokens` is ignored
     stop: tuple[str, ...] = ()
     priority: int = 0
     deadline: Nanos | None = None  # instant of the server's clock
@@ -121,20 +121,20 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
-    expected_tokens: int = 0  # of the answer; 0: not known
-    pin: str = ""  # the only worker that may answer
-    labels: tuple[str, ...] = ()  # that it must have
-    whole: bool = False  # the client gets the answer in one piece; then it comes as one `Delta` at most
+    expected_tokens: int = 0  # expected answer length; 0: unknown
+    pin: str = ""  # the only worker that may answer; empty: any
+    labels: tuple[str, ...] = ()  # labels that the worker must have
+    whole: bool = False  # the client gets the answer in one piece, so there is at most one `Delta`
 
 
 class Finish(StrEnum):
     STOP = "stop"  # end of sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's length
-    CANCELLED = "cancelled"  # only between router and worker; a client sees an error instead
+    CANCELLED = "cancelled"  # only between router and worker; clients see an error instead
 
 
 class Logprobs(Struct, frozen=True):
-    """Natural logarithms, of the chosen token and of the most likely ones, most likely first."""
+    """Natural logarithms of the chosen token's probability and of the most likely ones, most likely first."""
 
     chosen: float
     top_ids: tuple[int, ...] = ()
@@ -142,7 +142,7 @@ class Logprobs(Struct, frozen=True):
 
 
 class Source(StrEnum):
-    """Where a block of the prompt came from."""
+    """The place that a prompt block came from."""
 
     ENGINE = "engine"  # the engine's own prefix cache
     STORE = "store"
@@ -152,14 +152,17 @@ class Source(StrEnum):
 
 class KvOrigin(Struct, frozen=True, kw_only=True):
     source: Source
-    origin: str = ""  # the store node or worker that gave the blocks; empty for ENGINE and COMPUTED
+    origin: str = ""  # id of the store node or worker that gave the blocks; empty for ENGINE and COMPUTED
     blocks: int
-    bytes: int = 0  # that moved
-    tier: str = ""  # of the store node, that had them; empty where that is not known, and for other sources
+    bytes: int = 0  # transferred bytes
+    tier: str = ""  # tier of the store node that held the blocks; empty if unknown, and for other sources
 
 
 class KvReport(Struct, frozen=True, kw_only=True):
-    """Where one phase's prompt blocks came from, as the worker counted them: the origins add up to `prompt_blocks`."""
+    """KV report of one phase: the source of each prompt block, as the worker counted them.
+
+    The origins add up to `prompt_blocks`.
+    """
 
     prompt_blocks: int
     origins: tuple[KvOrigin, ...]
@@ -182,22 +185,22 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class RemainingLimit(Struct, frozen=True, kw_only=True):
-    """What is left of a limit."""
+    """State of one rate limit."""
 
-    limit: int  # a minute
+    limit: int  # per minute
     remaining: int
     full_in_seconds: float
 
 
 class RateLimitStatus(Struct, frozen=True, kw_only=True):
-    """What is left to a tenant; None where it has no limit."""
+    """Rate limits of a tenant; None where the tenant has no limit."""
 
     requests: RemainingLimit | None = None
     tokens: RemainingLimit | None = None
 
 
 class Admitted(Struct, frozen=True, kw_only=True):
-    """First thing a front hears: the request is valid and was taken."""
+    """First event of an answer: the request is valid and accepted."""
 
     request_id: RequestId
     model: ModelName
@@ -214,12 +217,12 @@ class Delta(Struct, frozen=True, kw_only=True):
 
 
 class Finished(Struct, frozen=True, kw_only=True):
-    """Last thing a front hears, unless a `Refused` was raised."""
+    """Last event of an answer, unless a `RequestRejected` is raised."""
 
     finish: Finish
     usage: Usage
     kv: tuple[KvPhase, ...]
-    text: str = ""  # held back for a possible stop string
+    text: str = ""  # text that was held back for a possible stop string
 
 
 GenerateEvent = Admitted | Delta | Finished
@@ -227,8 +230,8 @@ GenerateEvent = Admitted | Delta | Finished
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     name: ModelName
-    max_model_len: int  # prompt plus answer, tokens
+    max_model_len: int  # prompt plus answer
     block_tokens: int
     workers: int
-    parent: ModelName = ModelName("")  # of an adapter: the model that it belongs to
-    revision: str = ""  # of an adapter
+    parent: ModelName = ModelName("")  # for a LoRA adapter: its base model
+    revision: str = ""  # for a LoRA adapter: its revision

@@ -1,10 +1,10 @@
-"""What a worker is for, what it is asked to do, and the ways that blocks take."""
+"""Roles of workers, phases of attempts, and KV paths."""
 
 from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a worker takes: prefill work, decode work (and whole requests), or everything."""
+    """The attempts that a worker takes: prefill, decode (and aggregated), or all."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -12,22 +12,22 @@ class Role(StrEnum):
 
 
 class Phase(StrEnum):
-    """One piece of work on one worker."""
+    """The part of a request that one attempt runs."""
 
-    AGGREGATED = "aggregated"  # the whole request on one worker
-    PREFILL = "prefill"  # the prompt and one token; the blocks are handed off
-    DECODE = "decode"  # fetch the blocks, go on
+    AGGREGATED = "aggregated"  # prompt and answer on one worker
+    PREFILL = "prefill"  # the prompt and one token; then the blocks are handed off
+    DECODE = "decode"  # fetches the blocks and generates the rest
 
 
 class KvPath(StrEnum):
-    """How blocks get from the prefill worker to the decode worker."""
+    """The way of blocks from the prefill worker to the decode worker."""
 
     STORE = "store"  # through the KV store node
-    DIRECT = "direct"  # engine memory to engine memory
+    DIRECT = "direct"  # from engine memory to engine memory
 
 
 class Placement(StrEnum):
-    """What the client asks of the router."""
+    """The placement that a client demands."""
 
     AUTO = "auto"
     AGGREGATED = "aggregated"

@@ -1,4 +1,4 @@
-"""The system's clocks: the monotonic one, which is the store's, and the only caller of `time.time`."""
+"""System clocks: the monotonic clock of the store, and the only calls of `time.time`."""
 
 import time
 from datetime import UTC, datetime
@@ -9,15 +9,15 @@ __all__ = ["SystemClock", "unix_milliseconds", "unix_seconds", "utc_now"]
 
 
 def unix_seconds() -> int:
-    """Wall-clock time, for what people and other programs read; never for spans, since it may jump."""
+    """Return the wall-clock time in seconds. It may jump, so do not measure durations with it."""
     return int(time.time())
 
 
 def unix_milliseconds() -> int:
-    """Likewise; to say which of two things was done last."""
+    """Return the wall-clock time in milliseconds."""
     return time.time_ns() // 1_000_000
 
 
 def utc_now() -> datetime:
-    """Likewise, as Kubernetes' objects have it."""
+    """Return the wall-clock time as a datetime."""
     return datetime.fromtimestamp(time.time(), UTC)

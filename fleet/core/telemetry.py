@@ -1,4 +1,4 @@
-"""What the router process says of itself: its metrics, all of them, and its log."""
+"""Telemetry of a router process: its request metrics and its log format."""
 
 import logging
 import sys
@@ -10,14 +10,14 @@ from fleet.core.errors import Reason
 from fleet.core.requests import Finish, KvPhase, Source, Usage
 from fleet.core.roles import Phase, Placement
 
-# Seconds. Three steps a decade from 1 ms to 100 s: a quantile is known to within a factor of 2.5.
+# Seconds. Three steps per decade from 1 ms to 100 s, so a quantile is known within a factor of 2.5.
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-# Seconds a token: from 0.25 ms (small models) to 1 s.
+# Seconds per token, from 0.25 ms (small models) to 1 s.
 TOKEN_BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 
 
 class RouterProcessMetrics:
-    """Metrics of a router process. Label values come from enums, so that their number is fixed."""
+    """Metrics of a router process. Label values come from enums, so their number is limited."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -54,18 +54,18 @@ class RouterProcessMetrics:
             "fleet_kv_blocks", "Prompt blocks by where a phase had them from", ["phase", "source"], registry=registry
         )
         self._kv_bytes = Counter("fleet_kv_bytes", "Bytes of KV that moved", ["phase", "source"], registry=registry)
-        for phase in Phase:  # so that they are there, at 0, before the first request
+        for phase in Phase:  # export every series with 0 before the first request
             for source in Source:
                 self._kv_blocks.labels(phase, source)
                 self._kv_bytes.labels(phase, source)
 
     def first_token(self, seconds: float) -> None:
-        """Record how long after its arrival a request had its first token."""
+        """Record the time from a request's arrival to its first token."""
         self._ttft.observe(seconds)
 
     def ended(self, outcome: Finish | Reason, kv: Iterable[KvPhase], usage: Usage | None, seconds: float) -> None:
-        """Record a request that is over, `seconds` after its arrival; without usage if it was not served."""
-        placement = Placement.AUTO  # not placed, or not known where
+        """Record a request that ended `seconds` after its arrival; `usage` is None if it was not served."""
+        placement = Placement.AUTO  # not placed, or the placement is unknown
         for phase in kv:
             aggregated = phase.phase is Phase.AGGREGATED
             placement = Placement.AGGREGATED if aggregated else Placement.DISAGGREGATED
@@ -80,20 +80,20 @@ class RouterProcessMetrics:
             self._cached_tokens.inc(usage.cached_tokens)
 
     def gaps(self, mean_seconds: float, longest_seconds: float) -> None:
-        """Record the times between tokens of a request that had more than one step."""
+        """Record the times between tokens of a request that took more than one step."""
         self._tpot.observe(mean_seconds)
         self._longest_gap.observe(longest_seconds)
 
 
 def configure_logging(level: str = "INFO") -> None:
-    """Log to standard error, one line an entry, with what was passed as `extra` after the message."""
+    """Log to standard error, one line per entry, with the fields of `extra` after the message."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLineFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 class LogLineFormatter(logging.Formatter):
-    """``time level logger message key=value …`` on one line; line breaks are escaped, but for a traceback's."""
+    """Format ``time level logger message key=value …`` as one line; line breaks are escaped, except in tracebacks."""
 
     _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
@@ -101,6 +101,6 @@ class LogLineFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging
-        """The line, before any traceback."""
+        """Return the line without a traceback."""
         extras = "".join(f" {key}={value}" for key, value in record.__dict__.items() if key not in self._STANDARD)
         return (super().formatMessage(record) + extras).replace("\r", "\\r").replace("\n", "\\n")

@@ -1,7 +1,7 @@
-"""What is wrong with a request, found before anything is started.
+"""Validation: finds errors in a request before anything starts.
 
-Field paths are those of proto/fleet/v1/inference.proto; a front whose clients write other names translates the path of
-the refusal (`fleet.net.status_codes.rename_field`).
+Field paths are those of proto/fleet/v1/inference.proto. A frontend whose clients use other names translates the path of
+the rejection (`fleet.net.status_codes.rename_field`).
 """
 
 import re
@@ -32,12 +32,12 @@ from fleet.core.requests import (
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_STOP_TOKENS = 1024  # they are kept as long as the request runs; a body has room for millions
-MAX_HINT_CHARACTERS = 256  # of a session or a tenant: they are keys in tables of the router
+MAX_STOP_TOKENS = 1024  # the ids are kept while the request runs; a body could hold millions
+MAX_HINT_CHARACTERS = 256  # for sessions and tenants, which are keys in the router's tables
 MAX_PRIORITY = 100
 MAX_EXPECTED_TOKENS = 2**31 - 1
 MAX_LABELS = 16
-MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072  # of a schema or a grammar; OpenAI takes schemas of 120,000
+MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072  # of a schema or a grammar; OpenAI accepts schemas of 120,000 characters
 MAX_REGEX_CHARACTERS = 16_384
 MAX_CHOICES = 256
 MAX_CHOICE_CHARACTERS = 1024
@@ -49,7 +49,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class _Range(Struct, frozen=True):
-    """Numbers from `low` (itself only if `closed`) to `high`. NaN is in no range."""
+    """Range from `low` (included only if `closed`) to `high` (included). No range contains NaN."""
 
     low: float
     high: float
@@ -64,7 +64,7 @@ class _Range(Struct, frozen=True):
         return f"more than {self.low} and at most {self.high}"
 
 
-_RANGES: dict[str, _Range] = {  # of the fields of Sampling; a field that is None is not checked
+_RANGES: dict[str, _Range] = {  # of the fields of Sampling; None is not checked
     "max_tokens": _Range(1, MAX_UINT32),
     "temperature": _Range(0, 2),
     "top_p": _Range(0, 1, closed=False),
@@ -85,13 +85,13 @@ def validate(
     """Check a request against its model.
 
     Args:
-        request: As a front hands it on.
+        request: The request from a frontend.
         card: The model that will serve it.
-        prompt_tokens: Length of the prompt, or None while it is not known; then lengths are not checked.
-        vocab_size: Token ids must be below; None when not known.
+        prompt_tokens: Length of the prompt; None if not known yet, then lengths are not checked.
+        vocab_size: Token ids must be smaller; None if unknown.
 
     Raises:
-        Refused: INVALID_ARGUMENT with the first field that is wrong.
+        RequestRejected: INVALID_ARGUMENT with the first wrong field.
     """
     _check_names(request)
     _check_prompt(request, vocab_size)
@@ -110,7 +110,7 @@ def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: in
     """Check that prompt and answer fit the model.
 
     Raises:
-        Refused: INVALID_ARGUMENT; the prompt is empty or too long, or leaves no room for what is asked for.
+        RequestRejected: INVALID_ARGUMENT, if the prompt is empty or too long, or leaves too little room for the answer.
     """
     field = prompt_field(request)
     if prompt_tokens == 0:
@@ -136,7 +136,7 @@ def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: in
 
 
 def prompt_field(request: GenerateRequest) -> str:
-    """Path of the prompt, as the public protocol names it."""
+    """Return the path of the prompt in the public protocol."""
     match request.prompt:
         case TextPrompt():
             return "text"
@@ -155,7 +155,7 @@ def _check_names(request: GenerateRequest) -> None:
 
 
 class RequestHints(Protocol):
-    """What a client may say besides its prompt; see `fleet.core.requests.GenerateRequest`."""
+    """The optional hints of a request; see `fleet.core.requests.GenerateRequest`."""
 
     @property
     def session(self) -> str: ...
@@ -172,10 +172,10 @@ class RequestHints(Protocol):
 
 
 def check_hints(hints: RequestHints) -> None:
-    """Assert that hints are of a size that a router may remember.
+    """Check that hints are small enough for the router's tables.
 
     Raises:
-        Refused: INVALID_ARGUMENT with the field that is not.
+        RequestRejected: INVALID_ARGUMENT with the wrong field.
     """
     if len(hints.labels) > MAX_LABELS:
         raise invalid("labels", f"has {len(hints.labels)} labels, and {MAX_LABELS} are allowed")
@@ -224,7 +224,7 @@ class ToolFunction(Struct, frozen=True):
 
 
 class OfferedTool(Struct, frozen=True):
-    """As the OpenAI API has it; what templates make of the rest is theirs."""
+    """A tool as in the OpenAI API. Chat templates interpret the parameters."""
 
     type: Literal["function"]
     function: ToolFunction
@@ -236,7 +236,7 @@ class CalledFunction(Struct, frozen=True):
 
 
 class ToolCall(Struct, frozen=True):
-    """Likewise."""
+    """A tool call as in the OpenAI API."""
 
     function: CalledFunction
 
@@ -256,10 +256,10 @@ def _check_message(field: str, message: ChatMessage) -> None:
 
 
 def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> None:
-    """Check that a text is such JSON.
+    """Check that a text is JSON of the decoder's type.
 
     Raises:
-        Refused: INVALID_ARGUMENT, with the path of what is wrong.
+        RequestRejected: INVALID_ARGUMENT with the path of the wrong value.
     """
     try:
         decoder.decode(text)
@@ -272,7 +272,7 @@ def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> Non
 
 
 def invalid_value(error: msgspec.ValidationError, field: str) -> RequestRejected:
-    """The refusal of a value with the wrong type or range, in `field`; the library ends its message with the path."""
+    """Return the rejection of a value in `field` that has a wrong type or range."""
     message, path = split_validation_error(error)
     field += path
     if (missing := _MISSING.search(message)) is not None:
@@ -330,7 +330,7 @@ def _check_stop(stop: tuple[str, ...]) -> None:
 
 
 def _short(number: float) -> str:
-    """As text; a client may send an integer of a million digits."""
+    """Return the number as text; a client may send an integer of a million digits."""
     if isinstance(number, int) and abs(number) > MAX_UINT64:
         return "an integer beyond 64 bits"
     return f"{number}"

@@ -1,4 +1,4 @@
-"""What passes between a router and a worker, as values; `fleet.wire` has the same as protobuf."""
+"""Values that a router and a worker exchange; `fleet.wire.worker` translates them to protobuf."""
 
 from msgspec import Struct
 
@@ -10,19 +10,19 @@ from kvstore.layouts.fingerprint import Fingerprint
 
 
 class LoraAdapter(Struct, frozen=True):
-    """Weights that are added to those of a model (LoRA); clients ask for it by its name, as for a model."""
+    """LoRA adapter: extra weights for a base model. Clients ask for it by its name, as for a model."""
 
     name: ModelName
-    revision: str = ""  # digest of its weights; empty: adapters of this name are one and the same
+    revision: str = ""  # digest of the weights; empty: the name alone identifies the adapter
 
     @property
     def identity(self) -> str:
-        """What `kvstore.block.adapter_salt` takes."""
+        """Return the text from which `kvstore.block.adapter_salt` derives the salt."""
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
 
 class TokenizerDigests(Struct, frozen=True, kw_only=True):
-    """What a worker makes of the golden prompts, as digests (`fleet.frontend.text.tokenizer_check`); empty: it does not say."""
+    """Digests for the tokenizer check (`fleet.frontend.text.tokenizer_check`); empty: the worker did not compute them."""
 
     tokens: str = ""
     template: str = ""
@@ -30,7 +30,11 @@ class TokenizerDigests(Struct, frozen=True, kw_only=True):
 
 
 class WorkerDescription(Struct, frozen=True, kw_only=True):
-    """The description of a worker; for one incarnation fixed but for `kv_paths` and `store_id`, which follow when it joins its store late."""
+    """Description of a worker.
+
+    It is constant for one incarnation, except `kv_paths` and `store_id`: they change when a worker joins its store
+    late.
+    """
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -40,63 +44,63 @@ class WorkerDescription(Struct, frozen=True, kw_only=True):
     max_model_len: int
     kv_blocks: int  # capacity of the engine's KV cache
     max_running: int  # requests in one batch
-    fingerprint: str  # hex digest of the KV namespace, see kvstore.namespace: equal where blocks hold the same values
+    # hex digest of the KV namespace (kvstore.layout); blocks of workers with equal digests hold the same values
+    fingerprint: str
     kv_paths: tuple[KvPath, ...] = ()
     store_id: StoreId | None = None
     engine: str  # name and version
-    kv: Fingerprint | None = None  # what its blocks are and how they lie in its memory; None: it does not say
-    prefill_speed: float = 1.0  # of its hardware, in proportion to the others of its model
+    kv: Fingerprint | None = None  # how its blocks are built and laid out in memory; None: unknown
+    prefill_speed: float = 1.0  # speed of its hardware relative to the other workers of the model
     decode_speed: float = 1.0
-    labels: tuple[str, ...] = ()  # that a request may ask for
-    adapters: tuple[LoraAdapter, ...] = ()  # that it has, or can load when work for them comes
-    adapter_slots: int = 0  # adapters that are loaded at a time; 0: it has all of them at once
+    labels: tuple[str, ...] = ()  # labels that a request can demand
+    adapters: tuple[LoraAdapter, ...] = ()  # adapters that are loaded, or that it loads when a request needs them
+    adapter_slots: int = 0  # adapters that can be loaded at a time; 0: all of them
     golden: TokenizerDigests | None = None
-    keeps_forms: bool = (
-        False  # whether it can see to it that an answer is of a form (`fleet.core.requests.StructuredOutput`)
-    )
-    generation: str = ""  # of what is deployed: only workers of the same one hand prompts over to each other
+    keeps_forms: bool = False  # True if the engine can enforce structured output
+    generation: str = ""  # deployment generation; only workers of one generation hand prompts over to each other
 
 
 class Handoff(Struct, frozen=True, kw_only=True):
-    """What a decode worker needs to fetch the blocks that a prefill worker computed."""
+    """Handoff: what a decode worker needs to fetch the blocks that a prefill worker computed."""
 
     kv_path: KvPath
     prefill_worker: WorkerId
     fingerprint: str
-    num_tokens: int  # whose KV it covers
-    params: bytes = b"{}"  # JSON, the engine's own; opaque to the router
-    kv: Fingerprint | None = None  # of the prefill worker's blocks
+    num_tokens: int  # tokens whose KV is covered
+    params: bytes = b"{}"  # JSON of the engine, opaque to the router
+    kv: Fingerprint | None = None  # KV layout of the prefill worker's blocks
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    """Begin a piece of work."""
+    """Start one attempt."""
 
     request_id: RequestId
     phase: Phase
     tokens: TokenBytes
     sampling: Sampling
     salt: bytes = b""  # 0 or 32 bytes, see kvstore.block.tenant_salt
-    handoff: Handoff | None = None  # for Phase.DECODE
-    kv_path: KvPath | None = None  # for Phase.PREFILL: the way the decode side will fetch the blocks
+    handoff: Handoff | None = None  # only for Phase.DECODE
+    kv_path: KvPath | None = None  # only for Phase.PREFILL: the path by which the decode worker will fetch the blocks
     priority: int = 0
-    timeout_ms: int = 0  # left when sent; 0: no deadline
-    session: str = ""  # that the request belongs to; its blocks are kept while it waits
-    adapter: str = ""  # name of the one to run with, loaded first where it is not; `salt` keeps its blocks apart
+    timeout_ms: int = 0  # time left when it was sent; 0: no deadline
+    session: str = ""  # session of the request; its blocks are kept while it waits
+    adapter: str = ""  # LoRA adapter to run with; the worker loads it if necessary, and `salt` keeps its blocks apart
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """One request's share of a decode step. With `finish`, the last one."""
+    """Progress of one request in a decode step. The last one has `finish`."""
 
     request_id: RequestId
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     finish: Finish | None = None
-    kv: KvReport | None = None  # with the first tokens; again with the finish, unless cancelled, which counts
-    handoff: Handoff | None = None  # with the finish of prefill work
+    # sent with the first tokens, and again (then it counts) with the finish, unless cancelled
+    kv: KvReport | None = None
+    handoff: Handoff | None = None  # sent with the finish of a prefill attempt
 
 
 class Rejected(Struct, frozen=True, kw_only=True):
-    """Work that never started, or that the engine gave up."""
+    """An attempt that never started, or that the engine gave up."""
 
     request_id: RequestId
     reason: Reason
@@ -107,14 +111,14 @@ class Rejected(Struct, frozen=True, kw_only=True):
 class LoadReport(Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
-    kv_blocks_used: int  # held by running requests
-    adapters: tuple[str, ...] = ()  # that are loaded
+    kv_blocks_used: int  # blocks that running requests hold
+    adapters: tuple[str, ...] = ()  # loaded adapters
 
 
 class KvStored(Struct, frozen=True, tag=True):
-    """Blocks that the engine's prefix cache now holds."""
+    """KV event: the engine's prefix cache now holds these blocks."""
 
-    hashes: tuple[bytes, ...]  # chain hashes, 16 bytes each
+    hashes: tuple[bytes, ...]  # block hashes of 16 bytes each
 
 
 class KvRemoved(Struct, frozen=True, tag=True):
@@ -139,24 +143,24 @@ class Cancel(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """What one decode step brought to the requests of one router."""
+    """Progress that one decode step made for the requests of one router."""
 
     progress: tuple[Progress, ...]
 
 
 class KvEvents(Struct, frozen=True, kw_only=True):
-    """Changes of a worker's prefix cache; `sequence` goes up by one a message from 0 in each stream."""
+    """KV events of a worker. `sequence` starts at 0 in each stream and grows by one per message."""
 
     sequence: int
     events: tuple[KvEvent, ...]
 
 
 class Draining(Struct, frozen=True):
-    """The worker takes no more work; what runs goes on."""
+    """The worker takes no new attempts; running ones continue."""
 
 
 class Goodbye(Struct, frozen=True, kw_only=True):
-    """The last message on a stream that the worker ends before its time."""
+    """Last message of a stream that the worker ends early."""
 
     reason: str
 

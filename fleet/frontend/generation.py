@@ -1,15 +1,15 @@
-"""From a client's request to its answer as text: what every front shares.
+"""Generation: from a client's request to its answer as text; all frontends share this path.
 
-Flow: whose request it is, resolve the model, validate, render and tokenise, let it in or not, salt, submit to the
+Flow: identify the tenant, resolve the model, validate, render and tokenize, apply the rate limit, salt, submit to the
 router's server, turn tokens into text, look for stop strings, count. Rules:
 
 1. Nothing is submitted before everything that the client wrote has been checked.
-2. A request ends once: by `Finished`, by a `RequestRejected`, or because its consumer closed the iterator. On every way out the
+2. A request ends once: by `Finished`, by a `RequestRejected`, or because its consumer closed the iterator. In each case the
    router hears at once that nobody waits any more.
-3. Tokens that end generation are the engine's business (`stop_token_ids`), strings that end it are ours: only here is
-   there text. The engine is told to stop and not waited for; where the blocks came from it has said with its first tokens.
-4. An answer that its client gets in one piece (`GenerateRequest.whole`) is collected here. So it may be started over on another
-   worker as long as it is not complete, whatever its sampling.
+3. The engine handles tokens that end generation (`stop_token_ids`); stop strings are found here, because only here is
+   there text. The engine is told to stop, and nobody waits for it; its KV report came with the first tokens.
+4. An answer that the client gets in one piece (`GenerateRequest.whole`) is collected here. So it may start over on another
+   worker until it is complete, whatever its sampling.
 """
 
 import asyncio
@@ -49,30 +49,29 @@ from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
-from fleet.router.shared_limits import admit_with_peers
 from fleet.router.state.lora import resolve_model
-from fleet.router.tenants import Tenants
+from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import tenant_salt
 
-INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenising; longer prompts go to a thread
+INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
 RETRY_AFTER_MS = 1000
 
 
 class SubmittedRequest(AsyncIterable[Progress | StartedOver | Complete], Protocol):
-    """What is needed of `fleet.router.server.RequestStream`."""
+    """The part of `fleet.router.server.RequestStream` that is needed here."""
 
     kv: tuple[KvPhase, ...]
     cached_tokens: int
 
 
 class RouterApi(Protocol):
-    """What is needed of `fleet.router.server.RouterServer`."""
+    """The part of `fleet.router.server.RouterServer` that is needed here."""
 
     def submit(self, arrived: Arrived) -> AbstractAsyncContextManager[SubmittedRequest]:
-        """The request's progress up to `Complete`; leaving the context before that cancels it everywhere.
+        """Return the request's progress up to `Complete`; leaving the context before that cancels it everywhere.
 
         Raises:
-            Refused: By `submit`, on entering, or while iterating.
+            RequestRejected: By `submit`, on entering, or while iterating.
         """
         ...
 
@@ -80,7 +79,7 @@ class RouterApi(Protocol):
 
 
 class Generation:
-    """Serves requests of all fronts of one router process."""
+    """Serves the requests of all frontends of one router process."""
 
     def __init__(
         self,
@@ -100,52 +99,52 @@ class Generation:
         self._tenant_secret = tenant_secret
         self._metrics = metrics
         self._running: set[RequestId] = set()
-        self._parents: dict[ModelName, ModelName] = {}  # of adapters that were asked for
+        self._parents: dict[ModelName, ModelName] = {}  # base model by name of a requested LoRA adapter
         self._threads = threads
 
     @property
     def running(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._running)
 
     def models(self) -> tuple[ModelCard, ...]:
-        """Models that at least one live worker serves."""
+        """Return the models that at least one live worker serves."""
         return self._router.models()
 
     @property
     def by_key(self) -> bool:
-        """Whether clients have to prove who they are."""
+        """True if clients have to prove their identity by a key."""
         return self._tenants.by_key
 
     def identify(self, authorization: str) -> str:
-        """The tenant of a client that asks for something else than an answer.
+        """Return the tenant of a client that asks for something else than an answer.
 
         Args:
-            authorization: As of `generate`.
+            authorization: The header, as for `generate`.
 
         Raises:
-            Refused: UNAUTHENTICATED; there are keys, and this is none of them.
+            RequestRejected: UNAUTHENTICATED; keys are required, and this is not a known one.
         """
         return self._tenants.tenant(authorization, "")
 
     def token_text(self, model: ModelName, token_id: int) -> str:
-        """One token alone, for log probabilities."""
+        """Return the text of a single token, for log probabilities."""
         return self._codecs[self._parents.get(model, model)].token_text(token_id)
 
     async def generate(self, request: GenerateRequest, authorization: str = "") -> AsyncGenerator[GenerateEvent]:
         """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
 
         Args:
-            request: As the front understood it.
-            authorization: What the client sent to prove its tenant, ``Bearer KEY``; empty: nothing.
+            request: The request as the frontend understood it.
+            authorization: The client's proof of its tenant, ``Bearer KEY``; empty: none.
 
         Raises:
-            Refused: Before `Admitted` if it was not taken; after it if it could not be completed.
+            RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
         """
         measured = _RequestTimes(self._clock, self._metrics)
         if request.id in self._running:
             measured.refused(Reason.INVALID_ARGUMENT)
-            raise invalid("request_id", "a running request has the same")
+            raise invalid("request_id", "a running request has the same id; use another one")
         self._running.add(request.id)
         try:
             tenant = self._tenants.tenant(authorization, request.tenant)
@@ -167,22 +166,22 @@ class Generation:
             self._running.discard(request.id)
 
     async def arrival(self, request: GenerateRequest, authorization: str = "") -> Arrived:
-        """What the router has to know of a request that somebody else sends to its worker: checked, tokenised and let in.
+        """Check, tokenize and admit a request that another program sends to its worker; return what the router has to know of it.
 
         Args:
-            request: As the front understood it.
-            authorization: As for `generate`.
+            request: The request as the frontend understood it.
+            authorization: The header, as for `generate`.
 
         Raises:
-            Refused: It is not to be placed.
+            RequestRejected: The request must not be placed.
         """
         tenant = self._tenants.tenant(authorization, request.tenant)
         request = structs.replace(request, tenant=tenant)
         card, _, tokens, sampling = await self._checked(request)
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
-        # With a seed, since nobody else could go on with an answer whose tokens are not known.
+        # The seed says that no other worker can continue the answer, because its tokens are not known here.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
-        return structs.replace(self._arrived(request, card, tokens, told), second_hand=True)
+        return structs.replace(self._arrived(request, card, tokens, told), external=True)
 
     async def _generate(self, request: GenerateRequest, measured: "_RequestTimes") -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
@@ -197,7 +196,7 @@ class Generation:
             )
 
         answer = begun()
-        collected: list[Delta] = []  # of an answer that is given in one piece
+        collected: list[Delta] = []  # parts of an answer that is given in one piece
         allowance = await admit_with_peers(self._tenants, request.tenant, prompt_tokens, self._clock)
         complete: Complete | None = None
         last: Delta | None = None
@@ -214,7 +213,9 @@ class Generation:
                 elif event.token_ids:
                     measured.tokens()
                     delta = answer.add(event.token_ids, event.logprobs)
-                    if answer.stopped:  # leave first: the engine stops however slowly the client reads
+                    if (
+                        answer.stopped
+                    ):  # leave the context first, so that the engine stops even if the client reads slowly
                         last = delta
                         break
                     if request.whole:
@@ -241,17 +242,17 @@ class Generation:
 
     @asynccontextmanager
     async def _charged(self, tenant: str, answer: Callable[[], AnswerText]) -> AsyncGenerator[None]:
-        """Charge a tenant for an answer, as long as it got. What was void when it was started over is not charged."""
+        """Charge a tenant for the final answer; tokens that a restart made void are not charged."""
         try:
             yield
         finally:
             self._tenants.used(tenant, answer().num_tokens, self._clock.now())
 
     async def _checked(self, request: GenerateRequest) -> tuple[ModelCard, TextCodec, TokenBytes, Sampling]:
-        """The model of a request with its codec, and what its engine gets: the prompt, and how to sample.
+        """Return the model card, the codec, the prompt tokens and the engine's sampling parameters of a request.
 
         Raises:
-            Refused: It is late, or asks for what there is not.
+            RequestRejected: The deadline has passed, or the request is invalid.
         """
         self._check_deadline(request.deadline)
         card, codec = self._resolve(request.model)
@@ -327,7 +328,7 @@ class Generation:
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Put the pieces of an answer together."""
+    """Join the pieces of an answer."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -338,7 +339,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
 
 
 def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -> Sampling:
-    """What engines are told: how many tokens at most, and which ones end the answer."""
+    """Return the engine's sampling parameters: with the most tokens, and with all tokens that end the answer."""
     sampling = request.sampling
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *codec.eos_token_ids)
     return structs.replace(
@@ -353,7 +354,7 @@ def _quoted(name: str) -> str:
 
 
 class _RequestTimes:
-    """Times of one request, told to the metrics once it is over."""
+    """The times of one request, reported to the metrics at its end."""
 
     def __init__(self, clock: Clock, metrics: RouterProcessMetrics) -> None:
         self._clock = clock
@@ -385,6 +386,6 @@ class _RequestTimes:
         self._end(reason, (), None)
 
     def _end(self, outcome: Finish | Reason, kv: tuple[KvPhase, ...], usage: Usage | None) -> None:
-        if not self._over:  # closing the iterator after `Finished` is no cancellation
+        if not self._over:  # closing the iterator after `Finished` does not count as a cancellation
             self._over = True
             self._metrics.ended(outcome, kv, usage, (self._clock.now() - self._began) / SECOND)

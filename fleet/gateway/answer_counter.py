@@ -1,15 +1,15 @@
-"""How long an answer has become, from its bytes as they pass."""
+"""Answer counter: estimates the tokens of an answer from its bytes."""
 
 import re
 
-TAIL_BYTES = 512  # of an answer, in which its usage stands
+TAIL_BYTES = 512  # end of an answer, which holds its usage
 
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
 _EVENT = b"data: {"
 
 
 class AnswerCounter:
-    """Tokens of an answer, roughly: its events where it is streamed, else what its usage says."""
+    """Token count of an answer: its events if it is streamed, else its reported usage."""
 
     def __init__(self) -> None:
         self.events = False
@@ -17,11 +17,11 @@ class AnswerCounter:
         self._tail = b""
 
     def count(self, piece: bytes) -> int:
-        """Those that are new with this piece."""
+        """Return the number of new tokens in this piece."""
         text = self._tail + piece
         if self.events:
             new = text.count(_EVENT)
-            # What may be the beginning of the next mark, and none that was counted.
+            # Keep a possible beginning of the next event, but no event that was counted.
             self._tail = text[-(len(_EVENT) - 1) :]
         else:
             said = _COMPLETION_TOKENS.findall(text)

@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, as a gateway tells them to an endpoint picker (rules 1 to 4 and 7 of `fleet.gateway.endpoint_picker`)."""
+"""Call of a gateway: one HTTP request and its answer (rules 1 to 4 and 7 of `endpoint_picker.py`)."""
 
 import asyncio
 import secrets
@@ -26,7 +26,8 @@ from fleet.gateway.ext_proc import (
     subset_of,
 )
 from fleet.gateway.prompts import PromptReaderApi
-from fleet.gateway.selection import MAX_REPORTED, SelectedRequest, SelectionService
+from fleet.gateway.selected_requests import SelectedRequest
+from fleet.gateway.selection import MAX_REPORTED, SelectionService
 from fleet.net.grpc.calls import Context, parse_message, send_message
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
@@ -35,39 +36,37 @@ from fleet.v1 import ext_proc_pb2 as pb
 
 
 class PickerContext(Struct, kw_only=True):
-    """What all calls of a picker share."""
+    """State that all calls of a picker share."""
 
     settings: EndpointPickerSettings
-    """Limits."""
 
     endpoints: PickerEndpoints
     selection: SelectionService
-    """Books."""
 
     prompts: PromptReaderApi
     held_bytes: int = 0
-    """Of bodies."""
+    """Bytes of bodies in memory."""
 
 
 class PickerStage(Enum):
-    """Of one HTTP request, as its gateway tells it."""
+    """Stage of one HTTP request, as its gateway reports it."""
 
     NEW = auto()
-    BODY = auto()  # of the request
-    SENT = auto()  # to its endpoint
-    ANSWER = auto()  # its body
+    BODY = auto()  # the body of the request arrives
+    SENT = auto()  # the request was sent to its endpoint
+    ANSWER = auto()  # the body of the answer passes
     OVER = auto()
 
 
 TAKEN: Mapping[PickerStage, frozenset[str]] = {
     PickerStage.NEW: frozenset({"request_headers"}),
-    # An answer may come before a request has: one of the gateway's own.
+    # The gateway may answer itself before the request is complete.
     PickerStage.BODY: frozenset({"request_body", "request_trailers", "response_headers"}),
     PickerStage.SENT: frozenset({"response_headers"}),
     PickerStage.ANSWER: frozenset({"response_body", "response_trailers"}),
     PickerStage.OVER: frozenset(),
 }
-"""What may come at each stage."""
+"""Messages that are allowed at each stage."""
 
 PickerAnswers = list[pb.ProcessingResponse]
 
@@ -80,23 +79,23 @@ class PickerCall:
         self._stage = PickerStage.NEW
         self._due = asyncio.get_running_loop().time() + desk.settings.body_seconds
         self._refused = False
-        self._own = False  # goes to the router itself, as it comes
-        self._streamed = True  # whether the gateway passes on what it is sent of an answer
+        self._own = False  # forwarded unchanged to the router's own endpoint
+        self._streamed = True  # the gateway passes on the bytes that the picker returns
         self._tells_answer = True
         self._path = ""
         self._authorization = ""
         self._subset: tuple[str, ...] | None = None
         self._body = bytearray()
-        self._endpoint = ""  # picked
+        self._endpoint = ""  # the picked endpoint
         self._arrived: Arrived | None = None
         self._booking: SelectedRequest | None = None
         self._counter: AnswerCounter | None = None
 
     async def run(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        """Serve it.
+        """Serve the call.
 
         Raises:
-            Refused: INVALID_ARGUMENT; the gateway has broken the protocol.
+            RequestRejected: INVALID_ARGUMENT, because the gateway has broken the protocol.
         """
         coming = aiter(messages)
         while not self._refused:
@@ -109,12 +108,12 @@ class PickerCall:
                 return
             message = parse_message(pb.ProcessingRequest, content)
             if message.observability_mode:
-                continue  # nothing that is said here counts
+                continue  # answers to observers are ignored
             for response in await self._heard(message):
                 await send_message(context, response)
 
     def end(self) -> None:
-        """Whatever was booked is given back."""
+        """Release the reservation."""
         self._let_go()
         if self._booking is not None:
             self._desk.selection.end(self._booking)
@@ -124,10 +123,10 @@ class PickerCall:
             self._counter = None
 
     async def _next(self, messages: AsyncIterator[bytes]) -> bytes | None:
-        """What comes next; None: the gateway has ended the call.
+        """Return the next message; None: the gateway has ended the call.
 
         Raises:
-            TimeoutError: The request was due.
+            TimeoutError: The request was not complete in time.
         """
         async with asyncio.timeout_at(self._due if self._stage in (PickerStage.NEW, PickerStage.BODY) else None):
             return await anext(messages, None)
@@ -135,14 +134,14 @@ class PickerCall:
     def _late(self) -> RequestRejected:
         seconds = self._desk.settings.body_seconds
         return RequestRejected(
-            Reason.DEADLINE_PASSED, f"the request was not whole within {seconds:g} s; send it faster"
+            Reason.DEADLINE_PASSED, f"the request was not complete within {seconds:g} s; send it faster"
         )
 
     async def _heard(self, message: pb.ProcessingRequest) -> PickerAnswers:
         kind = message.WhichOneof("request") or "nothing"
         if kind not in TAKEN[self._stage]:
             taken = " or ".join(sorted(TAKEN[self._stage])) or "the end of the call"
-            raise invalid("request", f"{kind} came where {taken} was due")
+            raise invalid("request", f"{kind} came where {taken} was expected")
         try:
             match kind:
                 case "request_headers":
@@ -165,7 +164,7 @@ class PickerCall:
             self._let_go()
             return [refusal(refused)]
 
-    # The request
+    # Request
 
     def _begin(self, message: pb.ProcessingRequest) -> PickerAnswers:
         headers = headers_of(message.request_headers, (":path", "authorization"))
@@ -191,7 +190,7 @@ class PickerCall:
         return []
 
     async def _took(self, piece: pb.HttpBody) -> PickerAnswers:
-        """A part of the body."""
+        """Handle a piece of the body."""
         if self._own:
             self._stage = PickerStage.SENT if piece.end_of_stream else PickerStage.BODY
             return [request_piece(piece)]
@@ -211,13 +210,13 @@ class PickerCall:
         return await self._whole(ends=True) if piece.end_of_stream else []
 
     async def _whole(self, *, ends: bool) -> PickerAnswers:
-        """The body is there: place the request.
+        """Place the request, whose body is complete.
 
         Args:
-            ends: Whether no trailers follow.
+            ends: True if no trailers follow.
 
         Raises:
-            Refused: It goes nowhere.
+            RequestRejected: It cannot be placed.
         """
         if self._own:
             self._stage = PickerStage.SENT
@@ -232,7 +231,7 @@ class PickerCall:
         return [picked(endpoints, prefill, len(body) if ends else None), *body_pieces(body, ends=ends)]
 
     async def _place(self, body: bytes) -> tuple[list[str], str]:
-        """Endpoints, the best first, and the prefill worker's."""
+        """Place a request; return its endpoints, the best first, and the prefill worker's."""
         desk, settings = self._desk, self._desk.settings
         arrived = await desk.prompts.arrival(self._path, body, self._authorization)
         endpoints = desk.endpoints.within(self._subset)
@@ -251,23 +250,23 @@ class PickerCall:
             raise rename_field(refused, OPENAI_FIELD_NAMES) from refused
         self._counter = AnswerCounter()
         chosen = [decision.decode, *([] if decision.prefill is None else [decision.prefill])]
-        if not all(each in endpoints for each in chosen):  # has joined while the request waited
+        if not all(each in endpoints for each in chosen):  # a worker has joined while the request waited
             endpoints = desk.endpoints.within(self._subset)
             if not all(each in endpoints for each in chosen):
                 raise desk.endpoints.nobody(self._subset)
         self._endpoint = endpoints[decision.decode]
         if decision.prefill is not None:
-            # Whoever else might answer need not fit together with that one.
+            # Fallback workers may not fit together with this prefill worker.
             return [self._endpoint], endpoints[decision.prefill]
         others = decision.next_best(settings.fallbacks) if settings.fallbacks else ()
         return [self._endpoint, *(endpoints[each] for each in others if each in endpoints)], ""
 
     def _let_go(self) -> None:
-        """Of the body."""
+        """Forget the body."""
         self._desk.held_bytes -= len(self._body)
         self._body = bytearray()
 
-    # The answer
+    # Answer
 
     def _answer_begins(self, message: pb.ProcessingRequest) -> PickerAnswers:
         self._let_go()
@@ -297,12 +296,12 @@ class PickerCall:
 
     def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
         if self._booking is not None:
-            told = min(tokens, MAX_REPORTED)  # a server may say any number
+            told = min(tokens, MAX_REPORTED)  # a server may report any number
             if not self._desk.selection.report(self._booking, prefilled=prefilled, answer_tokens=told):
                 self._booking = None
 
     def _move(self, served: str) -> None:
-        """Book where the answer comes from, and nowhere else (rule 4)."""
+        """Move the reservation to the endpoint that answers (rule 4)."""
         desk = self._desk
         assert self._arrived is not None
         assert self._booking is not None
@@ -311,7 +310,7 @@ class PickerCall:
         try:
             (there,) = desk.endpoints.within([served])
         except (RequestRejected, ValueError):
-            return  # none of ours, or several behind one port
+            return  # not a worker of this router, or several behind one port
         self._arrived = structs.replace(
             self._arrived,
             request_id=RequestId(f"pick-{secrets.token_hex(8)}"),
@@ -325,6 +324,6 @@ class PickerCall:
 
 
 def _api_path(path: str) -> str:
-    """The path of the API, whatever gateways put before it."""
+    """Return the path of the API without prefixes of gateways."""
     path = path.partition("?")[0]
     return next((each for each in (CHAT, COMPLETIONS, EMBEDDINGS) if path.endswith(each)), path)

@@ -1,19 +1,20 @@
-"""The router's placement for gateways: an endpoint picker of the Gateway API Inference Extension, behind Envoy's `ext_proc`.
+"""Endpoint picker: places requests for gateways, by the Gateway API Inference Extension and Envoy's `ext_proc`.
 
 Rules:
 
-1. A request is read whole, placed and booked in one step, as by `fleet.v1.Selection` and in the same books; then its headers go on
-   with the endpoint, and its body as it came. Only the endpoints that the gateway allows are picked from.
-2. A request that goes nowhere is answered in place of a server: 503 when nobody is ready for it, 429 with a hint when it is shed, and
-   what the OpenAI API would say when it is wrong.
-3. What is booked is given back when the answer ends, when the gateway ends the call, or when it tells nothing for the lease.
-   Tokens are counted as they pass, roughly, so that the load is known while it lasts.
-4. The endpoint that has answered counts, and not the one that was picked: where the gateway tells of another, the booking moves there.
-5. A request without a body, or for a path that generates nothing, has nothing to be placed by: it goes to the endpoint with the
-   fewest requests, and books nothing.
-6. Of several pickers that do not know of each other's bookings, gateways are to ask one. The others are not ready, and answer 503 as
-   long as they know of one who leads; without that knowledge they rather pick with half of the truth than not at all.
-7. A gateway that breaks the protocol gets a gRPC status, since no answer of ours could be told from its confusion.
+1. A request is read completely, then placed and reserved in one step, with the reservations of `fleet.v1.Selection`.
+   Then its headers go on with the endpoint, and its body unchanged. Only endpoints that the gateway allows are picked.
+2. A request that cannot be placed is answered in place of a server: 503 if no worker is ready, 429 with a retry hint if
+   it is shed, and the OpenAI API's error if it is invalid.
+3. A reservation ends when the answer ends, when the gateway ends the call, or when the gateway is silent for the lease.
+   Tokens are counted roughly as they pass, so that the load is known meanwhile.
+4. The endpoint that answers counts, not the picked one: if the gateway names another, the reservation moves there.
+5. A request without a body, or for a path that generates nothing, goes to the endpoint with the fewest requests and
+   reserves nothing.
+6. Several pickers may not know each other's reservations, so gateways should ask only one of them. The others are not
+   ready, and answer 503 while they know of a leader. Without that knowledge they pick, because half of the load data is
+   better than no answer.
+7. A gateway that breaks the protocol gets a gRPC error.
 """
 
 import asyncio
@@ -44,14 +45,15 @@ async def open_endpoint_picker(
     """Listen and serve until the context ends; then running calls are cancelled.
 
     Args:
-        settings: Where.
-        picker: That serves.
-        shared: Whether other processes may listen on the same port.
-        connection_seconds: How long a gateway's connection lasts; 0: for as long as the gateway likes. A gateway has one for all its
-            requests, so it is by this that they spread over the pickers behind a Service, and are elsewhere before this one ends.
+        settings: The address.
+        picker: The service.
+        shared: True if other processes may listen on the same port.
+        connection_seconds: Longest life of a gateway's connection; 0: no limit. A gateway sends all its requests over
+            one connection, so a limit spreads gateways over the pickers of a Service, and moves them before this one
+            ends.
 
     Raises:
-        ConfigurationRefused: Nobody can listen there; the message says why.
+        ConfigurationRefused: The address cannot be listened on; the message says why.
     """
     server = grpc.aio.server(options=frontend_server_options(shared=shared, connection_seconds=connection_seconds))
     picker.add(server)
@@ -62,7 +64,7 @@ async def open_endpoint_picker(
 
 
 class EndpointPicker:
-    """Serves any number of gateways."""
+    """The endpoint picker service, for any number of gateways."""
 
     def __init__(
         self,
@@ -72,16 +74,16 @@ class EndpointPicker:
         prompts: PromptReaderApi,
         standing: PickerLeadership | None = None,
     ) -> None:
-        """Nothing is started.
+        """Prepare the service.
 
         Args:
             settings: Limits.
             router: Knows the workers.
-            selection: Books.
+            selection: Places and reserves.
             prompts: Reads requests.
-            standing: Among other pickers; None: it is the only one.
+            standing: Leadership among several pickers; None: it is the only one.
         """
-        self.address = ""  # with the port that was taken
+        self.address = ""  # with the real port
         self._endpoints = PickerEndpoints(settings, router, standing or SolePicker())
         self._desk = PickerContext(settings=settings, endpoints=self._endpoints, selection=selection, prompts=prompts)
         self._calls = 0
@@ -90,20 +92,20 @@ class EndpointPicker:
 
     @property
     def held_bytes(self) -> int:
-        """Of bodies that are not whole or not placed yet."""
+        """Bytes of bodies that are incomplete or not placed yet."""
         return self._desk.held_bytes
 
     def add(self, server: grpc.aio.Server) -> None:
-        stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
+        stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs do not know coroutines
         methods = {"Process": stream(self._process, response_serializer=serialize)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
     def ready(self) -> bool:
-        """Whether a request sent now would find a worker."""
+        """Return True if a request that came now would find a worker."""
         return self._endpoints.ready()
 
     async def drain(self, within: Nanos) -> None:
-        """Say that this picker is going away, and wait for the answers that pass."""
+        """Announce that this picker is leaving, and wait for the answers that still pass."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within / SECOND):
                 await self._endpoints.leave()

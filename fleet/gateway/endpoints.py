@@ -1,4 +1,4 @@
-"""Which endpoints a gateway may be sent to, and whether this picker is the one to ask (rules 5 and 6 of `fleet.gateway.endpoint_picker`)."""
+"""Endpoints of a gateway, and leadership among pickers (rules 5 and 6 of `endpoint_picker.py`)."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -18,7 +18,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class RouterApi(Protocol):
-    """What is needed of `fleet.router.server.RouterServer`."""
+    """The part of `fleet.router.server.RouterServer` that the picker needs."""
 
     def models(self) -> tuple[ModelCard, ...]: ...
 
@@ -28,23 +28,23 @@ class RouterApi(Protocol):
 
 
 class PickerLeadership(Protocol):
-    """Of this picker, among several that do not know of each other's bookings."""
+    """Leadership among pickers that do not know each other's reservations."""
 
     def leads(self) -> bool:
-        """Whether gateways are to ask this one."""
+        """Return True if gateways should ask this picker."""
         ...
 
     def follows(self) -> bool:
-        """Whether another one leads, as far as is known."""
+        """Return True if another picker is known to lead."""
         ...
 
     async def resign(self) -> None:
-        """Have another one lead from now on; takes a few seconds at most."""
+        """Let another picker lead from now on; it takes a few seconds at most."""
         ...
 
 
 class SolePicker:
-    """There is no other. Implements `PickerLeadership`."""
+    """Leadership of the only picker. Implements `PickerLeadership`."""
 
     def leads(self) -> bool:
         return True
@@ -53,19 +53,19 @@ class SolePicker:
         return False
 
     async def resign(self) -> None:
-        """To nobody."""
+        """Do nothing, because there is no other picker."""
 
 
 class PickerEndpoints:
-    """Those of the workers that a router knows, for gateways."""
+    """Endpoints of the workers that a router knows, for gateways."""
 
     def __init__(self, settings: EndpointPickerSettings, router: RouterApi, standing: PickerLeadership) -> None:
-        """Nothing is started.
+        """Prepare the endpoints.
 
         Args:
-            settings: Where gateways reach workers.
+            settings: How gateways reach workers.
             router: Knows the workers.
-            standing: Of this picker among others.
+            standing: Leadership of this picker.
         """
         self._settings = settings
         self._own_endpoint = settings.own_endpoint
@@ -74,19 +74,22 @@ class PickerEndpoints:
         self._leaving = False
 
     def ready(self) -> bool:
-        """Whether a request sent now would find a worker."""
+        """Return True if a request that came now would find a worker."""
         return self._standing.leads() and not self._leaving and bool(self._router.models())
 
     async def leave(self) -> None:
-        """Be ready no more, and have another picker lead. Who still asks is answered: gateways hear of it later."""
+        """Stop being ready and let another picker lead.
+
+        Requests are still answered, because gateways notice with a delay.
+        """
         self._leaving = True
         await self._standing.resign()
 
     def within(self, subset: Sequence[str] | None) -> dict[WorkerId, str]:
-        """The workers that may be picked, with their endpoints.
+        """Return the workers that may be picked, with their endpoints.
 
         Raises:
-            Refused: There is none.
+            RequestRejected: There is none.
         """
         port = self._settings.target_port
         every = {worker_id: endpoint_at(address, port) for worker_id, address in self._router.addresses().items()}
@@ -101,14 +104,14 @@ class PickerEndpoints:
         return found
 
     def allowed(self, endpoints: Mapping[WorkerId, str]) -> tuple[WorkerId, ...] | None:
-        """Which workers may take part; None: all."""
+        """Return the workers that may take part in the placement; None: all."""
         return None if len(endpoints) == len(self._router.addresses()) else tuple(endpoints)
 
     def idlest(self, subset: Sequence[str] | None) -> str:
-        """The one with the fewest requests (rule 5).
+        """Return the endpoint with the fewest requests (rule 5).
 
         Raises:
-            Refused: There is none.
+            RequestRejected: There is none.
         """
         endpoints = self.within(subset)
         answering = [
@@ -123,10 +126,10 @@ class PickerEndpoints:
         return endpoints[min(answering, key=lambda each: each.booked_requests + each.booked_elsewhere).worker_id]
 
     def own(self, subset: Sequence[str] | None) -> str:
-        """The router's own, where requests are placed when they come.
+        """Return the endpoint of the router itself, which places requests when they arrive.
 
         Raises:
-            Refused: It may not be picked, or has no worker.
+            RequestRejected: It may not be picked, or has no worker.
         """
         endpoint = self._own_endpoint
         if not self.ready() or (subset is not None and endpoint not in subset):
@@ -134,10 +137,10 @@ class PickerEndpoints:
         return endpoint
 
     def check(self) -> None:
-        """Let a request in.
+        """Check that this picker may take a request.
 
         Raises:
-            Refused: DRAINING; another picker has to be asked.
+            RequestRejected: DRAINING, because another picker leads.
         """
         if self._standing.follows() and not self._leaving:
             raise RequestRejected(
@@ -145,7 +148,7 @@ class PickerEndpoints:
             )
 
     def nobody(self, subset: Sequence[str] | None) -> RequestRejected:
-        """Why a request goes nowhere."""
+        """Return the rejection of a request for which no endpoint is ready."""
         cause = "no endpoint is ready"
         if subset is not None:
             cause = f"none of the {len(subset)} endpoints that the gateway allows is ready"
@@ -156,11 +159,11 @@ class PickerEndpoints:
 
 @lru_cache(maxsize=KNOWN_ADDRESSES)
 def endpoint_at(address: str, port: int) -> str:
-    """``ip:port`` of a worker; empty where it is known by no IP address.
+    """Return ``ip:port`` of a worker; empty if it is not known by an IP address.
 
     Args:
-        address: As the worker is known: ``host:port`` or a URL.
-        port: In place of its own; 0: its own.
+        address: ``host:port`` or a URL.
+        port: Replaces the worker's port, unless it is 0.
     """
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")

@@ -1,8 +1,7 @@
-"""Messages between a gateway and an endpoint picker (endpoint picker protocol 1.0), read and written. No I/O.
+"""Messages between a gateway and an endpoint picker (endpoint picker protocol 1.0): parsing and building, without I/O.
 
-Names of headers and metadata are those of
-https://github.com/kubernetes-sigs/gateway-api-inference-extension (docs/proposals/004-endpoint-picker-protocol); the header
-for the prefill worker is llm-d's, whose sidecars read it.
+Names of headers and metadata come from https://github.com/kubernetes-sigs/gateway-api-inference-extension
+(docs/proposals/004-endpoint-picker-protocol). The header for the prefill worker is llm-d's, whose sidecars read it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from functools import lru_cache
 from google.protobuf.struct_pb2 import Struct as Fields
 
 from fleet.core.errors import RequestRejected
-from fleet.frontend.openai.answers import error_body
+from fleet.net.http.errors import error_body
 from fleet.net.status_codes import REASON_STATUSES
 from fleet.router.settings.endpoint_picker import endpoint_in
 from fleet.v1 import ext_proc_pb2 as pb
@@ -29,13 +28,13 @@ LONGEST_ENDPOINT = 64
 KNOWN_ENDPOINTS = 4096
 
 PIECE_BYTES = 62 * 1024
-"""Of a body; Envoy recommends at most 64 KiB, with the message around it."""
+"""Largest piece of a body; Envoy recommends at most 64 KiB including the message around it."""
 
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def headers_of(message: pb.HttpHeaders, wanted: Sequence[str]) -> dict[str, str]:
-    """Some headers; of one that comes twice, the first. Names are in lower case."""
+    """Return the wanted headers, with names in lower case; of a repeated header, the first one."""
     found: dict[str, str] = {}
     for each in message.headers.headers:
         if each.key in wanted and each.key not in found:
@@ -44,7 +43,7 @@ def headers_of(message: pb.HttpHeaders, wanted: Sequence[str]) -> dict[str, str]
 
 
 def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
-    """The only endpoints that may be picked, as we spell them; None: any. What is no list of texts allows none."""
+    """Return the endpoints that may be picked; None: any. A hint of another type allows none."""
     hint = _field(message, SUBSET_NAMESPACE, SUBSET)
     if hint is None:
         return None
@@ -55,13 +54,13 @@ def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
 
 
 def served_of(message: pb.ProcessingRequest) -> str:
-    """The endpoint that gave the answer, as we spell it; empty: it is not told."""
+    """Return the endpoint that gave the answer; empty if the gateway does not name it."""
     told = _field(message, NAMESPACE, SERVED)
     return _endpoint_text(told) if isinstance(told, str) else ""
 
 
 def _endpoint_text(endpoint: str) -> str:
-    """An endpoint as `picked` would say it; what is none stays as it came."""
+    """Return an endpoint in the form of `picked`; other texts stay unchanged."""
     endpoint = endpoint.strip()
     return _cached_endpoint(endpoint) if len(endpoint) <= LONGEST_ENDPOINT else endpoint
 
@@ -75,7 +74,7 @@ def _cached_endpoint(endpoint: str) -> str:
 
 
 def _field(message: pb.ProcessingRequest, namespace: str, name: str) -> object:
-    """A value of the metadata as Python has it; None: there is none."""
+    """Return a value of the metadata; None if there is none."""
     spaces = message.metadata_context.filter_metadata
     if namespace not in spaces or name not in spaces[namespace].fields:
         return None
@@ -90,12 +89,12 @@ def _field(message: pb.ProcessingRequest, namespace: str, name: str) -> object:
 
 
 def picked(endpoints: Sequence[str], prefill: str, content_length: int | None) -> pb.ProcessingResponse:
-    """Where a request goes: the same in a header and in metadata.
+    """Name the endpoints of a request, in a header and in metadata.
 
     Args:
         endpoints: At least one, the best first.
-        prefill: Of the prefill worker; empty: there is none.
-        content_length: Of the body as it goes on; None: it is not known, or there is none.
+        prefill: Endpoint of the prefill worker; empty: none.
+        content_length: Length of the forwarded body; None: unknown, or no body.
     """
     destination = ",".join(endpoints)
     told = {DESTINATION: destination}
@@ -103,7 +102,7 @@ def picked(endpoints: Sequence[str], prefill: str, content_length: int | None) -
         told[PREFILL] = prefill
     if content_length is not None:
         told["content-length"] = f"{content_length}"
-    # One that the client made up must reach no sidecar.
+    # A sidecar must never see this header from a client.
     mutation = pb.HeaderMutation(set_headers=_set(told), remove_headers=() if prefill else (PREFILL,))
     metadata = Fields()
     metadata.update({NAMESPACE: {DESTINATION: destination}})
@@ -112,11 +111,11 @@ def picked(endpoints: Sequence[str], prefill: str, content_length: int | None) -
 
 
 def body_pieces(body: bytes, *, ends: bool) -> Iterator[pb.ProcessingResponse]:
-    """A request's body, as it goes on.
+    """Yield the forwarded body of a request.
 
     Args:
-        body: All of it.
-        ends: Whether no trailers follow.
+        body: The complete body.
+        ends: True if no trailers follow.
     """
     for at in range(0, max(1, len(body)), PIECE_BYTES):
         piece = body[at : at + PIECE_BYTES]
@@ -125,16 +124,16 @@ def body_pieces(body: bytes, *, ends: bool) -> Iterator[pb.ProcessingResponse]:
 
 
 def request_piece(piece: pb.HttpBody) -> pb.ProcessingResponse:
-    """A part of a request's body, as it came."""
+    """Forward a piece of a request's body unchanged."""
     return pb.ProcessingResponse(request_body=_streamed(piece.body, ends=piece.end_of_stream))
 
 
 def answer_piece(piece: pb.HttpBody, *, streamed: bool) -> pb.ProcessingResponse:
-    """A part of an answer's body, as it came.
+    """Forward a piece of an answer's body unchanged.
 
     Args:
-        piece: That came.
-        streamed: Whether the gateway passes on what it is sent back; else it passes on what it has, once it hears that it may.
+        piece: The piece.
+        streamed: True if the gateway passes on the returned bytes; else it passes on its own once it is allowed to.
     """
     if not streamed:
         return pb.ProcessingResponse(response_body=pb.BodyResponse())
@@ -147,7 +146,7 @@ def _streamed(body: bytes, *, ends: bool) -> pb.BodyResponse:
 
 
 def refusal(refused: RequestRejected) -> pb.ProcessingResponse:
-    """The answer to a request that goes nowhere, in the shape of the OpenAI API."""
+    """Build the answer to a rejected request, in the form of the OpenAI API."""
     told = {"content-type": "application/json"}
     if refused.retry_after_ms:
         told["retry-after"] = f"{-(-refused.retry_after_ms // 1000)}"

@@ -1,13 +1,16 @@
-"""Which of several endpoint pickers gateways are to ask: the holder of one Lease.
+"""Leader election of endpoint pickers: the holder of a Kubernetes Lease leads.
 
 Rules:
 
-1. It is the operator's election (`fleet.net.kubernetes.election`): the Lease is taken over by who has seen no change of it for its duration, by its
-   own clock, and given back by who ends, which goes on until another one has it.
-2. Who holds it leads, until it could not renew for two thirds of the duration: so at most one leads at any time. But a picker that does not
-   lead refuses requests only while it knows of another holder. An API server that nobody reaches thus costs readiness, not answers.
-3. Where a Service is named, the holder is its only endpoint. So gateways find it though all routers are ready for other clients, and
-   Deployments, budgets and autoscalers, which look at readiness, count them all. The EndpointSlice belongs to the Lease, and goes with it.
+1. The election is the operator's (`fleet.net.kubernetes.election`). A candidate takes the Lease over when it has seen
+   no change of it for its duration, by its own clock. A picker that ends gives the Lease back and serves until another
+   one has it.
+2. The holder leads until it could not renew for two thirds of the duration, so at most one picker leads at any time. A
+   picker that does not lead rejects requests only while it knows another holder: an unreachable API server costs
+   readiness, not answers.
+3. If a Service is named, the holder is its only endpoint. So gateways find the leader, while all routers stay ready for
+   other clients and for Deployments, disruption budgets and autoscalers. The EndpointSlice belongs to the Lease and is
+   removed with it.
 """
 
 import asyncio
@@ -21,34 +24,33 @@ from fleet.net.kubernetes import endpoint_slices, kinds
 from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.endpoint_slices import endpoint_slice
 from fleet.net.kubernetes.kinds import ApiKind
-from fleet.net.kubernetes.leader import LeaseLeader
+from fleet.net.kubernetes.leader import LeaseLeader, LeaseSettings
 from fleet.net.kubernetes.own_pod import own_namespace, own_pod
 from fleet.net.kubernetes.ports import KubernetesApi, KubernetesError, WallClock
 from fleet.net.kubernetes.views import KubernetesLease, NamedObject
 from fleet.router.settings.endpoint_picker import PickerLease
-from operators.settings import LeaseSettings
 
 log = logging.getLogger(__name__)
 
 AGENT = "fleet-picker"
 SLICE = ApiKind(endpoint_slices.GROUP, endpoint_slices.VERSION, endpoint_slices.PLURAL, endpoint_slices.KIND)
-WRITTEN_ANEW = Nanos(60 * SECOND)  # an EndpointSlice that somebody has removed is back after this
+WRITTEN_ANEW = Nanos(60 * SECOND)  # a removed EndpointSlice is written again after this time
 
 
 class LeaseCandidate:
-    """One picker. Implements `fleet.gateway.endpoints.PickerLeadership`."""
+    """One candidate picker. Implements `fleet.gateway.endpoints.PickerLeadership`."""
 
     def __init__(
         self, settings: PickerLease, namespace: str, cluster: KubernetesApi, clock: Clock, wall: WallClock
     ) -> None:
-        """Nothing is read yet.
+        """Prepare; nothing is read yet.
 
         Args:
-            settings: Which Lease, and who this is.
-            namespace: Where the Lease is.
-            cluster: Where it is kept.
-            clock: By which it is seen to end.
-            wall: For people who read it.
+            settings: The Lease, and the identity of this candidate.
+            namespace: Namespace of the Lease.
+            cluster: The API server.
+            clock: Measures the duration of the Lease.
+            wall: Clock for the times that people read.
         """
         self._settings = settings
         self._namespace = namespace
@@ -75,7 +77,7 @@ class LeaseCandidate:
         return self._leader.waits
 
     async def run(self) -> None:
-        """Until it has resigned."""
+        """Run the election until this picker resigns."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._leader.run()), tasks.create_task(self._point())]
@@ -89,13 +91,16 @@ class LeaseCandidate:
         if not self._resigned.is_set():
             self._resigned.set()
             led = self.leads()
-            await self._ended.wait()  # what runs would take the Lease again
+            await self._ended.wait()  # the running election would take the Lease again
             await self._leader.give_back()
             if led:
                 await self._succeeded()
 
     async def _succeeded(self) -> None:
-        """Wait until another one has taken over: gateways still come here. Who waits for the Lease looks at it more often than this waits."""
+        """Wait until another picker leads, because gateways still come here.
+
+        Candidates check the Lease more often than this.
+        """
         with suppress(TimeoutError, KubernetesError):
             async with asyncio.timeout(2 * self._pause):
                 while True:
@@ -104,7 +109,7 @@ class LeaseCandidate:
                     await asyncio.sleep(self._pause / 8)
 
     async def _point(self) -> None:
-        """Have the Service lead here while this one leads; until cancelled."""
+        """Point the Service at this picker while it leads, until cancelled."""
         written: Nanos | None = None
         while self._settings.service:
             with suppress(TimeoutError):
@@ -120,7 +125,8 @@ class LeaseCandidate:
                 written = now
             except KubernetesError as error:
                 log.warning(
-                    "gateways are not told who leads", extra={"service": self._settings.service, "cause": str(error)}
+                    "endpoint of the leading picker not written",
+                    extra={"service": self._settings.service, "cause": str(error)},
                 )
 
     async def _apply_slice(self) -> None:
@@ -137,10 +143,10 @@ class LeaseCandidate:
 
 @asynccontextmanager
 async def open_candidate(settings: PickerLease, clock: Clock, wall: WallClock) -> AsyncIterator[LeaseCandidate]:
-    """A picker that stands for election while the context is open, or until it resigns.
+    """Run a candidate until the context ends or it resigns.
 
     Raises:
-        ConfigurationRefused: It is not said how to reach the API, or in which namespace.
+        ConfigurationRefused: The settings do not say how to reach the API server, or which namespace to use.
     """
     namespace = settings.namespace or own_namespace()
     if not namespace:

@@ -1,4 +1,4 @@
-"""Requests that an endpoint picker is asked about, read as those that the router serves itself."""
+"""Prompt reader: reads the requests of a gateway in the same way as those of the router's own API."""
 
 import secrets
 from typing import Protocol
@@ -16,28 +16,28 @@ from fleet.router.tenants import Tenants
 
 
 class PromptReaderApi(Protocol):
-    """Reads requests."""
+    """Reads the requests of gateways."""
 
     async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
-        """What the router has to know of a request.
+        """Return what placement needs to know of a request.
 
         Args:
             path: One of `fleet.frontend.openai.relay_requests.PATHS`.
-            body: Whole.
-            authorization: What the client sent to prove its tenant.
+            body: The complete body.
+            authorization: The client's credentials.
 
         Raises:
-            Refused: It is not to be placed.
+            RequestRejected: It cannot be placed.
         """
         ...
 
     def answered(self, tenant: str, tokens: int) -> None:
-        """A tenant has got so many."""
+        """Charge a tenant for answer tokens."""
         ...
 
 
 class ApiPromptReader:
-    """Those that the router's own HTTP API takes. Implements `PromptReaderApi`."""
+    """Reads requests of the router's own HTTP API. Implements `PromptReaderApi`."""
 
     def __init__(self, generation: Generation, relay: Relay | None, tenants: Tenants, clock: Clock) -> None:
         self._generation = generation

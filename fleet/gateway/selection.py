@@ -1,21 +1,24 @@
-"""`fleet.v1.Selection`: the router's brain for other proxies, which send the requests themselves.
+"""Selection service `fleet.v1.Selection`: places requests for proxies that send them themselves.
 
 Rules:
 
-1. To the router a selected request is one like any other: it is placed and booked in one step, waits when it must, is
-   explained, and counts as load. Only the work is never sent: `SelectionAwareWorkers` keeps it back.
-2. A booking is held by a lease. Whoever reports renews it; one that is not renewed ends as if its client had gone.
-3. When a worker of it is lost the booking ends: where the request really runs, only its proxy knows.
-4. A lease is of the router that gave it. Several of them are behind one port, so what is said here of another one's is passed on to them.
-5. Callers are trusted, but not to be without faults: leases last no longer than `SelectionSettings.max_lease_ms`, and all those of one
-   caller hold no more than its share of the workers' places. Beyond that it is refused (RESOURCE_EXHAUSTED) and may try again.
-6. `uncached_tokens` tells whether somebody has sent the same prompt in the tenant's name. So this service is on the control port only.
+1. For the router a selected request is like any other: it is placed and reserved in one step, waits if it must, can be
+   explained, and counts as load. Only its attempts are not sent: `SelectionAwareWorkers` holds them back.
+2. A lease holds the reservation. Each report renews it; a lease that nobody renews ends as if its client had
+   disconnected.
+3. If one of its workers is lost, the lease ends, because only the proxy knows where the request really runs.
+4. A lease belongs to the router that gave it. Several routers share a port, so a call about another router's lease is
+   passed on to the others.
+5. Callers are trusted, but may have bugs: a lease lasts at most `SelectionSettings.max_lease_ms`, and the leases of one
+   caller hold at most its share of the workers' places. Beyond that, calls are rejected (RESOURCE_EXHAUSTED) and may be
+   retried.
+6. `uncached_tokens` reveals whether the tenant has sent the same prompt before. So this service is on the control port
+   only.
 """
 
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable
 from typing import Protocol
 
 import grpc
@@ -24,16 +27,15 @@ from google.protobuf.message import Message
 from fleet.core.clock import MILLISECOND, SECOND
 from fleet.core.errors import Reason, RequestRejected, invalid
 from fleet.core.ids import ModelName, RequestId, WorkerId
-from fleet.core.requests import TOKEN_BYTES, Finish, ModelCard, Sampling
-from fleet.core.roles import Phase, Placement
+from fleet.core.requests import TOKEN_BYTES, ModelCard, Sampling
+from fleet.core.roles import Placement
 from fleet.core.validation import check_hints
-from fleet.core.work import Handoff, Progress, Start
+from fleet.gateway.selected_requests import Holder, SelectedRequest, SelectionAwareWorkers
 from fleet.net.control.access import caller_name
 from fleet.net.grpc.calls import Context, parse_message, unary_context_handler, unary_handler
 from fleet.net.grpc.port import GrpcServerApi
-from fleet.router.messages import Arrived, Complete, Emit, StartedOver, WorkerEvent, WorkerStepped, request_of
+from fleet.router.messages import Arrived, WorkerEvent
 from fleet.router.placement.decision import Decision
-from fleet.router.ports import Workers
 from fleet.router.server import RequestListener
 from fleet.router.settings.selection import SelectionSettings
 from fleet.router.state.lora import resolve_model
@@ -44,13 +46,12 @@ SERVICE = "fleet.v1.Selection"
 
 DEFAULT_LEASE_MS = 30_000
 DEFAULT_WAIT_MS = 10_000
-MAX_REPORTED = 65_536  # tokens at once
+MAX_REPORTED = 65_536  # per report
 RETRY_AFTER_MS = 1000
-TOKEN = 0  # stands for each of an answer, which only the proxy knows
 
 
 class RouterApi(Protocol):
-    """What is needed of `fleet.router.server.RouterServer`."""
+    """The part of `fleet.router.server.RouterServer` that the service needs."""
 
     def open(self, arrived: Arrived, stream: RequestListener) -> None: ...
 
@@ -68,105 +69,15 @@ class RouterApi(Protocol):
 
 
 class PeerRoutersApi(Protocol):
-    """What is needed of `fleet.peers.routers.PeerRouters`."""
+    """The part of `fleet.peers.routers.PeerRouters` that the service needs."""
 
     async def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None: ...
 
     async def released(self, release: pb.ReleaseRequest) -> None: ...
 
 
-Holder = tuple[str, ModelName]
-"""The caller that holds leases, and the model of the workers that they are of."""
-
-
-class SelectedRequest:
-    """One selected request. Implements `fleet.router.server.RequestListener`."""
-
-    def __init__(
-        self,
-        request_id: RequestId,
-        lease_seconds: float,
-        end: Callable[["SelectedRequest"], None],
-        holder: "Holder | None",
-    ) -> None:
-        self.request_id = request_id
-        self.holder = holder
-        self.lease_seconds = lease_seconds
-        self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.work: tuple[WorkerId, Start] | None = None
-        self.decode = WorkerId("")  # that the caller was told of
-        self._end = end
-        self._handed_over = False
-        self._answered = 0  # tokens
-        self._lease: asyncio.TimerHandle | None = None
-
-    def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        if isinstance(item, RequestRejected) and not self.placed.done():
-            self.placed.set_exception(item)
-        elif not isinstance(item, Emit):
-            self._end(self)
-
-    def begun(self, worker_id: WorkerId, start: Start) -> None:
-        """The router has placed it, or goes on with it."""
-        as_told = self._handed_over and worker_id == self.decode  # else the decode worker was lost meanwhile
-        lost = self.work is not None and not as_told
-        self.work, self._handed_over = (worker_id, start), False
-        if lost:
-            asyncio.get_running_loop().call_soon(self._end, self)  # the machine is in the middle of a decision
-        elif not self.placed.done():
-            self.placed.set_result(None)
-
-    def renew(self) -> None:
-        self.stop_lease()
-        self._lease = asyncio.get_running_loop().call_later(self.lease_seconds, self._end, self)
-
-    def stop_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-
-    def prefilled(self, decision: Decision) -> WorkerStepped | None:
-        """What its prefill worker would have told at the end, had the router sent it there; None if it has none, or had."""
-        assert self.work is not None
-        worker_id, start = self.work
-        if start.phase is not Phase.PREFILL:
-            return None
-        self._handed_over = True
-        assert decision.kv_path is not None, "there is a way between the workers of a pair"
-        handoff = Handoff(kv_path=decision.kv_path, prefill_worker=worker_id, fingerprint="", num_tokens=0)
-        done = Progress(request_id=start.request_id, token_ids=(TOKEN,), finish=Finish.LENGTH, handoff=handoff)
-        return WorkerStepped(worker_id=worker_id, progress=(done,))
-
-    def answered(self, tokens: int) -> WorkerStepped:
-        """What the worker that answers would have told; of more tokens than were asked for, all that were."""
-        assert self.work is not None
-        worker_id, start = self.work
-        told = min(tokens, start.sampling.max_tokens - self._answered)
-        self._answered += told
-        progress = Progress(request_id=start.request_id, token_ids=(TOKEN,) * told)
-        return WorkerStepped(worker_id=worker_id, progress=(progress,))
-
-
-class SelectionAwareWorkers:
-    """Workers, except that what was only selected is not sent. Implements `fleet.router.ports.Workers`."""
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self.bookings: dict[RequestId, SelectedRequest] = {}
-
-    def start(self, worker_id: WorkerId, start: Start) -> None:
-        booking = self.bookings.get(request_of(start.request_id)) if self.bookings else None
-        if booking is None:
-            self._workers.start(worker_id, start)
-        else:
-            booking.begun(worker_id, start)
-
-    def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
-        if request_of(request_id) not in self.bookings:
-            self._workers.cancel(worker_id, request_id)
-
-
 class SelectionService:
-    """The service over one router."""
+    """The selection service of one router."""
 
     def __init__(
         self, router: RouterApi, workers: SelectionAwareWorkers, settings: SelectionSettings, *, tenant_secret: bytes
@@ -176,7 +87,7 @@ class SelectionService:
         self._bookings = workers.bookings
         self._held: Counter[Holder] = Counter()
         self._tenant_secret = tenant_secret
-        self.others: PeerRoutersApi | None = None  # routers of the cluster
+        self.others: PeerRoutersApi | None = None  # the other routers of the cluster
 
     def add(self, server: GrpcServerApi) -> None:
         methods = {
@@ -187,40 +98,40 @@ class SelectionService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
     def drain(self) -> None:
-        """End all leases: they end with this process anyway, and nobody waits here for what they are about."""
+        """End all leases, because they end with this process."""
         for booking in list(self._bookings.values()):
-            if booking.placed.done():  # else its caller waits here
+            if booking.placed.done():  # else its caller still waits
                 self.end(booking)
 
     async def book(
         self, arrived: Arrived, *, lease_seconds: float, wait_seconds: float, caller: str = ""
     ) -> tuple[SelectedRequest, Decision]:
-        """Place a request and book it, in one step.
+        """Place and reserve a request in one step.
 
         Args:
-            arrived: With `second_hand`.
-            lease_seconds: After which the booking ends that nobody renews.
-            wait_seconds: At most, while all workers are busy.
-            caller: Whose share of the workers' places it counts against; empty: nobody's.
+            arrived: The request, marked as external.
+            lease_seconds: Time after which an unrenewed lease ends.
+            wait_seconds: Longest wait while all workers are busy.
+            caller: The caller whose share of the places it uses; empty: nobody's.
 
         Raises:
-            Refused: Nobody can serve it.
-            TimeoutError: Nobody has had room for it in time.
+            RequestRejected: No worker can serve it.
+            TimeoutError: No worker had room in time.
         """
         booking = self._opened(arrived, lease_seconds, (caller, arrived.model) if caller else None)
         try:
             async with asyncio.timeout(wait_seconds):
                 await booking.placed
-        except BaseException:  # refused, or too late, or the caller has gone
+        except BaseException:  # rejected, too late, or the caller has disconnected
             self.end(booking)
             raise
         return booking, self._begun(booking)
 
     def book_now(self, arrived: Arrived, *, lease_seconds: float) -> SelectedRequest:
-        """The same where there is room at this moment.
+        """Place and reserve a request if there is room now.
 
         Raises:
-            Refused: Nobody can serve it now.
+            RequestRejected: No worker can serve it now.
         """
         booking = self._opened(arrived, lease_seconds)
         busy = RequestRejected(Reason.QUEUE_FULL, "all workers are busy", retry_after_ms=RETRY_AFTER_MS)
@@ -268,12 +179,12 @@ class SelectionService:
         return decision
 
     def report(self, booking: SelectedRequest, *, prefilled: bool, answer_tokens: int) -> bool:
-        """Tell how a booked request goes on, which renews its lease; False: the booking has ended.
+        """Report the progress of a selected request, which renews its lease; return False if the lease has ended.
 
         Args:
-            booking: Of the request.
-            prefilled: Whether its prompt is computed.
-            answer_tokens: That have come since the last report.
+            booking: The request.
+            prefilled: True if its prompt is computed.
+            answer_tokens: Answer tokens since the last report.
         """
         decision = self._router.decision(booking.request_id)
         if self._bookings.get(booking.request_id) is not booking or decision is None:
@@ -286,7 +197,7 @@ class SelectionService:
         return True
 
     def end(self, booking: SelectedRequest) -> None:
-        """Give back what is booked; once more is no error."""
+        """End a lease and release its reservation; ending it again is no error."""
         booking.stop_lease()
         self._router.close(booking.request_id, booking)
         ended = self._bookings.pop(booking.request_id, None)
@@ -297,14 +208,14 @@ class SelectionService:
             del self._held[holder]
 
     def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None:
-        """What is answered to a report; None where this router has no such lease, or it has ended."""
+        """Return the answer to a report; None if this router has no such lease."""
         booking = self._bookings.get(RequestId(report.lease_id))
         if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
             return None
         return pb.ReportResponse(lease_ms=int(booking.lease_seconds * SECOND / MILLISECOND))
 
     def released(self, release: pb.ReleaseRequest) -> bool:
-        """End a lease; False where this router has no such."""
+        """End a lease; return False if this router has no such lease."""
         if (booking := self._bookings.get(RequestId(release.lease_id))) is None:
             return False
         self.end(booking)
@@ -382,8 +293,8 @@ class SelectionService:
             tokens=asked.tokens,
             salt=meant.salt,
             tenant=asked.tenant,
-            sampling=Sampling(max_tokens=asked.max_tokens or room, seed=0),  # nobody else could go on with it
-            second_hand=True,
+            sampling=Sampling(max_tokens=asked.max_tokens or room, seed=0),  # no other worker could continue it
+            external=True,
             priority=asked.priority,
             session=asked.session,
             expected_tokens=asked.expected_tokens,

@@ -1,4 +1,4 @@
-"""Models that are known by the name of their repository, so that nobody has to bring their config. The sizes are in `known.toml`."""
+"""Known models: sizes of models by the name of their repository, so that no config is needed. They are in `known.toml`."""
 
 import tomllib
 from collections.abc import Mapping
@@ -14,42 +14,42 @@ from fleet.hardware.gpus import Number
 from fleet.hardware.models import ModelSizes, Precision, read_model
 
 AS_CONFIG = "config"
-"""Among numbers that weights are stored as: whatever the config says."""
+"""Key of repositories whose config says how the weights are stored."""
 
 
 class SizedModel(Struct, frozen=True, kw_only=True):
-    """A model, and how much it takes at once."""
+    """A model and its longest context."""
 
     model: ModelSizes
     context: int
-    """Most tokens of prompt and answer together; 0: the config does not say."""
+    """Most tokens of prompt and answer together; 0: unknown."""
 
 
 class KnownModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An entry of the table."""
 
-    parameters: float  # as its makers say
+    parameters: float  # as the model's authors say
     repositories: Mapping[Literal["config", "bf16", "fp8", "fp4", "int4"], tuple[str, ...]]
     config: Mapping[str, Any]
 
 
 @cache
 def known() -> Mapping[str, KnownModel]:
-    """All there are, by a short name."""
+    """Return all known models by a short name."""
     text = resources.files(__package__).joinpath("known.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), dict[str, KnownModel])
 
 
 def model_by_repository(repository: str) -> SizedModel | None:
-    """The model in that repository; None: it is not known. Case does not count, nor does it on Hugging Face."""
+    """Return the model in a repository, or None if it is unknown. As on Hugging Face, case is ignored."""
     return _by_repository().get(repository.lower())
 
 
 def model_from_config(config: Mapping[str, Any], name: str = "") -> SizedModel:
-    """The model whose `config.json` says this.
+    """Return the model of a `config.json`.
 
     Raises:
-        ConfigurationRefused: A field is missing or is not what it has to be; names it.
+        ConfigurationRefused: A field is missing or invalid; the message names it.
     """
     model = read_model(config, name)
     inner = config.get("text_config", config)

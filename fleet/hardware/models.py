@@ -1,13 +1,14 @@
-"""What a model is to the hardware: how many numbers it has, reads and multiplies for a token. From its Hugging Face config.
+"""Model sizes: how many numbers a model has, reads and multiplies for a token, from its Hugging Face config.
 
 Rules:
 
-1. Only counts are here: no speeds and no bytes of the device's (`parallelism`, `steps`). A multiply-add is two operations.
-2. Three kinds of attention: grouped heads (GQA, MHA), one latent vector a token (MLA), and neither (linear attention, which
-   keeps a state of fixed size). Layers may differ: some see a window only, some are linear.
-3. MLA's cache is the latent vector and the rotary key, whatever the number of heads; every rank of a tensor-parallel group
-   holds all of it. Decoding multiplies in the latent space, prefill with heads unfolded, as engines do it.
-4. What cannot be read is refused with the name of the field. Fields that change neither size nor work are ignored.
+1. This module counts numbers and operations. Speeds and bytes on devices are in `sharding` and `latency.step_model`. A multiply-add
+   counts as two operations.
+2. There are three kinds of attention: grouped heads (GQA, MHA), one latent vector per token (MLA), and linear attention, which keeps
+   a state of fixed size. Layers may differ: some see only a window, some are linear.
+3. MLA caches the latent vector and the rotary key, whatever the number of heads, and every rank of a tensor-parallel group holds all
+   of it. As in engines, decoding multiplies in the latent space, and prefill with unfolded heads.
+4. A field that cannot be used is refused by name. Fields that change neither size nor work are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,10 @@ from fleet.hardware.gpus import SCALES, Number
 LINEAR = ("linear_attention", "mamba", "recurrent")
 WINDOWED = ("sliding_attention", "chunked_attention")
 MOST = 1 << 24
-"""Of whatever a config counts; the largest vocabularies have a quarter million entries."""
+"""Highest count in a config; the largest vocabularies have a quarter million entries."""
 
 MOST_LAYERS = 1 << 12
-"""They are looked at one by one; the deepest models have some hundred."""
+"""Highest number of layers, which are read one by one; the deepest models have a few hundred."""
 
 
 class Attention(StrEnum):
@@ -34,15 +35,15 @@ class Attention(StrEnum):
 
 
 class Precision(Struct, frozen=True, kw_only=True):
-    """How numbers are stored."""
+    """Data types of weights and KV."""
 
-    weights: Number = Number.BF16  # of attention and dense layers
+    weights: Number = Number.BF16  # attention and dense layers
     experts: Number = Number.BF16
     kv: Number = Number.BF16
 
 
 class ModelSizes(Struct, frozen=True, kw_only=True):
-    """Sizes of one decoder-only model. Counts of numbers, not of bytes."""
+    """Sizes of one decoder-only model, as counts of numbers instead of bytes."""
 
     name: str
     layers: int
@@ -52,18 +53,18 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
     attention: Attention
     heads: int
     kv_heads: int
-    key_dim: int  # of one head, while multiplying
+    key_dim: int  # of one head, in multiplications
     value_dim: int
-    latent_dim: int = 0  # MLA: numbers cached for a token and layer
-    full_layers: int  # those whose cache grows with the context
+    latent_dim: int = 0  # MLA: numbers that are cached for a token in a layer
+    full_layers: int  # layers whose cache grows with the context
     window_layers: int = 0
-    window: int = 0  # tokens that these see
+    window: int = 0  # tokens that a window layer sees
     linear_layers: int = 0
-    state_numbers: int = 0  # of one linear layer and sequence
-    most_attended: int = 0  # sparse attention: tokens that one attends to; 0: all
+    state_numbers: int = 0  # of one sequence in a linear layer
+    most_attended: int = 0  # sparse attention: tokens that one token attends to; 0: all
     attention_parameters: int  # of one layer with attention
     linear_parameters: int = 0  # of one linear layer
-    dense_mlp_parameters: int  # all layers together, what is shared among tokens in MoE layers included
+    dense_mlp_parameters: int  # of all layers, including the shared experts of MoE layers
     moe_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
@@ -76,7 +77,7 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def dense_parameters(self) -> int:
-        """That every token passes: all but embeddings and routed experts."""
+        """Parameters that every token uses: all but embeddings and routed experts."""
         attending = self.full_layers + self.window_layers
         return (
             attending * self.attention_parameters
@@ -92,13 +93,13 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def active_parameters(self) -> int:
-        """That one token is multiplied with; the embeddings once, for the output."""
+        """Parameters that one token is multiplied with; the embeddings count once, for the output."""
         routed = self.moe_layers * self.experts_per_token * self.expert_parameters
         return self.hidden * self.vocabulary + self.dense_parameters + routed
 
     @property
     def weights_bytes(self) -> float:
-        """Of all of it. Embeddings stay in bf16."""
+        """Bytes of all weights; embeddings stay in bf16."""
         return (
             2.0 * self.embedding_parameters
             + self.dense_parameters * stored_bytes(self.precision.weights)
@@ -114,36 +115,36 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """What a token adds to the cache of one replica; see `Placement.kv_bytes_per_token` for a rank's share."""
+        """Bytes that a token adds to the cache of one replica; see `Placement.kv_bytes_per_token` for a rank's share."""
         return self.kv_numbers_per_token * self.precision.kv.num_bytes
 
     @property
     def kv_bytes_per_sequence(self) -> float:
-        """What a sequence takes besides, whatever its length: full windows, and states in 32 bits."""
+        """Bytes of a sequence that do not depend on its length: full windows, and states in 32 bits."""
         windows = self.window_layers * self.window * self.kv_heads * (self.key_dim + self.value_dim)
         return windows * self.precision.kv.num_bytes + 4.0 * self.linear_layers * self.state_numbers
 
     @property
     def flops_per_pair(self) -> float:
-        """Of one token attending to another one, all full layers, as prefill does it."""
+        """Operations of one token attending to another one in all full layers during prefill."""
         return 2.0 * self.full_layers * self.heads * (self.key_dim + self.value_dim)
 
 
 def stored_bytes(number: Number) -> float:
-    """Of one weight, its share of the scales included."""
+    """Return the bytes of one weight, including its share of the scales."""
     return number.num_bytes * SCALES[number]
 
 
 def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precision | None = None) -> ModelSizes:
-    """A model from the content of its `config.json`.
+    """Read the sizes of a model from the content of its `config.json`.
 
     Args:
-        config: As Hugging Face has it; of multimodal models the text part counts.
-        name: For messages; empty: what the config calls itself.
-        precision: Instead of what its `quantization_config` says.
+        config: Hugging Face config; the text part of a multimodal model is used.
+        name: Name for messages; empty: the name in the config.
+        precision: Data types that replace those of the `quantization_config`.
 
     Raises:
-        ConfigurationRefused: A field is missing or is not what it has to be; names it.
+        ConfigurationRefused: A field is missing or invalid; the message names it.
     """
     fields = _Fields(config, name)
     hidden, layers, heads = (fields.count(each) for each in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
@@ -196,7 +197,7 @@ def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precisio
 
 
 class _Fields:
-    """A config's text part, read with complaints that name the field."""
+    """The text part of a config; errors name the field."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         inner = config.get("text_config", config)
@@ -214,7 +215,7 @@ class _Fields:
         return default if value is None else value
 
     def count(self, *fields: str, default: int | None = None) -> int:
-        """The first of these that is there, as a whole number from 1 on (from 0 on where the default is 0)."""
+        """Return the first of these fields that is present: a whole number from 1 (from 0 if the default is 0)."""
         found = next((field for field in fields if field in self), None)
         if found is None:
             if default is None:
@@ -291,7 +292,7 @@ def _state_numbers(fields: _Fields) -> int:
 
 
 def _shared_parameters(fields: _Fields, hidden: int, expert_width: int, experts: int) -> int:
-    """Of one MoE layer: experts that all tokens pass, and the gate."""
+    """Return the parameters of one MoE layer that all tokens use: shared experts and the gate."""
     shared = fields.count("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     if not shared:
         shared = fields.count("n_shared_experts", default=0) * expert_width
@@ -299,7 +300,7 @@ def _shared_parameters(fields: _Fields, hidden: int, expert_width: int, experts:
 
 
 def _precision(fields: _Fields, config: Mapping[str, Any]) -> Precision:
-    """As the checkpoint is stored; the cache as wide as engines take it by default."""
+    """Return the data types of the checkpoint, and the engines' default for the cache."""
     quantization = fields.get("quantization_config") or config.get("quantization_config")
     if quantization is None:
         return Precision()

@@ -1,14 +1,12 @@
-"""What GPUs draw while engines run on them: a closed form, and how far to trust it.
+"""Power model: the power that GPUs draw while engines run on them, in closed form, with its error.
 
 Rules:
 
-1. A GPU draws `idle_watts` while nothing runs (with a model loaded: its memory is refreshed, its clocks are up), and a share (`power_share`)
-   of what lies between that and the board's limit while a step runs.
-2. The share grows with the logarithm of the step's tokens: one sequence's decoding waits for memory, a full chunk of a prompt
-   keeps all units at work. `ALONE` and `DOUBLED` are drawn through published figures (`PUBLISHED`), not fitted to each GPU.
-3. It is of the GPU's board alone: hosts, switches and cooling come on top (a tenth to a half, says who runs data centres).
-
-Arithmetic only, as in `steps`.
+1. A GPU draws `idle_watts` while nothing runs (a model is loaded, and the clocks are up). During a step it draws more: a share
+   (`power_share`) of the range between `idle_watts` and the board's limit.
+2. The share grows with the logarithm of the step's tokens: decoding one sequence waits for memory, while a full chunk of a prompt
+   keeps all units busy. `ALONE` and `DOUBLED` fit published figures (`PUBLISHED`) of all GPUs together.
+3. The power is that of the GPU's board. Hosts, switches and cooling add a tenth to a half.
 """
 
 from math import log2
@@ -18,25 +16,25 @@ from msgspec import Struct
 from fleet.hardware.gpus import Gpu
 
 ALONE = 0.28
-"""Of the range, while one sequence is decoded."""
+"""Share of the range while one sequence is decoded."""
 
 DOUBLED = 0.064
-"""More for every doubling of the step's tokens."""
+"""Increase of the share for every doubling of the step's tokens."""
 
 MOST = 0.90
-"""MI300X under prompts of 8,192 tokens: 662 to 671 of 750 W (InferenceX, issue 828, 2026-03)."""
+"""Highest share: an MI300X with prompts of 8,192 tokens draws 662 to 671 of 750 W (InferenceX, issue 828, 2026-03)."""
 
 ERROR = 0.30
-"""Relative; all of `PUBLISHED` lie within it. Small models on one GPU draw less than any of these: 137 to 300 W on an H200 while
-decoding (arXiv 2605.11999)."""
+"""Relative error; all of `PUBLISHED` lie within it. Small models on one GPU draw less than any of these: 137 to 300 W on an H200
+while decoding (arXiv 2605.11999)."""
 
 
 class PublishedPower(Struct, frozen=True, kw_only=True):
     """A published figure."""
 
     gpu: str
-    tokens: float  # of a step, about
-    watts: float  # of one GPU, while it is at work
+    tokens: float  # approximate tokens of a step
+    watts: float  # of one GPU during steps
     source: str
 
 
@@ -67,10 +65,10 @@ PUBLISHED = (
 
 
 def power_share(tokens: float) -> float:
-    """The share of its range that a GPU draws during a step of so many tokens, prompts and answers together."""
+    """Return the share of its range that a GPU draws during a step with so many tokens, prompts and answers together."""
     return min(MOST, ALONE + DOUBLED * log2(max(1.0, tokens)))
 
 
 def watts(gpu: Gpu, share: float) -> float:
-    """At a share of its range; 0 is idle."""
+    """Return the power at a share of the range; 0 is idle."""
     return gpu.idle_watts + (gpu.watts - gpu.idle_watts) * share

@@ -1,12 +1,12 @@
-"""One replica of a model over GPUs: which ways are possible, what each GPU holds, how much KV fits.
+"""Sharding: how one replica of a model is split over GPUs, what each GPU holds, and how much KV fits.
 
 Rules:
 
-1. A replica is `pp` stages of `tp` × `dp` GPUs. Attention is cut by heads among `tp`; each of `dp` groups has all heads
-   and sequences of its own (data-parallel attention). Dense layers are cut among `tp`, experts among `tp` × `dp`: whole
-   experts where `ep` is more than 1 (then it is all of `tp` × `dp`), slices of each otherwise.
-2. Where there are fewer KV heads than `tp`, heads are held more than once. MLA's latent vectors are held by every rank.
-3. KV gets what `share` of the memory leaves after weights and a reserve for activations, graphs and the runtime.
+1. A replica has `pp` stages of `tp` × `dp` GPUs. Attention is split by heads among `tp`; each of the `dp` groups has all heads and
+   its own sequences (data-parallel attention). Dense layers are split among `tp`. Experts are distributed among `tp` × `dp`: whole
+   experts if `ep` is more than 1 (then it equals `tp` × `dp`), otherwise a slice of each.
+2. If there are fewer KV heads than `tp`, several ranks hold the same head. Every rank holds MLA's latent vectors.
+3. KV gets the rest of the memory share after weights and a reserve for activations, graphs and the runtime.
 """
 
 from collections.abc import Iterator
@@ -21,22 +21,22 @@ from fleet.hardware.models import Attention, ModelSizes, stored_bytes
 Positive = Annotated[int, Meta(ge=1)]
 
 MEMORY_SHARE = 0.9
-"""Of a GPU's memory that an engine takes: vLLM's default."""
+"""Share of a GPU's memory that an engine takes: vLLM's default."""
 
 RESERVE_BYTES = 3.5 * GIB
-"""For activations, graphs and the runtime on each GPU; aiconfigurator 0.12 assumes as much (`other_mem` of its systems)."""
+"""Memory for activations, graphs and the runtime on each GPU, as in aiconfigurator 0.12 (`other_mem` of its systems)."""
 
 MOST_TRIED = 64
-"""GPUs of one replica, when looking for what would hold a model: beyond that, nobody asks for it by accident."""
+"""Most GPUs of one replica in the search for a sharding that holds a model."""
 
 
 class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one replica is cut."""
+    """Degrees of parallelism of one replica."""
 
     tp: Positive = 1  # tensor
     pp: Positive = 1  # pipeline
-    dp: Positive = 1  # attention groups of one replica (its other replicas are not counted here)
-    ep: Positive = 1  # whole experts; 1: each is cut instead
+    dp: Positive = 1  # attention groups of one replica; other replicas do not count
+    ep: Positive = 1  # whole experts on each GPU; 1: each expert is sliced
 
     @property
     def gpus(self) -> int:
@@ -52,7 +52,7 @@ class ShardedModel(Struct, frozen=True, kw_only=True):
 
     @property
     def weights_bytes(self) -> float:
-        """On each GPU."""
+        """Bytes of weights on each GPU."""
         model, way = self.model, self.parallelism
         dense = 2.0 * model.embedding_parameters + model.dense_parameters * stored_bytes(model.precision.weights)
         routed = model.moe_layers * model.experts * model.expert_parameters * stored_bytes(model.precision.experts)
@@ -60,41 +60,41 @@ class ShardedModel(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_ranks(self) -> int:
-        """Among how many GPUs of a stage the KV of one token is cut; others hold the same again."""
+        """GPUs of a stage among which the KV of one token is split; the others hold copies."""
         if self.model.attention is Attention.LATENT:
             return 1
         return min(self.parallelism.tp, self.model.kv_heads)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """On each GPU that holds a sequence."""
+        """Bytes on each GPU that holds a sequence."""
         return self.model.kv_bytes_per_token / self.kv_ranks / self.parallelism.pp
 
     @property
     def kv_bytes_per_sequence(self) -> float:
-        """On each GPU that holds it, besides what its tokens take."""
+        """Bytes on each GPU that holds a sequence, independent of its length."""
         return self.model.kv_bytes_per_sequence / self.kv_ranks / self.parallelism.pp
 
     def kv_room_bytes(self, share: float = MEMORY_SHARE) -> float:
-        """Memory for KV on each GPU; below zero when the weights do not fit."""
+        """Return the memory for KV on each GPU; it is negative if the weights do not fit."""
         return self.gpu.memory_bytes * share - self.weights_bytes - RESERVE_BYTES
 
     def kv_capacity_tokens(self, share: float = MEMORY_SHARE) -> int:
-        """Tokens whose KV the replica can hold, all its attention groups together; states of sequences not taken off."""
+        """Return the tokens whose KV the whole replica can hold, without subtracting the states of sequences."""
         return int(max(0.0, self.kv_room_bytes(share)) // max(self.kv_bytes_per_token, 1.0)) * self.parallelism.dp
 
     def kv_capacity_blocks(self, block_tokens: int, share: float = MEMORY_SHARE) -> int:
-        """Blocks of that many tokens that the replica can hold."""
+        """Return the blocks that the whole replica can hold."""
         return self.kv_capacity_tokens(share) // block_tokens
 
 
 def shard_model(
     model: ModelSizes, gpu: Gpu, parallelism: ShardingDegrees, *, share: float = MEMORY_SHARE
 ) -> ShardedModel:
-    """Put a model on GPUs.
+    """Split a model over GPUs.
 
     Raises:
-        ConfigurationRefused: The model cannot be cut like that, or does not fit; names the field, and what would do.
+        ConfigurationRefused: The model cannot be split in this way, or does not fit; the message names the field and a remedy.
     """
     for field, cause in _obstacles(model, gpu, parallelism):
         raise ConfigurationRefused(f"{model.name}: parallelism.{field}: {cause}")
@@ -111,9 +111,9 @@ def shard_model(
 def feasible(
     model: ModelSizes, gpu: Gpu, most_gpus: int, *, room_tokens: int = 1, share: float = MEMORY_SHARE
 ) -> Iterator[ShardedModel]:
-    """All placements on up to that many GPUs that leave room for `room_tokens` tokens of KV, fewest GPUs first.
+    """Yield all shardings on up to `most_gpus` GPUs with room for `room_tokens` tokens of KV, fewest GPUs first.
 
-    Sizes are powers of two, as nodes are. Pipelines are tried only across nodes: within one, tensor parallelism wins.
+    Sizes are powers of two, like nodes. Pipelines are tried only across nodes, because tensor parallelism is better within one.
     """
     for size in (1 << power for power in range(most_gpus.bit_length())):
         for tp in (1 << power for power in range(size.bit_length())):
@@ -125,7 +125,7 @@ def feasible(
 
 
 def _remedy(tried: ShardedModel, share: float) -> str:
-    """What would hold the model: more of the same GPUs, else narrower weights, and larger GPUs cut the same way."""
+    """Say what would hold the model: more GPUs of the same kind or narrower weights, and larger GPUs with the same degrees."""
     model, way = tried.model, tried.parallelism
     larger = [
         other.id

@@ -1,15 +1,17 @@
-"""How many engines of which cut keep a promise: the fewest GPUs for a workload and its goals, or which goal cannot be kept. Pure.
+"""Sizing: the fewest GPUs that keep all goals of a workload, or the goal that cannot be kept. Pure functions.
 
 Rules:
 
-1. A cut is a model on so many GPUs of one node, by tensor parallelism. For each there is a limit: the most requests a second that one engine
-   takes while both goals are kept (`open_loop`) and `HEADROOM` of its throughput is not passed. Replicas are the rate over that limit,
-   rounded up; with clients that wait for answers their number over how many one engine runs at a time.
-2. Engines compute prompts and answers together, or some of them prompts and others answers: then each kind has a limit of its own.
-3. Of all that keep the goals the fewest GPUs count; of equals, those that need no hand-off; then those that take most.
-4. More work never gets fewer GPUs, nor do looser goals get more: limits grow with goals, and are found in what grows with the load.
-5. What cannot be is a `Shortfall`: of one goal, with the best that this hardware could do. It is looked for in the order in which things help:
-   memory, then each goal with an engine of one's own, then the number of GPUs.
+1. A model is sharded by tensor parallelism over GPUs of one node. For each sharding, the limit of one engine is the highest rate of
+   requests at which both latency goals are kept (`open_loop`) and `HEADROOM` of its throughput is not exceeded. The number of replicas
+   is the rate divided by that limit, rounded up. For clients that wait for answers, it is their number divided by the most requests
+   that one engine may run.
+2. Serving is aggregated, or some engines prefill and others decode; then each kind of engine has its own limit.
+3. The solution with the fewest GPUs wins; among equals aggregated serving wins, and then the solution with the highest capacity.
+4. More load never gives fewer GPUs, and looser goals never give more: limits grow with the goals, and are searched in what grows with
+   the load.
+5. If no solution exists, the result is a `Shortfall`: one goal, with the best value of this hardware. Goals are checked in this order:
+   memory, then each latency goal for a single request, then the number of GPUs.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,37 +42,37 @@ from fleet.hardware.latency.prediction import BUDGET_TOKENS, transfer_seconds
 from fleet.hardware.sharding import ShardedModel, feasible
 
 HEADROOM = 0.8
-"""Of an engine's throughput that is planned with: what arrives is never quite what was said, and waits grow without bound near 1."""
+"""Share of an engine's throughput that is used, because load is never exactly as stated, and waits grow without bound near 1."""
 
 MOST_RUNNING = 256
-"""Requests in one batch, as proposals tell engines: vLLM's own default on GPUs below 70 GiB; larger ones take 1,024 when nobody says (0.32)."""
+"""Most requests in one batch, which proposals set: vLLM's default on GPUs below 70 GiB; on larger ones its default is 1,024 (0.32)."""
 
 MOST_GPUS = 1_000_000
-"""That are counted to when it is said how many would do."""
+"""Highest number of GPUs that a shortfall names."""
 
 HALVINGS = 40
-"""Of an interval in which a limit lies; more would not change a float."""
+"""Halvings of an interval around a limit; more would not change a float."""
 
 LEAST_STRIDE = 0.25
 STRIDE = 1.1
-"""Between the loads that are looked at, in requests that run, and as a factor: what is computed has humps, and none as narrow as that."""
+"""Distance between two loads in the search, in running requests and as a factor; the searched functions have no narrower humps."""
 
 ONE_CONTEXT = 0.8
-"""Of the KV that an engine is computed to hold, what one request may take: engines refuse to start where the longest one would not fit, and what
-they find at hand is never quite what was computed."""
+"""Share of the computed KV capacity that one request may take. Engines do not start if the longest request does not fit, and their real
+capacity differs slightly from the computed one."""
 
 LARGEST_REPLICA = 64
-"""GPUs, when it is looked for what would hold a model."""
+"""Most GPUs of one replica in the search for a sharding that holds a model."""
 
 
 class SizingGoal(StrEnum):
-    """What may stand in the way."""
+    """Goals that a plan has to keep."""
 
     MEMORY = "memory"
-    """GPUs of one node that one engine needs at least."""
+    """Fewest GPUs of one node for one engine."""
 
     CONTEXT = "context"
-    """Tokens of prompt and answer together."""
+    """Longest context: tokens of prompt and answer together."""
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -78,14 +80,14 @@ class SizingGoal(StrEnum):
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """What comes; either `rate` or `clients` is above 0."""
+    """Load of the model; either `rate` or `clients` is above 0."""
 
     request: RequestShape
     rate: float = 0.0
-    """Requests a second."""
+    """Requests per second."""
 
     clients: float = 0.0
-    """Each of which waits for its answer and asks again."""
+    """Clients that each wait for an answer before they send the next request."""
 
     def __post_init__(self) -> None:
         assert (self.rate > 0) != (self.clients > 0), "one of rate and clients"
@@ -93,17 +95,17 @@ class Demand(Struct, frozen=True, kw_only=True):
 
 class LatencyGoals(Struct, frozen=True, kw_only=True):
     ttft: float
-    """Seconds to the first token."""
+    """TTFT in seconds."""
 
     tpot: float
-    """Seconds of each further one."""
+    """TPOT in seconds."""
 
     percentile: float
-    """Share of all requests that keep each of them."""
+    """Share of all requests that have to keep each goal."""
 
 
 class GpuSupply(Struct, frozen=True, kw_only=True):
-    """GPUs that there are."""
+    """Available GPUs."""
 
     gpu: Gpu
     gpus: int
@@ -111,28 +113,28 @@ class GpuSupply(Struct, frozen=True, kw_only=True):
 
 
 class SizedPool(Struct, frozen=True, kw_only=True):
-    """Engines that are alike."""
+    """Replicas of one role."""
 
     role: Role
     replicas: int
 
 
 class Sizing(Struct, frozen=True, kw_only=True):
-    """Enough."""
+    """A solution that keeps all goals."""
 
     placement: ShardedModel
-    """Of each engine."""
+    """Sharded model of each engine."""
 
     estimate: StepModelEstimate
-    """What its step times rest on."""
+    """Step model of the engines, with its basis."""
 
     pools: tuple[SizedPool, ...]
     ttft: float
-    """Seconds, at the percentile that was asked for."""
+    """Seconds at the percentile of the goals."""
 
     tpot: float
     most: float
-    """Requests a second, or clients, for which these engines would do."""
+    """Requests per second, or clients, that these engines can serve."""
 
     @property
     def gpus(self) -> int:
@@ -140,7 +142,7 @@ class Sizing(Struct, frozen=True, kw_only=True):
 
     @property
     def room(self) -> int:
-        """Tokens of the longest request that an engine can be started for."""
+        """Tokens of the longest request for which an engine can be started."""
         return int(ONE_CONTEXT * self.placement.kv_capacity_tokens())
 
 
@@ -149,53 +151,55 @@ class Shortfall(Struct, frozen=True, kw_only=True):
 
     goal: SizingGoal
     wanted: float
-    """Seconds, GPUs or tokens: what was asked for, or what there is."""
+    """Goal in seconds or tokens, or the available GPUs."""
 
     best: float
-    """The nearest to it that can be had; of GPUs: how many it would take. 0: nothing will do."""
+    """Best possible value; for GPUs the number that is needed. 0: there is no solution."""
 
     most: float = 0.0
-    """Of GPUs: requests a second, or clients, that those that there are would do for."""
+    """For GPUs: requests per second, or clients, that the available GPUs can serve."""
 
     placement: ShardedModel | None = None
-    """Of an engine that reaches the best."""
+    """Sharded model with the best value."""
 
 
 def size(
     sized: SizedModel, demand: Demand, goals: LatencyGoals, supply: GpuSupply, backend: str = "vllm"
 ) -> Sizing | Shortfall:
-    """Find out.
+    """Return the fewest GPUs that keep all goals, or the goal that cannot be kept.
 
     Args:
         sized: The model.
-        demand: On it.
-        goals: To be kept.
-        supply: To keep them with.
-        backend: Engine whose measured efficiencies count.
+        demand: Its load.
+        goals: Its latency goals.
+        supply: The available GPUs.
+        backend: Engine whose measured efficiencies are used.
     """
     needed = demand.request.prompt_tokens + demand.request.answer_tokens
     if sized.context and needed > sized.context:
         return Shortfall(goal=SizingGoal.CONTEXT, wanted=needed, best=sized.context)
     within, room = min(supply.per_node, supply.gpus), ceil(needed / ONE_CONTEXT)
-    cuts = [_SizedSharding(each, demand, goals, backend) for each in _cuts(sized, supply.gpu, within, room)]
-    if not cuts:
-        larger = next(_cuts(sized, supply.gpu, LARGEST_REPLICA, room), None)
+    shardings = [
+        _SizedSharding(each, demand, goals, backend) for each in node_shardings(sized, supply.gpu, within, room)
+    ]
+    if not shardings:
+        larger = next(node_shardings(sized, supply.gpu, LARGEST_REPLICA, room), None)
         best = larger.parallelism.gpus if larger is not None else 0
         return Shortfall(goal=SizingGoal.MEMORY, wanted=within, best=best, placement=larger)
-    enough = [way for cut in cuts if (way := _fewest(cut, demand)) is not None]
+    enough = [way for sharding in shardings if (way := _fewest(sharding, demand)) is not None]
     if not enough:
-        return _out_of_reach(cuts, goals)
+        return _missed_goal(shardings, goals)
     best_way = min(enough, key=_order)
     if best_way.gpus <= supply.gpus:
         return best_way
-    most = max(_most_of(cut, demand, supply.gpus) for cut in cuts)
+    most = max(_capacity(sharding, demand, supply.gpus) for sharding in shardings)
     return Shortfall(
         goal=SizingGoal.GPUS, wanted=supply.gpus, best=best_way.gpus, most=most, placement=best_way.placement
     )
 
 
 class _SizedSharding:
-    """A cut, and the limits of one engine of it."""
+    """A sharded model, with the limits of one engine."""
 
     def __init__(self, placement: ShardedModel, demand: Demand, goals: LatencyGoals, backend: str) -> None:
         self.placement = placement
@@ -219,78 +223,78 @@ class _SizedSharding:
 
     @property
     def idle(self) -> float:
-        """How many run on average, while hardly anybody comes."""
+        """Mean number of running requests at almost no load."""
         return 1.0 if self.occupancy.waiting_clients else 0.0
 
-    # Prompts and answers together.
+    # Aggregated.
 
     @cached_property
-    def together(self) -> float:
-        """Most that run in one engine; 0: not even one."""
+    def aggregated(self) -> float:
+        """Most running requests of an aggregated engine; 0: the goals are not kept at all."""
 
         def kept(running: float) -> bool:
             return (
-                self.first(running) <= self.goals.ttft
-                and self.token(running) <= self.goals.tpot
+                self.ttft(running) <= self.goals.ttft
+                and self.tpot(running) <= self.goals.tpot
                 and self._has_room(running)
                 and self._has_headroom(aggregated_rate, running)
             )
 
-        return _unbroken(kept, self.idle, self.room)
+        return _highest_unbroken(kept, self.idle, self.room)
 
-    def first(self, running: float) -> float:
+    def ttft(self, running: float) -> float:
         return aggregated_ttft(self.engine, self.request, self.occupancy, running)
 
-    def token(self, running: float) -> float:
+    def tpot(self, running: float) -> float:
         return aggregated_tpot(self.engine, self.request, self.occupancy, running)
 
-    # Apart.
+    # Disaggregated.
 
     @cached_property
-    def answers(self) -> float:
-        """Most that run in an engine that computes answers alone; 0: not even one."""
+    def decode_running(self) -> float:
+        """Most running requests of an engine that only decodes; 0: the goal is not kept at all."""
 
         def kept(running: float) -> bool:
             return (
-                self.answer(running) <= self.goals.tpot
+                self.decode_tpot(running) <= self.goals.tpot
                 and self._has_room(running)
                 and self._has_headroom(decode_rate, running)
             )
 
         return _highest(kept, self.idle, self.room)
 
-    def answer(self, running: float) -> float:
+    def decode_tpot(self, running: float) -> float:
         return decode_tpot(self.engine, self.request, self.occupancy, running, self.transfer)
 
     @cached_property
-    def prompts(self) -> float:
-        """Most prompts a second of an engine that computes them alone; 0: none."""
+    def prefill_rate(self) -> float:
+        """Most prompts per second of an engine that only prefills; 0: the goal is not kept at all."""
         most = HEADROOM * highest_prefill_rate(self.engine, self.request)
-        return _highest(lambda rate: self.prompt(rate) <= self.goals.ttft, 0.0, most)
+        return _highest(lambda rate: self.prefill_ttft(rate) <= self.goals.ttft, 0.0, most)
 
-    def prompt(self, rate: float) -> float:
+    def prefill_ttft(self, rate: float) -> float:
         return prefill_ttft(self.engine, self.request, self.occupancy, rate)
 
     def _has_room(self, running: float) -> bool:
         return self.occupancy.others(running) + 1.0 <= max(1.0, self.room)
 
     def _has_headroom(self, rate: Callable[[EngineReplica, RequestShape, float], float], running: float) -> bool:
-        """Clients that wait bring no more than there are of them."""
+        """Return whether the headroom is kept; clients that wait limit their load by themselves."""
         if self.occupancy.waiting_clients:
             return True
         return rate(self.engine, self.request, running) <= HEADROOM * rate(self.engine, self.request, self.room)
 
 
-def _cuts(sized: SizedModel, gpu: Gpu, most: int, room_tokens: int) -> Iterator[ShardedModel]:
-    """By tensor parallelism alone: all that our workers start on one node."""
+def node_shardings(sized: SizedModel, gpu: Gpu, most: int, room_tokens: int) -> Iterator[ShardedModel]:
+    """Yield the shardings by tensor parallelism alone, which are all that workers start on one node."""
     for each in feasible(sized.model, gpu, most, room_tokens=room_tokens):
         way = each.parallelism
         if way.tp == way.gpus and way.ep == 1:
             yield each
 
 
-def _fewest(cut: _SizedSharding, demand: Demand) -> Sizing | None:
-    ways = [way for way in (_together(cut, demand), _apart(cut, demand)) if way is not None]
+def _fewest(sharding: _SizedSharding, demand: Demand) -> Sizing | None:
+    ways = [way for way in (_aggregated(sharding, demand), _disaggregated(sharding, demand)) if way is not None]
     return min(ways, key=_order, default=None)
 
 
@@ -298,93 +302,97 @@ def _order(way: Sizing) -> tuple[int, int, float]:
     return way.gpus, len(way.pools), -way.most
 
 
-def _together(cut: _SizedSharding, demand: Demand) -> Sizing | None:
-    if not (running := cut.together):
+def _aggregated(sharding: _SizedSharding, demand: Demand) -> Sizing | None:
+    if not (running := sharding.aggregated):
         return None
     if demand.clients:
-        replicas = _times(demand.clients, running)
+        replicas = _replicas(demand.clients, running)
         most, here = replicas * running, max(1.0, demand.clients / replicas)
     else:
-        limit = aggregated_rate(cut.engine, cut.request, running)
-        replicas = _times(demand.rate, limit)
-        most, here = replicas * limit, _running(cut, aggregated_rate, demand.rate / replicas)
+        limit = aggregated_rate(sharding.engine, sharding.request, running)
+        replicas = _replicas(demand.rate, limit)
+        most, here = replicas * limit, _running_at(sharding, aggregated_rate, demand.rate / replicas)
     pools = (SizedPool(role=Role.BOTH, replicas=replicas),)
-    return _sizing(cut, pools, cut.first(here), cut.token(here), most)
+    return _sizing(sharding, pools, sharding.ttft(here), sharding.tpot(here), most)
 
 
-def _apart(cut: _SizedSharding, demand: Demand) -> Sizing | None:
-    running, prompts = cut.answers, cut.prompts
+def _disaggregated(sharding: _SizedSharding, demand: Demand) -> Sizing | None:
+    running, prompts = sharding.decode_running, sharding.prefill_rate
     if not running or not prompts:
         return None
     if demand.clients:
-        decode = _times(demand.clients, running)
+        decode = _replicas(demand.clients, running)
         here = max(1.0, demand.clients / decode)
-        prefill = _times(rate := _asked(cut, demand.clients, here), prompts)
-        # Were prefill what limits them, clients would wait there, and ask less often.
+        prefill = _replicas(rate := _highest_client_rate(sharding, demand.clients, here), prompts)
+        # If prefill were the limit, clients would wait there and send less often.
         most = decode * running
     else:
-        limit = decode_rate(cut.engine, cut.request, running)
+        limit = decode_rate(sharding.engine, sharding.request, running)
         rate = demand.rate
-        decode, prefill = _times(rate, limit), _times(rate, prompts)
+        decode, prefill = _replicas(rate, limit), _replicas(rate, prompts)
         most = min(decode * limit, prefill * prompts)
-        here = _running(cut, decode_rate, rate / decode)
+        here = _running_at(sharding, decode_rate, rate / decode)
     pools = (SizedPool(role=Role.PREFILL, replicas=prefill), SizedPool(role=Role.DECODE, replicas=decode))
-    return _sizing(cut, pools, cut.prompt(rate / prefill), cut.answer(here), most)
+    return _sizing(sharding, pools, sharding.prefill_ttft(rate / prefill), sharding.decode_tpot(here), most)
 
 
-def _asked(cut: _SizedSharding, clients: float, running: float) -> float:
-    """Requests a second of clients that wait, at most: as if no prompt had to wait for another one."""
-    answer = cut.request.answer_tokens * cut.answer(running)
-    return clients / (cut.prompt(0.0) + answer)
+def _highest_client_rate(sharding: _SizedSharding, clients: float, running: float) -> float:
+    """Return the highest rate of clients that wait, as if no prompt had to wait for another one."""
+    answer = sharding.request.answer_tokens * sharding.decode_tpot(running)
+    return clients / (sharding.prefill_ttft(0.0) + answer)
 
 
-def _sizing(cut: _SizedSharding, pools: tuple[SizedPool, ...], ttft: float, tpot: float, most: float) -> Sizing:
-    return Sizing(placement=cut.placement, estimate=cut.estimate, pools=pools, ttft=ttft, tpot=tpot, most=most)
+def _sizing(sharding: _SizedSharding, pools: tuple[SizedPool, ...], ttft: float, tpot: float, most: float) -> Sizing:
+    return Sizing(
+        placement=sharding.placement, estimate=sharding.estimate, pools=pools, ttft=ttft, tpot=tpot, most=most
+    )
 
 
-def _times(load: float, limit: float) -> int:
-    """How often a limit goes into a load, the last time perhaps not quite; at least once."""
+def _replicas(load: float, limit: float) -> int:
+    """Return the load divided by the limit, rounded up, and at least 1."""
     return max(1, ceil(min(load / limit, MOST_GPUS) - 1e-9))
 
 
-def _running(cut: _SizedSharding, rate: Callable[[EngineReplica, RequestShape, float], float], wanted: float) -> float:
-    """How many run at that rate."""
-    return _highest(lambda running: rate(cut.engine, cut.request, running) <= wanted, 0.0, cut.room)
+def _running_at(
+    sharding: _SizedSharding, rate: Callable[[EngineReplica, RequestShape, float], float], wanted: float
+) -> float:
+    """Return the number of running requests at a rate."""
+    return _highest(lambda running: rate(sharding.engine, sharding.request, running) <= wanted, 0.0, sharding.room)
 
 
-def _most_of(cut: _SizedSharding, demand: Demand, gpus: int) -> float:
-    """Requests a second, or clients, that so many GPUs would do for."""
+def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
+    """Return the requests per second, or clients, that so many GPUs can serve."""
 
     def enough(load: float) -> bool:
         changed = structs.replace(demand, **{"clients" if demand.clients else "rate": load})
-        way = _fewest(cut, changed)
+        way = _fewest(sharding, changed)
         return way is not None and way.gpus <= gpus
 
     load = demand.clients or demand.rate
     return _highest(enough, 1e-6 * load, load)
 
 
-def _out_of_reach(cuts: list[_SizedSharding], goals: LatencyGoals) -> Shortfall:
-    """The goal that is missed by most, on the cut that comes nearest to keeping both, with nobody else there."""
+def _missed_goal(shardings: list[_SizedSharding], goals: LatencyGoals) -> Shortfall:
+    """Return the goal that a single request misses by most, on the sharding that comes nearest to keeping both goals."""
 
-    def missed(cut: _SizedSharding) -> tuple[float, float, float, float]:
+    def missed(sharding: _SizedSharding) -> tuple[float, float, float, float]:
         ways = (
-            (cut.first(cut.idle), cut.token(cut.idle)),
-            (cut.prompt(0.0), cut.answer(cut.idle)),
+            (sharding.ttft(sharding.idle), sharding.tpot(sharding.idle)),
+            (sharding.prefill_ttft(0.0), sharding.decode_tpot(sharding.idle)),
         )
-        return min((max(ttft / goals.ttft, tpot / goals.tpot), ttft, tpot, cut.gpus) for ttft, tpot in ways)
+        return min((max(ttft / goals.ttft, tpot / goals.tpot), ttft, tpot, sharding.gpus) for ttft, tpot in ways)
 
-    nearest = min(cuts, key=missed)
+    nearest = min(shardings, key=missed)
     _, ttft, tpot, _ = missed(nearest)
     if ttft / goals.ttft >= tpot / goals.tpot:
         return Shortfall(goal=SizingGoal.TTFT, wanted=goals.ttft, best=ttft, placement=nearest.placement)
     return Shortfall(goal=SizingGoal.TPOT, wanted=goals.tpot, best=tpot, placement=nearest.placement)
 
 
-def _unbroken(kept: Callable[[float], bool], least: float, most: float) -> float:
-    """The highest load below which all are kept, where a higher one may be kept again; 0 where the least is not.
+def _highest_unbroken(kept: Callable[[float], bool], least: float, most: float) -> float:
+    """Return the highest load below which every load is kept, although a higher one may be kept again; 0 if the least is not.
 
-    In a full batch a short prompt costs the others less than in a small one, so a goal may be missed by few and kept by many.
+    In a full batch a short prompt costs the others less than in a small one, so a goal may be missed at a low load and kept at a high one.
     """
     if not kept(least):
         return 0.0
@@ -398,7 +406,7 @@ def _unbroken(kept: Callable[[float], bool], least: float, most: float) -> float
 
 
 def _highest(kept: Callable[[float], bool], least: float, most: float) -> float:
-    """The highest load that is kept, where what is not kept is higher; 0 where the least is not."""
+    """Return the highest load that is kept if every higher one is missed; 0 if the least is not kept."""
     if not kept(least):
         return 0.0
     if kept(most):

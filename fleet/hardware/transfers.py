@@ -1,10 +1,10 @@
-"""How long KV takes from one engine to another.
+"""Transfer times: how long KV takes from one engine to another.
 
 Rules:
 
-1. Every GPU sends what it holds through a link of its own, all at once; a transfer takes as long as the GPU that sends or
-   receives most. Latent KV (MLA) is on every rank, so ranks share it out among them.
-2. A link reaches `REACHED` of its data sheet with large contiguous transfers.
+1. All GPUs send their parts at once, each through its own link. A transfer takes as long as the GPU that sends or receives most.
+   Every rank has the latent KV of MLA, so the ranks divide it among them.
+2. Large contiguous transfers reach `REACHED` of a link's data sheet.
 3. Transfers on one link share it evenly; those that come and go in between are `fleet.sim.cluster.network`'s.
 """
 
@@ -13,11 +13,11 @@ from fleet.hardware.gpus import Gpu, GpuLink
 from fleet.hardware.sharding import ShardedModel
 
 REACHED = 0.8
-"""Of a link's bandwidth; aiconfigurator 0.12 has large NCCL messages at 75 to 85 % of NVLink's, and 400 Gb/s NICs do better."""
+"""Share of a link's bandwidth. aiconfigurator 0.12 has 75 to 85 % for large NCCL messages on NVLink; 400 Gb/s NICs reach more."""
 
 
 def transfer_time(num_bytes: float, link: GpuLink, sharers: int = 1) -> Nanos:
-    """Time of one transfer while `sharers` of them, itself included, are on the link all the time."""
+    """Return the time of one transfer while `sharers` transfers, itself included, share the link."""
     assert num_bytes >= 0, num_bytes
     assert sharers >= 1, sharers
     if not num_bytes:
@@ -30,11 +30,11 @@ def link_between(gpu: Gpu, *, same_node: bool) -> GpuLink:
 
 
 def kv_bytes_per_link(source: ShardedModel, target: ShardedModel, tokens: int) -> float:
-    """Bytes through the busiest link when the KV of so many tokens of one sequence moves between two replicas."""
+    """Return the bytes through the busiest link when `tokens` tokens of KV move between two replicas."""
     total = source.model.kv_bytes_per_token * tokens + source.model.kv_bytes_per_sequence
     return total / min(_lanes(source), _lanes(target))
 
 
 def _lanes(placement: ShardedModel) -> int:
-    """GPUs that can send or receive one sequence's KV, each its own part."""
+    """Return the number of GPUs that send or receive one sequence's KV, each its own part."""
     return placement.parallelism.tp * placement.parallelism.pp

@@ -1,12 +1,13 @@
-"""Control address of several router processes: a Unix socket, each connection of which is passed on to one of them.
+"""Control relay: a Unix socket for several router processes, which passes each connection on to one of them.
 
-Processes cannot share a Unix socket as they share a TCP port. So each process has a control socket of its own, and whoever
-supervises them listens at the well-known one. Rules:
+Processes can share a TCP port but no Unix socket. So each process has a control socket of its own, and their supervisor
+listens at the well-known one. Rules:
 
-1. Connections go to the processes in turn. One that does not take a connection is passed over, so the address outlives any of them.
-2. Bytes are passed on as they are, no faster than the other side takes them. Where one side ends, so does the connection, after what that
-   side has said has left; the other side has `CLOSE_SECONDS` to take it.
-3. At most `MOST_CONNECTIONS` run at a time; one more is closed at once.
+1. Connections go to the processes in turn. A process that accepts none is skipped, so the address works while any
+   process lives.
+2. Bytes are passed on unchanged, no faster than the receiver takes them. When one side ends, the connection ends after
+   its last bytes have been delivered; the other side has `CLOSE_SECONDS` to take them.
+3. At most `MOST_CONNECTIONS` run at a time; a further one is closed at once.
 """
 
 import asyncio
@@ -20,9 +21,9 @@ from fleet.net.control.address import ALTERNATIVES, private_umask, remove_stale_
 from kvstore.net.addresses import unix_path
 from kvstore.net.unix_sockets import BACKLOG, identity, remove
 
-MOST_CONNECTIONS = 1024  # a worker and an operator's command hold one each
+MOST_CONNECTIONS = 1024  # a worker and a command need one each
 CONNECT_SECONDS = 1.0
-CLOSE_SECONDS = 5.0  # a process of this machine that takes nothing for so long hangs
+CLOSE_SECONDS = 5.0  # a local process that takes nothing for so long hangs
 CHUNK_BYTES = 64 << 10
 
 
@@ -31,8 +32,8 @@ async def open_control_relay(address: str, targets: Sequence[str]) -> AsyncItera
     """Listen until the context ends.
 
     Args:
-        address: ``unix:/path``, where to listen.
-        targets: The same, of the processes.
+        address: ``unix:/path`` to listen on.
+        targets: Control addresses of the processes.
 
     Raises:
         ConfigurationRefused: Another process listens there, or the path cannot be used.
@@ -73,7 +74,7 @@ def _bound(path: str) -> socket.socket:
 
 
 class _ControlRelay:
-    """The connections, and whose turn it is."""
+    """The open connections, and the process whose turn it is."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = targets
@@ -81,7 +82,7 @@ class _ControlRelay:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass one connection on, until either side ends."""
+        """Relay one connection until either side ends."""
         if len(self._open) >= 2 * MOST_CONNECTIONS:
             writer.transport.abort()
             return
@@ -103,7 +104,7 @@ class _ControlRelay:
             writer.transport.abort()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """A connection to the process whose turn it is, or to the next that takes one; None: none does."""
+        """Connect to the next process that accepts; return None if none does."""
         first = next(self._turns)
         for number in range(len(self._targets)):
             target = self._targets[(first + number) % len(self._targets)]
@@ -124,7 +125,7 @@ async def _joined(
     other_reader: asyncio.StreamReader,
     other_writer: asyncio.StreamWriter,
 ) -> None:
-    """Pass bytes on in both directions until one of them ends."""
+    """Relay bytes in both directions until one of them ends."""
     async with asyncio.TaskGroup() as tasks:
         passing = [
             tasks.create_task(_passed(reader, other_writer)),
@@ -136,7 +137,7 @@ async def _joined(
 
 
 async def _closed(*writers: asyncio.StreamWriter) -> None:
-    """Close connections when what was written has left, or the deadline is over."""
+    """Close connections after their last bytes have left, or at the deadline."""
     for writer in writers:
         writer.close()
     with suppress(TimeoutError):

@@ -1,7 +1,7 @@
-"""Heartbeat of a child process: its event loop says every half second that it turns, on the pipe on which it said that it was ready.
+"""Heartbeat of a child process, sent by its event loop on the readiness pipe, and samples of its state.
 
-A process that is stopped, or whose loop is stuck, keeps its sockets, and with `SO_REUSEPORT` its share of new connections too. What
-a supervisor makes of silence is decided in `fleet.local.liveness`; `sample_process` is what it sees besides the beats.
+A process that is stopped, or whose event loop is stuck, keeps its sockets and, with `SO_REUSEPORT`, its share of new
+connections. `fleet.local.liveness` judges the heartbeats and the samples.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from fleet.local.liveness import HEARTBEAT_INTERVAL, ProcessSample
 
 
 def send_heartbeats(descriptor: int) -> None:
-    """Send beats for as long as the running event loop turns; a pipe that nobody reads may fill up."""
+    """Send heartbeats while the event loop turns; a pipe that nobody reads may fill up."""
     os.set_blocking(descriptor, False)
     loop = asyncio.get_running_loop()
 
@@ -27,12 +27,12 @@ def send_heartbeats(descriptor: int) -> None:
 
 
 def sample_process(pid: int) -> ProcessSample | None:
-    """Return what the kernel says of a process; None when it has ended."""
+    """Return the state of a process as the kernel reports it; None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return None
-    scheduled = "0 0 0"  # of a kernel that keeps no such books: then time without a core counts like any other
+    scheduled = "0 0 0"  # a kernel without these counters: then waiting for a core counts like other time
     with suppress(OSError):
         scheduled = Path(f"/proc/{pid}/schedstat").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)

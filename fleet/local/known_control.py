@@ -1,4 +1,4 @@
-"""Control ports that can be found on this machine, by the address at which clients reach their routers."""
+"""Lookup of control ports on this machine, by the address that clients use."""
 
 from msgspec import Struct
 
@@ -8,17 +8,17 @@ from kvstore.security.credentials import Credentials
 
 
 class KnownControl(Struct, frozen=True, kw_only=True):
-    """A control port, and what its callers have to prove."""
+    """A control port and the credentials for it."""
 
     address: str
     credentials: Credentials = Credentials()
 
 
 def known_control(address: str) -> KnownControl | None:
-    """Return the control port of a router of this user on this machine; None: none is known.
+    """Return the control port of a router of this user on this machine; None if none is known.
 
     Args:
-        address: At which clients reach the router, or its control address.
+        address: Address of the router for clients, or its control address.
     """
     run = run_at(address)
     if run is not None and not run.killed and (addresses := run.addresses()) is not None and addresses.control_listen:

@@ -1,16 +1,16 @@
-"""Liveness of a child process: when one that runs counts as hung, by what is seen of it from outside.
+"""Liveness of a child process: decides from outside observations when a running child counts as hung.
 
 Rules:
 
-1. A child that is ready sends a beat from its event loop every `HEARTBEAT_INTERVAL`. One that was stopped (SIGSTOP) for
-   `LivenessLimits.stopped`, or that sent no beat for `LivenessLimits.silent`, hangs.
-2. Only time counts in which the child could have spoken. Time in which it was ready to run and had no core does not: on a
-   machine where others take every core, it is the machine that is slow and not the child.
-3. Time in which nobody looked does not count, and all that was counted before is void: the supervisor was stopped as well,
-   or the machine was suspended, and then the child begins anew.
-4. A child that a debugger traces does not hang, whatever it does.
-5. Before its first beat a child may be silent for as long as it likes: it loads, which may block its event loop for minutes. It must
-   not be stopped then either. How long loading may take is `Child.ready_within`.
+1. A ready child sends a heartbeat from its event loop every `HEARTBEAT_INTERVAL`. A child hangs if it was stopped
+   (SIGSTOP) for `LivenessLimits.stopped`, or sent no heartbeat for `LivenessLimits.silent`.
+2. Only time in which the child could run counts. Time in which it waited for a core does not count: where other
+   processes use all cores, the machine is slow, not the child.
+3. Time in which nobody took a sample does not count, and resets all counters: then the supervisor or the whole machine
+   was stopped, and the child starts afresh.
+4. A child that a debugger traces never counts as hung.
+5. Before its first heartbeat a child may be silent without limit, because loading may block its event loop for minutes.
+   It must not be stopped then either. `ChildProcess.ready_within` limits the loading time.
 """
 
 from msgspec import Struct
@@ -20,24 +20,24 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 HEARTBEAT_INTERVAL = Nanos(500 * MILLISECOND)
 SAMPLE_INTERVAL = Nanos(500 * MILLISECOND)
 SUPERVISOR_PAUSE = 4 * SAMPLE_INTERVAL
-"""A look that comes so late says that the one who looks did not run (rule 3)."""
+"""A sample that comes so late shows that the supervisor itself did not run (rule 3)."""
 
 
 class LivenessLimits(Struct, frozen=True, kw_only=True):
-    """The limits after which a child that does not respond is killed."""
+    """Limits after which an unresponsive child is killed."""
 
     stopped: Nanos = Nanos(3 * SECOND)
-    silent: Nanos | None = None  # None: it sends no beats
+    silent: Nanos | None = None  # None: it sends no heartbeats
 
 
 class ProcessSample(Struct, frozen=True, kw_only=True):
-    """The state of a process and its main thread, as the kernel tells it."""
+    """State of a process and its main thread, as the kernel reports it."""
 
     stopped: bool = False  # by a signal
     traced: bool = False  # by a debugger
-    runnable: bool = False  # it runs, or would if it had a core
-    ran: Nanos = Nanos(0)  # on a core, since its start
-    waited: Nanos = Nanos(0)  # for a core, since its start; what it waits now is not in it
+    runnable: bool = False  # it runs, or would run if it had a core
+    ran: Nanos = Nanos(0)  # time on a core since its start
+    waited: Nanos = Nanos(0)  # time spent waiting for a core since its start, without the current wait
 
 
 class HangDetected(Struct, frozen=True):
@@ -47,22 +47,22 @@ class HangDetected(Struct, frozen=True):
 
 
 class Liveness:
-    """The observations of one run of a child; `observe` says when they show a hang."""
+    """Observations of one run of a child; `observe` reports a hang."""
 
     def __init__(self, limits: LivenessLimits, now: Nanos):
         self._limits = limits
         self._looked_at = now
         self._before = ProcessSample()
-        self._beats = False  # whether there has been one
+        self._beats = False  # True after the first heartbeat
         self._stopped = Nanos(0)
         self._silent = Nanos(0)
 
     def observe(self, look: ProcessSample, *, heard: bool, now: Nanos) -> HangDetected | None:
-        """Take in one look at the child.
+        """Record one sample of the child.
 
         Args:
-            look: What the kernel says now.
-            heard: Whether a beat has come since the last look.
+            look: The state that the kernel reports now.
+            heard: True if a heartbeat came since the last sample.
             now: Monotonic time.
         """
         passed, before = Nanos(now - self._looked_at), self._before

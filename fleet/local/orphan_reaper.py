@@ -1,13 +1,12 @@
-"""Cleans up after a supervisor that was killed.
+"""Orphan reaper: ends what a killed supervisor has left running.
 
     python -m fleet.local.orphan_reaper FOLDER
 
-The supervisor writes lines to its standard input: ``+GROUP`` when it has started a process group, ``-GROUP`` when it has seen
-the group end. The end of the input means that the supervisor is gone: the groups that are left are ended, and the runtime
-folder is removed. After an orderly end nothing is left to do.
+The supervisor writes lines to the reaper's standard input: ``+GROUP`` when it has started a process group, ``-GROUP``
+when the group has ended. The end of the input means that the supervisor has ended. Then the reaper ends the remaining
+groups and removes the runtime folder. After an orderly end nothing is left to do.
 
-The kernel kills direct children with their parent (`die_with_parent`); this process is for what those had started, which the
-kernel would let live.
+The kernel kills direct children with their parent (`die_with_parent`). The reaper ends what these had started.
 """
 
 import signal
@@ -20,11 +19,11 @@ from fleet.local.process_group import end_group
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its input, and only then
+        signal.signal(number, signal.SIG_IGN)  # it ends only with its input
     (folder,) = sys.argv[1:]
     groups: list[int] = []
     alive = Path(folder) / ALIVE_FILE
-    with share_lock_file(alive):  # the run is not dead before this is
+    with share_lock_file(alive):  # so the run counts as alive until the reaper ends
         for line in sys.stdin:
             change, group = line[0], int(line[1:])
             if change == "+":

@@ -1,13 +1,13 @@
-"""The pools of a local cluster, as large as plans say: the orchestrator at the other end of a folder (`connector_folder`).
+"""Local pools: scales the pools of a local cluster as the plans in a folder say (`fleet.planner.connectors.folder`).
 
 Rules:
 
-1. A plan is obeyed as a whole, or not at all where the topology that it makes would be refused: prefill workers without decode workers, say.
-2. Of a pool that shrinks those go first that serve nobody, then the last ones. They drain: they take nothing more, finish what they have,
-   and end.
-3. Workers that drain hold their devices. What finds no room beside them waits until they are gone.
-4. One that does not start is started again as long as it is wanted; the rest of the cluster goes on.
-5. What is wanted is worked towards whether or not whoever wrote it still waits.
+1. A plan is obeyed completely, or not at all if its topology would be refused, such as prefill without decode workers.
+2. A pool that shrinks first loses workers that serve nothing, then the last ones. They drain: they take nothing new,
+   finish what they have, and end.
+3. Draining workers hold their devices. Workers without room wait until the draining ones have ended.
+4. A worker that does not start is restarted as long as it is wanted; the rest of the cluster goes on.
+5. A plan is carried out even if its writer does not wait any more.
 """
 
 import asyncio
@@ -35,17 +35,17 @@ from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 
 LOOK_EVERY = 0.2  # seconds
-DRAIN = Nanos(300 * SECOND)  # as on Kubernetes, where a role's `drain.timeoutSeconds` says it
-GRACE_SECONDS = 10.0  # for the answer to a drain
+DRAIN = Nanos(300 * SECOND)  # as on Kubernetes, where `drain.timeoutSeconds` of a role sets it
+GRACE_SECONDS = 10.0  # for the answer to a drain request
 
 
 class LocalPools:
-    """Obeys plans; `follow` does.
+    """Scales the pools as plans say; run `follow`.
 
     Args:
-        topology: Of the cluster.
-        planned: What was started of it.
-        processes: Which run.
+        topology: The topology of the cluster.
+        planned: The processes that were started.
+        processes: The running processes.
         folder: The runtime folder.
         say: Shows one line to a person.
     """
@@ -64,7 +64,7 @@ class LocalPools:
         self._say = say
         self._runtime = folder
         self.folder = folder / PLANS
-        """Where plans are read."""
+        """Folder from which plans are read."""
 
         self.folder.mkdir()
         self._records = FolderRecords(self.folder)
@@ -73,33 +73,31 @@ class LocalPools:
         self._reported: Report | None = None
 
     async def follow(self) -> None:
-        """Until it is cancelled. What cannot be read, or be done now, is said once, and tried again."""
+        """Obey plans until cancelled. A problem is reported once and retried."""
         trouble = ""
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._records.obeyed())
-            except (
-                OSError
-            ) as error:  # a full disk: then nobody learns it from there if this is killed, and all else goes on
+            except OSError as error:  # a full disk; then the folder cannot say that this process lives
                 self._say(f"{self.folder}: {error.strerror}")
             while True:
                 try:
                     self.step()
                     trouble = ""
-                except (ConnectorUnreachable, OSError) as error:  # a full disk, say
+                except (ConnectorUnreachable, OSError) as error:  # a full disk, for example
                     if str(error) != trouble:
                         trouble = str(error)
                         self._say(trouble)
                 await asyncio.sleep(LOOK_EVERY)
 
     def step(self) -> None:
-        """Look at the plan once, do what can be done now, and say what there is.
+        """Read the plan, do what is possible now, and write the report.
 
         Raises:
-            Unreachable: The plan cannot be read, or nothing be said.
+            ConnectorUnreachable: The plan cannot be read, or the report not written.
             OSError: The settings of a new worker cannot be written.
         """
-        self.folder.mkdir(exist_ok=True)  # what is old in /tmp may be cleared away
+        self.folder.mkdir(exist_ok=True)  # old files in /tmp may be cleaned up
         intent = self._records.intent()
         if intent.revision != self._revision:
             self._take_up(intent)
@@ -109,7 +107,7 @@ class LocalPools:
         for name, pool in self._pools.items():
             try:
                 self._grow(pool)
-            except ConfigurationRefused as refused:  # of a pool that has had no worker yet
+            except ConfigurationRefused as refused:  # for a pool that has had no worker yet
                 self._limited = {**self._limited, name: str(refused)}
                 pool.target = len(pool.staying)
         report = Report(revision=self._revision, pools={name: self._said(name) for name in self._pools})
@@ -187,7 +185,7 @@ class LocalPools:
 
 
 class _PoolWorkers:
-    """Of one pool."""
+    """Workers of one pool."""
 
     def __init__(self, kind: LocalPool) -> None:
         self.kind = kind
@@ -204,7 +202,7 @@ def _number(name: WorkerId) -> int:
 
 
 async def drain(endpoints: ChildEndpoints, within: Nanos) -> bool:
-    """Have a worker finish what it has, and end. False: it did not answer to that."""
+    """Ask a worker to drain and end; return False if it did not answer."""
     asked = pb.DrainRequest(deadline_ms=within // MILLISECOND)
     try:
         async with grpc.aio.insecure_channel(endpoints["grpc"], options=SEPARATE_CHANNEL_OPTIONS) as channel:

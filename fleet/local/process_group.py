@@ -1,13 +1,13 @@
-"""Ending a process and everything that it has started (Linux).
+"""Process groups: end a process and everything that it has started (Linux).
 
-An engine is several processes: vLLM's worker process starts an engine core, which starts more. When the first of them is
-killed the others go on, and hold memory and ports. All are in one process group, whose leader is a direct child of the
-supervisor, so the group is what gets ended.
+An engine is several processes: vLLM's worker process starts an engine core, which starts more. If the first one is
+killed, the others continue and hold memory and ports. All of them are in one process group, whose leader is a direct
+child of the supervisor, so the supervisor ends the group.
 
-One kind of member is spared: `multiprocessing`'s resource tracker. It waits until every process that uses it is gone, then
-removes the shared memory that they left behind, then ends by itself. Killing it is what leaks shared memory.
+One kind of member is spared: the resource tracker of `multiprocessing`. It waits until every process that uses it has
+ended, removes the shared memory that they left behind, and ends. Killing it would leak shared memory.
 
-Only the standard library is imported, because the guardian (fleet.local.orphan_reaper) has to be small.
+Only the standard library is imported, so that the orphan reaper stays small.
 """
 
 import ctypes
@@ -19,18 +19,18 @@ from contextlib import suppress
 from pathlib import Path
 
 TRACKERS_WITHIN = 5.0  # seconds for resource trackers to unlink what is left
-POLL = 0.02  # seconds between two looks at a group that is ending
+POLL = 0.02  # seconds between two checks of a group that is ending
 
 _PR_SET_PDEATHSIG = 1
 
 
 def kill_group(group: int) -> Iterator[float]:
-    """Kill all members, let their resource trackers finish, and end when nobody is left.
+    """Kill all members, wait for their resource trackers, and end when no member is left.
 
-    Takes at most `TRACKERS_WITHIN` seconds, plus what the kernel needs to end processes.
+    It takes at most `TRACKERS_WITHIN` seconds, plus the kernel's time to end processes.
 
     Yields:
-        Seconds to wait before the next look, so that each caller can wait in its own way.
+        Seconds to wait before the next check, so that each caller can wait in its own way.
     """
     looks = 0
     while there := members(group):
@@ -43,25 +43,25 @@ def kill_group(group: int) -> Iterator[float]:
 
 
 def end_group(group: int) -> None:
-    """`kill_group` for callers without an event loop; blocks."""
+    """End a group as `kill_group` does, without an event loop; blocks."""
     for pause in kill_group(group):
         time.sleep(pause)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, its parent, dies; for the start of a child process.
+    """Let the kernel kill this process when `parent` ends; call it at the start of a child process.
 
-    The guarantee is the kernel's (PR_SET_PDEATHSIG), so it holds however the parent ends.
+    The kernel guarantees it (PR_SET_PDEATHSIG), however the parent ends.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # the parent ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def members(group: int) -> list[int]:
-    """Living processes of a group; zombies are dead, whoever forgets to reap them."""
+    """Return the living processes of a group; zombies do not count."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -1,18 +1,17 @@
-"""The processes of a cluster on this machine: performs what `fleet.local.supervision` decides.
+"""Local processes: runs the processes of a cluster on this machine, as the supervision machine decides.
 
 Rules:
 
-1. Every child leads a session and process group of its own, so that Ctrl-C in a terminal reaches the supervisor alone, and
-   so that whatever a child has started can be ended with it. A child counts as gone when its whole group is.
-2. Nothing outlives the supervisor, however it ends: the kernel kills the children (`process_group.die_with_parent`), and a
-   guardian process ends what they had started and removes the runtime folder. Where both are killed, the next run does
+1. Each child leads its own session and process group. So Ctrl-C in a terminal reaches only the supervisor, and
+   everything that a child has started can be ended with it. A child has ended when its whole group has.
+2. Nothing outlives the supervisor. The kernel kills the children (`process_group.die_with_parent`); an orphan reaper
+   ends what they had started and removes the runtime folder. If both are killed, the next run cleans up
    (`fleet.local.runs`).
-3. Everything a child makes lies in the runtime folder: its settings, its socket, its temporary files, and its log, unless
-   somebody wants to keep the logs.
-4. A child is ready when it has written one line of JSON, its endpoints, to the file descriptor that it was given.
-5. Every child is looked at twice a second. One that does not respond (`fleet.local.liveness`) is killed; that is a death like any
-   other.
-6. What each child does, and which of them fail, lies in the runtime folder for whoever wants to know (`fleet.local.runs`).
+3. All files of a child are in the runtime folder: settings, socket, temporary files, and the log, unless logs are kept
+   elsewhere.
+4. A child is ready when it has written one line of JSON, its endpoints, to its readiness file descriptor.
+5. Every child is sampled twice a second. A hung one (`fleet.local.liveness`) is killed, which counts as a death.
+6. The states of the children are recorded in the runtime folder for other commands (`fleet.local.runs`).
 """
 
 import asyncio
@@ -62,45 +61,45 @@ from fleet.local.supervision import (
 )
 
 LOG_TAIL_LINES = 20
-SHOWN_DEATHS = 3  # in a row, with which the end of the log is shown; it will not say anything else later
-FIRST_PROGRESS = 5.0  # seconds until the first line while children load; the pauses double
-PROGRESS_EVERY = 40.0  # seconds between two lines, at most
-ORPHAN_REAPER_SECONDS = 10.0  # in which the guardian clears up, which takes a moment when no child is left
-SPAWN_FAILED = 127  # exit status of a child that could not be started, as shells have it
+SHOWN_DEATHS = 3  # deaths in a row with which the end of the log is shown; later it says nothing new
+FIRST_PROGRESS = 5.0  # seconds until the first message while children load; the pauses double
+PROGRESS_EVERY = 40.0  # longest pause between two messages, in seconds
+ORPHAN_REAPER_SECONDS = 10.0  # for the clean-up, which is instant when no child is left
+SPAWN_FAILED = 127  # exit status of a child that could not be started, as in shells
 
 ChildEndpoints = Mapping[str, str]
-"""Addresses that a child listens on, by protocol."""
+"""Addresses of a child, by protocol."""
 
 Drain = Callable[[ChildEndpoints, Nanos], Awaitable[bool]]
-"""Has a child finish what it has within a time, and end; False: it was not told so."""
+"""Asks a child to drain within a time and to end; returns False if the child could not be asked."""
 
 
 class LocalProcess(Struct, frozen=True, kw_only=True):
-    """A child and how to start it."""
+    """A child and its start command."""
 
     child: ChildProcess
     command: tuple[
         str, ...
-    ]  # ``--ready-fd N --parent PID`` is appended, and ``--heartbeat`` before where it is to send beats
+    ]  # ``--ready-fd N --parent PID`` is appended, and ``--heartbeat`` before them if the child sends heartbeats
     limits: LivenessLimits = LivenessLimits()
 
 
 class ClusterFailed(Exception):
-    """The cluster ended although nobody had asked it to; the message is for a person, the log's tail has been shown."""
+    """The cluster ended without a request; the message is for a person, and the end of the log has been shown."""
 
 
 class LocalProcesses:
-    """The running children; `run` returns when none is left.
+    """The children of a cluster; `hold` runs them.
 
     Args:
         processes: What to run.
         folder: The runtime folder; temporary files of the children go there.
         logs: Folder of the children's logs; they are appended to.
         environment: Variables of the children.
-        clock: Time.
+        clock: The clock.
         say: Shows one line to a person.
-        drain: How a child is told that it is removed; where that fails, or there is no way, it is stopped.
-        longest_pause: The ceiling of the pause before a child that keeps dying is started again.
+        drain: Asks a removed child to drain; without it, or if it fails, the child is stopped.
+        longest_pause: Longest pause before a child that keeps dying is restarted.
     """
 
     def __init__(
@@ -123,69 +122,67 @@ class LocalProcesses:
         self._say = say
         self._drain = drain
         self._machine = Supervision([process.child for process in processes], Random(), longest_pause)
-        self._events: asyncio.Queue[SupervisionEvent] = (
-            asyncio.Queue()
-        )  # bounded by nature: a few events a child, and signals
+        self._events: asyncio.Queue[SupervisionEvent] = asyncio.Queue()  # a few events per child, and signals
         self._running: dict[str, Process] = {}
         self._noted: Mapping[str, ProcessReport] = {}
-        self._unsent: dict[str, signal.Signals] = {}  # to children whose start is under way
+        self._unsent: dict[str, signal.Signals] = {}  # for children that are being started
         self._endpoints: dict[str, ChildEndpoints] = {}
         self._ready = asyncio.Event()
         self._stop_asked = False
         self._content: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        self._guardian: Process | None = None
+        self._reaper: Process | None = None
 
     @property
     def endpoints(self) -> Mapping[str, ChildEndpoints]:
-        """By name of the child; complete when the cluster is ready."""
+        """Endpoints by child; complete when the cluster is ready."""
         return self._endpoints
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the children that run now, by name."""
+        """Process ids of the running children, by name."""
         return {name: process.pid for name, process in self._running.items()}
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all children; those that are on their way out are among them until they are gone."""
+        """Names of all children, including those that are ending."""
         return frozenset(self._processes)
 
     def child_states(self) -> Mapping[str, ChildState]:
-        """By name; without those that were added a moment ago."""
+        """Return the states by name, without children that were added a moment ago."""
         return self._machine.child_states()
 
     def failing(self) -> frozenset[str]:
-        """Children that do not get ready again and again, or never will."""
+        """Return the children that repeatedly fail to become ready."""
         return self._machine.failing()
 
     def add(self, process: LocalProcess) -> None:
-        """Run one more child. Only while a body is held; its name must be nobody's."""
+        """Add a child while the body runs; its name must be free."""
         assert process.child.name not in self._processes, process.child.name
         self._processes[process.child.name] = process
         self._events.put_nowait(ChildAdded(process.child))
 
     def remove(self, name: str, within: Nanos) -> None:
-        """Ask a child to finish what it has and to end, within a time; it is gone when `names` does not have it any more."""
+        """Ask a child to drain and end within a time. It has ended when `names` does not contain it any more."""
         self._events.put_nowait(ChildRemoved(name, within))
 
     def request_stop(self) -> None:
-        """Ask everything to end; the second time, kill it."""
+        """Ask all children to end; the second call kills them."""
         self._stop_asked = True
         self._events.put_nowait(StopRequested())
         if self._content is not None:
             self._content.cancel()
 
     async def hold(self, body: Callable[[], Awaitable[None]]) -> bool:
-        """Run the children; when all are ready run `body`; when it returns, or somebody asks to stop, stop.
+        """Run the children; run `body` when all are ready; stop when it returns or a stop is requested.
 
         Returns:
-            Whether `body` came to its end; False when somebody asked to stop before.
+            True if `body` returned; False if a stop was requested before.
 
         Raises:
             ConfigurationRefused: A child refused its settings.
             ClusterFailed: A child failed before the cluster was ready.
-            Exception: Whatever `body` raised, after the children have been stopped.
+            Exception: The exception of `body`, after the children have been stopped.
         """
         async with asyncio.TaskGroup() as tasks:
             self._content = tasks.create_task(self._when_ready(body))
@@ -207,14 +204,14 @@ class LocalProcesses:
 
     async def _run(self) -> None:
         note_logs(self._folder, self._logs)
-        self._guardian = await asyncio.create_subprocess_exec(
+        self._reaper = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "fleet.local.orphan_reaper", str(self._folder)),
             stdin=PIPE,
             stdout=DEVNULL,
             env=self._environment,
             start_new_session=True,
         )
-        assert self._guardian.stdin is not None
+        assert self._reaper.stdin is not None
         try:
             async with asyncio.TaskGroup() as tasks:
                 progress = tasks.create_task(self._show_progress())
@@ -226,17 +223,17 @@ class LocalProcesses:
                     self._note_parts()
                 progress.cancel()
         finally:
-            self._guardian.stdin.close()
-            await self._end_guardian(self._guardian)
+            self._reaper.stdin.close()
+            await self._end_reaper(self._reaper)
 
-    async def _end_guardian(self, guardian: Process) -> None:
-        """Wait until the guardian has ended; kill one that does not, because somebody stopped it."""
+    async def _end_reaper(self, reaper: Process) -> None:
+        """Wait until the orphan reaper has ended; kill it if it does not, because somebody stopped it."""
         try:
             async with asyncio.timeout(ORPHAN_REAPER_SECONDS):
-                await guardian.wait()
+                await reaper.wait()
         except TimeoutError:
-            guardian.kill()
-            await guardian.wait()
+            reaper.kill()
+            await reaper.wait()
 
     async def _next_event(self) -> SupervisionEvent:
         instant = self._machine.next_instant()
@@ -248,7 +245,7 @@ class LocalProcesses:
             return SupervisionTicked()
 
     def _perform(self, commands: Sequence[SupervisionCommand], tasks: asyncio.TaskGroup) -> bool:
-        """Carry out commands; True after the last one of all."""
+        """Perform commands; return True after the last one of all."""
         finished = False
         for command in commands:
             match command:
@@ -281,7 +278,7 @@ class LocalProcesses:
         return finished
 
     async def _run_child(self, process: LocalProcess) -> None:
-        """One run of a child, from its start until its group is gone."""
+        """Run a child once, from its start until its group has ended."""
         name = process.child.name
         self._unsent.pop(name, None)
         read_fd, write_fd = os.pipe()
@@ -306,7 +303,7 @@ class LocalProcesses:
         finally:
             os.close(write_fd)
         self._running[name] = running
-        self._tell_guardian("+", running.pid)
+        self._tell_reaper("+", running.pid)
         self._note_parts()
         if (unsent := self._unsent.pop(name, None)) is not None:
             self._send(name, unsent)
@@ -323,10 +320,10 @@ class LocalProcesses:
             for pause in kill_group(running.pid):
                 await asyncio.sleep(pause)
         except asyncio.CancelledError:
-            end_group(running.pid)  # blocks, for a moment: what was cancelled must not leave processes
+            end_group(running.pid)  # blocks for a moment: a cancelled run must not leave processes
             raise
         finally:
-            self._tell_guardian("-", running.pid)
+            self._tell_reaper("-", running.pid)
             del self._running[name]
         self._events.put_nowait(ChildExited(name, status))
 
@@ -339,7 +336,7 @@ class LocalProcesses:
             self._send(name, signal.SIGTERM)
 
     async def _listen(self, name: str, read_fd: int, heard: asyncio.Event) -> None:
-        """Read the child's line (no line means that it ended, or that it will not be ready in time), and then its beats."""
+        """Read the child's readiness line, then its heartbeats. No line means that the child ended or is too late."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
@@ -356,7 +353,7 @@ class LocalProcesses:
             transport.close()
 
     async def _watch(self, process: LocalProcess, pid: int, heard: asyncio.Event) -> None:
-        """Look at a child until it is found to hang, which ends it, or has ended by itself."""
+        """Sample a child until it hangs or ends."""
         name, liveness = process.child.name, Liveness(process.limits, self._clock.now())
         while (look := sample_process(pid)) is not None:
             hang = liveness.observe(look, heard=heard.is_set(), now=self._clock.now())
@@ -368,14 +365,14 @@ class LocalProcesses:
             await asyncio.sleep(SAMPLE_INTERVAL / SECOND)
 
     def _send(self, name: str, number: signal.Signals) -> None:
-        """Signal a child (its group follows when it is gone); one that is just being started gets it then."""
+        """Send a signal to a child; a child that is being started gets it afterwards."""
         if (running := self._running.get(name)) is None:
             self._unsent[name] = number
         elif running.returncode is None:
             running.send_signal(number)
 
     def _note_parts(self) -> None:
-        """Write down what each child does, where that has changed. On a full disk nobody learns it, and all else goes on."""
+        """Record the states of the children if they have changed. A full disk only stops the record."""
         now = self._clock.now()
         parts = {
             name: ProcessReport(
@@ -392,10 +389,10 @@ class LocalProcesses:
                 note_parts(self._folder, parts)
                 self._noted = parts
 
-    def _tell_guardian(self, change: str, group: int) -> None:
-        assert self._guardian is not None
-        assert self._guardian.stdin is not None
-        self._guardian.stdin.write(f"{change}{group}\n".encode())
+    def _tell_reaper(self, change: str, group: int) -> None:
+        assert self._reaper is not None
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(f"{change}{group}\n".encode())
         note_group(self._folder, change, group)
 
     async def _show_progress(self) -> None:

@@ -1,4 +1,4 @@
-"""Several router processes on one machine, behind the same ports."""
+"""Router processes on one machine that share their ports."""
 
 import secrets
 import sys
@@ -20,28 +20,28 @@ from kvstore.net.addresses import unix_path
 
 
 class RouterProcesses(Struct, frozen=True, kw_only=True):
-    """What to start, and where it will be reached."""
+    """Processes and addresses of a router."""
 
     processes: tuple[LocalProcess, ...]
     http: str
     grpc: str
     control: str
-    control_sockets: tuple[str, ...]  # of the processes, which `control` stands for; empty: they share its port
-    health: str  # of health and metrics alone; empty: not served
-    kserve: str  # empty: not served
-    picker: str  # likewise
+    control_sockets: tuple[str, ...]  # control sockets of the processes behind `control`; empty: they share its port
+    health: str  # address of the health port; empty: none
+    kserve: str  # empty: none
+    picker: str  # empty: none
 
 
 def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterProcesses:
-    """Settle `count` routers that share ports and tell each other what they have booked; writes their settings files.
+    """Plan `count` routers that share ports and peer with each other, and write their settings files.
 
     Args:
-        settings: Of each of them. Other routers that it names, on other machines, are told by all.
-        count: How many.
-        folder: For settings, of which some are secret, and sockets; nobody else may look into it.
+        settings: Settings of each router. Routers on other machines that it names are peers of all.
+        count: Number of processes.
+        folder: Private folder for settings, some of which are secret, and for sockets.
 
     Raises:
-        ConfigurationRefused: A public address is in use, or no address.
+        ConfigurationRefused: A public address is in use or invalid.
     """
     with ExitStack() as held:
         http = claim_address("http_listen", settings.http_listen, held)
@@ -92,7 +92,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
 
 
 def _control(settings: RouterSettings, grpc: str, held: ExitStack) -> str:
-    """The control address that all processes have together."""
+    """Return the control address of all processes together."""
     if settings.control_listen:
         listen = settings.control_listen
         return listen if unix_path(listen) else claim_address("control_listen", listen, held)

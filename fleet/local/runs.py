@@ -1,13 +1,15 @@
-"""The clusters that `fleet up` has started on this machine: which of them run, and what those that were killed have left.
+"""Local runs: the clusters that `fleet up` has started on this machine, and the leftovers of killed ones.
 
 Rules:
 
-1. A run holds the file `alive` in its runtime folder (`fleet.core.file_locks`), and so does its guardian: what is still being cleared
-   away is nobody else's to clear.
-2. In `groups` beside it stand the process groups that it has started, as its guardian is told of them: for when the guardian is killed too.
-   A process counts as the run's when it is in such a group and its environment says so. Where that says nothing (engines rename
-   themselves, which overwrites it) it writes to a log of the run: the number may be another group's by now.
-3. Only folders of the same user are looked at. One without `alive` is just being made, or somebody else's: it is left alone.
+1. A run locks the file `alive` in its runtime folder (`fleet.core.file_locks`), and so does its orphan reaper. So
+   nobody else cleans up while the reaper still does.
+2. The file `groups` beside it lists the process groups of the run, as its orphan reaper is told, in case the reaper is
+   killed too. A process belongs to the run if it is in such a group and its environment names the run. If the
+   environment is unreadable (engines overwrite it when they rename themselves), the process must write to a log of the
+   run, because another program may have the group's number by now.
+3. Only folders of the same user are read. A folder without `alive` is being made, or belongs to somebody else: it is
+   left alone.
 """
 
 import os
@@ -27,17 +29,17 @@ from kvstore.security.credentials import Credentials
 
 PREFIX = "fleet-"
 PLANS = "plans"
-"""Where a run reads plans, in its runtime folder."""
+"""Folder for plans in the runtime folder."""
 
-LONGEST_PARENT = 40  # characters of the runtime folder's parent, so that sockets stay below the 107 that Unix allows
+LONGEST_PARENT = 40  # characters of the runtime folder's parent; sockets may have 107
 GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
 PARTS = "parts.json"
 LOGS = "logs"
-"""A link to where a run keeps its logs, if that is not its runtime folder."""
+"""Link to the logs of a run, if they are outside its runtime folder."""
 
 
 class RouterAddresses(Struct, frozen=True):
-    """The part of a router's settings that commands need."""
+    """The router settings that commands need."""
 
     grpc_listen: str = ""
     control_listen: str = ""
@@ -45,15 +47,13 @@ class RouterAddresses(Struct, frozen=True):
 
 
 class ProcessReport(Struct, frozen=True, kw_only=True):
-    """The report of a supervisor about one process of its run."""
+    """A supervisor's report about one process of its run."""
 
     condition: str  # a value of `fleet.local.supervision.ChildState`
-    pid: int | None  # None: it does not run now
+    pid: int | None  # None: it does not run
     deaths: int  # in a row
-    last_end: str  # how it ended the last time, in words; empty: it has not
-    pause_seconds: (
-        float | None
-    )  # from the last change of this report until it is started again; None: it is not waiting
+    last_end: str  # last end in words; empty: none
+    pause_seconds: float | None  # time from the last change of this report to the restart; None: no restart is due
 
     @property
     def failing(self) -> bool:
@@ -62,7 +62,7 @@ class ProcessReport(Struct, frozen=True, kw_only=True):
 
 
 class LocalRun(Struct, frozen=True):
-    """One run, by its runtime folder."""
+    """One run, identified by its runtime folder."""
 
     folder: Path
 
@@ -71,7 +71,7 @@ class LocalRun(Struct, frozen=True):
         return self.folder / PLANS
 
     def parts(self) -> Mapping[str, ProcessReport]:
-        """Return what its supervisor last said of its processes, by name; nothing where it said nothing that can be read."""
+        """Return the last report about its processes, by name; empty if there is none."""
         try:
             return msgspec.json.decode((self.folder / PARTS).read_bytes(), type=dict[str, ProcessReport])
         except (OSError, msgspec.DecodeError):
@@ -79,26 +79,26 @@ class LocalRun(Struct, frozen=True):
 
     @property
     def killed(self) -> bool:
-        """It has ended without clearing up. Of a run that does not say that it is alive nobody knows."""
+        """True if the run has ended without cleaning up. A run without the lock file does not count as killed."""
         return is_abandoned(self.folder / ALIVE_FILE)
 
     def answers_at(self, address: str) -> bool:
-        """Whether its router was told to listen there."""
+        """Return True if its router listens at this address."""
         told = self.addresses()
         return told is not None and any(_same(listen, address) for listen in (told.grpc_listen, told.control_listen))
 
     def addresses(self) -> RouterAddresses | None:
-        """Return the addresses at which its router was told to listen; None: they cannot be read."""
+        """Return the addresses of its router; None if they cannot be read."""
         try:
             return msgspec.json.decode((self.folder / ROUTER).read_bytes(), type=RouterAddresses)
         except (OSError, msgspec.DecodeError):
             return None
 
     def clear(self) -> int | None:
-        """End the processes that a killed run has left, and remove its folder; blocks, for some seconds at most.
+        """End the remaining processes of a killed run and remove its folder; blocks for a few seconds at most.
 
         Returns:
-            How many processes there were. None, and nothing is done, where somebody else is at it, or the run is alive.
+            Number of ended processes. None if the run is alive or somebody else cleans up; then nothing is done.
         """
         with take_abandoned(self.folder / ALIVE_FILE) as dead:
             if not dead:
@@ -114,7 +114,7 @@ class LocalRun(Struct, frozen=True):
 
 @contextmanager
 def runtime_folder() -> Iterator[Path]:
-    """A private folder with a short path, for a run of this process; removed at the end."""
+    """Make a private folder with a short path for a run of this process; remove it at the end."""
     parent = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))  # noqa: S108 - mkdtemp makes it private
     try:
@@ -124,16 +124,16 @@ def runtime_folder() -> Iterator[Path]:
                 yield folder
             finally:
                 remove_locked_folder(folder / ALIVE_FILE)
-    finally:  # where it could not even be held
+    finally:  # the lock may have failed
         remove_locked_folder(folder / ALIVE_FILE)
 
 
 def local_runs() -> Sequence[LocalRun]:
-    """Those on this machine that are ours, killed ones included."""
+    """Return the runs of this user on this machine, including killed ones."""
     parents = {Path(tempfile.gettempdir()), Path("/tmp")}  # noqa: S108 - as `runtime_folder` does
     found = set()
     for folder in (each for parent in parents for each in parent.glob(f"{PREFIX}*")):
-        with suppress(OSError):  # it has just ended, or may not be looked into
+        with suppress(OSError):  # it has just ended, or cannot be read
             if folder.lstat().st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
                 continue
             if (folder / ALIVE_FILE).exists() or (folder / PLANS).is_dir():
@@ -142,25 +142,25 @@ def local_runs() -> Sequence[LocalRun]:
 
 
 def local_plans() -> list[Path]:
-    """Where the clusters that run on this machine read plans."""
+    """Return the plan folders of the clusters that run on this machine."""
     return [run.plans for run in local_runs() if not run.killed and (run.plans / REPORT).exists()]
 
 
 def run_at(address: str) -> LocalRun | None:
-    """The run whose router has this address; one that was killed where nobody else has it."""
+    """Return the run whose router has this address; a killed one only if no other has it."""
     found = [run for run in local_runs() if run.answers_at(address)]
     return min(found, key=lambda run: run.killed, default=None)
 
 
 def note_logs(folder: Path, logs: Path) -> None:
-    """Write down where the logs of a run are kept."""
+    """Record where the logs of a run are."""
     if logs != folder:
         with suppress(OSError):
             (folder / LOGS).symlink_to(logs.resolve())
 
 
 def note_parts(folder: Path, parts: Mapping[str, ProcessReport]) -> None:
-    """Write down what the processes of a run do; whoever reads it sees all of it.
+    """Record the state of a run's processes; readers see either the old or the new record.
 
     Raises:
         OSError: It cannot be written.
@@ -171,16 +171,16 @@ def note_parts(folder: Path, parts: Mapping[str, ProcessReport]) -> None:
 
 
 def note_group(folder: Path, change: str, group: int) -> None:
-    """Write down what the guardian is told. Where the disk is full the guardian alone knows."""
+    """Record what the orphan reaper is told. With a full disk only the reaper knows."""
     with suppress(OSError), (folder / GROUPS).open("a") as file:
         file.write(f"{change}{group}\n")
 
 
 def _groups(folder: Path) -> list[int]:
-    """Those that had not ended when the run was killed."""
+    """Return the groups that had not ended when the run was killed."""
     groups: dict[int, None] = {}
     with suppress(OSError):
-        # Only whole lines: where the disk was full in the middle of one, what there is of it is another number.
+        # Only complete lines: with a full disk a line may end with a truncated number.
         for change, group in re.findall(rb"([+-])([0-9]+)\n", (folder / GROUPS).read_bytes()):
             if change == b"+":
                 groups[int(group)] = None
@@ -190,7 +190,7 @@ def _groups(folder: Path) -> list[int]:
 
 
 def _of_run(pids: Sequence[int], folder: Path) -> list[int]:
-    """Those that are the run's, of processes that are in a group of its number."""
+    """Return the processes that belong to the run (rule 2)."""
     mark = f"TMPDIR={folder / TEMPORARY}".encode()
     logs = {folder.resolve(), (folder / LOGS).resolve()}
     found = []
@@ -203,12 +203,12 @@ def _of_run(pids: Sequence[int], folder: Path) -> list[int]:
 
 
 def _output(pid: int) -> Path:
-    """Where a process writes what nobody has asked for."""
+    """Return the file that a process writes its standard error to."""
     return Path(f"/proc/{pid}/fd/2").readlink()
 
 
 def _same(listen: str, address: str) -> bool:
-    """Whether a client that is told `address` reaches who listens at `listen`, on this machine."""
+    """Return True if a client with `address` reaches the listener at `listen`, on this machine."""
     if listen == address:
         return bool(listen)
     host, _, port = address.rpartition(":")

@@ -1,22 +1,23 @@
-"""Supervision of the processes of a local cluster: when they are started, restarted, asked to stop and killed.
+"""Supervision machine: starts, restarts, stops and kills the processes of a local cluster.
 
 Rules:
 
-1. Children start stage by stage: a child starts when every child of an earlier stage has been ready. They stop stage by
-   stage as well, in an order of its own: the router first, because it still owes answers that need the workers.
-2. Until all children have been ready once, the death of one, or a readiness that does not come in time, ends the
-   attempt: nothing is left half-started, and a wrong setting is not retried. Nothing else but a request ends the cluster.
-3. After that a child that dies is started again alone, after a pause. The pause doubles with every death in a row, from
-   `FIRST_BACKOFF` up to `Supervision.longest_pause`; a random part of it, at most `JITTER`, is left out, so that children
-   that died together do not start together for ever. However often a child dies, the others go on. A child that stays
-   ready for `HEALTHY_AFTER` has no deaths in a row any more.
-4. A child that exits with `CONFIGURATION_REFUSED` after the cluster was ready is started again after the longest pause. Its
-   settings have not changed, but what they name may have: a port that somebody else took, a file that was moved.
-5. Stopping asks, waits for the grace, then kills; a second request to stop kills at once. The cluster is over when no
+1. Children start in stages: a child starts when every child of an earlier stage has been ready. They stop in stages of
+   another order: the router first, because its unfinished answers need the workers.
+2. Until all children have been ready once, the death of one, or a readiness timeout, ends the whole start: nothing
+   stays half-started, and wrong settings are not retried. Otherwise only a stop request ends the cluster.
+3. After that, a child that dies is restarted alone, after a pause. The pause doubles with every death in a row, from
+   `FIRST_BACKOFF` up to `Supervision.longest_pause`. A random part of it, at most `JITTER`, is left out, so that
+   children that died together do not always restart together. A dying child never stops the others. A child that stays
+   ready for `HEALTHY_AFTER` starts counting deaths from zero again.
+4. A child that exits with `CONFIGURATION_REFUSED` after the cluster was ready is restarted after the longest pause. Its
+   settings are the same, but their surroundings may have changed: a port that became free, a file that came back.
+5. A stop asks, waits for the grace period, then kills; a second stop request kills at once. The cluster ends when no
    child is left.
-6. When all have been ready, children come and go. A child that is added starts alone. A child that is removed is asked to drain
-   within a time; what is left after it, or was not ready, is stopped like the others. It is forgotten when it is gone.
-7. A child that runs but does not respond is killed; that is a death like any other. `fleet.local.liveness` says when.
+6. After the cluster was ready, children can be added and removed. An added child starts alone. A removed child drains
+   within a time limit; if it still runs then, or was not ready, it is stopped like the others. It is forgotten when it
+   has ended.
+7. A child that runs but does not respond is killed, which counts as a death. `fleet.local.liveness` decides that.
 """
 
 from collections.abc import Sequence
@@ -27,22 +28,22 @@ from msgspec import Struct
 
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 
-CONFIGURATION_REFUSED = 3  # exit status, as of the command `fleet`
+CONFIGURATION_REFUSED = 3  # exit status of the command `fleet`
 FIRST_BACKOFF = Nanos(250 * MILLISECOND)
 LONGEST_BACKOFF = Nanos(30 * SECOND)
-MOST_DOUBLINGS = 20  # of the first pause: three days, beyond any ceiling
-JITTER = 0.5  # of a pause, at most: "equal jitter"
+MOST_DOUBLINGS = 20  # of the first pause: three days, above any ceiling
+JITTER = 0.5  # largest part of a pause that is left out ("equal jitter")
 HEALTHY_AFTER = Nanos(30 * SECOND)
 
 
 class RandomSource(Protocol):
-    """A source of random numbers; `random.Random` is one."""
+    """Random source for pauses; `random.Random` implements it."""
 
     def uniform(self, a: float, b: float, /) -> float: ...
 
 
 class ChildProcess(Struct, frozen=True, kw_only=True):
-    """One process to keep running."""
+    """A process to keep running."""
 
     name: str
     start_stage: int
@@ -56,29 +57,29 @@ class ChildReady(Struct, frozen=True):
 
 
 class ChildExited(Struct, frozen=True):
-    """The process and all that it had started are gone."""
+    """The process and everything that it started have ended."""
 
     name: str
-    status: int  # as `subprocess` counts: negative for the number of the signal
+    status: int  # as in `subprocess`: a negative signal number after a signal
 
 
 class ChildUnresponsive(Struct, frozen=True):
-    """The process lives, but it was stopped or said nothing for too long."""
+    """The process lives, but was stopped or silent for too long."""
 
     name: str
 
 
 class ChildAdded(Struct, frozen=True):
-    """A child that there was not; the name may be of one that has been forgotten."""
+    """Add a child; its name may be that of a forgotten child."""
 
     child: ChildProcess
 
 
 class ChildRemoved(Struct, frozen=True):
-    """A child that is wanted no more."""
+    """Remove a child."""
 
     name: str
-    within: Nanos  # for it to finish what it has
+    within: Nanos  # time limit to finish its requests
 
 
 class StopRequested(Struct, frozen=True):
@@ -103,14 +104,14 @@ class AskToStop(Struct, frozen=True):
 
 
 class AskToDrain(Struct, frozen=True):
-    """To finish what it has, to take nothing more, and to end."""
+    """Ask a child to take no more requests, finish the running ones, and end."""
 
     name: str
     within: Nanos
 
 
 class KillChild(Struct, frozen=True):
-    """With all that it has started."""
+    """Kill a child and everything that it started."""
 
     name: str
 
@@ -120,7 +121,7 @@ class AnnounceReady(Struct, frozen=True):
 
 
 class ReportRestart(Struct, frozen=True):
-    """A child has died, and will be started again after the pause."""
+    """A child has died and will be restarted after the pause."""
 
     name: str
     status: int
@@ -129,21 +130,21 @@ class ReportRestart(Struct, frozen=True):
 
 
 class ForgetChild(Struct, frozen=True):
-    """A removed child is gone."""
+    """A removed child has ended."""
 
     name: str
 
 
 class ReportFailure(Struct, frozen=True):
-    """The cluster cannot go on; everything is being stopped because of this child."""
+    """The cluster cannot continue, because of this child; everything is being stopped."""
 
     name: str
     reason: str
-    status: int | None  # None: it is still running
+    status: int | None  # None: it still runs
 
 
 class SupervisionFinished(Struct, frozen=True):
-    """No child is left; nothing follows."""
+    """No child is left; no command follows."""
 
 
 SupervisionCommand = (
@@ -160,37 +161,37 @@ SupervisionCommand = (
 
 
 class ChildState(StrEnum):
-    """The activity of a child."""
+    """State of a child."""
 
-    HELD = "held"  # an earlier stage is not ready
+    HELD = "held"  # waits for an earlier stage
     STARTING = "starting"
     READY = "ready"
-    PAUSED = "paused"  # it died, and will be started again
-    DRAINING = "draining"  # it was removed while it was ready
-    STOPPING = "stopping"  # it was asked to
+    PAUSED = "paused"  # died, and waits for its restart
+    DRAINING = "draining"  # was ready when it was removed
+    STOPPING = "stopping"  # was asked to stop
     KILLED = "killed"  # its exit is awaited
     GONE = "gone"
 
 
 class ChildStatus(Struct, frozen=True, kw_only=True):
-    """The state of one child, for people."""
+    """State of one child, for people."""
 
     condition: ChildState
-    deaths: int  # in a row, without having been ready for `HEALTHY_AFTER` after the last one
-    last_status: int | None = None  # with which it ended the last time; None: it has not died
-    starts_at: Nanos | None = None  # when it is to be started again; None: it runs, or will not be
+    deaths: int  # in a row, without `HEALTHY_AFTER` of readiness in between
+    last_status: int | None = None  # exit status of the last death; None: it has not died
+    starts_at: Nanos | None = None  # time of the planned restart; None: it runs, or will not be restarted
 
 
 _RUNNING = (ChildState.STARTING, ChildState.READY)
 
 
 class _ChildRecord:
-    """What is known of one child."""
+    """Record of one child."""
 
     def __init__(self, child: ChildProcess):
         self.child = child
         self.condition = ChildState.HELD
-        self.until: Nanos | None = None  # when the condition has lasted too long (or, of a pause, long enough)
+        self.until: Nanos | None = None  # end of the time limit (or of the pause)
         self.deaths = 0  # in a row
         self.last_status: int | None = None
         self.been_ready = False
@@ -201,15 +202,15 @@ class _ChildRecord:
 
 
 class Supervision:
-    """The machine: `handle(event, now)` gives the commands to perform; `begin` gives the first ones."""
+    """The machine: `begin` returns the first commands, `handle` those that follow an event."""
 
     def __init__(self, children: Sequence[ChildProcess], chance: RandomSource, longest_pause: Nanos = LONGEST_BACKOFF):
-        """A cluster of which nothing runs yet.
+        """Start with children that do not run yet.
 
         Args:
             children: The processes to keep running; their names differ.
-            chance: The source of the jitter of pauses.
-            longest_pause: The ceiling of the pause before a child is started again.
+            chance: Random source for the jitter.
+            longest_pause: Longest pause before a restart.
         """
         assert len({child.name for child in children}) == len(children), "names must differ"
         self._chance = chance
@@ -221,7 +222,7 @@ class Supervision:
 
     @property
     def announced(self) -> bool:
-        """Whether every child has been ready."""
+        """True if every child has been ready."""
         return self._announced
 
     def begin(self, now: Nanos) -> list[SupervisionCommand]:
@@ -232,11 +233,11 @@ class Supervision:
         return [*self._respond(event, now), *self._finish_if_over()]
 
     def next_instant(self) -> Nanos | None:
-        """When `SupervisionTicked` is next due; None while nothing waits for time."""
+        """Return the time at which `SupervisionTicked` is due; None if nothing waits for time."""
         return min((track.until for track in self._tracks.values() if track.until is not None), default=None)
 
     def child_states(self) -> dict[str, ChildState]:
-        """For progress shown to a person."""
+        """Return the state of each child, for progress messages."""
         return {name: track.condition for name, track in self._tracks.items()}
 
     def failing(self) -> frozenset[str]:
@@ -248,7 +249,7 @@ class Supervision:
         )
 
     def child_statuses(self) -> dict[str, ChildStatus]:
-        """Return what each child does and how it fares."""
+        """Return the status of each child."""
         return {
             name: ChildStatus(
                 condition=track.condition,
@@ -260,7 +261,7 @@ class Supervision:
         }
 
     def check(self) -> None:
-        """Raise if a promise between calls is broken."""
+        """Assert the invariants that hold between two calls."""
         for track in self._tracks.values():
             timed = track.condition not in (ChildState.HELD, ChildState.READY, ChildState.GONE, ChildState.KILLED)
             healing = track.condition is ChildState.READY and track.deaths > 0
@@ -411,7 +412,7 @@ class Supervision:
         return self._stop_next(now)
 
     def _stop_next(self, now: Nanos) -> list[SupervisionCommand]:
-        """Ask the earliest stage that still runs, once the stages before it are gone."""
+        """Ask the earliest remaining stage to stop, once the stages before it have ended."""
         left = [track for track in self._tracks.values() if track.condition is not ChildState.GONE]
         stage = min((track.child.stop_stage for track in left), default=0)
         return [

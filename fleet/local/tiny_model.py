@@ -1,15 +1,15 @@
-"""The model that `fleet up` serves when it is given none: Llama-shaped, tiny, made on the spot.
+"""Tiny model: the Llama-shaped model that `fleet up` builds and serves when no other is given.
 
 Rules:
 
 1. Nothing is downloaded, and neither torch nor transformers is needed: the tokenizer is trained on Python's own
-   documentation, the weights come from a seeded generator.
-2. The weights are random but wide (standard deviation 0.08), so that greedy answers wander through the vocabulary
-   instead of repeating one token; only then does "the same tokens" mean that the KV was the same.
-3. A model folder is built under a temporary name and renamed when complete, so that two processes may build at once and
-   nobody sees half a model. Its name holds a digest of everything it was made from: another recipe, another folder.
-4. A folder says in `CHECKSUMS` what is in its files. One that was damaged since it was built (a full disk, a crash, a bad sector), or
-   that an earlier version built without checksums, is built anew.
+   documentation, and the weights come from a seeded generator.
+2. The weights are random but wide (standard deviation 0.08), so that greedy answers use the whole vocabulary instead of
+   repeating one token. Only then do equal tokens prove equal KV.
+3. A model folder is built under a temporary name and renamed when complete, so that two processes may build at once.
+   Its name holds a digest of everything it was made from, so another recipe gets another folder.
+4. `CHECKSUMS` in a folder holds the digests of its files. A folder that was damaged (a full disk, a crash, a bad
+   sector), or that an earlier version built without checksums, is built again.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1  # part of the folder's name; goes up when the code below changes what it builds
+FORMAT_VERSION = 1  # part of the folder's name; increase it when the code below builds something else
 
 CHECKSUMS = "checksums.json"
 """SHA-256 of the other files of a built folder, by name."""
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
-BOS, EOS, END = 0, 1, 5  # their ids: the trainer numbers special tokens first, in order
+BOS, EOS, END = 0, 1, 5  # the trainer numbers special tokens first, in order
 
 VOCABULARY = 4096
 HIDDEN = 256
@@ -129,7 +129,7 @@ def build_tiny_model(cache_dir: Path, *, tokenizer_only: bool = False) -> Path:
 
 
 def _whole(*folders: Path) -> Path | None:
-    """Return the first of these folders that is there and undamaged."""
+    """Return the first of these folders that exists and is undamaged."""
     return next((folder for folder in folders if _is_whole(folder)), None)
 
 
@@ -147,14 +147,14 @@ def _checksum(file: Path) -> str:
 
 
 def _publish(building: Path, folder: Path) -> None:
-    """Put a built folder in its place; a damaged one goes away first."""
+    """Move a built folder to its place; a damaged one is removed first."""
     if _is_whole(folder):
-        return  # another process was faster; what it built is the same
+        return  # another process was faster and built the same
     if folder.exists():
         log.warning("built-in model damaged, built anew", extra={"folder": str(folder)})
         away = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
         try:
-            with suppress(FileNotFoundError):  # another process has just done the same
+            with suppress(FileNotFoundError):  # another process has just done it
                 folder.rename(away / folder.name)
         finally:
             shutil.rmtree(away, ignore_errors=True)
@@ -166,7 +166,7 @@ def _publish(building: Path, folder: Path) -> None:
 
 
 def _training_text() -> list[str]:
-    """Python's reference documentation, as the interpreter ships it for `help()`: half a megabyte of prose and code."""
+    """Return Python's reference documentation, as shipped for `help()`: half a megabyte of prose and code."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return [topics[name] for name in sorted(topics)]
 
@@ -194,13 +194,13 @@ def _write_tokenizer(folder: Path, text: list[str]) -> None:
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
     bos = SPECIAL_TOKENS[BOS]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, BOS)])
-    # Written here, since the library's own `save` raises a bare Exception when the disk is full.
+    # Tokenizer.save raises a bare Exception when the disk is full, so write the file here.
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
 
 
 def _weights() -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors under the names that Hugging Face's Llama gives them, each `[out, in]`."""
+    """Return tensors `[out, in]` under the names of Hugging Face's Llama."""
     generator = np.random.default_rng(WEIGHTS_SEED)
 
     def normal(*shape: int) -> np.ndarray:

@@ -1,11 +1,11 @@
-"""A topology as processes: their settings, their addresses, and the order in which they come and go.
+"""Processes of a topology: their settings, their addresses, and the order in which they start and stop.
 
 Rules:
 
 1. Processes of this machine talk over Unix sockets in the runtime folder; only the router's public addresses are TCP.
-2. A public port 0 is replaced by a free one here and not in the router, so that a router that is started again has the same
-   address, and workers can be told of it before it runs.
-3. What can be refused without starting anything is refused here.
+2. A public port 0 is replaced by a free port here, not in the router. So a restarted router keeps its address, and
+   workers can be told the address before the router runs.
+3. Whatever can be refused without starting a process is refused here.
 """
 
 import errno
@@ -39,52 +39,53 @@ from kvstore.service.settings import StoreSettings
 from workers.settings import VllmSettings, WorkerSettings
 
 ENGINE_READY_WITHIN = Nanos(1800 * SECOND)
-"""vLLM takes 20 s on two idle cores, and ten minutes and more for a large model from a slow disk."""
+"""vLLM takes 20 s on two idle cores, and more than ten minutes for a large model from a slow disk."""
 
 SIMULATED_READY_WITHIN = Nanos(30 * SECOND)
-READY_WITHIN = Nanos(30 * SECOND)  # of a router or store: a second, unless the machine is very busy
-WORKER_DRAIN = Nanos(5 * SECOND)  # on Ctrl-C people wait; the router has drained before
+READY_WITHIN = Nanos(30 * SECOND)  # for routers and stores, which need a second unless the machine is very busy
+WORKER_DRAIN = Nanos(5 * SECOND)  # people wait after Ctrl-C; the router has drained before
 STOP_WITHIN = Nanos(20 * SECOND)  # vLLM takes a few seconds to end its processes
 
-START_STORE, START_ROUTER, START_WORKERS = range(3)  # a router that cannot start must see no worker register elsewhere
+# a router that cannot start must not see workers register elsewhere
+START_STORE, START_ROUTER, START_WORKERS = range(3)
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
 ANY_PORT = "127.0.0.1:0"
-"""The default address of health and metrics: a free port that only this machine reaches."""
+"""Default address of health and metrics: a free port that only this machine reaches."""
 
 ROUTER = "router"
 STORE = "kvstore"
 
 
 class LocalPool(Struct, frozen=True, kw_only=True):
-    """Workers that are alike."""
+    """Equal workers of a local cluster."""
 
     name: str
-    """The role; with a number where several pools have it."""
+    """The role, with a number if several pools have it."""
 
     role: Role
     workers: tuple[WorkerId, ...]
     settings: Callable[[WorkerId], WorkerSettings]
-    """Of a worker by that name. Raises ConfigurationRefused, of a pool without workers that can have none."""
+    """Return the settings of a worker by its name. It raises ConfigurationRefused for a pool that can have no workers."""
 
     ready_within: Nanos
     limits: LivenessLimits = LivenessLimits()
 
 
 class LocalPlan(Struct, frozen=True, kw_only=True):
-    """What to run, and where it will be reached."""
+    """The processes of a local cluster and its addresses."""
 
     processes: tuple[LocalProcess, ...]
     model: ModelName
     model_dir: Path
     http: str  # host:port
     grpc: str  # host:port
-    health: str  # host:port of health and metrics alone
-    control: str  # host:port or unix:/path: of the registry and `fleet.v1.Cluster`
-    control_credentials: Credentials  # that callers of the control port need, where it is no Unix socket
+    health: str  # host:port of the health port
+    control: str  # host:port or unix:/path of the control port
+    control_credentials: Credentials  # for callers of the control port, unless it is a Unix socket
     kserve: str  # host:port; empty: not served
     pools: tuple[LocalPool, ...]
-    disaggregates: bool  # whether there are prefill workers
+    disaggregates: bool  # there are prefill workers
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
@@ -92,20 +93,20 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
 
 
 def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName) -> LocalPlan:
-    """Settle a topology, and write the settings files of its processes.
+    """Plan the processes of a topology, and write their settings files.
 
     Args:
-        topology: What is wanted.
+        topology: The cluster.
         folder: The runtime folder.
-        model_dir: Of the model to serve.
-        model: The name to serve it under.
+        model_dir: Folder of the model.
+        model: Name under which it is served.
 
     Raises:
-        ConfigurationRefused: The engine is not installed; a public address is in use, or no address; the model folder
+        ConfigurationRefused: The engine is not installed, a public address is in use or invalid, or the model folder
             has no readable configuration.
     """
     _check_engine(topology.cluster.engine)
-    with ExitStack() as held:  # all at once, or two could be the same
+    with ExitStack() as held:  # all at once, or two ports could be the same
         http = claim_address("router.http_listen", topology.router.http_listen, held)
         grpc = claim_address("router.grpc_listen", topology.router.grpc_listen, held)
         health = claim_address("router.health_listen", topology.router.health_listen or ANY_PORT, held)
@@ -200,7 +201,7 @@ def _store_process(folder: Path, settings: StoreSettings, limits: LivenessLimits
 
 
 def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProcess:
-    """A worker of a pool, by that name; its settings file is written."""
+    """Return the process of a worker, and write its settings file."""
     child = ChildProcess(
         name=name,
         start_stage=START_WORKERS,
@@ -212,7 +213,7 @@ def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProces
 
 
 def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
-    """`fields`: settings that all workers have alike."""
+    """Return the pools; `fields` are settings that all workers share."""
     fields["max_model_len"] = min(topology.cluster.max_model_len, _length_limit(Path(fields["model_dir"])))
     numbers = dict.fromkeys((pool.role for pool in topology.pools), 0)
     pools = []
@@ -256,7 +257,7 @@ def _worker(
 
 
 def pool_names(topology: Topology) -> list[str]:
-    """Of the pools, in their order: the role, with a number behind it where several have the same one."""
+    """Return the names of the pools: the role, with a number if several pools have it."""
     roles = [pool.role for pool in topology.pools]
     return [
         f"{role}/{roles[: index + 1].count(role)}" if roles.count(role) > 1 else str(role)
@@ -265,12 +266,12 @@ def pool_names(topology: Topology) -> list[str]:
 
 
 def _exact_settings(settings: VllmSettings) -> VllmSettings:
-    """The tiny model in its own precision, which "auto" would halve: its answers are the same whatever the batch."""
+    """Return settings that keep the tiny model's own precision, so that answers do not depend on the batch."""
     return structs.replace(settings, dtype="float32") if settings.dtype == "auto" else settings
 
 
 def liveness_limits(settings: SupervisionSettings, name: str) -> LivenessLimits:
-    """Return how long a process of this name may not respond; any name but the router's and the store's is a worker's."""
+    """Return the liveness limits of a process by its name; any name except router and store is a worker's."""
     silences = {ROUTER: settings.router_silence_seconds, STORE: settings.store_silence_seconds}
     silence = silences.get(name, settings.worker_silence_seconds)
     return LivenessLimits(stopped=nanos(settings.stopped_seconds), silent=nanos(silence))
@@ -285,7 +286,7 @@ def _process(child: ChildProcess, folder: Path, settings: Struct, limits: Livene
 
 
 def _length_limit(model_dir: Path) -> int:
-    """Positions that the model was made for; as many as one likes where it does not say."""
+    """Return the model's longest context; unlimited if its configuration does not say."""
     path = model_dir / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -295,9 +296,9 @@ def _length_limit(model_dir: Path) -> int:
 
 
 def claim_address(field: str, listen: str, held: ExitStack) -> str:
-    """The address with a definite port that nobody listens on, and nobody can while `held` is open.
+    """Return the address with a free port, which stays reserved while `held` is open.
 
-    Somebody may still take it between that and the router's start; then the router refuses its settings.
+    Another process may still take it between that and the router's start; then the router refuses its settings.
     """
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -317,13 +318,13 @@ def claim_address(field: str, listen: str, held: ExitStack) -> str:
 
 
 def _dialled(listen: str) -> str:
-    """The address to connect to, from this machine."""
+    """Return the address to connect to from this machine."""
     host, _, port = listen.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else listen  # noqa: S104 - compared, not bound
 
 
 def addresses(plan_: LocalPlan) -> Sequence[str]:
-    """Lines for a person: how the cluster is reached."""
+    """Return lines for a person that say how to reach the cluster."""
     lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
     lines += [f"health  http://{plan_.health}/health, /metrics", f"control  {plan_.control}"]
     if plan_.kserve:

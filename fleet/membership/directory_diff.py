@@ -1,12 +1,11 @@
-"""What a directory says, again and again, into what the membership hears.
+"""Directory diff: turns readings of a directory into membership events.
 
 Rules:
 
-1. A listing is all there is: who was there before and is not in it has been withdrawn.
-2. A lease counts from when its renewal was seen, by this process's clock; no other clock is asked. What is seen again as it was has
-   not been renewed, in a listing as elsewhere: so a record that nobody renews is a member for one lease at most, however often
-   it is listed.
-3. Where a directory ends leases itself, to be there is to be renewed.
+1. A listing is complete: a worker that was known before and is missing in it has been withdrawn.
+2. A lease starts when this process sees the renewal, by its own clock. A record that is seen again without a change has
+   not been renewed, also in a listing. So a record that nobody renews is a member for one lease at most.
+3. If the directory ends leases itself, every record that it has counts as renewed.
 """
 
 from typing import assert_never
@@ -23,7 +22,7 @@ from fleet.membership.messages import (
 
 
 class DirectoryDiff:
-    """What one directory was last known to have. Its size is that of the directory."""
+    """The last known content of one directory. Its size is that of the directory."""
 
     def __init__(self) -> None:
         self._seen: dict[WorkerId, RecordSeen] = {}

@@ -1,27 +1,28 @@
-"""Membership under leases.
+"""Membership machine: which workers are members, by leases.
 
 Rules:
 
-1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation of it
-   takes its place. Registering again renews the lease.
-2. A name belongs to the incarnation that holds it. While this router has a stream to a worker, the incarnation at the other end
-   holds the name. Without a stream the member holds it until its lease ends. Another incarnation that registers is refused
-   (`NameOccupied`), and nothing changes.
-3. A lease ends early for a name that is wanted by another incarnation: when this router cannot reach the member (`MemberUnreachable`). So
-   a process that was killed is replaced at once. A new incarnation, or a new address of the same one, makes void what was known
-   of the old one, so the change is announced as a departure and an arrival.
-4. Whoever has been replaced stays replaced: an old incarnation that registers again is told so (`RegistrationSuperseded`) and changes nothing,
-   and neither does its deregistration. Two processes that were given the same name by mistake would otherwise take
-   turns. The last `REMEMBERED_INCARNATIONS` replaced incarnations of a worker are known.
-5. A worker that a directory has is a member as if it had registered, for as long as the directory's lease says. But who has
-   registered here, and not deregistered, is alive: what a directory says of another incarnation is old news until that lease has ended,
-   and that the directory has it no more is no departure. Of a member that was only found, the directory's word counts at once, unless this
-   router has a stream to it: directories hand their own leases on.
-6. A worker that another router tells of is a member for the rest of the lease that it has there. Of one that is a member already
-   in another incarnation nothing is taken: the other router may not have heard of the change, and whoever is alive renews.
-7. A directory, or a router that passes a registration on, says it once in a while only. What it says of a name that another
-   incarnation holds is remembered as a claim until the claim's own lease ends, whether that incarnation is a member or only has
-   a stream that outlasts its membership. The latest claim joins when the name is free.
+1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation takes its
+   place. Registering again renews the lease.
+2. A name belongs to one incarnation. While this router has a stream to a worker, the incarnation at the other end holds
+   the name. Without a stream, the member holds it until its lease ends. Another incarnation that registers meanwhile
+   gets `NameOccupied`, and nothing changes.
+3. A lease ends early if this router cannot reach the member (`MemberUnreachable`) and another incarnation wants the
+   name. So a killed process can be replaced at once. A new incarnation, or a new address of the same one, voids what
+   was known of the old one, so the change is announced as a departure and an arrival.
+4. A replaced incarnation stays replaced. If it registers again it gets `RegistrationSuperseded`; neither that nor its
+   deregistration changes anything. Otherwise two processes with the same name by mistake would take turns. The last
+   `REMEMBERED_INCARNATIONS` replaced incarnations of each worker are remembered.
+5. A worker in a directory is a member as if it had registered, for the lease that the directory states. A worker that
+   has registered here counts as alive: what a directory says of another incarnation is ignored until the lease has
+   ended, and its absence from the directory is no departure. For a member that was only found, the directory decides at
+   once, unless this router has a stream to it, because directories pass leases on with a delay.
+6. A worker that another router announces is a member for the rest of its lease there. If another incarnation is already
+   a member, the announcement is ignored, because the other router may not know of the change; whichever is alive
+   renews.
+7. A directory or another router repeats its announcements only rarely. An announcement for a name that another
+   incarnation holds is therefore kept as a claim until the claim's own lease ends. The latest claim joins when the name
+   becomes free.
 """
 
 from collections import deque
@@ -51,7 +52,7 @@ from fleet.membership.messages import (
 )
 from fleet.membership.settings import MembershipSettings
 
-REMEMBERED_INCARNATIONS = 8  # restarts of one worker that can be confused; a supervisor starts one at a time
+REMEMBERED_INCARNATIONS = 8  # restarts of one worker that may overlap; a supervisor starts one at a time
 
 
 class NameClaim(Struct, frozen=True, kw_only=True):
@@ -60,32 +61,32 @@ class NameClaim(Struct, frozen=True, kw_only=True):
     joined: MemberJoined
     lease_end: Nanos
     registered: bool
-    """True if it has registered with another router; else a directory has it."""
+    """True if it has registered with another router; False if it was found in a directory."""
 
 
 class Member(Struct, kw_only=True):
-    """One entry, and when it ends."""
+    """One member and the end of its lease."""
 
     joined: MemberJoined
     lease_end: Nanos
     registered_until: Nanos | None = None
-    """When the lease ends that it has from here; None: it was only found."""
+    """End of the lease that this router has given it; None: it was only found."""
 
     unreachable: bool = False
-    """True if this router could not reach it when it tried last."""
+    """True if the last attempt of this router to reach it failed."""
 
     def registered(self, now: Nanos) -> bool:
         return self.registered_until is not None and now < self.registered_until
 
 
 class Membership:
-    """Who is here."""
+    """The membership machine of one router."""
 
     def __init__(self, settings: MembershipSettings) -> None:
         self.lease = Nanos(settings.lease_ms * MILLISECOND)
         self._members: dict[WorkerId, Member] = {}
         self._replaced: dict[WorkerId, deque[Incarnation]] = {}
-        self._connected: dict[WorkerId, Incarnation] = {}  # a stream may outlast the lease of its worker
+        self._connected: dict[WorkerId, Incarnation] = {}  # a stream may outlast the worker's lease
         self._claims: dict[WorkerId, NameClaim] = {}  # a claim may outlast the member that held the name
 
     def handle(self, event: MembershipEvent, now: Nanos) -> list[MembershipCommand]:
@@ -114,11 +115,11 @@ class Membership:
 
     @property
     def members(self) -> Mapping[WorkerId, MemberJoined]:
-        """In order of arrival."""
+        """Members in the order of their arrival."""
         return {worker_id: member.joined for worker_id, member in self._members.items()}
 
     def registrations(self, now: Nanos) -> list[Registration]:
-        """Who has registered here, and for how much longer that counts."""
+        """Return the workers that have registered here, with the rest of their leases."""
         return [
             Registration(
                 worker_id=worker_id,
@@ -131,7 +132,7 @@ class Membership:
         ]
 
     def check(self) -> None:
-        """Assert what must hold between any two events."""
+        """Assert the invariants that hold between two events."""
         for worker_id, member in self._members.items():
             replaced = self._replaced.get(worker_id, ())
             assert member.joined.worker_id == worker_id, member
@@ -177,7 +178,7 @@ class Membership:
         return joined.incarnation in self._replaced.get(joined.worker_id, ())
 
     def _occupied(self, joined: MemberJoined, now: Nanos) -> NameOccupied | None:
-        """The refusal of who wants a name that another incarnation holds (rules 2 and 3); None: nobody else holds it."""
+        """Return the rejection if another incarnation holds the name (rules 2 and 3), else None."""
         worker_id, incarnation = joined.worker_id, joined.incarnation
         known = self._members.get(worker_id)
         connected = self._connected.get(worker_id)
@@ -193,7 +194,7 @@ class Membership:
         return NameOccupied(worker_id=worker_id, incarnation=incarnation, holder=known.joined.address, lease=left)
 
     def _take_claim_up(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
-        """Have who waits for the name join, if it is free now (rule 7)."""
+        """Let the claimant of a name join if the name is free (rule 7)."""
         claim, known = self._claims.get(worker_id), self._members.get(worker_id)
         if claim is None:
             return []
@@ -206,11 +207,11 @@ class Membership:
         return self._join(claim.joined, claim.lease_end, registered=claim.registered)
 
     def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[MembershipCommand]:
-        """Take or renew a membership until `lease_end`; nobody else holds the name."""
+        """Start or renew a membership until `lease_end`; no other incarnation holds the name."""
         worker_id = joined.worker_id
         known = self._members.get(worker_id)
         if known is not None and known.joined.incarnation != joined.incarnation:
-            self._claims.pop(worker_id, None)  # it is older news than who takes the place
+            self._claims.pop(worker_id, None)  # the claim is older than the new holder
         self._drop_claim(worker_id, joined.incarnation)
         changes: list[MembershipCommand] = []
         if known is None or known.joined != joined:
@@ -235,7 +236,7 @@ class Membership:
         if known is not None and known.joined.incarnation != event.incarnation:
             return []
         if known is not None or self._connected.get(event.worker_id) == event.incarnation:
-            self._connected.pop(event.worker_id, None)  # it gives its name up, although its stream may go on
+            self._connected.pop(event.worker_id, None)  # it gives up its name, although its stream may continue
         return self._take_claim_up(event.worker_id, now) if known is None else self._leave(event.worker_id, now)
 
     def _withdraw(self, event: RecordWithdrawn, now: Nanos) -> list[MembershipCommand]:
@@ -253,7 +254,7 @@ class Membership:
     def _connect(self, event: WorkerStreamOpened, now: Nanos) -> list[MembershipCommand]:
         self._connected[event.worker_id] = event.incarnation
         known = self._members.get(event.worker_id)
-        if known is not None:  # at its address another process may answer
+        if known is not None:  # another process may answer at the member's address
             known.unreachable = known.joined.incarnation != event.incarnation
         return self._take_claim_up(event.worker_id, now)
 
@@ -271,7 +272,7 @@ class Membership:
         return [change for worker_id in ended for change in self._leave(worker_id, now)]
 
     def _leave(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
-        """Forget the worker, and whom it replaced: memory is bounded by the members. Who waits for the name joins."""
+        """Remove a member, forget its replaced incarnations to limit memory, and let a claimant of the name join."""
         del self._members[worker_id]
         self._replaced.pop(worker_id, None)
         return [MemberLeft(worker_id=worker_id), *self._take_claim_up(worker_id, now)]

@@ -1,4 +1,4 @@
-"""Events that the membership hears, changes that it announces, and what directories say."""
+"""Events and commands of the membership, and readings of a directory."""
 
 from msgspec import Struct
 
@@ -8,13 +8,13 @@ from fleet.core.ids import Incarnation, WorkerId
 
 
 class Register(Struct, frozen=True, kw_only=True):
-    """A worker is here, or still here."""
+    """A worker registers or renews its registration."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     address: str
     forwarded: bool = False
-    """True if another router has taken this registration and passes it on; then nobody asks again soon if it is refused here."""
+    """True if another router passes this registration on. If it is rejected here, the worker will not retry soon."""
 
 
 class Deregister(Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class Deregister(Struct, frozen=True, kw_only=True):
 
 
 class DirectoryRenewal(Struct, frozen=True, kw_only=True):
-    """A directory has a worker, whose lease was renewed just now."""
+    """A directory holds a worker whose lease was just renewed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -32,7 +32,7 @@ class DirectoryRenewal(Struct, frozen=True, kw_only=True):
 
 
 class Registration(Struct, frozen=True, kw_only=True):
-    """A worker has registered with another router, and so much of its lease is left."""
+    """A worker is registered with another router; `lease` is the rest of its lease there."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -41,34 +41,34 @@ class Registration(Struct, frozen=True, kw_only=True):
 
 
 class RecordWithdrawn(Struct, frozen=True, kw_only=True):
-    """A directory had a worker, and has it no more."""
+    """A directory no longer holds a worker."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class WorkerStreamOpened(Struct, frozen=True, kw_only=True):
-    """This router has a stream to a worker, which has said which incarnation it is."""
+    """A worker's stream is open, and the worker has named its incarnation."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class WorkerStreamClosed(Struct, frozen=True, kw_only=True):
-    """The stream has ended; whether the worker is still there is not known yet."""
+    """A worker's stream has ended; the worker itself may still run."""
 
     worker_id: WorkerId
 
 
 class MemberUnreachable(Struct, frozen=True, kw_only=True):
-    """This router could not reach a member: nobody answered at its address, or it was silent for longer than the heartbeat timeout."""
+    """A member cannot be reached: it did not answer, or was silent for longer than the heartbeat timeout."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class MembershipTicked(Struct, frozen=True, kw_only=True):
-    """Time passed: leases may have ended."""
+    """Time passed, so leases may have ended."""
 
 
 ReachabilityEvent = WorkerStreamOpened | WorkerStreamClosed | MemberUnreachable
@@ -88,22 +88,24 @@ class MemberLeft(Struct, frozen=True, kw_only=True):
 
 
 class RegistrationSuperseded(Struct, frozen=True, kw_only=True):
-    """Answer to a `Register` of an incarnation that a newer one has replaced; nothing changed."""
+    """Rejection of a `Register` from an incarnation that a newer one has replaced; nothing changed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class NameOccupied(Struct, frozen=True, kw_only=True):
-    """Answer to a `Register` of a name that another incarnation holds; nothing changed."""
+    """Rejection of a `Register` for a name that another incarnation holds; nothing changed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     holder: str
-    """Address of the process that holds the name; empty: it is not known."""
+    """Address of the process that holds the name; empty if unknown."""
 
     lease: Nanos | None
-    """The rest of its lease; None: the router has a stream to it, and it keeps the name as long as that lasts."""
+    """Rest of the holder's lease; None: the holder has a stream to this router and keeps the name while the stream
+    lasts.
+    """
 
 
 MembershipChange = MemberJoined | MemberLeft
@@ -112,21 +114,23 @@ MembershipCommand = MembershipChange | RegistrationRefusal
 
 
 class RecordSeen(Struct, frozen=True, kw_only=True):
-    """A directory has this record."""
+    """The directory holds this record."""
 
     record: WorkerRecord
     renewal: str | None = None
-    """Differs after every renewal of the lease; None: the directory ends leases itself, so that what it has is being renewed."""
+    """Changes with every renewal of the lease; None: the directory ends leases itself, so each record that it holds is
+    valid.
+    """
 
 
 class RecordMissing(Struct, frozen=True, kw_only=True):
-    """A directory has no record of this worker any more."""
+    """The directory no longer holds a record of this worker."""
 
     worker_id: WorkerId
 
 
 class DirectoryListing(Struct, frozen=True, kw_only=True):
-    """All that a directory has."""
+    """The complete content of the directory."""
 
     all: tuple[RecordSeen, ...]
 

@@ -1,4 +1,4 @@
-"""What the registry's server needs of the world: directories in which workers are published."""
+"""Ports of the registry: the directories in which workers are published."""
 
 from collections.abc import AsyncGenerator
 from typing import Protocol
@@ -7,18 +7,18 @@ from fleet.membership.messages import DirectoryReading
 
 
 class Directory(Protocol):
-    """Where workers publish themselves, as a router reads it."""
+    """A directory of workers, as a router reads it."""
 
     def readings(self) -> AsyncGenerator[DirectoryReading, None]:
-        """A `Listed` of all there is, then what changes.
+        """Yield a `DirectoryListing` of everything, then the changes.
 
-        Where it ends it is to be called again, at once: nothing is missed, since it begins with all there is.
+        When the generator ends, call it again at once. Nothing is missed, because it starts with a listing.
 
         Raises:
-            DirectoryUnreachable: To be tried again after a pause.
+            DirectoryUnreachable: Try again after a pause.
         """
         ...
 
 
 class DirectoryUnreachable(Exception):
-    """A directory did not answer, or not as it should; the message says how, in one line."""
+    """The directory did not answer, or sent something invalid; the message says how, in one line."""

@@ -1,4 +1,4 @@
-"""The registry over gRPC: the service in the router process, and the clients that workers use."""
+"""Registry over gRPC: the service in the router process, and the clients of workers."""
 
 import asyncio
 import socket
@@ -27,14 +27,14 @@ SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)
 
 ResolveAddresses = Callable[[str, int], Awaitable[Sequence[str]]]
-"""The addresses, with that port, that a host name stands for. Raises OSError where that cannot be said."""
+"""Resolves a host name to addresses with this port. It raises OSError if it cannot."""
 
 
 class GrpcRegistry:
     """The service `fleet.v1.Registry`."""
 
     def __init__(self, registry: RegistryServer, replicas: PeerRouters | None = None) -> None:
-        """`replicas` hear of what is registered here."""
+        """Build the service; `replicas` are told of registrations."""
         self._registry = registry
         self._replicas = replicas
 
@@ -77,7 +77,7 @@ class GrpcRegistry:
 
 
 def _name_occupied_text(occupied: NameOccupied) -> str:
-    """Say who holds a name and until when; every worker needs one of its own."""
+    """Return who holds a name and until when."""
     holder = f"the process at {occupied.holder[:200]}" if occupied.holder else "another process"
     if occupied.lease is None:
         until = "to which this router has a stream"
@@ -87,14 +87,14 @@ def _name_occupied_text(occupied: NameOccupied) -> str:
 
 
 class GrpcRegistryClient:
-    """Implements `workers.ports.Registry`; an async context manager that owns its channel."""
+    """Client of one registry. Implements `workers.ports.Registry`; an async context manager that owns its channel."""
 
     def __init__(self, address: str, timeout: Nanos = TIMEOUT, access: ControlAccess = OPEN_ACCESS) -> None:
         self._timeout_seconds = timeout / SECOND
         self._address = address
         self._access = access
         self._diagnosed = ("", "")
-        """The latest failure that a TLS diagnosis was made for, and what it said."""
+        """The latest failure with a TLS diagnosis, and its result."""
 
         self._channel = access.aio_channel(address)
         self._stub = pb_grpc.RegistryStub(self._channel)
@@ -128,7 +128,7 @@ class GrpcRegistryClient:
             raise _unreachable(error) from error
 
     async def _tls_cause(self, error: grpc.aio.AioRpcError) -> str:
-        """Return what is wrong with TLS. It is looked for once for each failure in a row that is not like the one before."""
+        """Return the TLS diagnosis of a failure, made once for each new kind of failure in a row."""
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return ""
         failure = f"{error.code().name}: {error.details()}"
@@ -153,10 +153,10 @@ def _unreachable(error: grpc.aio.AioRpcError, tls_cause: str = "") -> RegistryUn
 
 
 class GrpcRegistries:
-    """Every registry that one name stands for: the routers behind a headless Service of Kubernetes, or several records of a DNS name.
+    """Client of all registries behind one name, such as the routers of a headless Kubernetes Service.
 
-    Implements `workers.ports.Registry`. The name is looked up with each renewal, so that a router that has come is told within a third
-    of a lease. A worker is registered when one of them has taken it: another may be starting, or going.
+    Implements `workers.ports.Registry`. The name is resolved with each renewal, so a new router is told within a third
+    of a lease. A worker is registered once one router has accepted it, because the others may be starting or stopping.
     """
 
     def __init__(
@@ -166,13 +166,13 @@ class GrpcRegistries:
         look_up: ResolveAddresses | None = None,
         access: ControlAccess = OPEN_ACCESS,
     ) -> None:
-        """Nothing is dialled yet.
+        """Prepare; nothing is dialled yet.
 
         Args:
             address: ``unix:/path``, or host:port.
-            timeout: For a look-up, and then for all registries together.
-            look_up: None: as this host looks names up.
-            access: What proves to the registries that this is a worker of the cluster.
+            timeout: For the name resolution, and then for all registries together.
+            look_up: Resolves the name; None: as this host does.
+            access: Credentials of this worker.
         """
         self._address = address
         self._timeout = timeout
@@ -212,7 +212,7 @@ class GrpcRegistries:
         return min(taken)
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        """Tells those that are known, as far as they can be reached.
+        """Deregister at all known registries that can be reached.
 
         Raises:
             RegistryUnreachable: None of them can.
@@ -232,12 +232,12 @@ class GrpcRegistries:
             raise refused[0]
 
     async def _look(self) -> None:
-        """Have a client for each address that the name stands for now; those that are known stay where that cannot be found out.
+        """Update the clients to the addresses of the name; keep the present ones if it cannot be resolved.
 
         Raises:
-            RegistryUnreachable: It stands for nothing.
+            RegistryUnreachable: The name has no address.
         """
-        if unix_path(self._address) or "//" in self._address:  # a scheme of gRPC's own, which looks up by itself
+        if unix_path(self._address) or "//" in self._address:  # a URI that gRPC itself resolves
             await self._keep([self._address])
             return
         try:

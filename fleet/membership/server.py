@@ -1,4 +1,4 @@
-"""The registry around the membership machine: time passes, and whoever wants to know hears of changes."""
+"""Registry server: runs the membership machine, ends leases in time, and reports changes."""
 
 import asyncio
 import logging
@@ -31,14 +31,15 @@ from fleet.membership.settings import MembershipSettings
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 0.1
-LONGEST_BACKOFF_SECONDS = 2.0  # a directory that comes back is read again within this
+LONGEST_BACKOFF_SECONDS = 2.0  # a directory that recovers is read again within this time
 
 
 class RegistryServer:
     """Membership of one cluster, in memory.
 
-    Consumers do not queue: each compares what it has told with what is so, which needs memory for the members only,
-    however slow the consumer. A departure and return between two looks is one change, or none.
+    Consumers have no queues. Each one compares what it has reported with the present members, so memory depends only on
+    the number of members, however slow a consumer is. A departure and a return between two comparisons are one change
+    or none.
     """
 
     def __init__(self, settings: MembershipSettings, clock: Clock) -> None:
@@ -46,45 +47,45 @@ class RegistryServer:
         self._clock = clock
         self._tick_seconds = settings.tick_ms / 1000
         self._changed = asyncio.Event()  # replaced after each change
-        self._refusals = LogDeduplicator()  # a refused worker asks twice a second
+        self._refusals = LogDeduplicator()  # a rejected worker retries twice a second
         self.directory_reachable: bool | None = None
-        """Whether what is followed answers; None: nothing is followed, or it has not been asked yet."""
+        """True while the followed directory answers; None: none is followed, or it was not read yet."""
 
         self.followed = asyncio.Event()
-        """Set once it is known what the directory has."""
+        """Set when the content of the directory is known."""
 
     @property
     def lease_ms(self) -> int:
         return self._machine.lease // MILLISECOND
 
     def register(self, event: Register) -> RegistrationRefusal | None:
-        """Take or renew a membership; returns why it is refused, None where it is not."""
+        """Add or renew a member; return the rejection, or None."""
         commands = self._machine.handle(event, self._clock.now())
         self._announce(commands)
         return next((command for command in commands if isinstance(command, RegistrationRefusal)), None)
 
     def hear(self, event: ReachabilityEvent) -> None:
-        """Take in what this router's own streams say of a worker: whether it is there."""
+        """Record what this router's own streams say about a worker."""
         self._announce(self._machine.handle(event, self._clock.now()))
 
     def deregister(self, event: Deregister) -> None:
         self._announce(self._machine.handle(event, self._clock.now()))
 
     def hear_of(self, event: Registration) -> None:
-        """Another router tells of a worker."""
+        """Add a worker that another router announces."""
         self._announce(self._machine.handle(event, self._clock.now()))
 
     def registrations(self) -> list[Registration]:
-        """Who has registered here, and what is left of the leases."""
+        """Return the workers that have registered here, with the rest of their leases."""
         return self._machine.registrations(self._clock.now())
 
     @property
     def members(self) -> Mapping[WorkerId, MemberJoined]:
-        """Who is one now."""
+        """The present members."""
         return self._machine.members
 
     async def run(self) -> Never:
-        """End leases as time passes; until cancelled."""
+        """End leases as time passes, until cancelled."""
         while True:
             self.tick()
             await asyncio.sleep(self._tick_seconds)
@@ -94,9 +95,9 @@ class RegistryServer:
         self._announce(self._machine.handle(MembershipTicked(), self._clock.now()))
 
     async def follow(self, directory: Directory) -> Never:
-        """Have as members, besides those who register here, whom a directory has; until cancelled.
+        """Add the workers of a directory to the members, until cancelled.
 
-        While it cannot be reached, what was known of it is so until its leases end.
+        While the directory is unreachable, its workers stay members until their leases end.
         """
         known = DirectoryDiff()
         pause = FIRST_BACKOFF_SECONDS
@@ -107,18 +108,21 @@ class RegistryServer:
                         for event in known.handle(sighting):
                             self._announce(self._machine.handle(event, self._clock.now()))
                         if not self.directory_reachable:
-                            log.info("reading the directory of workers")
+                            log.info("directory of workers reachable")
                         self.directory_reachable, pause = True, FIRST_BACKOFF_SECONDS
                         self.followed.set()
             except DirectoryUnreachable as error:
                 if self.directory_reachable is not False:
-                    log.warning("directory of workers unreachable, known ones stay", extra={"cause": str(error)})
+                    log.warning(
+                        "directory of workers unreachable, its workers stay until their leases end",
+                        extra={"cause": str(error)},
+                    )
                 self.directory_reachable = False
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_BACKOFF_SECONDS)
 
     async def membership(self) -> AsyncIterator[MembershipChange]:
-        """The members there are, then changes; any number of consumers."""
+        """Yield the present members, then the changes; any number of consumers may iterate."""
         told: dict[WorkerId, MemberJoined] = {}
         while True:
             changed = self._changed
@@ -141,10 +145,10 @@ class RegistryServer:
                 case MemberLeft():
                     log.info("worker left", extra={"worker": command.worker_id})
                 case RegistrationSuperseded() if self._is_news(command, "replaced"):
-                    log.warning("a replaced worker registers", extra={"worker": command.worker_id})
+                    log.warning("registration rejected, the worker was replaced", extra={"worker": command.worker_id})
                 case NameOccupied() if self._is_news(command, command.holder):
                     log.warning(
-                        "registration refused, another process holds the name",
+                        "registration rejected, another process holds the name",
                         extra={"worker": command.worker_id, "holder": command.holder},
                     )
         if any(not isinstance(command, RegistrationRefusal) for command in commands):

@@ -2,16 +2,16 @@
 
 Rules:
 
-1. A connection that waits is in one of the groups of `WaitingFor`. A connection whose request is being served waits for nothing
-   and never gives way.
-2. When the table is full, a newcomer takes the place of one that waits. First go connections that have owed something for
-   `GRACE_SECONDS`: silent ones, then closing ones, then incomplete heads. Where no connection has, the one goes that has
-   waited longest, idle ones included; incomplete bodies go last. So connections of one burst do not displace each other
-   while others have been idle for longer. Where no connection waits, the newcomer is refused.
-3. One client address has at most `per_address` connections. An address that has so many makes room among its own connections
-   only, so it can never shut out another address.
-4. Every operation takes constant time, whatever the number of connections. To begin to serve a request is only noted; a
-   newcomer that comes upon such a connection takes it out of its group, once for each request.
+1. A waiting connection is in one of the groups of `WaitingFor`. A connection whose request is being served never gives
+   way.
+2. In a full table a newcomer displaces a waiting connection. First go connections that have owed bytes for
+   `GRACE_SECONDS`: silent ones, then closing ones, then incomplete heads. If there is none, the one goes that has
+   waited longest, including idle ones; incomplete bodies go last. So the connections of one burst do not displace each
+   other while others have been idle for longer. If no connection waits, the newcomer is refused.
+3. One client address has at most `per_address` connections. At that limit it makes room among its own connections only,
+   so it can never shut out another address.
+4. Every operation takes constant time. The start of a request is only noted; a newcomer that meets such a connection
+   removes it from its group, once per request.
 """
 
 from collections import OrderedDict
@@ -23,14 +23,17 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 
 GRACE_SECONDS = 1.0
-"""How long a connection may owe its client's next bytes before it goes ahead of idle ones: several round trips around the world, with a
-retransmission among them, and a tenth of what the first byte may take."""
+"""The time for which a connection may owe the next bytes before it goes ahead of idle ones.
 
-IPV6_NETWORK_BITS = 64  # what one customer usually has, so that its addresses count as one
+This covers several round trips around the world with a retransmission, and is a tenth of the default first-byte
+timeout.
+"""
+
+IPV6_NETWORK_BITS = 64  # the usual size of one customer's network, so its addresses count as one
 
 
 class WaitingFor(IntEnum):
-    """Groups of connections that may give way, in the order in which they do once `GRACE_SECONDS` are over."""
+    """Groups of connections that may give way, in the order in which they do after `GRACE_SECONDS`."""
 
     SILENT = 0
     """The client has never sent a byte."""
@@ -54,7 +57,7 @@ Client = TypeVar("Client")
 
 
 class ConnectionSlot(Generic[Client]):
-    """One connection's place in the table; made by `ConnectionTable.admit`."""
+    """Slot of one connection in the table; `ConnectionTable.admit` makes it."""
 
     __slots__ = ("address", "client", "group", "left", "served", "since")
 
@@ -62,36 +65,36 @@ class ConnectionSlot(Generic[Client]):
         self.client = client
         self.address = address
         self.group: WaitingFor | None = None
-        """The group whose lists it is in; None: no longer in any."""
+        """The group whose lists hold the slot; None after it has left them."""
         self.since = 0.0
-        """The time at which it began to wait in that group."""
+        """The time at which the connection began to wait in that group."""
         self.served = False
-        """True if a request is being served; set by the connection, and taken back by `ConnectionTable.waits`."""
+        """True while a request is being served. The connection sets it, and `ConnectionTable.waits` clears it."""
         self.left = False
-        """True if it was given up, or taken by a newcomer."""
+        """True after the slot was given up or displaced."""
 
 
 class ConnectionAdmission(Struct, Generic[Client], frozen=True):
-    """The answer to a newcomer."""
+    """Answer to a newcomer."""
 
     place: ConnectionSlot[Client] | None = None
-    """Its place; None: it is refused."""
+    """The slot of the newcomer; None if the table refused it."""
 
     displaced: Client | None = None
-    """The connection that has to be closed now; it has left the table."""
+    """The connection that must be closed now; it has left the table."""
 
 
 class ConnectionTable(Generic[Client]):
     def __init__(self, most: int, address_share: float) -> None:
-        """Begin without connections.
+        """Create an empty table.
 
         Args:
-            most: Connections at once.
-            address_share: Part of `most` that one address may have, above 0; 1: all.
+            most: Largest number of connections.
+            address_share: Largest part of `most` for one client address, above 0; 1 means all.
         """
         assert 0 < address_share <= 1
-        self.displaced = 0  # connections that gave way, since the beginning
-        self.refused = 0  # newcomers that found no place, likewise
+        self.displaced = 0  # connections that gave way since the start
+        self.refused = 0  # newcomers that were refused since the start
         self._most = most
         self._per_address = ceil(most * address_share)
         self._connections = 0
@@ -102,12 +105,12 @@ class ConnectionTable(Generic[Client]):
         return self._connections
 
     def admit(self, client: Client, address: str, now: float) -> ConnectionAdmission[Client]:
-        """Take a newcomer in, as one that is silent, if there is a place for it or one can be made.
+        """Admit a connection as a silent one if there is a slot or one can be freed.
 
         Args:
             client: The connection.
-            address: Its client's address, as `client_key` gives it.
-            now: The present time in seconds, by a clock that never goes back.
+            address: The client's key from `client_key`.
+            now: The present time in seconds by a monotonic clock.
         """
         known = self._addresses.get(address)
         if known is not None and known.connections >= self._per_address:
@@ -124,14 +127,9 @@ class ConnectionTable(Generic[Client]):
         return ConnectionAdmission(self._enter(client, address, now), displaced.client)
 
     def waits(self, place: ConnectionSlot[Client], group: WaitingFor, now: float) -> None:
-        """Note that a connection waits from now on; nothing happens once it has left.
+        """Note that a connection waits from now on. A connection that has left the table is ignored.
 
-        A connection that has waited in that group all the time keeps its turn; one that was served goes to the end.
-
-        Args:
-            place: Its place.
-            group: What it waits for.
-            now: The present time in seconds, by the clock of `admit`.
+        A connection that has waited in the same group all the time keeps its turn; one that was served goes to the end.
         """
         if place.left:
             return
@@ -148,7 +146,7 @@ class ConnectionTable(Generic[Client]):
         place.served = False
 
     def remove(self, place: ConnectionSlot[Client]) -> None:
-        """Give a place up; a second time, nothing happens."""
+        """Give up a slot. A second call has no effect."""
         if place.left:
             return
         place.left = True
@@ -159,7 +157,7 @@ class ConnectionTable(Generic[Client]):
             del self._addresses[place.address.name]
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants of the table."""
         assert 0 <= self._connections <= self._most
         assert sum(each.connections for each in self._addresses.values()) == self._connections
         assert all(0 < each.connections <= self._per_address for each in self._addresses.values())
@@ -173,7 +171,7 @@ class ConnectionTable(Generic[Client]):
             assert since == sorted(since)
 
     def _first(self, waiting: "_Groups[Client]", now: float) -> ConnectionSlot[Client] | None:
-        """Return the place that is given up next; None: all are served."""
+        """Return the slot to give up next; None if every connection is being served."""
         longest: ConnectionSlot[Client] | None = None
         for group in _OWING:
             place = self._longest(waiting, group)
@@ -187,7 +185,7 @@ class ConnectionTable(Generic[Client]):
         return longest or self._longest(waiting, WaitingFor.BODY)
 
     def _longest(self, waiting: "_Groups[Client]", group: WaitingFor) -> ConnectionSlot[Client] | None:
-        """Return the place of that group that has waited longest; None: it has none."""
+        """Return the slot of that group that has waited longest; None if the group is empty."""
         while (first := waiting.first(group)) is not None and first.served:
             self._leave_group(first)
         return first
@@ -210,7 +208,7 @@ class ConnectionTable(Generic[Client]):
 
 
 class _Groups(Generic[Client]):
-    """Places by group, each in the order in which they entered it. A group takes memory once it was needed."""
+    """Slots by group, each group in the order of entry. A group takes memory only after its first use."""
 
     __slots__ = ("_members",)
 
@@ -238,7 +236,7 @@ class _Groups(Generic[Client]):
         return list(self._members[group] or ())
 
     def first(self, group: WaitingFor) -> ConnectionSlot[Client] | None:
-        """Return the place that has been in that group longest; None: it has none."""
+        """Return the slot that has been in that group longest; None if the group is empty."""
         members = self._members[group]
         return next(iter(members)) if members else None
 
@@ -253,11 +251,7 @@ class _ClientAddress(Generic[Client]):
 
 
 def client_key(peername: object) -> str:
-    """Return what connections are counted by: an IPv4 address, the /64 network of an IPv6 address, or "" for Unix sockets.
-
-    Args:
-        peername: What the transport says about its peer.
-    """
+    """Return the key for counting: an IPv4 address, the /64 network of an IPv6 address, or "" for Unix sockets."""
     if not isinstance(peername, tuple) or not peername:
         return ""
     host = str(peername[0])

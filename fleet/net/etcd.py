@@ -1,6 +1,7 @@
-"""Connections to etcd, of whoever keeps something there.
+"""Connections to etcd for discovery and plan connectors.
 
-The messages are those of the package aetcd. Its client is not used: it knows no TLS, and a call of it may wait for ever.
+The messages come from the package aetcd. Its client is not used because it does not support TLS and its calls may wait
+forever.
 """
 
 import asyncio
@@ -20,26 +21,26 @@ from kvstore.security.tls_diagnosis import diagnose_address
 T = TypeVar("T")
 
 CALL_SECONDS = 2.0
-DIAGNOSIS_SECONDS = 0.5  # for each of a few connections, once an outage
+DIAGNOSIS_SECONDS = 0.5  # for each of a few connections, once per outage
 OPTIONS = (
-    # etcd ends connections that ping more often than every 5 s, or while nothing runs on them.
+    # etcd closes connections that ping more often than every 5 s or while no call runs on them.
     ("grpc.keepalive_time_ms", 10_000),
     *PING_TIMEOUT,
-    # A broken connection must not make the next attempt wait for gRPC's own back-off.
+    # A broken connection must not delay the next attempt by gRPC's own backoff.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 class EtcdChannels:
-    """One channel at a time: to the endpoint that answered last, or else to the next one."""
+    """Holds one channel at a time, to the endpoint that answered last or else to the next one."""
 
     def __init__(self, endpoints: Sequence[str], credentials: Credentials, section: str) -> None:
-        """Nothing is dialled yet.
+        """Create the holder without connecting.
 
         Args:
-            endpoints: host:port of members of the etcd cluster.
-            credentials: Without an authority: no TLS.
-            section: Of the settings that these are from, for the message of a refusal.
+            endpoints: host:port of the members of the etcd cluster.
+            credentials: No authority means no TLS.
+            section: The settings section, for error messages.
 
         Raises:
             ConfigurationRefused: A file of `credentials` cannot be read.
@@ -48,7 +49,7 @@ class EtcdChannels:
         self._tls = _tls(credentials, section)
         self._credentials = credentials
         self._field = f"{section}.credentials"
-        self._causes: dict[str, str] = {}  # why there is no TLS, by endpoint; empty: for another reason
+        self._causes: dict[str, str] = {}  # TLS failure by endpoint; empty if TLS is not the cause
         self._turn = count(1)
         self._channel: grpc.aio.Channel | None = None
         self._at = self._endpoints[0]
@@ -63,10 +64,11 @@ class EtcdChannels:
         return self._channel
 
     async def call(self, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
-        """What an endpoint answers.
+        """Return the answer of an endpoint.
 
         Raises:
-            AioRpcError: As the call did, with the cause where TLS is it; the next one goes elsewhere.
+            AioRpcError: The call failed; the details name a TLS cause if there is one. The next call goes to the next
+                endpoint.
         """
         try:
             answer = await ask(self.current)
@@ -78,7 +80,7 @@ class EtcdChannels:
         return answer
 
     async def _explained(self, error: grpc.aio.AioRpcError, at: str) -> grpc.aio.AioRpcError:
-        """Return the error with what is wrong with TLS at an endpoint, which is looked for once until the endpoint has answered again."""
+        """Return the error with the endpoint's TLS failure, which is diagnosed once per outage."""
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return error
         if at not in self._causes:
@@ -112,5 +114,5 @@ def _tls(credentials: Credentials, section: str) -> grpc.ChannelCredentials | No
 
 
 def etcd_error_text(error: grpc.aio.AioRpcError) -> str:
-    """In one line, for whoever has called."""
+    """Return the error as one line."""
     return f"etcd: {error.code().name}: {error.details()}"

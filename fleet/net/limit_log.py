@@ -1,4 +1,4 @@
-"""Logs of a port's limits that are reached: operators have to know it, and not as often as it happens."""
+"""Rate-limited log messages about the limits of a port."""
 
 import logging
 from typing import Any
@@ -12,18 +12,20 @@ LOG_INTERVAL_SECONDS = 60.0  # between two messages about one port
 
 
 class ConnectionLimitLog:
+    """Logs displaced and refused connections of one port."""
+
     def __init__(self, table: ConnectionTable[Any]) -> None:
         self._table = table
-        self._displaced = 0  # when it was last logged
-        self._refused = 0  # likewise
+        self._displaced = 0  # count at the last message
+        self._refused = 0  # count at the last message
         self._tell_at = float("-inf")
 
-    def tell(self, now: float, listen: str) -> None:
-        """Log how many connections gave way or were refused since the last time, if any were.
+    def log_changes(self, now: float, listen: str) -> None:
+        """Log how many connections gave way or were refused since the last message, if any.
 
         Args:
-            now: In seconds, by a clock that never goes back.
-            listen: The port, as a person knows it.
+            now: The present time in seconds by a monotonic clock.
+            listen: The address of the port, for the log.
         """
         table = self._table
         displaced, refused = table.displaced - self._displaced, table.refused - self._refused
@@ -38,42 +40,34 @@ class ConnectionLimitLog:
 
 
 class SlowClientLog:
+    """Counts and logs clients that were disconnected because they read too slowly."""
+
     def __init__(self, limits: ConnectionSettings) -> None:
-        self.cuts = 0  # clients cut off, since the beginning
+        self.disconnected = 0  # clients disconnected since the start
         self._limits = limits
-        self._told = 0  # of them
+        self._told = 0  # count at the last message
         self._tell_at = float("-inf")
-        self._client = ""  # the last one
-        self._waiting = 0  # bytes that it had not read
+        self._client = ""  # the client that was disconnected last
+        self._waiting = 0  # bytes that this client had not read
 
-    def cut(self, client: str, waiting: int) -> None:
-        """Note that a client is cut off, because it read too little.
-
-        Args:
-            client: Its address.
-            waiting: Bytes that it has not read.
-        """
-        self.cuts += 1
+    def note(self, client: str, waiting: int) -> None:
+        """Note that a client is disconnected because it read too little."""
+        self.disconnected += 1
         self._client, self._waiting = client, waiting
 
-    def tell(self, now: float, listen: str) -> None:
-        """Log how many clients were cut off since the last time, if any were, and which was the last.
-
-        Args:
-            now: In seconds, by a clock that never goes back.
-            listen: The port, as a person knows it.
-        """
-        if self.cuts == self._told or now < self._tell_at:
+    def log_changes(self, now: float, listen: str) -> None:
+        """Log how many clients were disconnected since the last message, if any, and the last of them."""
+        if self.disconnected == self._told or now < self._tell_at:
             return
         log.warning(
             "clients cut off because they read too slowly",
             extra={
                 "listen": listen,
-                "clients": self.cuts - self._told,
+                "clients": self.disconnected - self._told,
                 "last_client": self._client,
                 "unread_bytes": self._waiting,
                 "write_timeout_seconds": self._limits.write_timeout_seconds,
                 "min_read_bytes": self._limits.min_read_bytes,
             },
         )
-        self._told, self._tell_at = self.cuts, now + LOG_INTERVAL_SECONDS
+        self._told, self._tell_at = self.disconnected, now + LOG_INTERVAL_SECONDS

@@ -1,61 +1,62 @@
-"""Slow reader limit: when a client that takes too little of what waits for it has to be cut.
+"""Slow reader limit: decides when a client that reads too slowly must be disconnected.
 
-In each period a client has to take all that waited at its beginning, or at least so many bytes. So a client that takes a byte
-now and then is cut as surely as one that takes nothing, and one that reads a long answer over a slow link is not.
+In each period a client must read all bytes that waited at its beginning, or at least a minimum number of bytes. A
+client that reads one byte now and then is therefore disconnected like one that reads nothing. A client that reads a
+long answer over a slow network is not.
 """
 
 from typing import Protocol
 
 
 class _Buffer(Protocol):
-    """What is needed of a transport."""
+    """The part of a transport that the counter needs."""
 
     def get_write_buffer_size(self) -> int: ...
 
 
 class WriteBufferCounter:
-    """Counts what passes through a transport's write buffer, at its two water marks only, so that it costs nothing for a write."""
+    """Counts the bytes that pass through a transport's write buffer, only at its two water marks."""
 
     __slots__ = ("_left", "written")
 
     def __init__(self) -> None:
         self.written = 0
-        """Bytes that had to wait for the client, ever, with those that wait."""
-        self._left = 0  # when writing was last resumed
+        """All bytes that ever had to wait for the client, including those that wait now."""
+        self._left = 0  # the buffer size when writing was last resumed
 
     def paused(self, transport: _Buffer) -> None:
-        """Note that the transport takes no more."""
+        """Note that the transport has paused writing."""
         self.written += transport.get_write_buffer_size() - self._left
 
     def resumed(self, transport: _Buffer) -> None:
-        """Note that the transport takes more again."""
+        """Note that the transport has resumed writing."""
         self._left = transport.get_write_buffer_size()
 
 
 class SlowReader:
-    """Reading speed of one client; `overdue` is called from time to time, with times that grow."""
+    """Reading speed of one client. The owner calls `overdue` regularly with increasing times."""
 
     __slots__ = ("_began", "_goal", "_min_bytes", "_period")
 
     def __init__(self, period: float, min_bytes: int) -> None:
-        """Begin with nothing that waits.
+        """Create the limit for a client that has nothing to read.
 
         Args:
-            period: How long the client has, in the unit of the times given to `overdue`.
-            min_bytes: What the client has to take in that time at least, where more is waiting.
+            period: The length of a period, in the unit of the times given to `overdue`.
+            min_bytes: The bytes that the client must read in a period where more is waiting.
         """
         self._period = period
         self._min_bytes = min_bytes
-        self._began: float | None = None  # when the present period did; None: nothing waits
+        self._began: float | None = None  # start of the present period; None while nothing waits
         self._goal = 0
 
     def overdue(self, now: float, waiting: int, written: int) -> bool:
-        """Return whether the client has taken too little.
+        """Return whether the client has read too little.
 
         Args:
             now: The present time.
-            waiting: Bytes that the client could read and has not; 0: it reads.
-            written: Bytes that were ever given to it, with those that wait. Bytes that never had to wait may be left out.
+            waiting: Bytes that the client could read and has not; 0 means that it reads.
+            written: All bytes ever given to the client. Bytes that never had to wait may be left out.
         """
         if not waiting:
             self._began = None

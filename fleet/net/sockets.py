@@ -1,22 +1,22 @@
-"""Sockets to listen on, and why there is none."""
+"""Listening sockets and the options of client sockets."""
 
 import socket
 
 from fleet.core.errors import ConfigurationRefused
 
-UNSENT_BYTES = 16 << 10  # that the kernel takes for a client on top of what its network and its buffers have room for
-BACKLOG = 4096  # connections that wait to be accepted, as many as Linux allows by default; a flood must not make others wait a second
+UNSENT_BYTES = 16 << 10  # bytes that the kernel buffers for a client beyond those in flight
+BACKLOG = 4096  # pending connections, the default maximum of Linux; a flood must not delay others by a second
 
 
 def bind_tcp(address: str, *, shared: bool = False) -> tuple[socket.socket, str]:
-    """A listening socket at ``host:port``; also returns the address with the port that was taken.
+    """Bind a listening socket at ``host:port``; also return the address with the port that was taken.
 
     Args:
-        address: Port 0 takes a free one.
-        shared: Whether other processes of this user may listen on the same port; the kernel spreads connections.
+        address: Port 0 takes a free port.
+        shared: Whether other processes of this user may listen on the same port; the kernel then spreads connections.
 
     Raises:
-        ConfigurationRefused: The address is not one, or is in use.
+        ConfigurationRefused: The address is malformed or in use.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
@@ -31,10 +31,10 @@ def bind_tcp(address: str, *, shared: bool = False) -> tuple[socket.socket, str]
 
 
 def configure_client_socket(sock: socket.socket) -> None:
-    """Make a client's connection send at once what is written, and show soon what its client reads.
+    """Make a client socket send immediately and report promptly how much the client reads.
 
-    Otherwise the kernel takes some MB for a client that reads slowly, and then nothing until a third of it is gone: at 40 kB/s that is
-    half a minute, in which the client seems to read nothing.
+    Otherwise the kernel buffers some MB for a slow reader and then accepts nothing until a third of it is read. At 40
+    kB/s that is half a minute in which the client seems to read nothing.
     """
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""How each `Reason` appears to clients: gRPC status code, HTTP status and OpenAI error type, in one table."""
+"""Table of status codes: the gRPC status, the HTTP status and the OpenAI error type of each `Reason`."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from fleet.core.errors import Reason, RequestRejected
 
 
 class ReasonStatus(Struct, frozen=True):
-    """One reason as the two protocols show it."""
+    """How the protocols show one reason."""
 
     grpc: StatusCode
     http: int
@@ -29,18 +29,20 @@ REASON_STATUSES: Mapping[Reason, ReasonStatus] = {
     Reason.DRAINING: ReasonStatus(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
     Reason.WORKER_LOST: ReasonStatus(StatusCode.UNAVAILABLE, 503, "server_error"),
     Reason.DEADLINE_PASSED: ReasonStatus(StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
-    Reason.CANCELLED: ReasonStatus(StatusCode.CANCELLED, 499, "cancelled"),  # 499: nginx's, for a client that went away
+    Reason.CANCELLED: ReasonStatus(
+        StatusCode.CANCELLED, 499, "cancelled"
+    ),  # nginx uses 499 for a client that disconnected
     Reason.INTERNAL: ReasonStatus(StatusCode.INTERNAL, 500, "server_error"),
 }
 
 
 def rename_field(refused: RequestRejected, names: Mapping[str, str]) -> RequestRejected:
-    """The same refusal with the field called what the client called it.
+    """Return the same rejection with the field under the name that the client used.
 
-    Always another exception: it is raised from `refused`, and one that is its own cause would stay in memory, with the whole
-    request, until the collector of cycles comes.
+    The result is always a new exception, because callers raise it from `refused`. An exception that is its own cause
+    would stay in memory, with the whole request, until the garbage collector runs.
 
-    `names` maps field paths of the public protocol, without indices. What follows a known path is kept, so that with
+    `names` maps field paths of the public protocol, without indices. The rest of a path is kept: with
     ``{"chat.messages": "messages"}`` the field ``chat.messages[1].role`` becomes ``messages[1].role``.
     """
     path = field = refused.field

@@ -1,4 +1,4 @@
-"""What routers tell each other, as messages of `fleet/v1/replica.proto` and back."""
+"""Messages between routers: translation from and to `fleet/v1/replica.proto`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from struct import pack, unpack
@@ -19,16 +19,16 @@ from fleet.router.tenants import BucketLevels, TenantUsageDelta
 from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 
-PROMPTS_A_MESSAGE = 1000  # 4 MB, if all are as long as may be told
-MEMBERS_A_MESSAGE = 1000  # some 100 kB
-BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
-LATEST = 1 << 62  # nanoseconds of Unix time, in the year 2116: no clock says more
+PROMPTS_A_MESSAGE = 1000  # 4 MB if all have the maximum length
+MEMBERS_A_MESSAGE = 1000  # about 100 kB
+BINDINGS_A_MESSAGE = 1000  # 2 MB with the longest session names that a client may use
+LATEST = 1 << 62  # nanoseconds of Unix time in the year 2116, the largest accepted time
 MOST_TAKEN = 1e15  # requests or tokens of one tenant in one message
-MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
+MOST_BLOCKS = 1e15  # of one router on a worker; the sum over any number of routers stays finite
 
 
 class PeerThresholds(Struct, frozen=True):
-    """Thresholds that an operator has set."""
+    """Thresholds that an operator has set, and the time of the change."""
 
     thresholds: Thresholds
     at_unix_ms: int
@@ -44,10 +44,10 @@ def encode_registered(event: Register | Registration) -> control_pb2.RegisterReq
 
 
 def decode_registered(told: control_pb2.RegisterRequest) -> Register:
-    """A worker that has registered with another router.
+    """Decode the registration of a worker with another router.
 
     Raises:
-        ConnectionError: It lacks what no registration lacks.
+        ConnectionError: It is no registration.
     """
     if not (told.worker_id and told.incarnation and told.address):
         raise ConnectionError("another router tells of a worker without an id, an incarnation or an address")
@@ -60,7 +60,7 @@ def decode_registered(told: control_pb2.RegisterRequest) -> Register:
 
 
 def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessage]:
-    """That tell all of them."""
+    """Return messages with all members."""
     for first in range(0, len(members), MEMBERS_A_MESSAGE):
         told = [
             pb.ReplicaMember(registered=encode_registered(each), lease_ms=each.lease // MILLISECOND)
@@ -70,7 +70,7 @@ def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessag
 
 
 def decode_member(told: pb.ReplicaMember) -> Registration:
-    """A worker, and what is left of the lease that another router gave it.
+    """Decode a worker and the rest of the lease that another router gave it.
 
     Raises:
         ConnectionError: It is no registration.
@@ -95,14 +95,14 @@ def encode_bookings(booked: Mapping[WorkerId, ReservationTotals]) -> pb.ReplicaM
 
 
 def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]:
-    """That tell all of them."""
+    """Return messages with all session bindings."""
     for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
         told = [
             pb.SessionBinding(
                 tenant=each.key[0],
                 session=each.key[1],
                 worker_id=each.worker_id or "",
-                stamp=min(each.stamp, LATEST),  # else who has heard of the latest could not be listened to any more
+                stamp=min(each.stamp, LATEST),  # peers would ignore everything after a later time
             )
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]
@@ -110,7 +110,7 @@ def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMe
 
 
 def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:
-    """That tell all of them."""
+    """Return messages with all prompts."""
     for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
         told = [
             pb.PlacedPrompt(worker_id=each.worker_id, number=each.number, keys=pack(f"<{len(each.keys)}Q", *each.keys))
@@ -121,10 +121,10 @@ def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private:
 
 
 def decode_placed(told: pb.PlacedPrompt) -> PlacedPrompt:
-    """A prompt that another router tells.
+    """Decode a prompt of another router.
 
     Raises:
-        ConnectionError: It has no keys, or more than are told.
+        ConnectionError: It has no keys, or too many.
     """
     count, odd = divmod(len(told.keys), KEY_BYTES)
     if odd or not 0 < count <= MAX_ANNOUNCED_KEYS:
@@ -147,10 +147,10 @@ def encode_left(left: Mapping[str, BucketLevels]) -> pb.ReplicaMessage:
 
 
 def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
-    """Return what tenants took at another router.
+    """Decode the usage of tenants at another router.
 
     Raises:
-        ConnectionError: An amount is below zero or no number: buckets would never fill or never empty again.
+        ConnectionError: An amount is below zero or no number; buckets would never fill or empty again.
     """
     return {
         each.tenant: TenantUsageDelta(requests=_amount(each.requests), tokens=_amount(each.tokens))
@@ -159,7 +159,7 @@ def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
 
 
 def decode_left(told: pb.ReplicaLeft) -> dict[str, BucketLevels]:
-    """Return what is left of tenants' limits by another router's count.
+    """Decode what is left of tenants' limits by another router's count.
 
     Raises:
         ConnectionError: An amount is no number.
@@ -183,10 +183,10 @@ def _amount(told: float, least: float = 0.0) -> float:
 
 
 def decode_instant(told: int) -> int:
-    """Nanoseconds that another router tells.
+    """Decode a time of another router, in nanoseconds.
 
     Raises:
-        ConnectionError: They are none: all clocks would be put forward to them, for ever.
+        ConnectionError: It is too late; all clocks would be set to it for ever.
     """
     if told > LATEST:
         raise ConnectionError(f"another router's clock says {told} ns")
@@ -194,10 +194,10 @@ def decode_instant(told: int) -> int:
 
 
 def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
-    """Thresholds that another router tells.
+    """Decode the thresholds of another router.
 
     Raises:
-        ConnectionError: They are none.
+        ConnectionError: They are invalid.
     """
     values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
     try:
@@ -207,10 +207,10 @@ def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
 
 
 def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, ReservationTotals]:
-    """By worker.
+    """Decode the reservations of another router, by worker.
 
     Raises:
-        ConnectionError: Blocks are no number to reckon with: one worker with them would spoil every comparison.
+        ConnectionError: A number of blocks is not finite or too large, and would spoil every comparison.
     """
     booked = {}
     for each in told.workers:

@@ -1,15 +1,16 @@
-"""Limits that several routers keep together, in Redis or Valkey.
+"""Shared rate limits: several routers keep tenant limits together in Redis or Valkey.
 
 Rules:
 
-1. A request never waits for Redis: each router counts for itself and tells the others some times a second what its
-   tenants took, and hears what is left. All routers together let in too much by what fits into one such span at most.
-2. While Redis does not answer, routers go on counting for themselves; what was taken and is not yet filled up is told when
-   it answers again. A tenant whose key it refuses (another program may have written there) is alone in that.
-3. Time is that of Redis: the routers' clocks need not agree.
-4. A Redis that knows nothing of a tenant, since it was started again empty say, learns it from the routers: buckets are as
-   full as they believe, and for `LEARNING_SECONDS` whoever believes in less is right. A key that ended by itself did so
-   with full buckets, which is what routers then believe too.
+1. A request never waits for Redis. Each router counts for itself, reports the usage of its tenants several times a
+   second, and reads what is left. All routers together admit too much by at most the usage of one such interval.
+2. While Redis does not answer, routers count alone. Usage that has not been refilled by then is reported when Redis
+   answers again. If Redis refuses the key of a tenant (another program may have written it), only this tenant is
+   affected.
+3. Redis' clock counts, so the routers' clocks need not agree.
+4. A Redis without data of a tenant, for example after a restart, learns it from the routers: buckets are as full as the
+   routers believe, and for `LEARNING_SECONDS` the lowest value wins. A key expires when its buckets are full, which is
+   also what routers assume then.
 """
 
 import asyncio
@@ -28,13 +29,14 @@ log = logging.getLogger(__name__)
 
 EXCHANGE_SECONDS = 0.1
 ANSWER_SECONDS = 1.0
-REMEMBERED = 10 * MINUTE_SECONDS  # exchanges for which a tenant that took something is asked about
+REMEMBERED = 10 * MINUTE_SECONDS  # exchanges for which a tenant with usage is queried
 
-LEARNING_SECONDS = 1.0  # ten exchanges: long enough to hear every router
+LEARNING_SECONDS = 1.0  # ten exchanges, enough to hear every router
 
-# A hash a tenant: what is left of each bucket, and when. Buckets fill as in `fleet.router.tenants`. Numbers go out as
-# text, since Redis would cut them to integers. The key ends when the buckets are full again, and with it all it says.
-# Arguments: seconds to learn in; of each bucket its limit, what was taken, and what this router believes was there before.
+# One hash per tenant: the level of each bucket, and its time. Buckets fill as in the router's tenant limits. Numbers
+# are returned as text, because Redis would cut them to integers. The key expires when the buckets are full.
+# Arguments: the learning time in seconds; per bucket its limit, the usage, and the level before it as this router
+# believes.
 SCRIPT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -64,19 +66,19 @@ class _Script(Protocol):
 
 
 class RedisRateLimits:
-    """Keeps the limits of one router in step with the others'; `run` it."""
+    """Shares the tenant limits of one router with the other routers; `run` keeps them in step."""
 
     def __init__(self, url: str, tenants: Tenants, clock: Clock, *, prefix: str = "fleet/tenants/") -> None:
-        """Nothing is connected before `run`.
+        """Prepare the client; `run` connects.
 
         Args:
             url: ``redis://host:port/db`` or ``unix:///path``.
-            tenants: Of this router.
-            clock: Of `tenants`.
-            prefix: Of the keys in Redis; routers of one cluster have the same.
+            tenants: Tenants of this router.
+            clock: Clock of `tenants`.
+            prefix: Prefix of the keys in Redis, equal for all routers of a cluster.
 
         Raises:
-            ValueError: The URL is none of Redis.
+            ValueError: The URL is not one of Redis.
         """
         self._redis: Redis = Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
         self._script: _Script = self._redis.register_script(SCRIPT)
@@ -84,13 +86,13 @@ class RedisRateLimits:
         self._clock = clock
         self._prefix = prefix
         self._untold: dict[str, TenantUsageDelta] = {}
-        self._asked: dict[str, int] = {}  # exchanges in which a tenant is still asked about
+        self._asked: dict[str, int] = {}  # remaining exchanges in which a tenant is queried
         self._answering = True
-        self._refused: frozenset[str] = frozenset()  # tenants, in the last exchange
-        self.refused = 0  # times that Redis refused a tenant's key
+        self._refused: frozenset[str] = frozenset()  # tenants of the last exchange
+        self.refused = 0  # how often Redis refused a tenant's key
 
     async def run(self) -> Never:
-        """Exchange until cancelled."""
+        """Exchange usage until cancelled."""
         try:
             while True:
                 await asyncio.sleep(EXCHANGE_SECONDS)
@@ -99,12 +101,12 @@ class RedisRateLimits:
             await self._redis.aclose()
 
     def collect(self) -> Iterator[Metric]:
-        """For a `CollectorRegistry`."""
+        """Yield the metrics for a `CollectorRegistry`."""
         meaning = "Times that Redis refused to share a tenant's limits"
         yield CounterMetricFamily("fleet_tenant_limits_refused", meaning, self.refused)
 
     async def exchange(self) -> None:
-        """Tell what was taken here, hear what is left of everybody's."""
+        """Report the usage of this router and read what is left."""
         for name, taken in self._tenants.taken().items():
             before = self._untold.get(name, NOTHING)
             self._untold[name] = TenantUsageDelta(
@@ -115,11 +117,11 @@ class RedisRateLimits:
         for name in list(self._asked):
             try:
                 left = await self._tell(name)
-            except ResponseError as error:  # to this key, or to this script: the connection is sound
+            except ResponseError as error:  # Redis refused this key or script; the connection works
                 refused[name] = str(error)
             except (RedisError, OSError, TimeoutError) as error:
                 if self._answering:
-                    log.warning("limits are not shared while Redis does not answer", extra={"cause": str(error)})
+                    log.warning("redis unreachable, tenant limits are not shared", extra={"cause": str(error)})
                 self._answering = False
                 return
             else:
@@ -129,13 +131,13 @@ class RedisRateLimits:
             self._refused = frozenset(refused)
             first = next(iter(refused), None)
             told = {"tenants": len(refused)} | ({} if first is None else {"first": first, "cause": refused[first]})
-            log.warning("limits that Redis refuses to share", extra=told)
+            log.warning("redis refuses to share tenant limits", extra=told)
         if not self._answering:
-            log.warning("limits are shared again")
+            log.warning("tenant limits are shared again")
         self._answering = True
 
     async def _tell(self, name: str) -> list[bytes]:
-        """What is left of a tenant's buckets, after what was taken here."""
+        """Report a tenant's usage and return what is left of its buckets."""
         untold = self._untold.get(name, NOTHING)
         arguments = [LEARNING_SECONDS]
         for limit, level, taken in zip(
@@ -144,7 +146,7 @@ class RedisRateLimits:
             (untold.requests, untold.tokens),
             strict=True,
         ):
-            owed = min(taken, max(0.0, limit - level))  # what was taken longer ago has been filled up since
+            owed = min(taken, max(0.0, limit - level))  # older usage has been refilled since
             arguments += [limit, owed, level + owed]
         async with asyncio.timeout(ANSWER_SECONDS):
             return await self._script(keys=[self._prefix + name], args=arguments)

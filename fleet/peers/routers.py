@@ -1,34 +1,39 @@
-"""Routers of one cluster that tell each other what they have booked, and which workers have registered.
+"""Peer routers: what the routers of one cluster tell each other.
 
 Rules:
 
-1. Each router dials every other one and speaks on that connection; what it hears comes on those that it accepted. All that
-   comes back on a connection are answers to questions that were asked there.
-2. What is told is a whole: all bookings as they are. Whatever was missed, the next message repairs it.
-3. Bookings are told `SEND_INTERVAL_SECONDS` after they began to change, since many change at once, and anyway every `FULL_STATE_SECONDS`.
-   The longer they wait, the more routers send their next requests to one and the same worker: told only after a quarter of
-   the running requests has changed, it helps as little as not being told at all. What is as it was told is not told before
-   that: to hear of another router is an event too, and two idle ones would go on answering each other.
-4. A router that was not heard for `SILENCE_SECONDS`, or whose connection broke, has left, and its bookings with it.
-5. A worker registers with one router, as often as its lease demands; that one passes it on, and so all know it. To who is
-   reached later it tells whose leases have not ended, and what is left of them: they end when they would have anyway.
-6. What an operator asks of one router is asked of all: why a request went where it went, which only the one knows that placed
-   it, and, of the processes behind one port, their metrics. So is what a proxy says of a lease (`fleet.gateway.selection`).
-   Who does not answer within `ANSWER_SECONDS` is left out.
-7. Thresholds that were set are told to all, and to who is reached later: of what was set by several the latest counts.
-8. Where sessions go is told with the bookings (`fleet.router.sessions`), and to who is reached later; so routers that could not
-   reach each other agree on it as soon as they can.
-9. So are prompts that workers are about to compute, and have not told of yet (`fleet.router.kv_index.peer_prompts`, rule 1): what is new since the
-   last time, and to who is reached later what is under way. Likewise prompts for workers that tell nothing (there, rule 3), if their
-   keys are made with something that other routers have as well (`fleet.frontend.openai.prompt_keys`): each message has its fingerprint, and
-   who has another passes these over. A router of an older version passes all that over.
-10. Over TCP routers prove that they are of the cluster before anything is said or heard (`fleet.net.streams.handshake`); Unix sockets are
-    for their own user.
-11. What tenants with limits took is told like bookings, unless Redis shares the limits; to who is reached later what is left is told
-    (`fleet.router.tenants`, rule 4). Near a limit a router asks the others whether they have heard of all that, and waits for their answers for
-    `SETTLE_SECONDS` at most. Who has not answered by then is neither waited for nor counted until it answers anything.
-12. To who is reached later, bookings are told after all the rest. So a process that shares its ports knows when it has caught up with
-    those beside it, and takes no connections before (`fleet.app.router`).
+1. Each router dials every other one and sends its messages on that connection; it receives on the connections that it
+   accepted. A dialled connection only brings answers to questions that were asked there.
+2. Reservations are sent as a whole, so the next message repairs whatever was missed.
+3. Reservations are sent `SEND_INTERVAL_SECONDS` after a change, because many change at once, and at least every
+   `FULL_STATE_SECONDS`. The longer they wait, the more routers send their next requests to the same worker: if a
+   quarter of the running requests changes between two messages, they help no more than none. Unchanged reservations are
+   not sent earlier, because each message is an event for its receiver, and two idle routers would answer each other
+   forever.
+4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, has left, and its reservations with it.
+5. A worker registers with one router, as often as its lease demands, and that router tells the others. A router that is
+   reached later gets all registrations with the rest of their leases, so leases end at the same time everywhere.
+6. A question of an operator to one router goes to all: why a request was placed as it was, which only one router knows,
+   and the metrics of the processes behind one port. A proxy's report about a lease (`fleet.gateway.selection`) is
+   passed on in the same way. Routers that do not answer within `ANSWER_SECONDS` are left out.
+7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
+8. Session bindings are sent with the reservations, and to routers reached later. So routers that could not reach each
+   other agree as soon as they can.
+9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent in the same way. Prompts for
+   workers without KV events are sent too, if their block keys are made with a secret that other routers have; each
+   message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older versions
+   ignore all of them.
+10. Over TCP, routers prove that they belong to the cluster before they say anything (`fleet.net.streams`). Unix sockets
+    are
+    open to their own user only.
+11. The usage of tenants with limits is sent like reservations, unless Redis shares the limits; a router that is reached
+    later
+    gets what is left. Near a limit, a router asks the others whether they have received its usage, and waits at most
+    `SETTLE_SECONDS` for their answers. A router that does not answer in time is not waited for again until it answers
+    something.
+12. A router that is reached later gets the reservations last. So a process that shares its ports knows that it has
+    caught
+    up, and accepts no connection before.
 """
 
 import asyncio
@@ -85,26 +90,26 @@ log = logging.getLogger(__name__)
 SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
-DIAL_SECONDS = 1.0  # for an answer, and between two attempts when there have been some
-FIRST_PAUSE_SECONDS = 0.05  # after the first: processes of one host are started together
-SETTLE_SECONDS = 0.25  # about a hundred times what an answer takes between idle processes
-ANSWER_SECONDS = 1.0  # of a router to what an operator asks
-MAX_MESSAGE_BYTES = 16 << 20  # a worker has about 50 bytes
-MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # to be taken by a router that does not listen; then it is dialled anew
+DIAL_SECONDS = 1.0  # for an answer, and between two later attempts
+FIRST_PAUSE_SECONDS = 0.05  # after the first attempt: processes of one host start together
+SETTLE_SECONDS = 0.25  # about a hundred times the answer time of idle processes
+ANSWER_SECONDS = 1.0  # for a router's answer to an operator's question
+MAX_MESSAGE_BYTES = 16 << 20  # a worker needs about 50 bytes
+MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # unsent bytes for one router; after that it is dialled again
 
 
 UNSECURED = "that router proves no secret: set replicas_credentials.secret_file there as well"
 
 
 class PeerLimits(Struct, frozen=True):
-    """Limits of tenants that routers keep together."""
+    """Tenant limits that the routers share."""
 
     tenants: Tenants
     clock: Clock
 
 
 class RouterApi(Protocol):
-    """What is needed of `fleet.router.server.RouterServer`."""
+    """The part of `fleet.router.server.RouterServer` that peers need."""
 
     on_change: Callable[[], None] | None
 
@@ -124,7 +129,7 @@ class RouterApi(Protocol):
 
 
 class RegistryApi(Protocol):
-    """What is needed of `fleet.membership.server.RegistryServer`."""
+    """The part of `fleet.membership.server.RegistryServer` that peers need."""
 
     def register(self, event: Register) -> object: ...
 
@@ -136,7 +141,7 @@ class RegistryApi(Protocol):
 
 
 class SelectionLeasesApi(Protocol):
-    """What is needed of `fleet.gateway.selection.SelectionService`."""
+    """The part of `fleet.gateway.selection.SelectionService` that peers need."""
 
     def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None: ...
 
@@ -144,7 +149,7 @@ class SelectionLeasesApi(Protocol):
 
 
 class PeerRouters:
-    """The other routers, as one of them knows them. `run` it."""
+    """Connections to the other routers of the cluster; `run` keeps them."""
 
     def __init__(
         self,
@@ -158,17 +163,17 @@ class PeerRouters:
         limits: "PeerLimits | None" = None,
         now_unix_ms: Callable[[], int] = unix_milliseconds,
     ) -> None:
-        """Nothing is dialled before `run`.
+        """Prepare the connections; `run` dials.
 
         Args:
-            settings: Of this router; they name the others.
-            router: This one.
-            registry: Of workers.
-            leases: That this router has given.
-            metrics: All of this router, as Prometheus reads them.
-            private: Fingerprint of the names of blocks that no worker knows; 0: no other router has these.
-            limits: Of tenants, to be shared with the other routers; None: they are not, or in another way.
-            now_unix_ms: Tells which of two thresholds was set last.
+            settings: Settings of this router, which name the others.
+            router: This router.
+            registry: Registry of this router.
+            leases: Selection leases of this router.
+            metrics: Returns the metrics of this process in Prometheus' text format.
+            private: Fingerprint of the secret for block keys (rule 9); 0: no other router has it.
+            limits: Tenant limits to share with the other routers; None: not shared here.
+            now_unix_ms: Clock that decides which threshold change is the latest.
 
         Raises:
             ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to strangers.
@@ -181,7 +186,7 @@ class PeerRouters:
         self._metrics = metrics
         self._private = private
         self._now_unix_ms = now_unix_ms
-        self._tuned: PeerThresholds | None = None  # the latest
+        self._tuned: PeerThresholds | None = None  # the latest change
         self._links: dict[str, _PeerConnection] = {}  # by address
         self._timer: asyncio.TimerHandle | None = None
         self._told: Mapping[WorkerId, ReservationTotals] = {}
@@ -195,7 +200,7 @@ class PeerRouters:
             limits.tenants.settle_with_others = self._settle
 
     async def run(self) -> Never:
-        """Speak and listen until cancelled.
+        """Connect and listen until cancelled.
 
         Raises:
             ConfigurationRefused: `replicas_listen` cannot be listened on.
@@ -222,22 +227,22 @@ class PeerRouters:
         raise AssertionError("its tasks never end")
 
     def registered(self, event: Register) -> None:
-        """A worker has registered here."""
+        """Tell the other routers that a worker has registered here."""
         self._send(pb.ReplicaMessage(registered=encode_registered(event)))
 
     def deregistered(self, event: Deregister) -> None:
-        """A worker has given its membership up here."""
+        """Tell the other routers that a worker has deregistered here."""
         message = control_pb2.DeregisterRequest(worker_id=event.worker_id, incarnation=event.incarnation)
         self._send(pb.ReplicaMessage(deregistered=message))
 
     async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None:
-        """Why a request went where it went, which another router has placed; None if none knows it."""
+        """Return another router's explanation of a request; None if no router has placed it."""
         question = pb.ReplicaQuestion(explain=control_pb2.ExplainRequest(request_id=request_id))
         answer = await self._first(question)
         return None if answer is None else answer.explained
 
     async def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None:
-        """What the router answers that has this lease; None if none has it."""
+        """Return the answer of the router that holds this lease; None if none does."""
         answer = await self._first(pb.ReplicaQuestion(report=report))
         return None if answer is None else answer.reported
 
@@ -247,40 +252,40 @@ class PeerRouters:
 
     @property
     def share_a_port(self) -> bool:
-        """Whether some of them are processes beside this one."""
+        """True if other processes share the ports of this one."""
         return any(map(_is_beside, self._settings.replicas))
 
     def heard_of(self, router_id: str) -> None:
-        """A router has told all that it tells at first."""
+        """Note that a router has sent its whole state."""
         if not self._caught_up.is_set():
             self._heard_of.add(router_id)
             if len(self._heard_of) >= sum(map(_is_beside, self._settings.replicas)):
                 self._caught_up.set()
 
     async def caught_up(self) -> None:
-        """When all processes beside this one have told what they tell at first; whoever waits sets a deadline: some may not be there."""
+        """Wait until all processes beside this one have sent their state; the caller sets a deadline."""
         if self.share_a_port:
             await self._caught_up.wait()
 
     async def metrics(self) -> dict[str, str]:
-        """All of this process and of those beside it, by router."""
+        """Return the metrics of this process and of those beside it, by router."""
         beside = [link for address, link in self._links.items() if _is_beside(address)]
         answers = await self._ask(beside, pb.ReplicaQuestion(metrics=pb.MetricsRequest()))
         return {self._settings.router_id: self._metrics()} | {answer.router_id: answer.metrics for answer in answers}
 
     def tuned(self, thresholds: Thresholds) -> None:
-        """An operator has set the thresholds of this router."""
+        """Tell the other routers that an operator has set the thresholds here."""
         self._tuned = PeerThresholds(thresholds, self._now_unix_ms())
         self._send(encode_thresholds(self._tuned))
 
     def tuned_elsewhere(self, tuned: PeerThresholds) -> None:
-        """An operator has set those of another one."""
+        """Take over thresholds that an operator has set at another router."""
         if self._tuned is None or tuned.at_unix_ms > self._tuned.at_unix_ms:
             self._tuned = tuned
             self._router.tune(tuned.thresholds)
 
     def answer(self, question: pb.ReplicaQuestion) -> pb.ReplicaAnswer:
-        """What this router says to another one."""
+        """Answer a question of another router."""
         answer = pb.ReplicaAnswer(number=question.number, router_id=self._settings.router_id)
         match question.WhichOneof("question"):
             case "explain":
@@ -298,11 +303,11 @@ class PeerRouters:
             case "settled":
                 answer.settled.SetInParent()
             case None:
-                """Of a later version."""
+                """Ignore questions of later versions."""
         return answer
 
     async def _ask(self, links: "list[_PeerConnection]", question: pb.ReplicaQuestion) -> list[pb.ReplicaAnswer]:
-        """The answers of those who are asked and give one in time."""
+        """Return the answers that come in time."""
         asked = [link.ask(question) for link in links]
         if not asked:
             return []
@@ -312,7 +317,7 @@ class PeerRouters:
         return [each.result() for each in asked if each in done and not each.cancelled()]
 
     async def _first(self, question: pb.ReplicaQuestion) -> pb.ReplicaAnswer | None:
-        """The answer of the first of all who knows something; None if nobody does in time."""
+        """Return the first answer with content; None if none comes in time."""
         asked = {link.ask(question) for link in self._links.values()}
         waiting = asked
         try:
@@ -335,7 +340,7 @@ class PeerRouters:
 
     def _tell_changes(self) -> None:
         self._timer = None
-        self._tell_news()  # first: what is booked for a prompt holds up nobody who has the same
+        self._tell_news()  # first, because reservations of a prompt delay no request with the same prompt
         self._tell_taken()
         if self._router.booked() != self._told:
             self._tell_bookings()
@@ -358,15 +363,11 @@ class PeerRouters:
                 self._limits.tenants.confirm(self._limits.tenants.told())
 
     async def _settle(self) -> bool:
-        """Wait until the other routers have heard what tenants took here; whoever comes meanwhile waits with the first.
-
-        Returns:
-            Whether all that are counted have answered.
-        """
+        """Wait until the other routers have received the usage of tenants; concurrent callers share one round."""
         assert self._limits is not None
         if self._settling is not None:
             await self._settling.wait()
-            return True  # not all that was taken is heard of by now, but the next round tells
+            return True  # a part may still be on its way, but the next round covers it
         self._settling = settling = asyncio.Event()
         tenants = self._limits.tenants
         try:
@@ -395,7 +396,7 @@ class PeerRouters:
             link.send(payload)
 
     async def _keep_up(self, address: str) -> Never:
-        """Reach another router again and again."""
+        """Connect to another router again and again."""
         pause, cause = FIRST_PAUSE_SECONDS, ""
         while True:
             link = _PeerConnection(address, self._count_others)
@@ -410,18 +411,18 @@ class PeerRouters:
                         send_limit=MAX_WAITING_BYTES,
                     )
             except OSError as error:
-                if (why := _cause(error)) != cause:  # not at every attempt
+                if (why := _cause(error)) != cause:  # log a repeated cause once
                     cause = why
-                    log.warning("another router cannot be reached", extra={"address": address, "cause": cause})
+                    log.warning("peer router unreachable", extra={"address": address, "cause": cause})
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, DIAL_SECONDS)
                 continue
             pause, cause = FIRST_PAUSE_SECONDS, ""
-            log.info("reached another router", extra={"address": address})
+            log.info("peer router reached", extra={"address": address})
             hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ms())
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             router = self._router
-            self._tell_taken()  # so that it is not told to this one after what is left
+            self._tell_taken()  # before what is left, so that it is not counted twice
             for message in (
                 *encode_members(self._registry.registrations()),
                 *self._left(),
@@ -439,22 +440,25 @@ class PeerRouters:
                 del self._links[address]
                 self._count_others()
                 link.connection.abort()
-            log.warning("lost another router", extra={"address": address, "cause": link.cause or "it has closed"})
-            await asyncio.sleep(DIAL_SECONDS)  # who takes connections and ends them is not dialled without a pause
+            log.warning(
+                "peer router lost", extra={"address": address, "cause": link.cause or "it closed the connection"}
+            )
+            # a router that accepts and closes at once must not be dialled without a pause
+            await asyncio.sleep(DIAL_SECONDS)
 
     def _left(self) -> list[pb.ReplicaMessage]:
         left = {} if self._limits is None else self._limits.tenants.left(self._limits.clock.now())
         return [encode_left(left)] if left else []
 
     def took_elsewhere(self, taken: Mapping[str, TenantUsageDelta]) -> None:
-        """Count what tenants took at another router."""
+        """Count the usage of tenants at another router."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in taken.items():
                 self._limits.tenants.took_elsewhere(name, each, now)
 
     def left_elsewhere(self, left: Mapping[str, BucketLevels]) -> None:
-        """Hear what is left of limits by another router's count."""
+        """Lower the limits to what is left by another router's count."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in left.items():
@@ -465,14 +469,14 @@ class PeerRouters:
 
 
 class _PeerConnection:
-    """A connection on which this router speaks."""
+    """Connection on which this router sends."""
 
     connection: FrameConnection
 
     def __init__(self, address: str, answers_again: Callable[[], None]) -> None:
         self.address = address
         self.over = asyncio.Event()
-        self.cause = ""  # it is over
+        self.cause = ""  # cause of the end
         self.deaf = False  # it left a question about limits unanswered
         self._answers_again = answers_again
         self._questions = 0
@@ -488,7 +492,7 @@ class _PeerConnection:
             self.over.set()
 
     def ask(self, question: pb.ReplicaQuestion) -> asyncio.Future[pb.ReplicaAnswer]:
-        """Done when the answer has come, cancelled when it will not come; who gives it up cancels it."""
+        """Ask a question; the future is cancelled if no answer will come. A caller that gives up cancels it."""
         self._questions += 1
         number = self._questions
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -503,18 +507,18 @@ class _PeerConnection:
         try:
             answer = pb.ReplicaAnswer.FromString(payload)
         except DecodeError as error:
-            raise ConnectionError("what another router answers is no answer of ours") from error
+            raise ConnectionError("a peer router sent an invalid answer") from error
         if answer.refused:
             raise ConnectionError(answer.refused)
         if self.deaf:
             self.deaf = False
             self._answers_again()
         asked = self._asked.get(answer.number)
-        if asked is not None and not asked.done():  # else it comes too late
+        if asked is not None and not asked.done():  # else the answer is late
             asked.set_result(answer)
 
     def resumed(self) -> None:
-        """Nothing waits for that."""
+        """Ignore it: nothing waits for the connection."""
 
     def lost(self, cause: Exception | None) -> None:
         self.cause = "" if cause is None else tls_failure_cause(cause, "replicas_credentials")
@@ -524,7 +528,7 @@ class _PeerConnection:
 
 
 class _IncomingPeer:
-    """A connection on which another router speaks."""
+    """Connection on which another router sends."""
 
     def __init__(
         self, connection: FrameConnection, router: RouterApi, registry: RegistryApi, replicas: PeerRouters, private: int
@@ -548,16 +552,16 @@ class _IncomingPeer:
                     ConnectionError("it wants to prove a secret: set replicas_credentials.secret_file")
                 )
                 return
-            raise ConnectionError("what another router says is no message of ours") from error
+            raise ConnectionError("a peer router sent an invalid message") from error
         kind = message.WhichOneof("message")
         if (kind == "hello") == bool(self._replica):
-            raise ConnectionError("another router said hello never, or twice")
+            raise ConnectionError("a peer router sent no hello, or two")
         self._silence.cancel()
         self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
         match kind:
             case "hello":
                 self._router_id = message.hello.router_id
-                self._replica = f"{self._router_id}@{id(self)}"  # a new connection is not the old one
+                self._replica = f"{self._router_id}@{id(self)}"  # each connection is a replica of its own
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":
                 self._router.hear(PeerReserved(replica=self._replica, booked=decode_booked(message.bookings)))
@@ -588,25 +592,25 @@ class _IncomingPeer:
             case "tuned":
                 self._replicas.tuned_elsewhere(decode_thresholds(message.tuned))
             case None:
-                """Of a later version."""
+                """Ignore messages of later versions."""
 
     def resumed(self) -> None:
-        """Nothing waits for that."""
+        """Ignore it: nothing waits for the connection."""
 
     def lost(self, cause: Exception | None) -> None:
         self._silence.cancel()
         if self._replica:
-            log.warning("another router has left", extra={"replica": self._replica, "cause": str(cause or "closed")})
+            log.warning("peer router left", extra={"replica": self._replica, "cause": str(cause or "closed")})
             self._router.hear(PeerLeft(replica=self._replica))
         elif cause is not None:
-            log.warning("another router was refused", extra={"cause": str(cause)})
+            log.warning("peer router rejected", extra={"cause": str(cause)})
 
     def _silent(self) -> None:
-        self._connection.abort(ConnectionError(f"it said nothing for {SILENCE_SECONDS:g} s"))
+        self._connection.abort(ConnectionError(f"it was silent for {SILENCE_SECONDS:g} s"))
 
 
 def _identities(settings: RouterSettings) -> tuple[StreamIdentity, StreamIdentity]:
-    """Return what this router proves where it listens and where it calls.
+    """Return the identities of this router for accepted and for dialled connections.
 
     Raises:
         ConfigurationRefused: A file cannot be used, or an address is open to strangers.
@@ -633,5 +637,5 @@ def _cause(error: OSError) -> str:
 
 
 def _is_beside(address: str) -> bool:
-    """Whether a router is another process of this host, and so behind the same ports."""
+    """Return True if the address is that of a process on this host, which shares the ports."""
     return address.startswith("unix:")

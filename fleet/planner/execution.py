@@ -1,13 +1,13 @@
-"""How a plan is going, and what is left of it at its deadline. Pure.
+"""Execution of a plan: whether it is settled, and what is rolled back at its deadline. Pure functions.
 
 Rules:
 
-1. A plan is settled when its pools have what is wanted, all of it serving, and nothing drains any more.
-2. What is still pending at the deadline is taken back: the intent goes down to what serves, and not below what it was before.
-   So replicas that find no room wait for ever nowhere, and whoever plans goes on with what there is. What bounds forbid is taken back at
-   once, a pool that may not shrink too.
-3. Only one's own intent is taken back. Whoever has written since knows better.
-4. A drain is never broken off: it ends by its own deadline.
+1. A plan is settled when its pools have the wanted replicas, all of these serve, and nothing drains any more.
+2. Replicas that are still pending at the deadline are rolled back: the wanted number falls to the number that serves, but not below
+   the number before the plan. So no replica waits for room for ever, and the planner continues with what there is. What bounds
+   forbid is rolled back at once, including a pool that may not shrink.
+3. A plan rolls back only its own numbers, not those that somebody has written since.
+4. A drain is never interrupted; it ends by its own deadline.
 """
 
 from enum import StrEnum
@@ -19,18 +19,18 @@ from fleet.planner.ports import PlanConflict, PlanRefused
 
 
 class PlanOutcome(StrEnum):
-    """How it went."""
+    """How the execution of a plan ended."""
 
     SETTLED = "settled"
     ROLLED_BACK = "rolled_back"
-    """In part: what served by then stays."""
+    """What served at the deadline stays; the rest was rolled back."""
 
     UNSETTLED = "unsettled"
-    """At the deadline, with nothing to be taken back: what drains, what did not serve before either, or what is another's by now."""
+    """Nothing can be rolled back at the deadline: replicas drain, did not serve before either, or belong to another plan."""
 
 
 def pools_of(plan: Plan, seen: Observation) -> tuple[PoolObservation, ...]:
-    """Those that the plan is about."""
+    """Return the observed pools of a plan."""
     return tuple(each for each in seen.pools if each.name in plan.replicas)
 
 
@@ -42,19 +42,19 @@ def settled(plan: Plan, seen: Observation) -> bool:
 
 
 def forbidden(plan: Plan, seen: Observation) -> Plan | None:
-    """The plan without the pools that may be so; None when none may not."""
+    """Return the part of the plan that bounds forbid, or None."""
     limited = {each.name for each in pools_of(plan, seen) if each.why is PoolGapReason.LIMITED}
     replicas = {name: count for name, count in plan.replicas.items() if name in limited}
     return structs.replace(plan, replicas=replicas) if replicas else None
 
 
 def rollback(plan: Plan, before: Observation, seen: Observation) -> Plan | None:
-    """The plan that takes back what has not come of another one; None when there is nothing to be taken back.
+    """Return the plan that rolls back the unfinished part of another plan, or None if there is nothing to roll back.
 
     Args:
-        plan: Of which no more is waited for.
-        before: What it was made by.
-        seen: What there is now.
+        plan: The plan that is given up.
+        before: The observation that it was made on.
+        seen: The present observation.
     """
     replicas = {}
     for each in pools_of(plan, seen):
@@ -68,12 +68,12 @@ def rollback(plan: Plan, before: Observation, seen: Observation) -> Plan | None:
 
 
 def to_write(plan: Plan, seen: Observation, there: Observation) -> list[PoolObservation]:
-    """The pools, as they are there, whose numbers are still to be written; those that shrink come first.
+    """Return the present pools whose numbers have still to be written; pools that shrink come first.
 
     Args:
-        plan: What is wanted.
-        seen: What the plan was made by.
-        there: What there is at the moment of writing.
+        plan: The plan.
+        seen: The observation that it was made on.
+        there: The present observation.
 
     Raises:
         Refused: There is no such pool, or it is pinned.

@@ -1,14 +1,13 @@
-"""Plans, and what there is of them.
+"""Plans and observations of pools.
 
 Rules:
 
-1. A plan says how many replicas some pools are to have. Who carries it out is somebody else: an operator, a supervisor, an
-   orchestrator. Between the two stand connectors (`fleet.planner.ports`), and all of them tell the same with these words.
-2. The last one to write a pool's number owns it. A planner leaves alone what a person has written (or an HPA, on Kubernetes):
-   the pool is pinned.
-3. A plan rests on what was seen before. What has changed since is not overwritten: who comes late changes nothing.
-4. What is wanted stays wanted when whoever wrote it has gone: it is worked towards further on. Beside it stands what was wanted before,
-   so that anybody can go back.
+1. A plan states the number of replicas of some pools. An operator, a supervisor or another orchestrator executes it. Connectors
+   (`fleet.planner.ports`) lie between planner and orchestrator; all of them use these messages.
+2. The last writer of a pool's number owns it. A planner does not change a number that a person has written (or an HPA, on
+   Kubernetes): the pool is pinned.
+3. A plan rests on an observation. A pool that has changed since the observation is not overwritten.
+4. A wanted number stays valid after its writer has ended. The number before it is kept, so that anybody can return to it.
 """
 
 from enum import StrEnum
@@ -20,80 +19,80 @@ from fleet.core.clock import Nanos
 
 PoolName = NewType("PoolName", str)
 PlanId = NewType("PlanId", str)
-MOST_REPLICAS = 10_000  # of one pool; more is a slip of the pen
+MOST_REPLICAS = 10_000  # of one pool; a higher number is taken for a typing error
 Replicas = Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
 
 
 class PlanWriter(StrEnum):
-    """On whose behalf numbers are written; the values are what Kubernetes calls a field manager."""
+    """Writer of a number; the values are field managers in Kubernetes."""
 
     PLANNER = "fleet-planner"
     PERSON = "fleet-scale"
 
 
 class PoolGapReason(StrEnum):
-    """Why a pool has other replicas than are wanted, or may have them soon."""
+    """Why a pool has, or may soon have, another number of replicas than wanted."""
 
-    NOT_TAKEN_UP = "not_taken_up"  # nobody has acted on the plan yet
+    NOT_TAKEN_UP = "not_taken_up"  # the orchestrator has not acted on the plan yet
     UNDER_WAY = "under_way"
-    NO_ROOM = "no_room"  # no node, device or quota is left for them
-    FAILING = "failing"  # they begin, and end
-    LIMITED = "limited"  # bounds, budget or ratio forbid it
+    NO_ROOM = "no_room"  # no node, device or quota is left
+    FAILING = "failing"  # replicas start and end again
+    LIMITED = "limited"  # bounds, budget or ratio forbid the number
 
 
 class PoolObservation(Struct, frozen=True, kw_only=True):
-    """One pool."""
+    """Observation of one pool."""
 
     name: PoolName
     wanted: int
-    """Replicas, as last written."""
+    """Number of replicas that was written last."""
 
     ready: int
-    """That serve, and have not been told to go."""
+    """Replicas that serve and do not drain."""
 
     draining: int = 0
-    """That finish what they have, and hold their devices meanwhile."""
+    """Replicas that finish their requests and still hold their devices."""
 
     plan: PlanId = PlanId("")
-    """By which the number was written; empty: by none."""
+    """Plan that wrote the number; empty: none."""
 
     before: int | None = None
-    """What was wanted before that; None: nobody knows."""
+    """Number that was wanted before; None: unknown."""
 
     version: str = ""
-    """Differs whenever somebody has written the number."""
+    """Changes with each write of the number."""
 
     pinned: str = ""
-    """Why the number is not for this writer to change; empty: it is."""
+    """Why this writer must not change the number; empty: it may."""
 
     why: PoolGapReason | None = None
-    """It has not as many as wanted, or whoever obeys has not read that yet; None where neither is so."""
+    """Why the number is not reached, or not read by the orchestrator yet; None if neither is so."""
 
     message: str = ""
-    """For a person: more about that."""
+    """Details for a person."""
 
     @property
     def pending(self) -> int:
-        """Replicas that are wanted and do not serve."""
+        """Wanted replicas that do not serve."""
         return max(0, self.wanted - self.ready)
 
     @property
     def settled(self) -> bool:
-        """As wanted, and it stays so: what only happens to be there before a plan is taken up may still change."""
+        """True if the pool has the wanted replicas for good; before the orchestrator has read a plan, they may still change."""
         return self.wanted == self.ready and not self.draining and self.why is None
 
     @property
     def unfinished(self) -> bool:
-        """It has not come to what a plan wants of it, whether somebody waits for that or not."""
+        """True if a plan for this pool is not settled."""
         return bool(self.plan) and not self.settled
 
     def before_a_write(self, replicas: int) -> int:
-        """What was wanted before, once so many are written: whoever wants the same again goes on with the plan that is there."""
+        """Return the value of `before` after `replicas` are written; writing the same number again keeps it."""
         return self.before if self.before is not None and replicas == self.wanted else self.wanted
 
 
 class Observation(Struct, frozen=True):
-    """All pools, in the order of their names."""
+    """All pools in the order of their names."""
 
     pools: tuple[PoolObservation, ...]
 
@@ -102,9 +101,9 @@ class Observation(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What some of the pools are to be."""
+    """Wanted replicas of some pools."""
 
     id: PlanId
     replicas: dict[PoolName, Replicas]
     within: Nanos
-    """For the replicas to serve, from when the plan is written; the intent is given up then."""
+    """Time from writing the plan until its replicas must serve; afterwards the rest is rolled back."""

@@ -1,4 +1,4 @@
-"""What carrying out plans needs of the world: a way to whoever starts and ends replicas."""
+"""Port of the planner: the connector to the orchestrator that starts and ends replicas."""
 
 from typing import Protocol
 
@@ -8,46 +8,46 @@ CALL_SECONDS = 10.0
 
 
 class PlanConnector(Protocol):
-    """A way to the pools, on behalf of one writer (`fleet.planner.messages.PlanWriter`). Each call ends within `CALL_SECONDS`."""
+    """Connector to the pools for one writer (`fleet.planner.messages.PlanWriter`). Each call ends within `CALL_SECONDS`."""
 
     async def observe(self) -> Observation:
-        """The pools as they are.
+        """Return the present state of the pools.
 
         Raises:
-            Unreachable: Nothing is known; look again later. What was known before may still be so.
+            Unreachable: Nothing is known; observe again later. The last observation may still be true.
             Gone: Whoever obeyed plans there has ended without a word.
         """
         ...
 
     async def apply(self, plan: Plan, seen: Observation) -> None:
-        """Write a plan that was made by what was seen. Nobody waits for its replicas.
+        """Write a plan that was made on an observation, without waiting for its replicas.
 
-        Pools are looked at before any is written. What is written is written shrinking pools first, so that a plan of which
-        a part is done wants no more than what was before and what will be. Once more with the same plan does what is left.
+        All pools are checked before any is written. Pools that shrink are written first, so that a plan that is written in part wants no
+        more replicas than before or after it. A second call with the same plan writes the rest.
 
         Raises:
-            Stale: Somebody has written since: observe again. Nothing or, where that happened meanwhile, a part is written.
-            Refused: A pool is not there, or pinned, or may not be written; nothing, or a part, is written.
-            Unreachable: Perhaps some of it is written.
+            Stale: Somebody has written since; observe again. Nothing is written, or a part if it happened meanwhile.
+            Refused: A pool does not exist, is pinned, or may not be written. Nothing, or a part, is written.
+            Unreachable: A part may be written.
             Gone: Whoever obeyed plans there has ended without a word.
         """
         ...
 
 
 class ConnectorError(Exception):
-    """A plan was not, or not surely, written; or nothing could be seen. The message says how, in one line."""
+    """A plan was not written, or perhaps not, or the pools could not be observed. The message is one line."""
 
 
 class ConnectorUnreachable(ConnectorError):
-    """To be tried again later."""
+    """The orchestrator does not answer; try again later."""
 
 
 class OrchestratorGone(ConnectorError):
-    """Nobody obeys plans there any more; what is still said there is old."""
+    """The orchestrator has ended; what it reported before is out of date."""
 
 
 class PlanConflict(ConnectorError):
-    """What was seen is not so any more: look, and plan again."""
+    """The pool changed since it was observed: observe and plan again."""
 
     def __init__(self, pool: PoolName) -> None:
         super().__init__(f"{pool}: somebody else has changed it meanwhile; look again")
@@ -55,7 +55,7 @@ class PlanConflict(ConnectorError):
 
 
 class PlanRefused(ConnectorError):
-    """It will not be done as long as nobody changes something."""
+    """The plan cannot be executed until something else is changed."""
 
     def __init__(self, pool: PoolName, cause: str) -> None:
         super().__init__(f"{pool}: {cause}")

@@ -1,4 +1,4 @@
-"""Carries out one plan: writes it, looks how it is going, and takes back what may not be, or has not come by its deadline."""
+"""Server of the planner: writes a plan, observes its execution, and rolls back what is forbidden or late."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanConnecto
 T = TypeVar("T")
 
 LOOK_EVERY = 0.25  # seconds
-TAKE_BACK_WITHIN = Nanos(60 * SECOND)  # where nobody answers just then
+TAKE_BACK_WITHIN = Nanos(60 * SECOND)  # limit if the orchestrator does not answer
 
 
 async def carry_out(
@@ -23,24 +23,24 @@ async def carry_out(
     tell: Callable[[Observation], None],
     trouble: Callable[[str], None] = lambda _: None,
 ) -> tuple[PlanOutcome, Observation]:
-    """Write a plan and wait until it is settled, or its deadline has passed. Nobody waits for the rest of one of which a part is forbidden.
+    """Write a plan and wait until it is settled or its deadline has passed. If bounds forbid a part, the rest is not waited for.
 
     Args:
-        connector: To whoever obeys it.
-        plan: What is wanted.
-        before: What it was made by.
-        clock: Time.
-        tell: Is told what there is, whenever that has changed.
-        trouble: Is told why nobody answers, where that is tried again.
+        connector: Connector to the orchestrator.
+        plan: The plan.
+        before: The observation that it was made on.
+        clock: Clock.
+        tell: Called with each observation that differs from the one before.
+        trouble: Called with the reason when the orchestrator does not answer and the call is tried again.
 
     Returns:
-        How it went, and what was seen last.
+        The outcome and the last observation.
 
     Raises:
         Stale: Somebody has changed a pool since; plan again.
         Refused: A pool cannot be changed.
-        Unreachable: Nobody answered, up to the deadline, or then for a minute. What is written stays.
-        Gone: Whoever was to obey has ended.
+        Unreachable: No answer until the deadline, or for a minute after it. What is written stays.
+        Gone: The orchestrator has ended.
     """
     deadline = clock.now() + plan.within
     await _patiently(lambda: connector.apply(plan, before), deadline, clock, trouble)
@@ -67,7 +67,7 @@ async def _give_up(
     clock: Clock,
     trouble: Callable[[str], None],
 ) -> tuple[PlanOutcome, Observation]:
-    """Take back what has not come. Whoever writes at the same moment decides."""
+    """Roll back the unfinished part. If somebody else writes at the same moment, that number stays."""
     less = rollback(plan, before, seen)
     if less is None:
         return PlanOutcome.UNSETTLED, seen
@@ -82,7 +82,7 @@ async def _give_up(
 async def _patiently(
     call: Callable[[], Awaitable[T]], deadline: int, clock: Clock, trouble: Callable[[str], None]
 ) -> T:
-    """What a call gives, tried again until the deadline while nobody answers."""
+    """Return the result of a call, which is tried again until the deadline while the orchestrator does not answer."""
     told = ""
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Where plans go."""
+"""Settings of connectors: where plans are written."""
 
 from typing import Annotated
 
@@ -11,22 +11,22 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class FolderTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="folder"):
-    """A folder in which an orchestrator reads plans and says what there is: `fleet up`, or one of your own."""
+    """A folder in which an orchestrator (`fleet up`, or your own) reads plans and reports the pools."""
 
     folder: Text
 
 
 class EtcdTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
-    """Two keys in etcd, by which an orchestrator of your own does the same."""
+    """Two keys in etcd, by which your own orchestrator does the same."""
 
     endpoints: Annotated[tuple[Text, ...], Meta(min_length=1)]
-    """host:port of one or several members of the etcd cluster; the next one is asked when one does not answer."""
+    """host:port of one or several members of the etcd cluster; the next one is asked if one does not answer."""
 
     prefix: Text = "/fleet/scaling/"
-    """Of the keys `plan` and `report`."""
+    """Prefix of the keys `plan` and `report`."""
 
     credentials: Credentials = Credentials()
-    """`authority` signs etcd's certificate; `certificate` and `key` are shown to an etcd that asks. Without any: no TLS."""
+    """TLS: `authority` signs etcd's certificate; `certificate` and `key` are the client's. Without any, TLS is off."""
 
     def __post_init__(self) -> None:
         for endpoint in self.endpoints:
@@ -44,13 +44,13 @@ class KubernetesTarget(
     deployment: Text
     namespace: Text = "default"
     kubeconfig: str = ""
-    """File that says how to reach the API; empty: as a pod does, by its service account."""
+    """Kubeconfig file; empty: the service account of the pod."""
 
 
 Target = FolderTarget | EtcdTarget | KubernetesTarget
 
 
 class PlanConnectorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file that says where plans go."""
+    """Content of a file that says where plans are written."""
 
     connector: Target

@@ -1,14 +1,14 @@
-"""Recorded sessions of coding agents: a session a line, in `requests` its requests and those of its sub-agents.
+"""Recorded sessions of coding agents: a session a line; `requests` holds its requests and those of its sub-agents.
 
-A request has `t` (seconds from the start of its agent), `in`, `out` (tokens), `api_time` (seconds that its answer took) and
-`hash_delta`: how many ids are `keep`t from the request before, and which runs of new ones (`add`: first, count) follow. An id
-stands for `block_size` tokens and is known in its session only; ids are gathered into blocks of 512 tokens, the last one
-possibly partly filled.
+A request has `t` (seconds from the start of its agent), `in`, `out` (tokens), `api_time` (seconds until its answer
+ended) and `hash_delta`: the number of ids to `keep` from the previous request, and runs of new ids to `add` (first,
+count). An id stands for `block_size` tokens and is known in its session only. Ids are grouped into blocks of 512
+tokens; the last block may be partly filled.
 
-Read as requests, so many sessions are kept running at a time and each sends at the pace of its recording; when one has ended,
-the next begins. Read as sessions, a turn waits for the answers that it was recorded to wait for: that of its own agent before,
-and those of the sub-agents that had ended by then. What lay between the last of them and the turn (a tool, a person) lies
-between them again.
+Read as requests, a fixed number of sessions runs concurrently, each at its recorded pace; when one has ended, the next
+one starts. Read as sessions, a turn waits for the answers that it waited for when it was recorded: the previous one of
+its own agent, and those of the sub-agents that had ended by then. The time between the last of them and the turn (a
+tool, a person) is kept.
 """
 
 import heapq
@@ -28,16 +28,16 @@ BLOCK_TOKENS = 512
 class TraceTurn(Struct, frozen=True):
     """One request of a session."""
 
-    request: TraceRequest  # its arrival: as recorded, from the session's first
-    after: tuple[int, ...] = ()  # turns of the session whose answers it waits for; by their place in it
-    gap: Nanos = Nanos(0)  # from the last of these answers, or from the session's begin
+    request: TraceRequest  # its arrival is recorded from the session's first request
+    after: tuple[int, ...] = ()  # indices of the turns whose answers it waits for
+    gap: Nanos = Nanos(0)  # time from the last of these answers, or from the session's start
 
 
 class TraceSession(Struct, frozen=True):
-    """Requests that wait for each other, in an order in which they can be sent."""
+    """Requests that wait for each other, in a valid order of sending."""
 
     turns: tuple[TraceTurn, ...]
-    begins: Nanos | None = None  # None: when there is room for it
+    begins: Nanos | None = None  # None starts it when a slot is free
 
 
 class _Delta(Struct, frozen=True):
@@ -46,7 +46,7 @@ class _Delta(Struct, frozen=True):
 
 
 class _Row(Struct, frozen=True, rename={"prompt_tokens": "in", "output_tokens": "out"}):
-    """A request; or a sub-agent, which has requests of its own."""
+    """A request, or a sub-agent with requests of its own."""
 
     t: Time
     prompt_tokens: Annotated[int, Meta(ge=0, le=LONGEST_PROMPT)] = 0
@@ -62,26 +62,26 @@ class _SessionRow(Struct, frozen=True):
 
 
 class _TimedRequest(Struct, frozen=True):
-    """A request and whose it is."""
+    """A request with the end of its answer and its agent."""
 
     request: TraceRequest
-    end: Nanos  # of its answer
-    agent: int  # 0: the one that has the others
-    parent: int  # agent that started this one; its own for the first
+    end: Nanos  # end of its answer
+    agent: int  # 0 is the main agent
+    parent: int  # the agent that started this one; itself for the main agent
 
 
 def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSession]:
-    """One for each row.
+    """Yield a session for each row.
 
     Raises:
-        TraceRefused: A row is wrong.
+        TraceError: A row is malformed.
     """
     for recorded in _rows(path, lines):
         yield TraceSession(tuple(_turns(recorded)))
 
 
 def agentic_requests(path: Path, lines: Iterator[TraceLine], live: int) -> Iterator[TraceRequest]:
-    """The requests of all sessions as they were recorded, so many sessions of which run at a time."""
+    """Yield the requests of all sessions as recorded, with `live` concurrent sessions."""
     return _interleaved(_rows(path, lines), live)
 
 
@@ -106,7 +106,7 @@ def _arrival(recorded: _TimedRequest) -> Nanos:
 
 
 class _SessionReader:
-    """The requests of an agent and of its sub-agents."""
+    """Reads the requests of an agent and its sub-agents."""
 
     def __init__(self, session: int, block_size: int):
         self._session = session
@@ -115,21 +115,21 @@ class _SessionReader:
         self._agents = 0
 
     def of(self, rows: tuple[_Row, ...], field: str, start: float, parent: int) -> Iterator[_TimedRequest]:
-        """Of one agent.
+        """Yield the requests of one agent.
 
         Args:
-            rows: Its own.
-            field: Where they stand.
-            start: Of the agent, seconds.
-            parent: Who started it.
+            rows: The rows of the agent.
+            field: Their path, for errors.
+            start: The start of the agent in seconds.
+            parent: The agent that started it.
 
         Raises:
-            ValueError: A row is wrong; says in which field.
+            ValueError: A row is malformed; the message names the field.
         """
         agent = self._agents
         self._agents += 1
         scope = self._session << 48  # ids are below 2⁴⁰
-        names: list[int] = []  # of the last request, one for each block_size tokens
+        names: list[int] = []  # ids of the last request, one for each block_size tokens
         for index, row in enumerate(rows):
             place = f"{field}[{index}]"
             if row.requests is not None:
@@ -158,10 +158,10 @@ class _SessionReader:
 
 
 def _turns(recorded: list[_TimedRequest]) -> Iterator[TraceTurn]:
-    """What each request waited for."""
+    """Yield the turns of a session, with the answers that each waited for."""
     final = {each.agent: index for index, each in enumerate(recorded)}
-    latest: dict[int, int] = {}  # agent -> its latest turn
-    started: dict[int, list[int]] = {}  # agent -> agents that it started and has not heard of yet
+    latest: dict[int, int] = {}  # latest turn by agent
+    started: dict[int, list[int]] = {}  # started sub-agents without an answer yet, by agent
     for index, each in enumerate(recorded):
         arrival, agent = each.request.arrival, each.agent
         waits = []

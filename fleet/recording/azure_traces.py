@@ -1,6 +1,7 @@
-"""Azure's public traces of inference: CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, a request a line.
+"""Azure's public inference traces: CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, a request a line.
 
-From the papers "Splitwise" (ISCA 2024) and "DynamoLLM" (HPCA 2025). Nothing is told about prefixes, so prompts share none.
+From the papers "Splitwise" (ISCA 2024) and "DynamoLLM" (HPCA 2025). The traces do not describe prefixes, so prompts
+share none.
 """
 
 from collections.abc import Iterator
@@ -16,24 +17,24 @@ MICROSECOND = timedelta(microseconds=1)
 
 
 def is_header(line: bytes) -> bool:
-    """Whether a file's first line says that it is such a trace."""
+    """Return whether the first line of a file is the header of such a trace."""
     return TIME.encode() in line and not line.lstrip().startswith((b"{", b"["))
 
 
 def azure_requests(
     path: Path, header: TraceLine, lines: Iterator[TraceLine], chain: UnsharedNames, *, ordered: bool
 ) -> Iterator[TraceRequest]:
-    """One for each row, arrivals counted from the first.
+    """Yield a request for each row, with arrivals from the first one.
 
     Args:
-        path: Of the file.
+        path: The file.
         header: Its first line.
-        lines: The others.
-        chain: Names the blocks of prompts.
-        ordered: Whether rows have to be in the order of their arrival.
+        lines: The other lines.
+        chain: Makes names for the blocks of prompts.
+        ordered: Whether rows must be in the order of their arrival.
 
     Raises:
-        TraceRefused: A row is wrong.
+        TraceError: A row is malformed.
     """
     columns = [name.strip() for name in header[1].decode("utf-8-sig", "replace").split(",")]
     for name in (TIME, PROMPT, ANSWER):

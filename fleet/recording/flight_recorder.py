@@ -1,15 +1,15 @@
-"""The flight recorder: writes down what a router hears and says while it serves, see `fleet.recording.format`.
+"""Flight recorder: writes the events and commands of a router to a recording while it serves (`fleet.recording.format`).
 
 Rules:
 
-1. Recording never stops a router, and never makes it wait: lines are handed to a thread that writes them, ten times a second. What
-   goes wrong ends the recording with a line in the log, and nothing else.
-2. A recording is bounded. What would go beyond `most_bytes`, or beyond `MAX_BACKLOG_BYTES` that the disk has not taken, ends it: a part
-   of a recording can be replayed from its beginning only, so the beginning is what is kept.
-3. A file that is there already is another process's last flight, and may be what somebody is about to look at. It is moved to
-   `.1`, what was there to `.2` and so on; the last `KEPT_RECORDINGS` are kept. Until the first event a recording is `.new`: routers that end
-   before they heard of anything leave what is there alone.
-4. Events are complete: what the machine hears while it breaks is written too.
+1. Recording never stops or delays a router: a thread writes the lines, ten times a second. An error ends only the
+   recording, with a log message.
+2. A recording is bounded. It ends when it reaches `most_bytes`, or when more than `MAX_BACKLOG_BYTES` wait for the
+   disk. A part of a recording can be replayed only from its start, so the start is kept.
+3. An existing file is the recording of an earlier process. It is renamed to `.1`, an earlier one to `.2` and so on; the
+   last `KEPT_RECORDINGS` are kept. A recording has the suffix `.new` until the first event, so routers that end before
+   it leave earlier files alone.
+4. The events are complete: an event on which the machine fails is recorded too.
 """
 
 import logging
@@ -39,46 +39,46 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 MAX_BACKLOG_BYTES = 64 * MIB
 WRITE_INTERVAL_SECONDS = 0.1
-STOP_SECONDS = 5.0  # for what is left when the router ends
+STOP_SECONDS = 5.0  # for the remaining lines when the router ends
 KEPT_RECORDINGS = 3  # earlier recordings
 DISTRIBUTION = "fleet-serving"
 
 
 class FlightRecorder:
-    """One recording; a context manager. Implements `fleet.router.observer.Observer`, and is the hasher of its machine."""
+    """One recording. Implements `fleet.router.observer.Observer`, and hashes prompts for its machine."""
 
     def __init__(self, path: Path, most_bytes: int, head: RecordingHead, hasher: PromptHasher = hash_prompt):
-        """Begin.
+        """Open the recording.
 
         Args:
-            path: Of the file.
-            most_bytes: Of it.
-            head: Its first line.
-            hasher: Whose answers are recorded.
+            path: The file.
+            most_bytes: The largest size of the file.
+            head: The first line.
+            hasher: Hashes prompts; its results are recorded.
 
         Raises:
-            ConfigurationRefused: It cannot be written there.
+            ConfigurationRefused: The file cannot be written.
         """
         self._path = path
         self._hasher = hasher
-        self._room = most_bytes
-        self._keys: list[Keys] = []  # that were asked for since the last event
+        self._remaining_bytes = most_bytes
+        self._keys: list[Keys] = []  # hashed since the last event
         self._lines: deque[bytes] = deque()  # for the thread
-        self._behind = 0  # bytes that were handed to the thread
-        self._written = 0  # bytes of these that it has written
-        self._heard = False  # an event
-        self._over = False  # nothing more is taken
+        self._enqueued = 0  # bytes passed to the thread
+        self._written = 0  # bytes that the thread has written
+        self._has_event = False  # whether an event was recorded
+        self._ended = False  # whether the recording has ended
         self._stop = threading.Event()
         if path.is_dir():
             raise ConfigurationRefused(f"record: {path}: Is a directory; name a file")
-        if path.exists() and not path.is_file():  # a device, say: what is there would be moved away
+        if path.exists() and not path.is_file():  # for example a device, which rotation would rename
             raise ConfigurationRefused(f"record: {path}: Is no regular file; name another")
         try:
             _new_path(path).touch(mode=0o600)
             file = _new_path(path).open("wb", buffering=0)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        except (OSError, ValueError) as error:  # ValueError: the name contains NUL
             raise ConfigurationRefused(f"record: {path}: {getattr(error, 'strerror', error)}") from error
-        self._take(head_line(head))
+        self._add(head_line(head))
         self._thread = threading.Thread(target=self._write, args=(file,), name="flight recorder", daemon=True)
         self._thread.start()
 
@@ -91,58 +91,58 @@ class FlightRecorder:
         self.close("the router ended" if error is None else f"the router ended: {type(error).__name__}")
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
-        if self._over:
+        if self._ended:
             return
-        self._heard = True
+        self._has_event = True
         keys, self._keys = self._keys, []
         try:
-            self._take(entry_line(now, event, keys, commands))
-        except Exception:  # supervisor: whatever cannot be written down, the router serves on
+            self._add(entry_line(now, event, keys, commands))
+        except Exception:  # supervisor: the router serves on without a recording
             log.exception("recording stopped, an event cannot be written", extra={"event": type(event).__name__})
             self._end(f"a {type(event).__name__} could not be written")
 
     def hash(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> Keys:
-        """What the hasher says; it is written down with the event that it is asked for."""
+        """Return the keys of a prompt and record them with the next event."""
         keys = self._hasher(tokens, block_tokens, salt)
-        if not self._over:
+        if not self._ended:
             self._keys.append(keys)
         return keys
 
     def close(self, why: str) -> None:
-        """Write what is left, within `STOP_SECONDS`."""
+        """Write the remaining lines, within `STOP_SECONDS`."""
         self._end(why)
         self._stop.set()
         self._thread.join(STOP_SECONDS)
 
-    def _take(self, line: bytes) -> None:
-        if len(line) > self._room:
+    def _add(self, line: bytes) -> None:
+        if len(line) > self._remaining_bytes:
             self._end("it has its full size (record_mib)")
             log.warning("recording stopped at its full size", extra={"path": str(self._path)})
-        elif self._behind - self._written > MAX_BACKLOG_BYTES:
+        elif self._enqueued - self._written > MAX_BACKLOG_BYTES:
             self._end("the disk was too slow")
             log.warning("recording stopped, the disk is too slow", extra={"path": str(self._path)})
         else:
-            self._room -= len(line)
-            self._hand_over(line)
+            self._remaining_bytes -= len(line)
+            self._enqueue(line)
 
-    def _hand_over(self, line: bytes) -> None:
-        self._behind += len(line)
+    def _enqueue(self, line: bytes) -> None:
+        self._enqueued += len(line)
         self._lines.append(line)
 
     def _end(self, why: str) -> None:
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._keys = []
-            self._hand_over(end_line(why))
+            self._enqueue(end_line(why))
 
-    # The thread.
+    # Methods of the thread
 
     def _write(self, file: BinaryIO) -> None:
         try:
             with file:
-                while not (self._stop.wait(WRITE_INTERVAL_SECONDS) or self._heard):
+                while not (self._stop.wait(WRITE_INTERVAL_SECONDS) or self._has_event):
                     pass
-                if not self._heard:
+                if not self._has_event:
                     _new_path(self._path).unlink()
                     return
                 _rotate(self._path)
@@ -150,9 +150,9 @@ class FlightRecorder:
                     self._drain(file)
                 self._drain(file)
         except OSError as error:
-            self._over = True
+            self._ended = True
             self._lines.clear()
-            log.error("recording stopped", extra={"path": str(self._path), "cause": error.strerror})  # noqa: TRY400 - the router is fine
+            log.error("recording stopped", extra={"path": str(self._path), "cause": error.strerror})  # noqa: TRY400 - the router is not affected
 
     def _drain(self, file: BinaryIO) -> None:
         while self._lines:
@@ -167,17 +167,17 @@ class FlightRecorder:
 def open_recorded_machine(
     settings: RouterSettings, seed: int, policy: PlacementPolicy, now: Nanos, *, also: Observer | None = None
 ) -> tuple[ObservedMachine, FlightRecorder]:
-    """A router's machine and the recorder that looks on; settings say where it writes.
+    """Return a router's machine and the recorder that observes it.
 
     Args:
-        settings: Of the router.
-        seed: Of its luck.
-        policy: That chooses workers.
-        now: The instant.
-        also: Who looks on as well, after the recorder.
+        settings: The router's settings, which name the file.
+        seed: The seed of its random source.
+        policy: The placement policy.
+        now: The present instant.
+        also: A further observer, called after the recorder.
 
     Raises:
-        ConfigurationRefused: It cannot be written there.
+        ConfigurationRefused: The file cannot be written.
     """
     head = RecordingHead(
         recording=FORMAT,
@@ -193,7 +193,7 @@ def open_recorded_machine(
 
 
 class _ObserverPair:
-    """Two observers, one after the other."""
+    """Calls two observers in order."""
 
     def __init__(self, first: Observer, second: Observer):
         self._first, self._second = first, second
@@ -208,7 +208,7 @@ def _new_path(path: Path) -> Path:
 
 
 def _rotate(path: Path) -> None:
-    """Move earlier recordings on, and this one to its place (rule 3)."""
+    """Rename earlier recordings, and this one to its final name (rule 3)."""
     earlier = [path.with_name(f"{path.name}.{number}") for number in range(KEPT_RECORDINGS, 0, -1)]
     for later, sooner in pairwise([*earlier, path, _new_path(path)]):
         if sooner.exists():

@@ -1,19 +1,20 @@
-"""Recordings: what a router's machine heard and said, a line of JSON an event, so that it can be made to hear it again.
+"""Format of recordings: the events and commands of a router's machine as lines of JSON, which can be replayed.
 
-Rules, in full, for who writes a reader:
+Rules for readers:
 
-1. Line 1 is a `RecordingHead`: the version of this format, the seed and the settings that the machine was made with. Each further line is
-   an `RecordingEntry`; the last one may be an `RecordingEnd`, which says why no more follows. A recording without one was cut off.
-2. An entry has the instant, the event's name and fields (`fleet.router.messages`), and what the machine said. `commands` is missing
-   where it broke. Commands are lists that begin with their name; see `RecordedCommand`.
-3. Whatever the machine cannot find out by itself is there: `prompt_tokens`, and in `keys` what its hasher answered meanwhile, in order,
-   each the keys of a prompt's full blocks, 8 bytes each, little-endian, in base64.
-4. Nothing that is only carried along is there: no token ids of prompts or answers, no text of forms or messages, no salts, no
-   log probabilities, no parameters of hand-offs; of the settings only those that decide, so no keys, secrets or addresses of theirs.
-   Names are: of requests, tenants, sessions, models and workers, with the workers' addresses. Keys are hashes of blocks, salted for
-   tenants that have a salt; who guesses a whole prompt of another can find his guess confirmed.
+1. Line 1 is a `RecordingHead`: the format version, the seed and the settings of the machine. Each further line is a
+   `RecordingEntry`. The last line may be a `RecordingEnd` with the reason; a recording without one was cut off.
+2. An entry holds the instant, the name and fields of the event (`fleet.router.messages`), and the machine's commands.
+   `commands` is missing if the machine failed. Commands are lists that start with their name; see `RecordedCommand`.
+3. An entry holds what the machine cannot compute itself: `prompt_tokens`, and in `keys` the results of its hasher, in
+   order. Each is the keys of a prompt's full blocks, 8 bytes each, little-endian, in base64.
+4. Payloads are left out: token ids of prompts and answers, texts of structured outputs and messages, salts, log
+   probabilities, and parameters of handoffs. Settings are limited to those that affect decisions, without keys, secrets
+   or addresses. Names remain: of requests, tenants, sessions, models and workers, and the addresses of workers. Keys
+   are block hashes, salted for tenants with a salt; a reader who guesses a whole prompt of another tenant can verify
+   the guess.
 
-A recording is enough for `fleet sim replay`: the machine is a pure function of it.
+A recording suffices for `fleet sim replay`, because the machine is a pure function of it.
 """
 
 import struct
@@ -60,11 +61,11 @@ Keys = tuple[int, ...]
 
 
 class RecordingHead(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line."""
+    """First line of a recording."""
 
-    recording: int  # FORMAT
-    fleet: str  # version
-    began: Nanos  # of the clock that instants are of
+    recording: int  # version of Fleet
+    fleet: str  # version of Fleet
+    began: Nanos  # start, by the clock of all instants
     began_unix: int  # seconds
     seed: int
     settings: RouterSettings
@@ -76,26 +77,26 @@ class RecordingEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     now: Nanos
     name: str
     event: Raw
-    prompt_tokens: int = 0  # of an `Arrived`
+    prompt_tokens: int = 0  # for `Arrived`
     keys: tuple[str, ...] = ()
     commands: "list[RecordedCommand] | None" = None
 
 
 class RecordingEnd(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The last line."""
+    """Last line of a recording."""
 
     end: str
 
 
 class RecordedSteps(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `WorkerStepped`: of all events the one that comes most often, so it is written in short."""
+    """Short form of `Stepped`, the most frequent event."""
 
     worker_id: WorkerId
     progress: "list[RecordedProgress]"
 
 
 class RecordedProgress(Struct, frozen=True, array_like=True):
-    """A `Progress`."""
+    """Short form of `Progress`."""
 
     work_id: RequestId
     tokens: int
@@ -105,7 +106,7 @@ class RecordedProgress(Struct, frozen=True, array_like=True):
 
 
 class RecordedDispatch(Struct, frozen=True, array_like=True, tag="send"):
-    """A `Dispatch`."""
+    """Short form of `Dispatch`."""
 
     worker_id: WorkerId
     work_id: RequestId
@@ -113,21 +114,21 @@ class RecordedDispatch(Struct, frozen=True, array_like=True, tag="send"):
     prompt_tokens: int
     max_tokens: int
     kv_path: KvPath | None
-    handed_over: int | None  # tokens; of them
+    handed_over: int | None  # tokens in the handoff
     prefill_worker: WorkerId | None
     priority: int
     timeout_ms: int
 
 
 class RecordedCancel(Struct, frozen=True, array_like=True, tag="cancel"):
-    """A `CancelAttempt`."""
+    """Short form of `CancelAttempt`."""
 
     worker_id: WorkerId
     work_id: RequestId
 
 
 class RecordedEmit(Struct, frozen=True, array_like=True, tag="emit"):
-    """An `Emit`."""
+    """Short form of `Emit`."""
 
     request_id: RequestId
     tokens: int
@@ -135,7 +136,7 @@ class RecordedEmit(Struct, frozen=True, array_like=True, tag="emit"):
 
 
 class RecordedRestart(Struct, frozen=True, array_like=True, tag="start over"):
-    """A `StartedOver`."""
+    """Short form of `StartedOver`."""
 
     request_id: RequestId
 
@@ -170,7 +171,7 @@ RecordedCommand = (
     | RecordedRejection
     | RecordedCacheDrift
 )
-"""A command, without what it carries along."""
+"""A command without its payload."""
 
 
 WRITTEN_NAMES: dict[type, str] = {
@@ -187,17 +188,17 @@ WRITTEN_NAMES: dict[type, str] = {
 
 
 def written_name(kind: type) -> str:
-    """Return the name of a kind of event in recordings."""
+    """Return the name of an event class in recordings."""
     return WRITTEN_NAMES.get(kind, kind.__name__)
 
 
 def head_line(head: RecordingHead) -> bytes:
-    """Line 1; of the settings only what decides."""
+    """Return line 1, with the settings that affect decisions."""
     return _line(structs.replace(head, settings=deciding_settings(head.settings)))
 
 
 def entry_line(now: Nanos, event: RouterEvent, keys: Sequence[Keys], commands: Sequence[Command] | None) -> bytes:
-    """One event, what the hasher answered to it, and what was said; None: the machine broke."""
+    """Return the line of one event, with the hasher's results and the commands; None means that the machine failed."""
     entry = RecordingEntry(
         now=now,
         name=written_name(type(event)),
@@ -214,7 +215,7 @@ def end_line(why: str) -> bytes:
 
 
 def deciding_settings(settings: RouterSettings) -> RouterSettings:
-    """The settings on which depends what a machine does, and no others: what is not named here is not written, be it secret or not."""
+    """Return only the settings that affect decisions; an allow-list keeps secrets out."""
     kept = {name: getattr(settings, name) for name in _DECIDING_FIELDS}
     tenants = {name: TenantSettings(weight=tenant.weight) for name, tenant in settings.tenants.items()}
     chosen = {name: table for name, table in settings.policies.items() if name == settings.policy}
@@ -250,7 +251,7 @@ _DECIDING_FIELDS = (
 
 
 def without_content(event: RouterEvent) -> RouterEvent | RecordedSteps:
-    """The event less what it only carries along (rule 4)."""
+    """Return the event without its payload (rule 4)."""
     match event:
         case WorkerStepped():
             return RecordedSteps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
@@ -275,7 +276,7 @@ def _without_structured_output(sampling: Sampling) -> Sampling:
 
 
 def record_command(command: Command) -> RecordedCommand:
-    """The command less what it only carries along."""
+    """Return the command without its payload."""
     match command:
         case Emit():
             return RecordedEmit(command.request_id, len(command.progress.token_ids), command.cached_tokens)
@@ -318,5 +319,5 @@ def _packed(keys: Keys) -> str:
     return b64encode(struct.pack(f"<{len(keys)}Q", *keys)).decode()
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=list)  # keys views and sets, as some collections are
+_ENCODER = msgspec.json.Encoder(enc_hook=list)  # encodes keys views and sets
 _encode: Callable[[object], bytes] = _ENCODER.encode

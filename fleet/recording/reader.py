@@ -1,7 +1,4 @@
-"""Recordings, read back (`fleet.recording.format` says what is in one): each event as the machine heard it, and what it said.
-
-Compressed by gzip too; lines that are empty are passed over.
-"""
+"""Reader of recordings (`fleet.recording.format`), plain or compressed by gzip. Empty lines are skipped."""
 
 import struct
 from base64 import b64decode
@@ -30,15 +27,15 @@ from fleet.recording.format import (
 from fleet.recording.trace_rows import READ_ERRORS, open_plain_or_gzip, read_error_cause
 from fleet.router.messages import Arrived, RouterEvent, WorkerStepped
 
-MAX_LINE_BYTES = 64 << 20  # a cache of a million blocks that a worker tells at once has 30 MB
+MAX_LINE_BYTES = 64 << 20  # an event with a million cached blocks has 30 MB
 
 
 class RecordingError(ConfigurationRefused):
-    """It cannot be read; the message names file, line and field."""
+    """The recording cannot be read; the message names the file, the line and the field."""
 
 
 class RecordedEvent(Struct, frozen=True, kw_only=True):
-    """An event, read back; its prompt is as long as it was, and blank."""
+    """An event of a recording; its prompt has the recorded length and blank tokens."""
 
     line: int
     now: Nanos
@@ -48,37 +45,37 @@ class RecordedEvent(Struct, frozen=True, kw_only=True):
 
 
 class Recording:
-    """A file, read from its beginning: `head`, then `entries`, once; then `end` and `torn`."""
+    """A recording. Read `head`, then `entries` once; after that `end` and `torn` are set."""
 
     def __init__(self, path: Path):
-        """Opens it and reads the head.
+        """Open the file and read the head.
 
         Raises:
-            RecordingRefused: There is none, or it is no recording of this format.
+            RecordingError: The file does not exist, or is no recording of this format.
         """
         self._path = path
-        self._number = 0
+        self._line_number = 0
         self.end: str | None = None
-        self.torn = False  # the last line is cut off
+        self.torn = False  # whether the last line is cut off
         try:
             with open_plain_or_gzip(path) as file:
-                first = self._next(file)
+                first = self._next_line(file)
         except READ_ERRORS as error:
             raise RecordingError(f"{path}: {read_error_cause(error)}") from error
         if first is None:
             raise RecordingError(f"{path}: is empty, or cut off within its first line")
-        version = self._decoded(first, _VERSION)
+        version = self._decode(first, _VERSION)
         if version.recording != FORMAT:
             raise RecordingError(
                 f"{path}: line 1: recording: is of format {version.recording}, and this Fleet reads {FORMAT}"
             )
-        self.head = self._decoded(first, _HEAD)
+        self.head = self._decode(first, _HEAD)
 
     def entries(self) -> Iterator[RecordedEvent]:
-        """All events, in order.
+        """Yield all events in order.
 
         Raises:
-            RecordingRefused: A line is none; those before it were.
+            RecordingError: A line is malformed; the events before it are valid.
         """
         try:
             yield from self._entries()
@@ -87,25 +84,25 @@ class Recording:
 
     def _entries(self) -> Iterator[RecordedEvent]:
         now = self.head.began
-        self._number = 0
+        self._line_number = 0
         with open_plain_or_gzip(self._path) as file:
-            self._next(file)
-            while (line := self._next(file)) is not None:
+            self._next_line(file)
+            while (line := self._next_line(file)) is not None:
                 if self.end is not None:
-                    raise self._refused("follows the end")
+                    raise self._error("follows the end")
                 if line.startswith(b'{"end":'):
-                    self.end = self._decoded(line, _END).end
+                    self.end = self._decode(line, _END).end
                     continue
-                entry = self._decoded(line, _ENTRY)
+                entry = self._decode(line, _ENTRY)
                 if entry.now < now:
-                    raise self._refused(f"now: {entry.now} is before {now}, that of the line before")
+                    raise self._error(f"now: {entry.now} is before {now}, that of the line before")
                 now = entry.now
-                yield self._recorded(entry)
+                yield self._read_event(entry)
 
-    def _recorded(self, entry: RecordingEntry) -> RecordedEvent:
+    def _read_event(self, entry: RecordingEntry) -> RecordedEvent:
         if (decoder := _events().get(entry.name)) is None:
-            raise self._refused(f"name: {entry.name!r} is no event of a router")
-        event = self._decoded(entry.event, decoder, "event")
+            raise self._error(f"name: {entry.name!r} is no event of a router")
+        event = self._decode(entry.event, decoder, "event")
         if isinstance(event, RecordedSteps):
             event = _stepped(event)
         elif isinstance(event, Arrived):
@@ -113,36 +110,36 @@ class Recording:
         try:
             keys = [_unpacked(each) for each in entry.keys]
         except (ValueError, struct.error) as error:
-            raise self._refused("keys: are no base64 of 8 bytes each") from error
-        return RecordedEvent(line=self._number, now=entry.now, event=event, keys=keys, commands=entry.commands)
+            raise self._error("keys: are no base64 of 8 bytes each") from error
+        return RecordedEvent(line=self._line_number, now=entry.now, event=event, keys=keys, commands=entry.commands)
 
-    def _next(self, file: BinaryIO) -> bytes | None:
-        """The next whole line that is not empty; None when there is none."""
+    def _next_line(self, file: BinaryIO) -> bytes | None:
+        """Return the next whole line that is not empty; None at the end."""
         while True:
-            self._number += 1
+            self._line_number += 1
             line = file.readline(MAX_LINE_BYTES)
             if line and not line.endswith(b"\n"):
                 if len(line) == MAX_LINE_BYTES:
-                    raise self._refused(f"is longer than {MAX_LINE_BYTES} bytes")
+                    raise self._error(f"is longer than {MAX_LINE_BYTES} bytes")
                 self.torn = True
                 return None
             if not line.isspace():
                 return line or None
 
-    def _decoded(self, line: bytes | Raw, decoder: "msgspec.json.Decoder[Any]", where: str = "") -> Any:
+    def _decode(self, line: bytes | Raw, decoder: "msgspec.json.Decoder[Any]", where: str = "") -> Any:
         try:
             return decoder.decode(line)
         except msgspec.ValidationError as error:
             cause, path = split_validation_error(error)
             field = f"{where}{path}".removeprefix(".")
-            raise self._refused(f"{field}: {cause}" if field else cause) from error
-        except AssertionError as error:  # of a value that checks itself
-            raise self._refused(f"{where}: contradicts itself: {error}") from error
+            raise self._error(f"{field}: {cause}" if field else cause) from error
+        except AssertionError as error:  # raised by values that check themselves
+            raise self._error(f"{where}: contradicts itself: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise self._refused(f"{where}: {error}" if where else str(error)) from error
+            raise self._error(f"{where}: {error}" if where else str(error)) from error
 
-    def _refused(self, why: str) -> RecordingError:
-        return RecordingError(f"{self._path}: line {self._number}: {why}")
+    def _error(self, why: str) -> RecordingError:
+        return RecordingError(f"{self._path}: line {self._line_number}: {why}")
 
 
 class _RecordingVersion(Struct, frozen=True):
@@ -176,7 +173,7 @@ _END = msgspec.json.Decoder(RecordingEnd)
 
 @cache
 def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | RecordedSteps]]":
-    """By name; made when a recording is read, since that takes msgspec a while."""
+    """Return decoders by event name; made on first use, because that takes msgspec a while."""
     kinds = get_args(RouterEvent)
     return {
         written_name(kind): msgspec.json.Decoder(RecordedSteps if kind is WorkerStepped else kind) for kind in kinds

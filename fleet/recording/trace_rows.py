@@ -1,4 +1,4 @@
-"""Rows of a trace file, a line each, plain or compressed by gzip: which of them count, and the refusal of a wrong one."""
+"""Rows of trace files, plain or compressed by gzip: selection, decoding and errors."""
 
 import gzip
 import zlib
@@ -15,8 +15,8 @@ from msgspec import Meta, Struct
 from fleet.core.errors import split_validation_error
 
 GZIP_MAGIC = b"\x1f\x8b"
-LONGEST_NUMBER = 1 << 40  # tokens, ids, milliseconds: beyond that, a row is nonsense
-LONGEST_PROMPT = 1 << 24  # tokens; its blocks are named one by one, in memory
+LONGEST_NUMBER = 1 << 40  # tokens, ids, milliseconds; larger values are errors
+LONGEST_PROMPT = 1 << 24  # tokens; the names of its blocks are in memory
 LONGEST_LINE = 64 << 20  # bytes
 
 T = TypeVar("T")
@@ -25,24 +25,24 @@ Tokens = Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)]
 Time = Annotated[float, Meta(ge=0, le=LONGEST_NUMBER)]
 
 TraceLine = tuple[int, bytes]
-"""Its number in the file, from 1, and what it says."""
+"""Line number, from 1, and content."""
 
 
 UnsharedNames = Callable[[int], tuple[int, ...]]
-"""Names that nobody else has, for the blocks of so many tokens."""
+"""Returns unique names for the blocks of so many tokens."""
 
 
 class TraceError(Exception):
-    """A trace cannot be read; the message names the file, the line and the field."""
+    """The trace cannot be read; the message names the file, the line and the field."""
 
 
 class RowSelection(Struct, frozen=True, kw_only=True):
-    """The rows of a file that count. A row is a request, or a session where the format knows sessions."""
+    """Selected rows of a file. A row is a request, or a session in formats with sessions."""
 
-    begin: float = 0.0  # share of the rows that lie before
-    end: float = 1.0  # share of the rows after which no more count
-    sample: float = 1.0  # share of those in between, by chance
-    seed: int = 0  # of that chance
+    begin: float = 0.0  # share of the rows before the selection
+    end: float = 1.0  # share of the rows at which the selection ends
+    sample: float = 1.0  # share of the rows in between, drawn at random
+    seed: int = 0  # seed of the draw
 
     @property
     def is_whole(self) -> bool:
@@ -50,17 +50,17 @@ class RowSelection(Struct, frozen=True, kw_only=True):
 
 
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""What opening and reading raise."""
+"""Errors of opening and reading."""
 
 
 def read_error_cause(error: Exception) -> str:
-    """In the words of a message that names the file."""
+    """Return the cause for a message that names the file."""
     return str(getattr(error, "strerror", None) or error)
 
 
 @contextmanager
 def open_plain_or_gzip(path: Path) -> Iterator[BinaryIO]:
-    """What is in a file, or what was compressed by gzip to it. Raises, and what it yields does, what is `READ_ERRORS`."""
+    """Yield the content of a file, decompressed if it is gzip. The context and its stream raise `READ_ERRORS`."""
     with path.open("rb") as file:
         is_compressed = file.read(2) == GZIP_MAGIC
     with cast(BinaryIO, gzip.open(path)) if is_compressed else path.open("rb") as stream:
@@ -68,10 +68,10 @@ def open_plain_or_gzip(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_lines(path: Path) -> Iterator[TraceLine]:
-    """Lines that are not empty.
+    """Yield the lines that are not empty.
 
     Raises:
-        TraceRefused: The file cannot be read, more than once too; or a line is too long.
+        TraceError: The file cannot be read repeatedly, or a line is too long.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise TraceError(f"{path}: is no regular file, and a trace is read several times")
@@ -87,11 +87,11 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
 
 
 def read_rows(path: Path, cut: RowSelection, *, header: int = 0) -> Iterator[TraceLine]:
-    """The rows that count.
+    """Return the selected rows.
 
     Args:
-        path: Of the file.
-        cut: Which; where it goes by shares, the file's lines are counted first.
+        path: The file.
+        cut: The selection; shares require counting the lines first.
         header: Lines at the start that are no rows.
     """
     lines = read_lines(path)
@@ -108,16 +108,16 @@ def _select(lines: Iterator[TraceLine], cut: RowSelection, first: int, end: int)
     for index, line in enumerate(lines):
         if index >= end:
             return
-        drawn = chance.random() < cut.sample  # for each row, so that a row is in or out whatever comes before it
+        drawn = chance.random() < cut.sample  # drawn for each row, so the result does not depend on `begin`
         if index >= first and drawn:
             yield line
 
 
 def decode_row(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
-    """One row of JSON.
+    """Decode one row of JSON.
 
     Raises:
-        TraceRefused: It is none, or a field is wrong.
+        TraceError: The row is not JSON, or a field is invalid.
     """
     try:
         return msgspec.json.decode(line, type=as_type)
@@ -130,5 +130,5 @@ def decode_row(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
 
 
 def decode_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """The first row, to tell formats apart."""
+    """Decode the first row, to tell formats apart."""
     return decode_row(path, number, line, dict[str, Any])

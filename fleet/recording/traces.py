@@ -1,17 +1,17 @@
-"""Recorded requests from files, as chains of blocks. Plain lines, or the same compressed by gzip.
+"""Traces: recorded requests from files, as chains of blocks. Files are plain or compressed by gzip.
 
-Formats are told apart by their first line:
+The first line tells the format:
 
-- *mooncake*: a request a line, `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids`: one id for each
-  512 tokens begun, equal ids for equal prefixes. From the paper "Mooncake" (FAST 2025).
+- *mooncake*: a request a line, `timestamp` (ms), `input_length`, `output_length` (tokens), and `hash_ids`: one id for
+  each started block of 512 tokens; equal prefixes have equal ids. From the paper "Mooncake" (FAST 2025).
 - *agentic*: a session a line; see `fleet.recording.agentic_traces`.
 - *azure*: CSV of times and lengths; see `fleet.recording.azure_traces`.
-- *records*: what `fleet sim run --requests` writes, a request a line: `arrival` (ns), `prompt_tokens`, `max_tokens` or
-  `output_tokens`, `session`, and with `--with-blocks` also `block_tokens` and `hash_ids`. They come in the order of their
-  ends, so that all of them are in memory while they are read.
-- *recording*: of a live router; see `fleet.recording.traffic`.
+- *records*: output of `fleet sim run --requests`, a request a line: `arrival` (ns), `prompt_tokens`, `max_tokens` or
+  `output_tokens`, `session`, and with `--with-blocks` also `block_tokens` and `hash_ids`. They are in the order of
+  their ends, so reading them takes memory for all of them.
+- *recording*: a recording of a router; see `fleet.recording.traffic`.
 
-Rows are read one after the other, in memory that does not grow with the file, unless they have to be sorted.
+Rows are read one by one, so memory does not grow with the file unless rows must be sorted.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ __all__ = [
 BLOCK_TOKENS = agentic_traces.BLOCK_TOKENS
 LIVE_SESSIONS = 64
 FIRST_UNSHARED_NAME = 1 << 62
-"""From here on blocks are named of which nothing is known: above all names that a trace may use."""
+"""The first name for blocks of unknown content, above all names that a trace may use."""
 
 ALL_ROWS = RowSelection()
 
@@ -63,13 +63,13 @@ Instant = Annotated[int, Meta(ge=0, lt=FIRST_UNSHARED_NAME)]
 
 
 class TraceFile(Struct, frozen=True, kw_only=True):
-    """A trace whose first row has been looked at. Each call reads it anew, and may raise `TraceError` at any row."""
+    """A trace whose first row was checked. Each call reads the file again, and may raise `TraceError` at any row."""
 
     format: str  # "mooncake", "agentic", "azure", "records" or "recording"
     block_tokens: int
     requests: Callable[[], Iterator[TraceRequest]]  # in the order of their arrival
-    sessions: Callable[[], Iterator[TraceSession]] | None  # None: the format knows none
-    count: Callable[[], int] | None  # requests, without looking into rows; None: a row is more than one
+    sessions: Callable[[], Iterator[TraceSession]] | None  # None if the format has no sessions
+    count: Callable[[], int] | None  # number of requests without parsing rows; None if a row holds several
 
 
 class Trace(Struct, frozen=True, kw_only=True):
@@ -91,21 +91,21 @@ class _Record(Struct, frozen=True):
     arrival: Instant
     prompt_tokens: Tokens
     output_tokens: Count = 0
-    max_tokens: Count = 0  # what the answer was to have
+    max_tokens: Count = 0  # requested length of the answer
     session: Count = 0
     block_tokens: Tokens | None = None
     hash_ids: tuple[Instant, ...] | None = None
 
 
 def read_trace(path: Path, *, live_sessions: int = LIVE_SESSIONS) -> Trace:
-    """All requests of a file.
+    """Return all requests of a file.
 
     Args:
-        path: Of the file.
-        live_sessions: Kept running at a time, where the format knows sessions.
+        path: The file.
+        live_sessions: Concurrent sessions, for formats with sessions.
 
     Raises:
-        TraceRefused: It cannot be read, or a row is wrong.
+        TraceError: The file cannot be read, or a row is malformed.
     """
     file = open_trace(path, live_sessions=live_sessions)
     return Trace(format=file.format, block_tokens=file.block_tokens, requests=list(file.requests()))
@@ -119,21 +119,21 @@ def open_trace(
     sort: bool = False,
     block_tokens: int = BLOCK_TOKENS,
 ) -> TraceFile:
-    """Look at a trace.
+    """Open a trace and check its first row.
 
     Args:
-        path: Of the file.
-        live_sessions: Kept running at a time, where the format knows sessions.
-        cut: Which of its rows count. Where some at its start do not, arrivals are counted from the first that does.
-        sort: Whether rows may be in any order; all of them are then in memory while they are read.
-        block_tokens: Of a block, where the format names none.
+        path: The file.
+        live_sessions: Concurrent sessions, for formats with sessions.
+        cut: The selected rows. If it skips rows at the start, arrivals count from the first selected one.
+        sort: Whether rows may be in any order; then all of them are in memory while they are read.
+        block_tokens: The block size for formats that name none.
 
     Raises:
-        TraceRefused: It cannot be read, or the first row is wrong.
+        TraceError: The file cannot be read, or its first row is malformed.
     """
     lines = read_lines(path)
     first = next(lines, None)
-    del lines  # and with it the file is closed
+    del lines  # closes the file
     if first is None:
         raise TraceError(f"{path}: is empty")
     if azure_traces.is_header(first[1]):
@@ -192,7 +192,7 @@ def _of_requests(
     sort: bool,
     from_first: bool,
 ) -> TraceFile:
-    """A format in which a row is a request."""
+    """Return a trace of a format in which a row is a request."""
 
     def requests() -> Iterator[TraceRequest]:
         each = read(rows())
@@ -235,7 +235,7 @@ def _from_first(requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 class _UnsharedNames:
-    """Names for blocks that no other prompt has."""
+    """Makes names for blocks that no other prompt shares."""
 
     def __init__(self, block_tokens: int):
         self._block_tokens = block_tokens

@@ -1,7 +1,8 @@
-"""The requests of a live router's recording (`fleet serve router --record`), as traffic for a simulation.
+"""Requests of a router's recording (`fleet serve router --record`) as traffic for a simulation.
 
-A request takes the tokens that it was answered; one that was refused, given up or not yet over takes what it asked for. Requests
-come in the order of their arrival, so that those behind one that lasts are held until it is over. All models are one.
+The output length is the recorded answer. A request that was rejected, cancelled or unfinished gets the length that it
+asked for. Requests are yielded in the order of their arrival, so later ones wait in memory for a long earlier one. All
+models count as one.
 """
 
 from collections import deque
@@ -21,7 +22,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 
 class _HeldRequest(Struct):
-    """A request that is not over, or waits for one before it."""
+    """A request that has not ended, or waits for an earlier one."""
 
     arrival: Nanos
     prompt_tokens: int
@@ -34,10 +35,10 @@ class _HeldRequest(Struct):
 
 
 def recorded_block_tokens(path: Path) -> int | None:
-    """Of the first worker that joined; None: none did.
+    """Return the block size of the first worker that joined; None if none did.
 
     Raises:
-        TraceRefused: That is no recording.
+        TraceError: The file is no recording.
     """
     for entry in _entries(path):
         if isinstance(entry.event, WorkerJoined):
@@ -46,15 +47,15 @@ def recorded_block_tokens(path: Path) -> int | None:
 
 
 def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> Iterator[TraceRequest]:
-    """In the order of their arrival, counted from the recording's begin.
+    """Yield requests in the order of their arrival, with times from the start of the recording.
 
     Args:
-        path: Of the recording.
-        block_tokens: Of the blocks whose names count.
-        chain: Names the blocks of prompts of which the recording knows none of that size.
+        path: The recording.
+        block_tokens: The block size whose keys are used.
+        chain: Makes names for prompts without recorded keys of that size.
 
     Raises:
-        TraceRefused: A line is wrong.
+        TraceError: A line is malformed.
     """
     held: deque[_HeldRequest] = deque()
     live: dict[RequestId, _HeldRequest] = {}
@@ -77,7 +78,7 @@ def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> It
             live[event.request_id] = held[-1]
         elif isinstance(event, RequestCancelled) and (gone := live.pop(event.request_id, None)) is not None:
             gone.over = True
-            gone.complete = gone.answered > 0  # a stop string was reached
+            gone.complete = gone.answered > 0  # the router stopped it at a stop string
         _apply_commands(live, entry)
         while held and held[0].over:
             yield _request(held.popleft())
@@ -92,7 +93,7 @@ def _entries(path: Path) -> Iterator[RecordedEvent]:
 
 
 def _names(entry: RecordedEvent, event: Arrived, tokens: int, block_tokens: int) -> tuple[int, ...]:
-    """Of the prompt's full blocks, as the router asked for them."""
+    """Return the recorded keys of the prompt's full blocks; empty if there are none of that size."""
     full = tokens // block_tokens
     told = [*(keys for size, keys in event.keys.items() if size == block_tokens), *entry.keys]
     return next((tuple(keys) for keys in told if len(keys) == full and len(set(keys)) == full), ())

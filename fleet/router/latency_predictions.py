@@ -1,18 +1,18 @@
-"""What profiles say that workers will do, beside what they do: predictions, corrected while a router runs, and alarms.
+"""Latency predictions: what profiles predict about workers, corrected by measurements while a router runs, and drift alarms.
 
 Rules:
 
-1. It looks on at a router's machine (`fleet.router.observer`) and knows what that knows: which work is where, how much of each
-   prompt is to be computed, when tokens came. Engines tell it nothing more.
-2. A worker computes prompts in the order in which they were sent. What is left of those before, and its own, is the time to a
-   prompt's first token; it is predicted when the prompt is sent. Those whose first tokens come together were computed together.
-   Where a prompt has to wait for answers to end (no place in the batch, no room for its KV), nothing is predicted.
-3. The gap between two tokens is predicted for what decodes there at the time. Gaps in which a prompt was computed are left out:
-   they are as long as that prompt's steps.
-4. Each prediction is made twice: by the profile alone, and corrected by what was learnt of this worker
-   (`fleet.hardware.latency.correction`: one line for prompts, one for gaps). None is changed afterwards, and errors are counted of both.
-5. A worker that begins anew is learnt anew. Work that is cancelled, rejected or lost teaches nothing.
-6. Memory: what is under way, and the last `REMEMBERED` errors of a worker; what came of as many workers that have left, and
+1. The predictions observe a router's machine (`fleet.router.observer`) and know what it knows: which attempt is where, how much of
+   each prompt is to be computed, and when tokens came. Engines report nothing more.
+2. A worker computes prompts in the order in which they were sent. The remaining time of the earlier prompts and its own time
+   predict a prompt's first token when the prompt is sent. Prompts whose first tokens come together were computed together.
+   Nothing is predicted for a prompt that has to wait for answers to end, because the batch or the KV cache is full.
+3. The gap between two tokens is predicted from the requests that decode at that time. Gaps in which a prompt was computed are left
+   out, because they last as long as that prompt's steps.
+4. Each prediction is made twice: by the profile alone, and corrected by what was learned about this worker
+   (`fleet.hardware.correction`: one line for prompts, one for gaps). Predictions are never changed later, and errors are counted for both.
+5. A new incarnation of a worker is learned anew. Attempts that are cancelled, rejected or lost teach nothing.
+6. Memory: the current attempts, the last `REMEMBERED` errors of a worker, the results of as many workers that have left, and
    `ALARMS` alarms.
 """
 
@@ -47,14 +47,14 @@ from fleet.router.messages import (
 from fleet.router.placement.decision import Decision
 
 CLOSE = 0.2
-"""Relative error up to which a prediction was good."""
+"""The relative error up to which a prediction is close."""
 
 REMEMBERED = 1000
 ALARMS = 100
 
 
 class StepSeconds(Protocol):
-    """How long a step takes; `fleet.hardware.latency.step_model.StepModel` is one."""
+    """The duration of a step; `fleet.hardware.steps.StepModel` is one."""
 
     def seconds(
         self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float, /
@@ -62,27 +62,27 @@ class StepSeconds(Protocol):
 
 
 class WorkerProfile(Struct, frozen=True, kw_only=True):
-    """What is known of a worker beforehand."""
+    """The profile of a worker: its step times, known before any measurement."""
 
     steps: StepSeconds
-    step_tokens: int = 8192  # prompt tokens of one step, at most
+    step_tokens: int = 8192  # the most prompt tokens of one step
 
 
 class DecisionSource(Protocol):
-    """What is asked of the machine."""
+    """The part of the machine that is needed here."""
 
     def decision(self, request_id: RequestId, /) -> Decision | None: ...
 
 
 class PredictionKind(StrEnum):
-    """What is predicted."""
+    """The quantity that is predicted."""
 
     TTFT = "ttft"  # from sending a prompt to its first token
     ITL = "itl"  # from one token to the next
 
 
 class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
-    """A worker has become another one."""
+    """The alarm that a worker's latencies no longer fit what was learned."""
 
     at: Nanos
     worker_id: WorkerId
@@ -90,28 +90,28 @@ class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
 
 
 class PredictionAccuracy(Struct, frozen=True, kw_only=True):
-    """How well one kind of prediction does for one worker. Errors are relative, of the last thousand predictions."""
+    """The accuracy of one kind of prediction for one worker. Errors are relative, over the last thousand predictions."""
 
     worker_id: WorkerId
     kind: PredictionKind
     predictions: int
-    close: float  # share within a fifth
-    error: float  # median
-    profile_close: float  # the same of the profile alone
+    close: float  # share of predictions with an error of at most a fifth
+    error: float  # median error
+    profile_close: float  # the same for the profile alone
     profile_error: float
-    factor: float  # learnt: seconds = added + factor x profile
+    factor: float  # learned: seconds = added + factor x profile
     added_ms: float
     alarms: int
 
 
 class LatencyPredictions:
-    """Of all workers of a router; implements `fleet.router.observer.Observer`."""
+    """The predictions for all workers of a router; implements `fleet.router.observer.Observer`."""
 
     def __init__(self, profile_of: Callable[[WorkerDescription], WorkerProfile | None]):
-        """Nothing is known yet; set `machine` before the first event.
+        """Start without workers; set `machine` before the first event.
 
         Args:
-            profile_of: A worker's; None: nothing is expected of it.
+            profile_of: Returns the profile of a worker; None: nothing is predicted for it.
         """
         self.machine: DecisionSource | None = None
         self.alarms: deque[LatencyDriftAlarm] = deque(maxlen=ALARMS)
@@ -145,7 +145,7 @@ class LatencyPredictions:
                     pass
 
     def expected(self, *, departed: bool = False) -> list[PredictionAccuracy]:
-        """Of all workers that are there and have done something; of those that have left as well, if that is wanted."""
+        """Return the accuracy for all present workers that have done something, and for departed workers if `departed` is set."""
         found = [each for worker_id, worker in self._workers.items() for each in worker.expected(worker_id)]
         if departed:
             found += [each for left, known in self._left.items() if left not in self._workers for each in known]
@@ -181,37 +181,37 @@ class LatencyPredictions:
 
 
 class _PredictedPrompt(Struct):
-    """One that is not computed yet."""
+    """A prompt that is not computed yet."""
 
     tokens: int
     to_compute: int
     sent: Nanos
-    queued: bool  # behind others
+    queued: bool  # sent while other prompts were waiting
     finds_room: bool
-    profile: float  # seconds of its own, by the profile alone
+    profile: float  # its own seconds, by the profile alone
     expected: float  # seconds from sending it to its first token
     expected_by_profile: float
 
 
 class _PredictedStream(Struct):
-    """An answer that is under way."""
+    """An answer in progress."""
 
-    context: int  # tokens
+    context: int  # tokens in the KV cache
     heard: Nanos
 
 
 class _PredictedWorker:
-    """What is under way on one worker, and what was learnt of it."""
+    """The current attempts of one worker, and what was learned about it."""
 
     def __init__(self, profile: WorkerProfile, description: WorkerDescription):
         self.errors = {kind: _PredictionErrors() for kind in PredictionKind}
-        self.fetching: dict[RequestId, int] = {}  # tokens of prompts that were computed elsewhere
+        self.fetching: dict[RequestId, int] = {}  # tokens of handed-over prompts by attempt
         self._profile = profile
         self._most_running = description.max_running
         self._most_tokens = description.kv_blocks * description.block_tokens
         self._prompts: dict[RequestId, _PredictedPrompt] = {}  # in the order of sending
         self._streams: dict[RequestId, _PredictedStream] = {}
-        self._since = Nanos(0)  # when the first of the prompts could begin
+        self._since = Nanos(0)  # when the first prompt could begin
         self._computed = Nanos(-1)  # when the last prompt was computed
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
@@ -238,20 +238,20 @@ class _PredictedWorker:
         )
 
     def drop(self, now: Nanos, work_id: RequestId) -> None:
-        """It is not done any more."""
+        """Forget an attempt that was given up."""
         self._streams.pop(work_id, None)
         self.fetching.pop(work_id, None)
         if work_id in self._prompts:
             if next(iter(self._prompts)) == work_id:
                 self._since = now
             del self._prompts[work_id]
-            self._computed = now  # as much of it as was
+            self._computed = now  # the part that was computed so far
 
     def expected(self, worker_id: WorkerId) -> list[PredictionAccuracy]:
         return [errors.expected(worker_id, kind) for kind, errors in self.errors.items() if errors.predictions]
 
     def stepped(self, now: Nanos, progress: Sequence[Progress]) -> list[PredictionKind]:
-        """Take in what a step brought; returns what has become other than it was."""
+        """Process the progress of a step; return the kinds of predictions that have begun to drift."""
         begun: list[_PredictedPrompt] = []
         gaps: list[float] = []
         for each in progress:
@@ -293,7 +293,7 @@ class _PredictedWorker:
         return errors.learn(self._seconds(computed, cached, queued=begun[0].queued), seconds)
 
     def _has_room(self, tokens: int) -> bool:
-        """For one more prompt, beside all that is there."""
+        """Return whether one more prompt fits beside everything that is there."""
         held = sum(each.tokens for each in self._prompts.values()) + sum(
             each.context for each in self._streams.values()
         )
@@ -308,18 +308,18 @@ class _PredictedWorker:
         return errors.learn(profile, seconds)
 
     def _seconds(self, to_compute: int, cached: int, *, queued: bool) -> float:
-        """Of all steps of a prompt, by the profile, along with what decodes now; those of a queue fill steps together."""
+        """Return the seconds of all steps of a prompt by the profile, beside the current decodes; queued prompts fill steps together."""
         most = self._profile.step_tokens
         steps = to_compute / most if queued else ceil(to_compute / most)
         chunk = to_compute / steps
         streams, context = len(self._streams), sum(stream.context for stream in self._streams.values())
-        # Chunks are alike but for what they attend to, which grows evenly: the mean chunk has the mean of it.
+        # Chunks differ only in their attended tokens, which grow evenly, so the mean chunk attends to the mean number.
         attended = pairs(to_compute, cached) / steps
         return steps * self._profile.steps.seconds(chunk, attended, streams, context)
 
 
 class _PredictionErrors:
-    """One kind of prediction, for one worker."""
+    """The errors of one kind of prediction for one worker."""
 
     def __init__(self) -> None:
         self.correction = Correction()
@@ -334,7 +334,7 @@ class _PredictionErrors:
             self._by_profile.append(abs(by_profile - seconds) / seconds)
 
     def learn(self, profile: float, seconds: float) -> bool:
-        """Whether that was the one too many. A clock that was put forward by weeks teaches nothing."""
+        """Learn a measurement; return whether it raises the alarm. Measurements above `LONGEST`, as after a clock change, are ignored."""
         return 0 < seconds < LONGEST and 0 < profile < LONGEST and self.correction.observe(profile, seconds)
 
     def expected(self, worker_id: WorkerId, kind: PredictionKind) -> PredictionAccuracy:

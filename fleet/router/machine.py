@@ -1,20 +1,20 @@
-"""What a router does with requests: every decision, and no I/O.
+"""Router machine: every decision about requests, without I/O.
 
 Rules:
 
-1. A request that arrives is placed at once, waits (`fleet.router.queueing.admission`, in the order of `fleet.router.queueing.admission_queue`), or is
-   refused: at once when it would wait longer than it may. It ends exactly once: `Complete`, `Reject`, or silently when its client
-   cancelled.
-2. What a placement takes is booked with the `Dispatch` (`fleet.router.queueing.ledger`), on both workers of a pair; a prefill worker's
-   share is given back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
-3. After prefill work the request is over if its one token ended it; else the decode worker gets the hand-off. Whether
-   that token ends it, and whether the client gets it: `ends_with_prefill_token`, `emits_prefill_token` of `LiveRequest`.
-4. Work that fails (worker left, unreachable, rejected for a reason that is not the request's fault) is placed again
-   elsewhere, at most `max_attempts` placements in all. The client sees latency only: tokens it has become part of the
-   prompt. Where another worker could not go on in the same way, the answer is started over if the client has seen nothing
-   of it yet (`Arrived.whole`); else the request is refused with WORKER_LOST.
-5. What arrives from work that was given up is ignored: each piece of work has an id of its own (`fleet.router.attempts`).
-6. A deadline ends a request wherever it is; the server sends `RouterTicked` when `next_deadline()` has come.
+1. A request that arrives is placed at once, waits in the admission queue (`fleet.router.queueing.admission`), or is rejected. It is
+   rejected at once if it would wait longer than it may. It ends exactly once: by `Complete`, by `Reject`, or silently when its client
+   cancelled it.
+2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt.
+   The answering worker's prefill share ends with the first token, and the rest with the request.
+3. After a prefill attempt the request is over if its one token ended the answer; else the decode worker gets the handoff.
+   `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` say what happens with that token.
+4. A failed attempt (the worker left, could not be reached, or rejected it for a reason that is not the request's fault) is placed again
+   on another worker, up to `max_attempts` placements in all. Tokens that the client has become part of the prompt. If another worker
+   cannot continue in the same way, the answer starts over, provided that the client has seen nothing of it (`Arrived.whole`); else the
+   request is rejected with WORKER_LOST.
+5. Messages of attempts that were given up are ignored, because each attempt has an id of its own (`fleet.router.attempts`).
+6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
 """
 
 from typing import assert_never
@@ -28,7 +28,6 @@ from fleet.core.requests import Finish, ModelCard
 from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Progress, Rejected
 from fleet.router.attempts import Attempts
-from fleet.router.candidates import RandomSource
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import (
     Arrived,
@@ -66,7 +65,7 @@ from fleet.router.placement.policies.built_in import parameters
 from fleet.router.placement.policies.built_in import policy as built_in_policy
 from fleet.router.placement.rejection import Rejection, WaitForRoom
 from fleet.router.placer import Placer
-from fleet.router.policy import PlacementPolicy
+from fleet.router.policy import PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission
 from fleet.router.queueing.ledger import ReservationLedger
 from fleet.router.queueing.ordered_requests import OrderedRequests
@@ -94,17 +93,15 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
         Reason.DRAINING,
         Reason.WORKER_LOST,
         Reason.KV_MISMATCH,
-        Reason.INTERNAL,  # an engine's failure; whether the request caused it, the next attempt shows
+        Reason.INTERNAL,  # an engine failure; the next attempt shows whether the request caused it
     }
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
-OTHER_LANES = 2  # that are looked at for a request that would wait too long; each look is a placement
-CLEARLY_SHORTER = (
-    0.25  # of what a request may wait: below that another lane is worth the blocks that are cached elsewhere
-)
+OTHER_LANES = 2  # other workers that are tried for a request that would wait too long; each try is a placement
+CLEARLY_SHORTER = 0.25  # share of the allowed wait; below it another prefill queue is worth more than blocks that are cached elsewhere
 
-# Requests need some ten of these each: a member takes 65 ns to look up in its enum, and 5 here.
+# A request needs about ten of these; looking up an enum member takes 65 ns, and a module variable 5.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
 _QUEUED, _HANDED_OVER, _DECODING = RequestStage.QUEUED, RequestStage.HANDED_OVER, RequestStage.DECODING
 _DISPATCHED, _FIRST_TOKEN = RequestTransition.DISPATCHED, RequestTransition.FIRST_TOKEN
@@ -117,41 +114,41 @@ class RouterMachine:
     def __init__(
         self,
         settings: RouterSettings,
-        chance: RandomSource,
+        rng: RandomSource,
         policy: PlacementPolicy | None = None,
         hasher: PromptHasher = hash_prompt,
     ):
-        """A router that knows nobody yet.
+        """Start without workers.
 
         Args:
-            settings: Its settings.
-            chance: Where ties get their luck from.
-            policy: That chooses workers; by default the one that settings name, if it is one of ours.
-            hasher: Says the keys of prompts whose front does not know them.
+            settings: The router's settings.
+            rng: The source of randomness for ties.
+            policy: The placement policy; by default the one that the settings name, if it is built in.
+            hasher: Computes the block keys of prompts whose frontend does not provide them.
 
         Raises:
-            ConfigurationRefused: Settings name another, or give it parameters that it does not take.
+            ConfigurationRefused: The settings name an unknown policy, or parameters that it does not take.
         """
-        self._settings = settings
-        self._policy = policy or built_in_policy(settings.policy, parameters(settings))
+        self.settings = settings
+        self.policy = policy or built_in_policy(settings.policy, parameters(settings))
         self._hasher = hasher
-        self._chooser = Placer(settings, self._policy, chance)
-        self._roster = WorkerRegistry(settings)
-        self._workers = self._roster.workers
-        self._live: dict[RequestId, LiveRequest] = {}
-        self._works = Attempts(settings)
+        self.placer = Placer(settings, self.policy, rng)
+        self.registry = WorkerRegistry(settings)
+        self._workers = self.registry.workers
+        self.live_requests: dict[RequestId, LiveRequest] = {}
+        self.attempts = Attempts(settings)
         self._admission = QueueAdmission(settings)
-        self._waiting = self._admission.room
-        self._holdings = ReservationLedger(self._roster, self._waiting)
+        self.queue = self._admission.queue
+        self._ledger = ReservationLedger(self.registry, self.queue)
         self._deadlines = OrderedRequests()
         self._seq = 0
-        self._account = RouterStatistics(settings.explained_requests)
-        self._counters = self._account.counters
+        self._statistics = RouterStatistics(settings.explained_requests)
+        self._counters = self._statistics.counters
 
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
-        """Take in what happened; returns what to do about it, in order."""
+        """Process an event and return the commands to perform, in order."""
         out: list[Command] = []
-        # Most are one of these two, and a pattern of a class takes 70 ns, whether it fits or not.
+        # Most events are one of these two, and each class pattern takes 70 ns, whether it matches or not.
         if type(event) is WorkerStepped:
             self._stepped(event, now, out)
         elif type(event) is Arrived:
@@ -159,20 +156,20 @@ class RouterMachine:
         else:
             match event:
                 case KvChanged():
-                    if self._roster.get(event.worker_id) is not None:
-                        self._roster.cache_changed(event.worker_id, event.events)
+                    if self.registry.get(event.worker_id) is not None:
+                        self.registry.cache_changed(event.worker_id, event.events)
                 case CacheAssumed():
-                    if self._roster.get(event.worker_id) is not None:
-                        self._roster.cache_assumed(event.worker_id, event.stored, event.removed)
+                    if self.registry.get(event.worker_id) is not None:
+                        self.registry.cache_assumed(event.worker_id, event.stored, event.removed)
                 case CacheAged():
-                    if (worker := self._roster.get(event.worker_id)) is not None:
+                    if (worker := self.registry.get(event.worker_id)) is not None:
                         worker.assumed.expire(now)
                 case CacheReported():
                     self._cache_reported(event, out)
                 case StoreChanged():
-                    self._roster.store_changed(event)
+                    self.registry.store_changed(event)
                 case LoadReported():
-                    if (worker := self._roster.get(event.worker_id)) is not None:
+                    if (worker := self.registry.get(event.worker_id)) is not None:
                         worker.load = event.load
                 case RequestCancelled():
                     self._cancelled(event.request_id, out)
@@ -181,123 +178,126 @@ class RouterMachine:
                 case ThresholdsChanged():
                     self._tuned(event.thresholds)
                 case PeerReserved():
-                    self._holdings.shared(event.replica, event.booked)
+                    self._ledger.shared(event.replica, event.booked)
                 case PeerPlaced():
-                    self._roster.foretell(event.replica, event.placed, event.over, now)
+                    self.registry.note_peer_prompts(event.replica, event.placed, event.over, now)
                 case PeerLeft():
-                    self._roster.forget_foretold(event.replica)
-                    self._holdings.shared(event.replica, {})
+                    self.registry.forget_peer_prompts(event.replica)
+                    self._ledger.shared(event.replica, {})
                 case SessionsBound():
-                    self._chooser.sessions.clock_heard(event.clock, now)
+                    self.placer.sessions.clock_heard(event.clock, now)
                     for binding in event.bindings:
-                        self._chooser.sessions.heard(binding, now)
-                        self._holdings.session_moved(binding.key)
+                        self.placer.sessions.heard(binding, now)
+                        self._ledger.session_moved(binding.key)
                     self._sessions_dropped()
                 case WorkerJoined():
                     self._joined(event, now, out)
                 case WorkerLeft():
                     self._left(event.worker_id, now, out)
                 case WorkerDraining():
-                    if (worker := self._roster.get(event.worker_id)) is not None:
-                        self._roster.drain(event.worker_id)
-                        self._holdings.gone(worker)
+                    if (worker := self.registry.get(event.worker_id)) is not None:
+                        self.registry.drain(event.worker_id)
+                        self._ledger.gone(worker)
                 case KvPathsChanged():
-                    if (worker := self._roster.get(event.worker_id)) is not None:
-                        self._roster.paths_changed(event.worker_id, event.kv_paths, event.store_id)
-                        self._holdings.joined(worker.description.model)
+                    if (worker := self.registry.get(event.worker_id)) is not None:
+                        self.registry.paths_changed(event.worker_id, event.kv_paths, event.store_id)
+                        self._ledger.joined(worker.description.model)
                 case WorkerResumed():
-                    if (worker := self._roster.get(event.worker_id)) is not None:
-                        self._roster.resume(event.worker_id)
-                        self._holdings.joined(worker.description.model)
+                    if (worker := self.registry.get(event.worker_id)) is not None:
+                        self.registry.resume(event.worker_id)
+                        self._ledger.joined(worker.description.model)
                 case AttemptRejected():
-                    self._rejected(event, now, out)
+                    self._attempt_rejected(event, now, out)
                 case Undelivered():
                     self._undelivered(event, now, out)
                 case _:
                     assert_never(event)
-        if freed := self._holdings.freed:
-            if len(self._waiting):
+        if freed := self._ledger.freed:
+            if len(self.queue):
                 self._move_queues(now, out)
             else:
                 freed.clear()
-        if self._works.opened:
-            self._works.move(self._live, now, out)
+        if self.attempts.opened:
+            self.attempts.move(self.live_requests, now, out)
         return out
 
     def next_deadline(self) -> Nanos | None:
-        """When the next `RouterTicked` is due."""
+        """Return the instant at which the next `RouterTicked` is due."""
         lowest = self._deadlines.lowest
         return None if lowest is None else Nanos(lowest)
 
-    # Arrival and the queue.
+    # Arrival and admission.
 
     def _arrived(self, event: Arrived, now: Nanos, out: list[Command]) -> None:
-        assert event.request_id not in self._live, event.request_id
-        self._account.arrived(event.request_id)
+        assert event.request_id not in self.live_requests, event.request_id
+        self._statistics.arrived(event.request_id)
         self._seq += 1
         live = LiveRequest(event, self._seq, now, self._hasher)
-        self._live[live.id] = live
+        self.live_requests[live.id] = live
         if event.deadline is not None:
             self._deadlines.add(event.deadline, live.seq, live.id)
             if event.deadline <= now:
-                self._refuse(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
+                self._reject(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
                 return
-        # Where somebody has room, those who wait do so for others.
+        # If a worker has room, the queued requests are waiting for other workers.
         busy = UNKNOWN_WORKERS
-        if self._waiting.first(event.model) is None or self._roster.worth_trying(event.model):
+        if self.queue.first(event.model) is None or self.registry.worth_trying(event.model):
             outcome = self._place(live, now, out, new=True)
             if not isinstance(outcome, WaitForRoom):
                 return
             busy = outcome.busy
         admission = self._admission
         if (cause := admission.too_long(live, admission.seconds_to_wait(live, now), now)) is not None:
-            self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=admission.retry_after_ms(event, now))
+            self._reject(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=admission.retry_after_ms(event, now))
             return
         admission.enqueue(live, now, busy)
         if (last := admission.too_many()) is not None:
             message = "all workers are busy and the queue is full; retry later"
-            retry_after_ms = admission.retry_after_ms(self._live[last].arrived, now)
-            self._refuse(self._live[last], Reason.QUEUE_FULL, message, out, retry_after_ms=retry_after_ms)
+            retry_after_ms = admission.retry_after_ms(self.live_requests[last].arrived, now)
+            self._reject(self.live_requests[last], Reason.QUEUE_FULL, message, out, retry_after_ms=retry_after_ms)
 
     def _move_queues(self, now: Nanos, out: list[Command]) -> None:
-        """Place what can be placed since something has changed."""
+        """Place the queued requests that can be placed since something has changed."""
 
         def place(request_id: RequestId) -> BusyWorkers | None:
-            outcome = self._place(self._live[request_id], now, out)
+            outcome = self._place(self.live_requests[request_id], now, out)
             return outcome.busy if isinstance(outcome, WaitForRoom) else None
 
-        self._holdings.move(place)
+        self._ledger.move(place)
 
     # Placement.
 
     def _place(
         self, live: LiveRequest, now: Nanos, out: list[Command], *, new: bool = False
     ) -> Decision | WaitForRoom | Rejection:
-        """Place a queued or new request; after anything but `WaitForRoom` it is in no queue. A new one may be refused for a long wait."""
-        outcome = self._chooser.choose(live, self._roster.standings(live), now)
+        """Place a queued or a new request; it waits only if the outcome is `WaitForRoom`.
+
+        A new request may be rejected because its wait would be too long.
+        """
+        outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
         if (
             new
             and not live.arrived.only_end
             and isinstance(outcome, Decision)
-            and (seconds := self._works.seconds_to_wait(live, outcome, now)) is not None
+            and (seconds := self.attempts.seconds_to_wait(live, outcome, now)) is not None
             and (cause := self._admission.too_long(live, seconds, now)) is not None
         ):
             if (other := self._shorter_wait(live, outcome, now)) is None:
                 hint = self._admission.hint_ms(seconds)
-                self._refuse(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=hint)
+                self._reject(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=hint)
                 self._sessions_dropped()
                 return outcome
             outcome = other
         match outcome:
             case Decision():
-                if len(self._waiting):
-                    self._waiting.served(live.id, live.arrived.model, live.prompt_tokens, outcome.prefill_tokens, now)
+                if len(self.queue):
+                    self.queue.served(live.id, live.arrived.model, live.prompt_tokens, outcome.prefill_tokens, now)
                 self._dispatch(live, outcome, now, out)
             case Rejection():
-                self._account.impossible(outcome.cause)
+                self._statistics.impossible(outcome.cause)
                 if live.arrived.session:
-                    self._holdings.session_moved(live.session_key)  # it may have been forgotten
-                self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field, cause=outcome.cause)
+                    self._ledger.session_moved(live.session_key)  # the session may have been forgotten
+                self._reject(live, outcome.reason, outcome.message, out, field=outcome.field, cause=outcome.cause)
             case WaitForRoom():
                 pass
             case _:
@@ -306,147 +306,156 @@ class RouterMachine:
         return outcome
 
     def _shorter_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> Decision | None:
-        """Return where else a request would not wait too long. The cheapest worker may be a slow one, or have most of the prompt."""
+        """Return a decision for another worker on which the request would not wait too long.
+
+        The cheapest worker may be slow, or it holds most of the prompt and is therefore busy.
+        """
         arrived = live.arrived
-        if arrived.pin is not None or (arrived.session and self._settings.session_affinity == "hard"):
+        if arrived.pin is not None or (arrived.session and self.settings.session_affinity == "hard"):
             return None
         passed_over: list[WorkerId] = []
         found: Decision | None = None
         while found is None and len(passed_over) < OTHER_LANES:
             passed_over.append(placed.prefill or placed.decode)
-            live.failed_on = {(each, self._roster[each].description.incarnation): None for each in passed_over}
-            outcome = self._chooser.choose(live, self._roster.standings(live), now)
+            live.failed_on = {(each, self.registry[each].description.incarnation): None for each in passed_over}
+            outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
             if not isinstance(outcome, Decision):
                 break
             placed = outcome
-            seconds = self._works.seconds_to_wait(live, placed, now)
-            if seconds is None or seconds <= CLEARLY_SHORTER * self._settings.max_queue_seconds:
+            seconds = self.attempts.seconds_to_wait(live, placed, now)
+            if seconds is None or seconds <= CLEARLY_SHORTER * self.settings.max_queue_seconds:
                 found = placed
         live.failed_on = {}
         return found
 
     def _sessions_dropped(self) -> None:
-        for session in self._chooser.sessions.dropped():
-            self._holdings.session_moved(session)
+        for session in self.placer.sessions.dropped():
+            self._ledger.session_moved(session)
 
     def _dispatch(self, live: LiveRequest, placed: Decision, now: Nanos, out: list[Command]) -> None:
-        self._account.placed(live, placed, self._policy)
+        self._statistics.placed(live, placed, self.policy)
         live.placed = placed
         live.stage = advance(live.stage, _DISPATCHED)
-        self._chooser.taken(live, placed, now)
+        self.placer.taken(live, placed, now)
         if live.arrived.session:
-            self._holdings.session_moved(live.session_key)
+            self._ledger.session_moved(live.session_key)
         if placed.prefill is None:
-            self._holdings.book(live, placed.decode, placed.prefill_tokens, now).assume(live, now)
-            self._works.begin(live, placed.decode, _AGGREGATED, now, out)
+            self._ledger.reserve(live, placed.decode, placed.prefill_tokens, now).assume(live, now)
+            self.attempts.begin(live, placed.decode, _AGGREGATED, now, out)
         else:
-            self._holdings.book(live, placed.decode, 0, now)
-            self._holdings.book(live, placed.prefill, placed.prefill_tokens, now)
-            self._works.begin(live, placed.prefill, _PREFILL, now, out)
+            self._ledger.reserve(live, placed.decode, 0, now)
+            self._ledger.reserve(live, placed.prefill, placed.prefill_tokens, now)
+            self.attempts.begin(live, placed.prefill, _PREFILL, now, out)
 
     def _tuned(self, thresholds: Thresholds) -> None:
-        self._settings = structs.replace(self._settings, **structs.asdict(thresholds))
-        self._works.settings = self._admission.settings = self._chooser.settings = self._settings
-        self._holdings.tuned(self._settings)
+        self.settings = structs.replace(self.settings, **structs.asdict(thresholds))
+        self.attempts.settings = self._admission.settings = self.placer.settings = self.settings
+        self._ledger.tuned(self.settings)
 
     # Progress.
 
     def _stepped(self, event: WorkerStepped, now: Nanos, out: list[Command]) -> None:
         for progress in event.progress:
-            work = self._works.get(progress.request_id)
-            if work is None or work.worker_id != event.worker_id:
+            attempt = self.attempts.get(progress.request_id)
+            if attempt is None or attempt.worker_id != event.worker_id:
                 self._counters.late_messages += 1
                 continue
-            live = self._live[work.request_id]
+            live = self.live_requests[attempt.request_id]
             if progress.kv is not None:
-                if work.id not in live.told and work.phase is not _DECODE:
-                    self._compare(live, work, progress.kv.cached_tokens, out)
-                live.heard(work, progress.kv)
-            if progress.finish is _GIVEN_UP:  # not by us: work that we cancel is forgotten at once
+                if attempt.id not in live.kv_reports and attempt.phase is not _DECODE:
+                    self._compare(live, attempt, progress.kv.cached_tokens, out)
+                live.note_kv_report(attempt, progress.kv)
+            if (
+                progress.finish is _GIVEN_UP
+            ):  # the worker cancelled it; attempts that the router cancels are forgotten at once
                 self._failed(live, Reason.WORKER_LOST, "the worker gave the request up", now, out)
-            elif work.phase is _PREFILL:
-                self._prefilled(live, work, progress, now, out)
+            elif attempt.phase is _PREFILL:
+                self._prefilled(live, attempt, progress, now, out)
             else:
-                self._answered(live, work, progress, now, out)
+                self._answered(live, attempt, progress, now, out)
 
     def _cache_reported(self, event: CacheReported, out: list[Command]) -> None:
-        work = self._works.get(event.request_id)
-        if work is None or work.worker_id != event.worker_id or not event.prompt_tokens:
+        attempt = self.attempts.get(event.request_id)
+        if attempt is None or attempt.worker_id != event.worker_id or not event.prompt_tokens:
             return
-        live = self._live[work.request_id]
-        share = event.cached_tokens / event.prompt_tokens  # its tokens need not be ours
-        self._compare(live, work, round(share * live.prompt_tokens), out)
+        live = self.live_requests[attempt.request_id]
+        share = event.cached_tokens / event.prompt_tokens  # the server may count tokens differently
+        self._compare(live, attempt, round(share * live.prompt_tokens), out)
 
-    def _compare(self, live: LiveRequest, work: Attempt, reported_tokens: int, out: list[Command]) -> None:
-        if live.placed is None or live.arrived.second_hand:
+    def _compare(self, live: LiveRequest, attempt: Attempt, reported_tokens: int, out: list[Command]) -> None:
+        if live.placed is None or live.arrived.external:
             return
-        drifts = self._account.compare(live.placed, self._roster[work.worker_id], reported_tokens)
+        drifts = self._statistics.compare(live.placed, self.registry[attempt.worker_id], reported_tokens)
         if drifts is not None:
             out.append(drifts)
 
-    def _answered(self, live: LiveRequest, work: Attempt, progress: Progress, now: Nanos, out: list[Command]) -> None:
+    def _answered(
+        self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
+    ) -> None:
         if progress.token_ids:
             if live.stage is not _DECODING:
                 if live.stage is _HANDED_OVER:
-                    self._chooser.handed_over(live, now)
+                    self.placer.handed_over(live, now)
                 live.stage = advance(live.stage, _FIRST_TOKEN)
-                self._workers[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
-                self._works.computed(live, now)
-            # Of the last tokens nobody hears who is told of the end only, and what they would book goes with it.
+                self._workers[attempt.worker_id].reservations.computed(live.id, None if live.arrived.external else now)
+                self.attempts.computed(live, now)
+            # A listener that is only told about the end needs no last tokens, and their reservation ends now.
             if progress.finish is None or not live.arrived.only_end:
-                self._emit(live, work.worker_id, progress, out)
+                self._emit(live, attempt.worker_id, progress, out)
         if progress.finish is not None:
             self._complete(live, progress.finish, out)
 
-    def _prefilled(self, live: LiveRequest, work: Attempt, progress: Progress, now: Nanos, out: list[Command]) -> None:
+    def _prefilled(
+        self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
+    ) -> None:
         if progress.finish is None:
-            return  # the token comes again with the finish
-        self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
-        self._works.computed(live, now)
+            return  # the token is repeated with the finish
+        self.registry[attempt.worker_id].reservations.computed(live.id, None if live.arrived.external else now)
+        self.attempts.computed(live, now)
         assert live.placed is not None
         assert live.placed.kv_path is not None
         stopped = progress.finish is Finish.STOP and live.ends_with_prefill_token(live.placed.kv_path)
         if stopped or live.remaining_tokens == 1:
-            self._emit(live, work.worker_id, progress, out)
+            self._emit(live, attempt.worker_id, progress, out)
             self._complete(live, progress.finish, out)
             return
         if progress.handoff is None or not progress.token_ids:
             self._failed(live, Reason.INTERNAL, "the prefill worker handed nothing over", now, out)
             return
-        decode_id = self._decode_worker(live, self._roster[work.worker_id], progress.handoff, now)
+        decode_id = self._decode_worker(live, self.registry[attempt.worker_id], progress.handoff, now)
         if decode_id is None:
             self._failed(live, Reason.KV_MISMATCH, "no decode worker is left that can read the hand-off", now, out)
             return
-        self._holdings.release(live, work.worker_id)
-        self._works.over(live)
+        self._ledger.release(live, attempt.worker_id)
+        self.attempts.over(live)
         if live.emits_prefill_token(progress.handoff.kv_path):
             self._emit(live, decode_id, progress, out)
         live.stage = advance(live.stage, RequestTransition.HANDED_OVER)
         live.handed_over_at = now
-        self._works.begin(live, decode_id, Phase.DECODE, now, out, handoff=progress.handoff)
+        self.attempts.begin(live, decode_id, Phase.DECODE, now, out, handoff=progress.handoff)
 
     def _decode_worker(
         self, live: LiveRequest, prefill: RegisteredWorker, handoff: Handoff, now: Nanos
     ) -> WorkerId | None:
-        """The decode worker chosen with the prefill worker; another one when that is going or gone."""
+        """Return the decode worker that was chosen with the prefill worker, or another one if that is draining or gone."""
         for worker_id in live.reserved_on:
-            worker = self._roster[worker_id]
+            worker = self.registry[worker_id]
             if worker is not prefill and not worker.draining:
                 return worker_id
-        standings = self._roster.standings(live)
-        chosen = self._chooser.choose_decode(live, standings, prefill.description, handoff.kv_path, now)
+        candidate_table = self.registry.candidate_table(live)
+        chosen = self.placer.choose_decode(live, candidate_table, prefill.description, handoff.kv_path, now)
         if chosen is not None:
-            for worker_id in [other for other in live.reserved_on if self._roster[other] is not prefill]:
-                self._holdings.release(live, worker_id)
-            self._holdings.book(live, chosen, 0, now)
+            for worker_id in [other for other in live.reserved_on if self.registry[other] is not prefill]:
+                self._ledger.release(live, worker_id)
+            self._ledger.reserve(live, chosen, 0, now)
         return chosen
 
     def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, out: list[Command]) -> None:
-        """Pass tokens on to the client, and charge their growth to the worker that holds them."""
+        """Pass tokens to the client, and add their blocks to the worker's reservation."""
         if not progress.token_ids:
             return
         live.sent.extend(progress.token_ids)
-        self._workers[worker_id].bookings.grown(live.id, len(progress.token_ids))
+        self._workers[worker_id].reservations.grown(live.id, len(progress.token_ids))
         if live.arrived.only_end:
             return
         told = Progress(request_id=live.id, token_ids=progress.token_ids, logprobs=progress.logprobs)
@@ -455,52 +464,61 @@ class RouterMachine:
     # Failures.
 
     def _joined(self, event: WorkerJoined, now: Nanos, out: list[Command]) -> None:
-        if self._roster.get(event.description.worker_id) is not None:  # a new incarnation voids the old one
+        if self.registry.get(event.description.worker_id) is not None:  # a new incarnation replaces the old one
             self._left(event.description.worker_id, now, out)
-        self._roster.join(event.description, event.address, event.knowledge, event.believed_for)
-        self._holdings.joined(event.description.model)
+        self.registry.join(event.description, event.address, event.knowledge, event.believed_for)
+        self._ledger.joined(event.description.model)
 
     def _left(self, worker_id: WorkerId, now: Nanos, out: list[Command]) -> None:
-        worker = self._roster.get(worker_id)
+        worker = self.registry.get(worker_id)
         if worker is None:
             return
         self._counters.workers_lost += 1
-        self._works.forget(worker_id)
-        booked = [self._live[request_id] for request_id in worker.bookings]
-        self._roster.leave(worker_id)
-        self._holdings.gone(worker)
+        self.attempts.forget(worker_id)
+        booked = [self.live_requests[request_id] for request_id in worker.reservations]
+        self.registry.leave(worker_id)
+        self._ledger.gone(worker)
         for live in booked:
             live.reserved_on.remove(worker_id)
         for live in booked:
-            if live.work is not None and live.work.worker_id == worker_id:
+            if live.attempt is not None and live.attempt.worker_id == worker_id:
                 self._failed(live, Reason.WORKER_LOST, f"worker {worker_id} was lost", now, out)
 
-    def _rejected(self, event: AttemptRejected, now: Nanos, out: list[Command]) -> None:
+    def _attempt_rejected(self, event: AttemptRejected, now: Nanos, out: list[Command]) -> None:
         rejected = event.rejected
-        work = self._works.get(rejected.request_id)
-        if work is None or work.worker_id != event.worker_id:
+        attempt = self.attempts.get(rejected.request_id)
+        if attempt is None or attempt.worker_id != event.worker_id:
             self._counters.late_messages += 1
             return
-        live = self._live[work.request_id]
+        live = self.live_requests[attempt.request_id]
         self._counters.kv_mismatches += rejected.reason is Reason.KV_MISMATCH
         if rejected.reason in _NOT_THE_REQUESTS_FAULT:
-            self._failed(live, rejected.reason, rejected.message, now, out, blamed=self._to_blame(live, work, rejected))
+            self._failed(
+                live, rejected.reason, rejected.message, now, out, blamed=self._to_blame(live, attempt, rejected)
+            )
         else:
-            self._refuse(live, rejected.reason, rejected.message, out, field=rejected.field)
+            self._reject(live, rejected.reason, rejected.message, out, field=rejected.field)
 
-    def _to_blame(self, live: LiveRequest, work: Attempt, rejected: Rejected) -> WorkerId:
-        """A decode worker that cannot read a hand-off can still do the whole request by itself."""
-        if rejected.reason is Reason.KV_MISMATCH and work.phase is Phase.DECODE:
+    def _to_blame(self, live: LiveRequest, attempt: Attempt, rejected: Rejected) -> WorkerId:
+        """Return the worker that the retry must avoid.
+
+        A decode worker that cannot read a handoff can still serve the whole request by itself.
+        """
+        if rejected.reason is Reason.KV_MISMATCH and attempt.phase is Phase.DECODE:
             assert live.placed is not None
-            return live.placed.prefill or work.worker_id
-        return work.worker_id
+            return live.placed.prefill or attempt.worker_id
+        return attempt.worker_id
 
     def _undelivered(self, event: Undelivered, now: Nanos, out: list[Command]) -> None:
-        work = self._works.get(event.request_id)
-        if work is None or work.worker_id != event.worker_id:
-            return  # the worker left in between
+        attempt = self.attempts.get(event.request_id)
+        if attempt is None or attempt.worker_id != event.worker_id:
+            return  # the worker has left in the meantime
         self._failed(
-            self._live[work.request_id], Reason.WORKER_LOST, f"worker {work.worker_id} cannot be reached", now, out
+            self.live_requests[attempt.request_id],
+            Reason.WORKER_LOST,
+            f"worker {attempt.worker_id} cannot be reached",
+            now,
+            out,
         )
 
     def _failed(
@@ -513,18 +531,20 @@ class RouterMachine:
         *,
         blamed: WorkerId | None = None,
     ) -> None:
-        """The work of a request ended without result: place the request again, or give it up."""
-        assert live.work is not None
-        worker = self._roster.get(blamed or live.work.worker_id)
-        if worker is not None:  # who left needs no mark; a new incarnation may try
+        """Place a request again, or give it up, after its attempt ended without a result."""
+        assert live.attempt is not None
+        worker = self.registry.get(blamed or live.attempt.worker_id)
+        if worker is not None:  # a worker that has left needs no mark: a new incarnation may try
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
-            self._complete(live, Finish.LENGTH, out)  # the client has it all; only the worker's last word is missing
+            self._complete(
+                live, Finish.LENGTH, out
+            )  # the client has the whole answer; only the worker's last message is missing
         elif not (live.may_continue or live.arrived.whole):
-            self._refuse(live, Reason.WORKER_LOST, f"{message}; {_why_it_ends(live)}, send the request again", out)
-        elif live.failures >= self._settings.max_attempts:
-            self._refuse(live, reason, message, out)
+            self._reject(live, Reason.WORKER_LOST, f"{message}; {_why_it_ends(live)}, send the request again", out)
+        elif live.failures >= self.settings.max_attempts:
+            self._reject(live, reason, message, out)
         else:
             self._counters.retried += 1
             self._withdraw(live)
@@ -536,15 +556,17 @@ class RouterMachine:
             live.forget_chains()
             outcome = self._place(live, now, out)
             if isinstance(outcome, WaitForRoom):
-                self._admission.enqueue(live, now, outcome.busy)  # it was admitted, so whatever the bound
+                self._admission.enqueue(
+                    live, now, outcome.busy
+                )  # the request was admitted before, so the limit does not apply
 
     # Ends.
 
     def _cancelled(self, request_id: RequestId, out: list[Command]) -> None:
-        live = self._live.get(request_id)
+        live = self.live_requests.get(request_id)
         if live is None:
-            return  # it ended just before
-        self._works.stop(live, out)
+            return  # the request ended just before
+        self.attempts.stop(live, out)
         self._end(live)
         self._counters.cancelled += 1
 
@@ -552,16 +574,16 @@ class RouterMachine:
         while (due := self._deadlines.lowest) is not None and due <= now:
             first = self._deadlines.first
             assert first is not None
-            live = self._live[first]
-            self._works.stop(live, out)
-            self._refuse(live, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete", out)
+            live = self.live_requests[first]
+            self.attempts.stop(live, out)
+            self._reject(live, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete", out)
 
     def _complete(self, live: LiveRequest, finish: Finish, out: list[Command]) -> None:
         self._end(live)
         self._counters.completed += 1
         out.append(Complete(request_id=live.id, finish=finish, kv=live.kv, cached_tokens=live.cached_tokens))
 
-    def _refuse(
+    def _reject(
         self,
         live: LiveRequest,
         reason: Reason,
@@ -573,9 +595,9 @@ class RouterMachine:
         cause: str = "",
     ) -> None:
         self._end(live)
-        self._account.refused(reason)
+        self._statistics.refused(reason)
         if not retry_after_ms and reason in _WORTH_A_RETRY:
-            retry_after_ms = self._settings.retry_after_ms
+            retry_after_ms = self.settings.retry_after_ms
         out.append(
             Reject(
                 request_id=live.id,
@@ -589,97 +611,97 @@ class RouterMachine:
 
     def _end(self, live: LiveRequest) -> None:
         if live.stage is _QUEUED:
-            self._waiting.discard(live.id)
+            self.queue.discard(live.id)
         self._withdraw(live)
         if live.arrived.deadline is not None:
             self._deadlines.discard(live.arrived.deadline, live.seq, live.id)
-        del self._live[live.id]
+        del self.live_requests[live.id]
 
     def _withdraw(self, live: LiveRequest) -> None:
-        """Take a request off all workers."""
-        self._holdings.release_all(live)
-        self._works.over(live)
+        """Release everything that a request holds on workers."""
+        self._ledger.release_all(live)
+        self.attempts.over(live)
 
     # Views.
 
     def models(self) -> tuple[ModelCard, ...]:
-        return self._roster.cards()
+        return self.registry.cards()
 
     def thresholds(self) -> Thresholds:
-        """Those in force."""
-        return Thresholds(**{name: getattr(self._settings, name) for name in Thresholds.__struct_fields__})
+        """Return the thresholds in force."""
+        return Thresholds(**{name: getattr(self.settings, name) for name in Thresholds.__struct_fields__})
 
     def remote_prefill(self) -> RemotePrefillSnapshot:
-        """What was measured of when another worker computes a prompt, whether it counts or not."""
-        return self._chooser.remote_prefill(self._roster.paces())
+        """Return what was measured about remote prefill, whether it is used or not."""
+        return self.placer.remote_prefill(self.registry.paces())
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
-        """What this router has booked by itself, for the others."""
-        return self._roster.booked()
+        """Return this router's own reservations, for its peers."""
+        return self.registry.booked()
 
     @property
     def sessions(self) -> SessionTable:
-        """Where those went that this router and the others have served."""
-        return self._chooser.sessions
+        """The sessions that this router and its peers have served."""
+        return self.placer.sessions
 
     @property
     def prompts(self) -> PromptAnnouncements:
-        """What other routers are to be told of those that were placed."""
-        return self._roster.prompts
+        """The prompts that this router announces to its peers."""
+        return self.registry.prompts
 
     def decision(self, request_id: RequestId) -> Decision | None:
-        """Where a request goes that has not ended; None for one that has, or is not placed."""
-        live = self._live.get(request_id)
+        """Return the decision for a live request; None if the request has ended or is not placed."""
+        live = self.live_requests.get(request_id)
         return None if live is None else live.placed
 
     def address(self, worker_id: WorkerId) -> str:
-        """Where a worker is; empty for one that has left."""
-        worker = self._roster.get(worker_id)
+        """Return the address of a worker; empty if it has left."""
+        worker = self.registry.get(worker_id)
         return "" if worker is None else worker.address
 
     def places(self, model: ModelName) -> int:
-        """Return how many requests the workers that answer for a model may have at once: their limits, added up."""
+        """Return how many requests the answering workers of a model may have at once: the sum of their limits."""
         return sum(
-            worker.request_limit for worker in self._roster.serving(model) if worker.decodes and not worker.draining
+            worker.request_limit for worker in self.registry.serving(model) if worker.decodes and not worker.draining
         )
 
     def addresses(self) -> dict[WorkerId, str]:
-        """Where all workers are."""
-        return {worker.description.worker_id: worker.address for worker in self._roster}
+        """Return the addresses of all workers."""
+        return {worker.description.worker_id: worker.address for worker in self.registry}
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Why a request went where it went; None for one too long ago, or never placed."""
-        return self._account.explain(request_id)
+        """Return why a request was placed as it was; None if that is too long ago or it was never placed."""
+        return self._statistics.explain(request_id)
 
     def snapshot(self) -> RouterSnapshot:
         return RouterSnapshot(
-            pools=self._roster.pools(),
-            stores=self._roster.stores(),
-            active=len(self._live),
-            queued=len(self._waiting) + self._works.waiting,
-            index_blocks=self._roster.known_blocks(),
-            index_overflowed=self._roster.index.overflowed,
+            pools=self.registry.pools(),
+            stores=self.registry.stores(),
+            active=len(self.live_requests),
+            queued=len(self.queue) + self.attempts.waiting,
+            index_blocks=self.registry.known_blocks(),
+            index_overflowed=self.registry.index.overflowed,
             counters=self._counters.copy(),
-            knowledge=self._account.knowledge(self._roster.recent),
+            knowledge=self._statistics.knowledge(self.registry.recent),
         )
 
     def check(self) -> None:
-        """Assert that requests, work, bookings, queue and deadlines agree. For tests and the simulator."""
-        self._roster.check()
-        self._waiting.check()
-        self._works.check(self._live)
-        self._holdings.check(self._live)
-        queued = set(self._waiting.ids())
-        for live in self._live.values():
-            assert (live.stage is RequestStage.QUEUED) == (live.id in queued) == (live.work is None), live
-            if live.work is not None:
-                assert live.work.worker_id in live.reserved_on, live
-        due = sorted(live.id for live in self._live.values() if live.arrived.deadline is not None)
+        """Assert that requests, attempts, reservations, queues and deadlines agree. For tests and the simulator."""
+        self.registry.check()
+        self.queue.check()
+        self.attempts.check(self.live_requests)
+        self._ledger.check(self.live_requests)
+        queued = set(self.queue.ids())
+        for live in self.live_requests.values():
+            assert (live.stage is RequestStage.QUEUED) == (live.id in queued) == (live.attempt is None), live
+            if live.attempt is not None:
+                assert live.attempt.worker_id in live.reserved_on, live
+        due = sorted(live.id for live in self.live_requests.values() if live.arrived.deadline is not None)
         assert due == sorted(self._deadlines.ids())
 
 
 def _why_it_ends(live: LiveRequest) -> str:
-    """Say why no other worker goes on with an answer that has begun."""
+    """Return why no other worker can continue an answer that has begun."""
     if live.arrived.only_end:
         return "a part of its answer was passed on, and another server cannot go on with it"
     return "another worker cannot go on with this sampling"

@@ -1,8 +1,8 @@
-"""Events that the router's machine hears, and commands that it gives.
+"""Messages of the router's machine: the events that it takes and the commands that it returns.
 
-A request may take several pieces of work: a prefill and a decode, or another attempt after a failure. Each piece has an
-id of its own, made by the machine and used once. `Start`, `Progress`, `Rejected`, `CancelAttempt` and `Undelivered` carry
-the id of the work; `Arrived`, `RequestCancelled`, `Emit`, `StartedOver`, `Complete` and `Reject` that of the request.
+A request may need several attempts: a prefill and a decode, or another try after a failure. The machine gives each attempt an
+id that is used once. `Start`, `Progress`, `Rejected`, `CancelAttempt` and `Undelivered` carry the id of the attempt; `Arrived`,
+`RequestCancelled`, `Emit`, `StartedOver`, `Complete` and `Reject` carry the id of the request.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,12 +26,14 @@ from kvstore.messages import POOL_TIER
 class WorkerJoined(Struct, frozen=True, kw_only=True):
     description: WorkerDescription
     address: str
-    knowledge: Knowledge = Knowledge.EXACT  # of what it has cached
-    believed_for: Nanos | None = None  # how long what was sent there is believed to be cached; None: that is told
+    knowledge: Knowledge = Knowledge.EXACT  # how the router knows what the worker has cached
+    believed_for: Nanos | None = (
+        None  # how long a sent prompt is assumed to be cached; None: the worker reports its cache
+    )
 
 
 class WorkerLeft(Struct, frozen=True, kw_only=True):
-    """The stream broke or the lease ended; whatever ran there is lost."""
+    """The stream broke or the lease ended; every attempt on the worker is lost."""
 
     worker_id: WorkerId
 
@@ -41,7 +43,7 @@ class WorkerDraining(Struct, frozen=True, kw_only=True):
 
 
 class KvPathsChanged(Struct, frozen=True, kw_only=True):
-    """A worker has joined its store, without which it had started, or says otherwise anew by which ways its blocks can go."""
+    """A worker has joined its store after it started, or its blocks can take other KV paths than before."""
 
     worker_id: WorkerId
     kv_paths: tuple[KvPath, ...]
@@ -49,7 +51,7 @@ class KvPathsChanged(Struct, frozen=True, kw_only=True):
 
 
 class WorkerResumed(Struct, frozen=True, kw_only=True):
-    """A worker that was draining takes requests again."""
+    """A draining worker takes requests again."""
 
     worker_id: WorkerId
 
@@ -60,14 +62,14 @@ class LoadReported(Struct, frozen=True, kw_only=True):
 
 
 class KvChanged(Struct, frozen=True, kw_only=True):
-    """Changes of one worker's prefix cache, gap-free since it joined."""
+    """Changes of one worker's prefix cache, without a gap since the worker joined."""
 
     worker_id: WorkerId
     events: tuple[KvEvent, ...]
 
 
 class CacheAssumed(Struct, frozen=True, kw_only=True):
-    """What a worker that tells nothing of its prefix cache is believed to hold now, and no longer, by key."""
+    """Block keys that a worker without KV events is assumed to hold from now on, and keys that it no longer holds."""
 
     worker_id: WorkerId
     stored: Sequence[int] = ()
@@ -75,13 +77,13 @@ class CacheAssumed(Struct, frozen=True, kw_only=True):
 
 
 class CacheAged(Struct, frozen=True, kw_only=True):
-    """Time has passed: what was sent to a worker long ago is believed to be cached no longer."""
+    """Time has passed: prompts that were sent to a worker long ago are no longer assumed to be cached."""
 
     worker_id: WorkerId
 
 
 class CacheReported(Struct, frozen=True, kw_only=True):
-    """How much of a prompt a server that tells nothing else had cached, in its own tokens; before the work's end."""
+    """The cached share of one prompt, as a server without KV events reports it in its own tokens; it comes before the attempt's end."""
 
     worker_id: WorkerId
     request_id: RequestId
@@ -90,7 +92,7 @@ class CacheReported(Struct, frozen=True, kw_only=True):
 
 
 class StoreChanged(Struct, frozen=True, kw_only=True):
-    """Changes of what a tier of a store node holds in one namespace; `reset` voids what was known of all its tiers."""
+    """Changes in one tier of a store node and one namespace; `reset` voids what was known of all its tiers."""
 
     store_id: StoreId
     fingerprint: str
@@ -102,14 +104,14 @@ class StoreChanged(Struct, frozen=True, kw_only=True):
 
 @final
 class WorkerStepped(Struct, frozen=True, kw_only=True):
-    """One decode step of one worker."""
+    """Progress of one engine step on one worker."""
 
     worker_id: WorkerId
     progress: tuple[Progress, ...]
 
 
 class ReservationTotals(Struct, frozen=True):
-    """What is booked on one worker."""
+    """The sums of all reservations on one worker."""
 
     prefill_tokens: int
     blocks: float
@@ -117,31 +119,31 @@ class ReservationTotals(Struct, frozen=True):
 
 
 class PeerReserved(Struct, frozen=True, kw_only=True):
-    """All that another router of the cluster has booked now, by worker; it voids what it told before."""
+    """All reservations of a peer router, by worker; they replace what it reported before."""
 
     replica: str
     booked: Mapping[WorkerId, ReservationTotals]
 
 
 class PeerPlaced(Struct, frozen=True, kw_only=True):
-    """Another router has sent prompts to workers, or is done with some (`fleet.router.kv_index.peer_prompts`)."""
+    """A peer router has sent prompts to workers, or has finished with some of them (`fleet.router.kv_index.peer_prompts`)."""
 
     replica: str
     placed: tuple[PlacedPrompt, ...] = ()
-    over: tuple[int, ...] = ()  # numbers
+    over: tuple[int, ...] = ()  # numbers of the prompts
 
 
 class PeerLeft(Struct, frozen=True, kw_only=True):
-    """Another router is gone, and with it its bookings, and what it has placed and was not done with."""
+    """A peer router has left; its reservations and its unfinished prompts go with it."""
 
     replica: str
 
 
 class SessionsBound(Struct, frozen=True, kw_only=True):
-    """Another router has bound or forgotten sessions, or has said what its clock says."""
+    """A peer router has bound or forgotten sessions, or has reported its clock."""
 
     bindings: tuple[SessionBinding, ...] = ()
-    clock: int = 0  # Unix time in nanoseconds; 0: it has not
+    clock: int = 0  # Unix time in nanoseconds; 0: not reported
 
 
 PeerEvent = PeerReserved | PeerPlaced | PeerLeft | SessionsBound
@@ -170,8 +172,8 @@ WorkerEvent = (
 
 
 @final
-class Arrived(Struct, frozen=True, kw_only=True):
-    """A validated, tokenised request."""
+class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_hand"}):  # recordings keep the old name
+    """A request that has been validated and tokenized."""
 
     request_id: RequestId
     model: ModelName
@@ -185,37 +187,35 @@ class Arrived(Struct, frozen=True, kw_only=True):
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
     pin: WorkerId | None = None  # the only worker that may answer
-    labels: tuple[str, ...] = ()  # that this worker must have
-    among: tuple[WorkerId, ...] | None = None  # the only workers that may take part; None: all
-    adapter: LoraAdapter | None = None  # to run with; `salt` keeps its blocks apart
-    expected_tokens: int = 0  # of the answer, as the client believes; 0: it does not say
-    second_hand: bool = (
-        False  # its progress is told by others than workers, at times of their own: nothing is learned of it
-    )
-    keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt's full blocks by block size, where the front knows them
-    only_end: bool = False  # its listener sees the answer itself, and is told of its end only
-    whole: bool = False  # its client gets the answer in one piece, and so has seen nothing of it before its end
+    labels: tuple[str, ...] = ()  # labels that the worker must have
+    among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
+    adapter: LoraAdapter | None = None  # the LoRA adapter to use; `salt` keeps its blocks apart
+    expected_tokens: int = 0  # length of the answer that the client expects; 0: unknown
+    external: bool = False  # another program sends the request and reports its progress, so the timing teaches nothing
+    keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size, if the frontend knows them
+    only_end: bool = False  # the listener sees the answer itself and is only told about its end
+    whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
 
 
 class RequestCancelled(Struct, frozen=True, kw_only=True):
-    """The client went away, or a stop string was reached."""
+    """The client went away, or a stop string was found."""
 
     request_id: RequestId
 
 
 class Undelivered(Struct, frozen=True, kw_only=True):
-    """A `Dispatch` that could not be performed."""
+    """A `Dispatch` that could not be sent."""
 
     request_id: RequestId
     worker_id: WorkerId
 
 
 class RouterTicked(Struct, frozen=True, kw_only=True):
-    """Time passed: deadlines may have."""
+    """Time has passed, so deadlines may be over."""
 
 
 class ThresholdsChanged(Struct, frozen=True, kw_only=True):
-    """An operator has set thresholds anew."""
+    """An operator has set new thresholds."""
 
     thresholds: Thresholds
 
@@ -236,7 +236,7 @@ class CancelAttempt(Struct, frozen=True, kw_only=True):
 
 @final
 class Emit(Struct, frozen=True, kw_only=True):
-    """Tokens for the client, and where its blocks came from as far as workers have told."""
+    """Tokens for the client, with what workers have reported about the origin of the prompt's blocks."""
 
     request_id: RequestId
     progress: Progress
@@ -255,29 +255,29 @@ class Complete(Struct, frozen=True, kw_only=True):
 
 
 class StartedOver(Struct, frozen=True, kw_only=True):
-    """The answer begins anew on another worker, and the tokens emitted so far are void. Only where `Arrived.whole` is set."""
+    """The answer begins again on another worker, and the tokens emitted so far are void. It needs `Arrived.whole`."""
 
     request_id: RequestId
 
 
 class Reject(Struct, frozen=True, kw_only=True):
-    """The request is over without (the rest of) an answer; nothing follows."""
+    """The request is over without its answer, or without the rest of it; nothing follows."""
 
     request_id: RequestId
     reason: Reason
     message: str
     field: str = ""
     retry_after_ms: int = 0
-    cause: str = ""  # a `fleet.router.placement.rejection.RejectionCause`, where that is why
+    cause: str = ""  # a `RejectionCause`, if no worker could be chosen
 
 
 class CacheDriftChanged(Struct, frozen=True, kw_only=True):
-    """What a worker reports to have cached has parted from what is known of it, or agrees with it again."""
+    """A worker's reported cache has begun to differ from what the router knows of it, or agrees with it again."""
 
     worker_id: WorkerId
     knowledge: Knowledge
     drifting: bool
-    precision: float  # of the latest comparisons, see `fleet.router.kv_index.cache_accuracy`
+    precision: float  # precision of the latest comparisons (`fleet.router.kv_index.cache_accuracy`)
     recall: float
 
 
@@ -285,10 +285,10 @@ Command = Dispatch | CancelAttempt | Emit | StartedOver | Complete | Reject | Ca
 
 
 def attempt_id(request_id: RequestId, number: int) -> RequestId:
-    """The id of a piece of work."""
+    """Return the id of an attempt of a request."""
     return RequestId(f"{request_id}#{number}")
 
 
 def request_of(work: RequestId) -> RequestId:
-    """The request that a piece of work is for."""
+    """Return the request of an attempt."""
     return RequestId(work.rpartition("#")[0])

@@ -1,4 +1,4 @@
-"""A router's machine that is looked at: who keeps a log or a recording of it sees all that goes in and comes out."""
+"""Observed machine: a router machine that shows every event and command to an observer, such as a log or a recording."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,24 +9,23 @@ from fleet.router.messages import Command, RouterEvent
 
 
 class Observer(Protocol):
-    """Called after each event, before its commands are performed; must neither wait nor raise."""
+    """A function that is called after each event, before its commands are performed; it must neither block nor raise."""
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
-        """Takes in what happened.
+        """Process an event and its commands.
 
         Args:
-            now: The instant that the machine was told.
-            event: What it heard.
-            commands: What it said; None: it broke.
+            now: The instant that the machine was given.
+            event: The event.
+            commands: The machine's commands; None: the machine raised.
         """
         ...
 
 
 class ObservedMachine(RouterMachine):
-    """A machine with an observer. Nobody who wants none pays for one."""
+    """A machine with an observer; a machine without one pays nothing for it."""
 
     def __init__(self, *arguments: Any, observer: Observer, **named: Any):
-        """As `RouterMachine`, and who looks on."""
         super().__init__(*arguments, **named)
         self._observer = observer
 

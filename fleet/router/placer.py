@@ -1,12 +1,12 @@
-"""Who serves a live request: placement (`fleet.router.placement.decision`), with what a router remembers of sessions and of hand-offs.
+"""Placer: places live requests, with what the router remembers of sessions and handoffs.
 
 Rules:
 
-1. Where the last request of a session went is a wish, a must or nothing, as settings say. A session whose worker is gone is forgotten,
-   so that its next request starts on another.
-2. What the client asked for binds the first placement; after a failure, an answer by another way is better than none.
-3. What was measured of hand-offs counts where settings have it learned. To what others send to their workers it counts only when enough
-   has been measured, since they teach nothing (`fleet.router.placement.break_even`, rule 3).
+1. The settings say whether the worker of a session's last request is preferred, required or ignored. A session whose worker is gone is
+   forgotten, so its next request may go to any worker.
+2. The client's demands bind the first placement. After a failure they are dropped, because any answer is better than none.
+3. The measured prefill break-even is used if the settings say so. For external requests it is used only when enough was measured,
+   because these requests teach nothing (`fleet.router.placement.break_even`, rule 3).
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,11 @@ from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Placement
 from fleet.core.work import WorkerDescription
-from fleet.router.candidates import PlacementRequest, RandomSource
 from fleet.router.placement.break_even import PrefillBreakEven
 from fleet.router.placement.candidate_table import CandidateTable
 from fleet.router.placement.decision import Decision, decide, decide_decode
 from fleet.router.placement.rejection import Rejection, RejectionCause, WaitForRoom
-from fleet.router.policy import PlacementPolicy
+from fleet.router.policy import PlacementPolicy, PlacementRequest, RandomSource
 from fleet.router.sessions import SessionTable
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
@@ -31,34 +30,29 @@ from fleet.router.state.snapshot import BreakEvenSnapshot, RemotePrefillSnapshot
 
 
 class Placer:
-    """Of one router."""
+    """Placement of one router's requests."""
 
-    def __init__(self, settings: RouterSettings, policy: PlacementPolicy, chance: RandomSource) -> None:
-        """Nothing is remembered.
-
-        Args:
-            settings: The router's.
-            policy: That chooses workers.
-            chance: Where ties get their luck from.
-        """
+    def __init__(self, settings: RouterSettings, policy: PlacementPolicy, rng: RandomSource) -> None:
         self.settings = settings
         self._policy = policy
-        self._chance = chance
+        self._rng = rng
         self.sessions = SessionTable(
             settings.session_ttl_seconds, settings.max_sessions, telling=bool(settings.replicas_listen)
         )
-        self._crossover = PrefillBreakEven()
+        self._break_even = PrefillBreakEven()
 
-    def choose(self, live: LiveRequest, standings: CandidateTable, now: Nanos) -> Decision | WaitForRoom | Rejection:
-        """Who serves a request from its beginning, or once more; `taken` is to follow where somebody does."""
-        settings, crossover = self.settings, self._crossover
-        asked = self._asked(live, now)
-        counts = settings.learn_remote_prefill and (crossover.measured or not live.arrived.second_hand)
-        learned = crossover if counts else None
-        outcome = decide(asked, standings, self._policy, settings, self._chance, learned)
+    def choose(
+        self, live: LiveRequest, candidate_table: CandidateTable, now: Nanos
+    ) -> Decision | WaitForRoom | Rejection:
+        """Choose the workers of a request, the first time or again; call `taken` if the decision is carried out."""
+        settings, break_even = self.settings, self._break_even
+        placement_request = self.with_session(live, now)
+        counts = settings.learn_remote_prefill and (break_even.measured or not live.arrived.external)
+        learned = break_even if counts else None
+        outcome = decide(placement_request, candidate_table, self._policy, settings, self._rng, learned)
         if isinstance(outcome, Rejection) and live.failures:  # rule 2
-            free = structs.replace(asked, placement=Placement.AUTO, kv_path=None, pin=None)
-            outcome = decide(free, standings, self._policy, settings, self._chance, learned)
+            free = structs.replace(placement_request, placement=Placement.AUTO, kv_path=None, pin=None)
+            outcome = decide(free, candidate_table, self._policy, settings, self._rng, learned)
             if isinstance(outcome, Rejection):
                 message = f"its worker was lost; {outcome.message}"
                 outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
@@ -67,47 +61,54 @@ class Placer:
         return outcome
 
     def choose_decode(
-        self, live: LiveRequest, standings: CandidateTable, prefill: WorkerDescription, kv_path: KvPath, now: Nanos
+        self,
+        live: LiveRequest,
+        candidate_table: CandidateTable,
+        prefill: WorkerDescription,
+        kv_path: KvPath,
+        now: Nanos,
     ) -> WorkerId | None:
-        """Who fetches what `prefill` has computed, when the chosen one went away; None when nobody can."""
-        return decide_decode(prefill, kv_path, live.asked(now), standings, self._policy, self.settings, self._chance)
+        """Return another decode worker that can fetch what `prefill` has computed; None if there is none."""
+        return decide_decode(
+            prefill, kv_path, live.placement_request(now), candidate_table, self._policy, self.settings, self._rng
+        )
 
     def taken(self, live: LiveRequest, decision: Decision, now: Nanos) -> None:
-        """A request goes where it was decided."""
+        """Bind the session of a request to the worker of its decision."""
         if live.arrived.session and self.settings.session_affinity != "off":
             self.sessions.bind(live.session_key, decision.decode, now)
 
     def handed_over(self, live: LiveRequest, now: Nanos) -> None:
-        """The decode worker has begun to answer with what it was handed."""
-        if not live.arrived.second_hand:
-            self._crossover.handed_over(Nanos(now - live.handed_over_at))
+        """Learn the duration of a handoff from the decode worker's first token."""
+        if not live.arrived.external:
+            self._break_even.handed_over(Nanos(now - live.handed_over_at))
 
     def remote_prefill(self, paces: Iterable[tuple[WorkerId, int, float]]) -> RemotePrefillSnapshot:
-        """What was measured of when another worker computes a prompt, whether it counts or not.
+        """Return what was measured about remote prefill, whether it is used or not.
 
         Args:
-            paces: Of all that answer: requests there, and the seconds that a prompt token takes.
+            paces: For each answering worker its requests and the seconds per prompt token.
         """
-        crossover = self._crossover
+        break_even = self._break_even
         return RemotePrefillSnapshot(
             learned=self.settings.learn_remote_prefill,
-            handoffs=crossover.samples,
-            handoff_seconds=crossover.handoff_seconds,
+            handoffs=break_even.samples,
+            handoff_seconds=break_even.handoff_seconds,
             workers=tuple(
                 BreakEvenSnapshot(
                     worker_id=worker_id,
                     requests=requests,
                     token_seconds=seconds,
-                    min_tokens=crossover.even_tokens(seconds, requests),
+                    min_tokens=break_even.even_tokens(seconds, requests),
                 )
                 for worker_id, requests, seconds in paces
             ),
         )
 
-    def _asked(self, live: LiveRequest, now: Nanos) -> PlacementRequest:
-        """By rule 1."""
+    def with_session(self, live: LiveRequest, now: Nanos) -> PlacementRequest:
+        """Return the placement request with its session binding (rule 1)."""
         affinity = self.settings.session_affinity
         if affinity == "off" or not live.arrived.session:
-            return live.asked(now)
+            return live.placement_request(now)
         bound = self.sessions.bound(live.session_key, now)
-        return live.asked(now, bound=bound, must_keep=affinity == "hard" and bound is not None)
+        return live.placement_request(now, bound=bound, must_keep=affinity == "hard" and bound is not None)

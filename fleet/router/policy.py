@@ -1,55 +1,228 @@
-"""The parts of a policy: filters, then scorers, then a picker. Each is small, and each may come from an entry point.
+"""The interface of placement policies: what a policy knows, and the parts that it is made of.
 
 Rules:
 
-1. A plug-in is a `msgspec.Struct` whose fields are its parameters; an operator sets them by name. The entry-point groups are
-   `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers`.
-2. Costs add up: a candidate's cost is the sum over the scorers of weight × cost, and lower is better.
-3. A filter says whom it would keep; one that would keep nobody is passed over. Who *cannot* serve a request is not a
-   policy's business and has gone before (`fleet.router.placement.eligibility`).
-4. Same history, same choices: no clock, no luck but the `RandomSource` that is passed in.
+1. A policy gets the request and a table of candidates. The table has a row for each quantity and a column for each worker, in the order
+   in which the workers joined. A sum over workers is therefore one numpy operation, and one copied array keeps the data of a decision.
+2. A policy consists of filters, then scorers, then a picker. Each of them may come from an entry point of the groups `fleet.policies`,
+   `fleet.filters`, `fleet.scorers` and `fleet.pickers`. A plug-in is a `msgspec.Struct` whose fields are its parameters; an operator
+   sets them by name.
+3. Costs add up: the cost of a candidate is the sum of weight × cost over the scorers, and lower is better.
+4. A filter names the candidates to keep; a filter that would keep none is skipped. Workers that *cannot* serve a request are removed
+   before, and not by the policy (`fleet.router.placement.eligibility`).
+5. The same history leads to the same choices: a policy uses no clock, and no randomness but the `RandomSource` that it is given.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Flags, Floats, PlacementRequest, RandomSource
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from fleet.core.clock import Nanos
+from fleet.core.ids import WorkerId
+from fleet.core.roles import KvPath, Phase, Placement
+from fleet.core.work import LoraAdapter
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Rows = NDArray[np.intp]
+
+# Kept between requests.
+BACKLOG_TOKENS = 0  # reserved prompt tokens that are not computed yet
+ACTIVE_BLOCKS = 1  # unique blocks of live requests; an answer near its expected end counts less
+REQUESTS = 2  # reserved requests
+BOOKED = 3  # number of rows that change with every reservation
+LIMIT = 3  # the most requests that may be reserved
+MAX_RUNNING = 4  # the most requests in one batch
+KV_BLOCKS = 5  # capacity of the engine's cache
+BLOCK_TOKENS = 6
+PREFILL_SPEED = 7  # relative speed of this hardware
+DECODE_SPEED = 8
+TOKEN_SECONDS = 9  # recent seconds per prompt token, including the wait for other prompts; 0: unknown
+# Computed for one request.
+LIVE_BLOCKS = 10  # leading blocks of the prompt that live requests hold there or will soon compute
+NEW_BLOCKS = 11  # unique blocks that the prompt would add
+ENGINE_BLOCKS = 12  # leading blocks of the prompt in the engine's cache
+COMING_BLOCKS = 13  # further leading blocks that live requests hold there or will soon compute
+STORE_BLOCKS = 14  # further leading blocks in the memory of the worker's store
+BELOW_BLOCKS = 15  # further leading blocks in a slower tier of the store
+CONVERSION = 16  # cost of converting the blocks from the store, in blocks of prefill
+QUANTITIES = 17
+
+
+class RandomSource(Protocol):
+    """A source of random numbers; `random.Random` is one."""
+
+    def randrange(self, stop: int, /) -> int: ...
+
+
+class PlacementRequest(Struct, frozen=True, kw_only=True):
+    """The properties of a request that placement needs."""
+
+    prompt_tokens: int
+    answer_tokens: int = 1  # at most
+    placement: Placement = Placement.AUTO
+    kv_path: KvPath | None = None
+    session: str = ""
+    bound: WorkerId | None = None  # the worker of this session's last request
+    must_keep: bool = False  # only the worker `bound` may serve the request
+    pin: WorkerId | None = None  # the only worker that the client accepts
+    labels: tuple[str, ...] = ()  # labels that the worker must have
+    among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
+    adapter: LoraAdapter | None = None  # the LoRA adapter that the worker must have or be able to load
+    form: bool = False  # True if the worker must support structured output
+    first_key: int = 0  # block key of the first full block; 0: there is none
+    seconds_left: float | None = None  # time left for the first token
+    now: Nanos = Nanos(0)  # the instant of the decision
+
+
+def token_seconds(columns: Floats, row: int) -> float:
+    """Return the seconds per prompt token on a worker; if it has computed none, the mean of the workers of its model. 0: unknown."""
+    known = columns[TOKEN_SECONDS]
+    if known[row] > 0:
+        return float(known[row])
+    computing = known[known > 0]
+    return float(computing.mean()) if len(computing) else 0.0
+
+
+class Candidates(Struct, frozen=True, eq=False):
+    """Workers that may be chosen for one request. A policy must not write to the arrays."""
+
+    everybody: Sequence[WorkerId]
+    columns: Floats  # QUANTITIES x workers
+    rows: Rows | None = None  # rows of the candidates in `everybody`; None: all
+    warm: bool = True  # a worker may hold a part of the prompt
+    even: bool = False  # all speeds are 1
+
+    def __len__(self) -> int:
+        count: int = self.columns.shape[1]
+        return count
+
+    def _row(self, quantity: int) -> Floats:
+        row: Floats = self.columns[quantity]
+        return row
+
+    @property
+    def worker_ids(self) -> Sequence[WorkerId]:
+        if self.rows is None:
+            return self.everybody
+        return [self.everybody[row] for row in self.rows.tolist()]
+
+    @property
+    def backlog_tokens(self) -> Floats:
+        return self._row(BACKLOG_TOKENS)
+
+    @property
+    def active_blocks(self) -> Floats:
+        return self._row(ACTIVE_BLOCKS)
+
+    @property
+    def new_blocks(self) -> Floats:
+        return self._row(NEW_BLOCKS)
+
+    @property
+    def requests(self) -> Floats:
+        return self._row(REQUESTS)
+
+    @property
+    def max_running(self) -> Floats:
+        return self._row(MAX_RUNNING)
+
+    @property
+    def kv_blocks(self) -> Floats:
+        return self._row(KV_BLOCKS)
+
+    @property
+    def block_tokens(self) -> Floats:
+        return self._row(BLOCK_TOKENS)
+
+    @property
+    def prefill_speed(self) -> Floats:
+        return self._row(PREFILL_SPEED)
+
+    @property
+    def decode_speed(self) -> Floats:
+        return self._row(DECODE_SPEED)
+
+    @property
+    def token_seconds(self) -> Floats:
+        return self._row(TOKEN_SECONDS)
+
+    @property
+    def engine_blocks(self) -> Floats:
+        return self._row(ENGINE_BLOCKS)
+
+    @property
+    def coming_blocks(self) -> Floats:
+        return self._row(COMING_BLOCKS)
+
+    @property
+    def store_blocks(self) -> Floats:
+        return self._row(STORE_BLOCKS)
+
+    @property
+    def below_blocks(self) -> Floats:
+        return self._row(BELOW_BLOCKS)
+
+    @property
+    def conversion(self) -> Floats:
+        return self._row(CONVERSION)
+
+    def held_blocks(self) -> Floats:
+        """Return the leading blocks of the prompt that need no computing, wherever they are."""
+        held: Floats = self.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1].sum(axis=0)
+        return held
+
+    def uncached_tokens(self, prompt_tokens: int) -> Floats:
+        """Return the prompt tokens that each worker would compute: at least one, because the last token yields the first answer."""
+        return np.maximum(1.0, prompt_tokens - self.held_blocks() * self.block_tokens)
+
+    def copy(self) -> "Candidates":
+        """Return a copy, for policies that cannot be trusted not to write to the arrays."""
+        return Candidates(self.everybody, self.columns.copy(), rows=self.rows, warm=self.warm, even=self.even)
+
+    def only(self, rows: Rows) -> "Candidates":
+        """Return some of the candidates, in the order of `rows`."""
+        among = rows if self.rows is None else self.rows[rows]
+        columns = self.columns.take(rows, axis=1)
+        return Candidates(self.everybody, columns, rows=among, warm=self.warm, even=self.even)
 
 
 class Filter(Protocol):
-    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:
-        """Whom to keep, a flag for each candidate; None keeps all."""
+    def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:
+        """Return a flag for each candidate to keep; None keeps all."""
         ...
 
 
 class Scorer(Protocol):
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
-        """A cost for each candidate, finite, in an array of its own; lower is better.
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+        """Return a finite cost for each candidate in a new array; lower is better.
 
         Args:
-            asked: The request.
-            candidates: At least one.
-            phase: AGGREGATED where the worker would do everything, PREFILL where it would compute the prompt only.
+            request: The request.
+            candidates: At least one candidate.
+            phase: AGGREGATED if the worker would do everything, PREFILL if it would only compute the prompt.
         """
         ...
 
 
 @runtime_checkable
 class ItemizedScorer(Protocol):
-    """A scorer that can say what its costs are made of."""
+    """A scorer that can return the parts of its costs."""
 
-    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
-        """Arrays by name that add up to `costs`."""
+    def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+        """Return named arrays that add up to `costs`."""
         ...
 
 
 @runtime_checkable
 class RankingScorer(Protocol):
-    """A scorer that can say whose cost is the lowest in less time than all costs take."""
+    """A scorer that finds the lowest cost faster than it computes all costs."""
 
-    def lowest(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
-        """Places of the lowest of `costs`, in order.
+    def lowest(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
+        """Return the places of the lowest of `costs`, in order.
 
         Raises:
             ValueError: A cost is not finite.
@@ -58,29 +231,29 @@ class RankingScorer(Protocol):
 
 
 class Picker(Protocol):
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:
-        """The place of the chosen one."""
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:
+        """Return the place of the chosen candidate."""
         ...
 
 
 class PlacementPolicy(Protocol):
-    """One router's way of choosing; it may remember what it chose."""
+    """The way in which one router chooses workers; it may remember what it chose."""
 
     @property
     def name(self) -> str: ...
 
     def choose(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> "tuple[int, PlacementPolicy]":
-        """The place of the chosen one, and the policy that chose: another than this one, where this one failed."""
+        """Return the place of the chosen candidate, and the policy that chose it: another one if this policy failed."""
         ...
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
-        """What each candidate's cost is made of, by name: for explanations, worked out when somebody asks."""
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+        """Return the parts of each candidate's cost by name. They are computed for an explanation, when somebody asks for one."""
         ...
 
 
 class PolicyPlugin(Protocol):
-    """What an entry point of `fleet.policies` names: a Struct that makes a policy with its parameters."""
+    """A Struct that an entry point of `fleet.policies` names; it makes a policy from its parameters."""
 
     def policy(self) -> PlacementPolicy: ...

@@ -1,4 +1,4 @@
-"""What the router's server needs of the world."""
+"""Ports of the router: what it needs from workers and from text processing."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,14 +9,14 @@ from fleet.core.work import Start
 
 
 class Workers(Protocol):
-    """All workers of the cluster, behind one door.
+    """All workers of the cluster.
 
-    What they do (join, leave, advance requests, change their caches) is told to `RouterServer.hear`, each worker's doings
-    in their order. What is told from within these calls is heard after them.
+    What they do (join, leave, advance requests, change their caches) is passed to `RouterServer.hear`, in order for each worker. An event
+    that occurs during one of these calls is processed after the call.
     """
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
-        """Send work. Never blocks.
+        """Send an attempt to a worker; never block.
 
         Raises:
             WorkerUnreachable: There is no stream to that worker; nothing was sent.
@@ -24,7 +24,7 @@ class Workers(Protocol):
         ...
 
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
-        """Stop work; ignored when the worker is gone, since its work is gone too."""
+        """Stop an attempt; ignored if the worker has gone, because its attempts are gone too."""
         ...
 
 
@@ -38,11 +38,11 @@ class TextDecoder(Protocol):
     """Turns one request's tokens into text, a few at a time."""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Text that is now certain; incomplete characters wait for the next call."""
+        """Return the text that is certain now; incomplete characters wait for the next call."""
         ...
 
     def flush(self) -> str:
-        """What was waiting, with U+FFFD for incomplete characters."""
+        """Return the waiting text, with U+FFFD for incomplete characters."""
         ...
 
 
@@ -56,26 +56,26 @@ class TextCodec(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str) -> TokenBytes:
-        """Token ids of a plain prompt, with the special tokens that the model puts before it."""
+        """Return the token ids of a plain prompt, with the special tokens that the model puts before it."""
         ...
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "") -> TokenBytes:
-        """Token ids of a conversation, ready for the assistant's turn.
+        """Return the token ids of a conversation, up to the assistant's turn.
 
         Args:
-            messages: Of which there is at least one.
-            tools: That the model may call, as `fleet.core.requests.ChatPrompt` has them; empty: none.
+            messages: At least one message.
+            tools: Tools that the model may call, in the form of `ChatPrompt.tools`; empty: none.
 
         Raises:
-            Refused: The template does not accept these messages or knows no tools, or the model has none (INVALID_ARGUMENT,
+            RequestRejected: The template does not accept these messages or knows no tools, or the model has no template (INVALID_ARGUMENT,
                 field ``chat.messages`` or ``chat.tools``).
         """
         ...
 
     def decoder(self, prompt: TokenBytes = b"") -> TextDecoder:
-        """Of one answer; `prompt` is what comes before it, which decides for some models whether a space is text."""
+        """Return a decoder for one answer; `prompt` precedes it, which decides for some models whether a space is text."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """One token alone; a part of a character is U+FFFD."""
+        """Return the text of a single token; a part of a character is U+FFFD."""
         ...

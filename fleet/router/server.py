@@ -1,8 +1,8 @@
-"""The async shell of a router: hears workers and clients, lets the machine decide, does what it says.
+"""Router server: the async shell of a router. It passes events to the machine and performs the machine's commands.
 
-Flow: front -> `submit` -> machine -> `Workers.start`; workers -> `hear` -> machine -> `RequestStream` -> front. Between
-hearing an event and having performed its commands there is no `await`: nothing can come in between. What performing a
-command brings about is heard after all commands that were given with it.
+Flow: frontend -> `submit` -> machine -> `Workers.start`; workers -> `hear` -> machine -> `RequestStream` -> frontend. Between
+an event and the end of its commands there is no `await`, so nothing can come in between. Events that a command causes are
+processed after all commands that came with it.
 """
 
 import asyncio
@@ -50,26 +50,26 @@ log = logging.getLogger(__name__)
 
 
 class RequestListener(Protocol):
-    """Who hears how one request goes on; called between two turns of the event loop, and must not wait."""
+    """A receiver of one request's events; it is called between two turns of the event loop, and must not block."""
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Yield the events that the machine has for this client; nothing follows a `Complete` or a `RequestRejected`."""
+        """Take an event that the machine has for this client; nothing follows a `Complete` or a `RequestRejected`."""
         ...
 
 
 class RequestStream:
     """One request: entering submits it, iterating yields its tokens and at last `Complete`, leaving early cancels it.
 
-    Nothing is started before the context is entered, and nothing runs on after it is left. What waits here unread is
-    bounded by the request's `max_tokens`. `kv` and `cached_tokens` may be read at any time, also after leaving: with the
-    tokens they cover at least the work that these came from.
+    Nothing starts before the context is entered, and nothing runs after it is left. Unread items are bounded by the request's
+    `max_tokens`. `kv` and `cached_tokens` may be read at any time, also after leaving; they cover at least the attempts whose tokens
+    were read.
     """
 
     def __init__(self, arrived: Arrived, server: "RouterServer"):
         self._arrived = arrived
         self._server = server
-        self.kv: tuple[KvPhase, ...] = ()  # where the blocks came from, as far as is known
-        self.cached_tokens = 0  # of the prompt, likewise
+        self.kv: tuple[KvPhase, ...] = ()  # KV reports of the attempts so far
+        self.cached_tokens = 0  # cached tokens of the prompt so far
         self._waiting: deque[Progress | StartedOver | Complete | RequestRejected] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._over = False
@@ -78,7 +78,7 @@ class RequestStream:
         """Submit the request.
 
         Raises:
-            Refused: It was not taken; leaving is not needed.
+            RequestRejected: The request was not accepted; leaving is not needed.
         """
         self._server.open(self._arrived, self)
         if self._waiting and isinstance(refused := self._waiting[0], RequestRejected):
@@ -94,10 +94,10 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Progress | StartedOver | Complete:
-        """The next tokens, `StartedOver` if those before are void, or `Complete`, after which the iteration ends.
+        """Return the next tokens, `StartedOver` if the tokens so far are void, or `Complete`, which ends the iteration.
 
         Raises:
-            Refused: The rest will not come.
+            RequestRejected: The rest of the answer will not come.
         """
         while not self._waiting:
             if self._over:
@@ -110,7 +110,7 @@ class RequestStream:
         return item
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """For the server: what the machine has for this client."""
+        """Take an event from the server."""
         if type(item) is Emit:
             self.kv, self.cached_tokens = item.kv, item.cached_tokens
             self._waiting.append(item.progress)
@@ -127,7 +127,7 @@ class RequestStream:
 
 
 class RouterServer:
-    """One router. `run` it; `submit` requests from any number of fronts in the same event loop."""
+    """One router. Call `run` once; `submit` requests from any number of frontends in the same event loop."""
 
     def __init__(self, machine: RouterMachine, workers: Workers, clock: Clock):
         self._machine = machine
@@ -136,21 +136,21 @@ class RouterServer:
         self._streams: dict[RequestId, RequestListener] = {}
         self._unheard: deque[RouterEvent] = deque()
         self._absorbing = False
-        self._broken: Exception | None = None  # a bug, met in the middle of a decision
+        self._broken: Exception | None = None  # a bug that interrupted a decision
         self._broke = asyncio.Event()
-        self.on_change: Callable[[], None] | None = None  # after each event, for who looks at `booked`
-        self._closed = False  # nothing is taken any more
+        self.on_change: Callable[[], None] | None = None  # called after each event, for readers of `booked`
+        self._closed = False  # no more requests are accepted
         self._idle = asyncio.Event()
         self._idle.set()
         self._armed: Nanos | None = None  # the instant that `_keep_time` waits for
         self._sooner = asyncio.Event()
 
     def submit(self, arrived: Arrived) -> RequestStream:
-        """A request to be entered: ``async with server.submit(arrived) as progress: async for ...``."""
+        """Return a request to be entered: ``async with server.submit(arrived) as progress: async for ...``."""
         return RequestStream(arrived, self)
 
     def hear(self, event: WorkerEvent | PeerEvent) -> None:
-        """Take in at once what a worker or another router did."""
+        """Process an event of a worker or a peer router at once."""
         self._absorb(event)
 
     def models(self) -> tuple[ModelCard, ...]:
@@ -166,7 +166,7 @@ class RouterServer:
         return self._machine.remote_prefill()
 
     def tune(self, thresholds: Thresholds) -> None:
-        """Set them from the next request on; those that wait are looked at again."""
+        """Set thresholds for all further requests; the queued ones are tried again."""
         log.info("thresholds set", extra=structs.asdict(thresholds))
         self._absorb(ThresholdsChanged(thresholds=thresholds))
 
@@ -197,7 +197,7 @@ class RouterServer:
         return self._machine.explain(request_id)
 
     async def run(self) -> Never:
-        """Serve until cancelled; then every open stream is refused."""
+        """Serve until cancelled; then every open stream is rejected."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_time(), name="deadlines")
@@ -212,33 +212,35 @@ class RouterServer:
         raise AssertionError("time ended")
 
     async def drain(self, within: Nanos) -> int:
-        """Take no new requests and wait for the running ones; returns how many were not over in time."""
+        """Accept no new requests and wait for the running ones; return how many were not over in time."""
         self._closed = True
         try:
             async with asyncio.timeout(within / SECOND):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("requests were not over in time", extra={"requests": len(self._streams)})
+            log.warning("requests not finished before the drain timeout", extra={"requests": len(self._streams)})
         return len(self._streams)
 
     def open(self, arrived: Arrived, stream: RequestListener) -> None:
-        """Take a request whose listener hears of it until it is over, or until `close`.
+        """Submit a request whose listener hears of it until it is over, or until `close`.
 
         Raises:
-            Refused: This router takes no requests, or already has one of this name.
+            RequestRejected: This router takes no requests, or already has one with this id.
         """
         if self._closed:
             raise _going_away()
         if arrived.request_id in self._streams:
             raise RequestRejected(
-                Reason.INVALID_ARGUMENT, "request_id: a running request has the same", field="request_id"
+                Reason.INVALID_ARGUMENT,
+                "request_id: a running request has the same id; use another one",
+                field="request_id",
             )
         self._streams[arrived.request_id] = stream
         self._idle.clear()
         self._absorb(arrived)
 
     def close(self, request_id: RequestId, stream: RequestListener) -> None:
-        """Nobody listens any more; a request that is not over is cancelled everywhere."""
+        """Stop listening; a request that is not over is cancelled everywhere."""
         if self._streams.get(request_id) is stream:
             self._forget(request_id)
             self._absorb(RequestCancelled(request_id=request_id))
@@ -255,16 +257,16 @@ class RouterServer:
                 self._absorb(RouterTicked())
 
     def _absorb(self, event: RouterEvent) -> None:
-        """Let the machine decide and do what it says; what cannot be delivered is another event.
+        """Let the machine process an event, and perform its commands; an undeliverable command is another event.
 
-        A bug met on the way is raised, and ends `run`: nothing that the machine says can be trusted any more, and whoever
-        calls this (a socket's reader, a client's call) can do nothing about it.
+        A bug on the way is raised and ends `run`: no further decision of the machine can be trusted, and the caller (a socket's reader,
+        or a client's call) can do nothing about it.
         """
         if self._broken is not None:
             return
         events = self._unheard
         events.append(event)
-        if self._absorbing:  # performing a command has brought this about; the commands beside it go first
+        if self._absorbing:  # a command has caused this event; the other commands go first
             return
         self._absorbing = True
         try:
@@ -285,7 +287,7 @@ class RouterServer:
             self._sooner.set()
 
     def _perform(self, command: Command) -> Undelivered | None:
-        # What every request has comes first, compared by type: a pattern of a class takes 70 ns, whether it fits or not.
+        # The most frequent commands come first, compared by type: each class pattern takes 70 ns, whether it matches or not.
         if type(command) is Emit:
             if (stream := self._streams.get(command.request_id)) is not None:
                 stream.put(command)
@@ -306,7 +308,7 @@ class RouterServer:
             case Reject():
                 if (stream := self._streams.get(command.request_id)) is not None:
                     self._forget(command.request_id)
-                    stream.put(_refused(command))
+                    stream.put(_rejection(command))
             case CacheDriftChanged():
                 _warn_of_drift(command)
             case _:
@@ -335,18 +337,18 @@ def _warn_of_drift(command: CacheDriftChanged) -> None:
         "recall": round(command.recall, 3),
     }
     if command.drifting:
-        log.warning("what a worker has cached is not what is known of it", extra=told)
+        log.warning("worker cache drifts from the prefix index", extra=told)
     else:
-        log.info("what a worker has cached is what is known of it again", extra=told)
+        log.info("worker cache agrees with the prefix index again", extra=told)
 
 
 def _going_away() -> RequestRejected:
     return RequestRejected(
-        Reason.DRAINING, "this router is going away; another will serve the request", retry_after_ms=1
+        Reason.DRAINING, "this router is shutting down; another router will serve the request", retry_after_ms=1
     )
 
 
-def _refused(command: Reject) -> RequestRejected:
+def _rejection(command: Reject) -> RequestRejected:
     return RequestRejected(
         command.reason,
         command.message,

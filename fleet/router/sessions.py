@@ -1,18 +1,18 @@
-"""Where the requests of a session went.
+"""Session table: the worker that a session's requests went to.
 
 Rules:
 
 1. A session is bound to the worker of its last placement, until it has been idle for longer than the time to live.
-2. At most so many sessions are remembered; the one that has been idle longest goes first.
-3. What a binding means is not decided here: a wish ("soft") or a condition ("hard"), see `RouterSettings.session_affinity`.
-4. A session's requests may come by any router of the cluster. So what is bound or forgotten here is told to the others, as the news
-   since the last time, and what they tell counts as if it had happened here; it is not told on. Of either there are `MAX_SESSION_NEWS` at
-   most: of the news the first, to a router that is reached later the latest bindings.
-5. Of what several routers say of one session the latest counts, by the *stamp* that the router gave it which placed the request. It
-   never changes on its way, so all come to the same, in whatever order they hear it, and at once when a link that was cut is whole
-   again. Stamps are instants of a clock that the routers have in common: each one's own, put forward to the latest that it has heard
-   of. Routers that have met need no synchronised clocks for that; who never has is as right as Unix time on its host.
-   That a session was forgotten is not kept, so who hears later of an older binding has it again, until its next request.
+2. The number of sessions is limited; the one that has been idle longest is forgotten first.
+3. The settings decide what a binding means: a preference ("soft") or a condition ("hard"), see `RouterSettings.session_affinity`.
+4. A session's requests may come through any router of the cluster. So bindings and their ends are announced to the peers as news since
+   the last time. News from a peer count as if they had happened here, and are not passed on. At most `MAX_SESSION_NEWS` are
+   announced: the first ones of the news, and the latest bindings for a router that is reached later.
+5. If several routers report about one session, the latest binding counts, by the *stamp* of the router that placed the request. The
+   stamp is passed on unchanged. So all routers agree, in whatever order they hear the news, and as soon as a cut link works again. Stamps
+   are instants of a common clock: each router's own clock, advanced to the latest stamp that it has heard. Routers that have met need
+   no synchronised clocks for that; a router that never has is as accurate as the Unix time of its host. The end of a binding
+   is not stored, so a router that later hears of an older binding has it again, until the session's next request.
 """
 
 from collections import OrderedDict
@@ -24,29 +24,29 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import WorkerId
 
 SessionKey = tuple[str, str]
-"""Tenant and session: what one tenant calls its sessions is nothing to another."""
+"""Tenant and session; two tenants may use the same session names."""
 
-MAX_SESSION_NEWS = 10_000  # at once: some 1 MB
+MAX_SESSION_NEWS = 10_000  # in one message: about 1 MB
 
 
 class SessionBinding(Struct, frozen=True, kw_only=True):
-    """Where the requests of a session go."""
+    """The worker of a session."""
 
     key: SessionKey
-    worker_id: WorkerId | None  # None: it has been forgotten
-    stamp: int = 0  # when, by the common clock (rule 5), in nanoseconds; 0: of an older version, which does not say
+    worker_id: WorkerId | None  # None: the session was forgotten
+    stamp: int = 0  # instant of the common clock in nanoseconds (rule 5); 0: an older version did not send it
 
 
 class SessionTable:
-    """Bindings of one router, those used last at the end."""
+    """The session bindings of one router, the last used ones at the end."""
 
     def __init__(self, ttl_seconds: float, capacity: int, *, telling: bool = False):
-        """Nothing is bound.
+        """Start empty.
 
         Args:
-            ttl_seconds: To live.
-            capacity: Bindings, at most.
-            telling: Whether somebody asks for news.
+            ttl_seconds: Time to live of an idle session.
+            capacity: The most sessions.
+            telling: True if there are peers to announce news to.
         """
         self._ttl = int(ttl_seconds * SECOND)
         self._capacity = capacity
@@ -54,14 +54,14 @@ class SessionTable:
         self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos, int]] = OrderedDict()  # worker, last use, stamp
         self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}  # worker, stamp
         self._dropped: list[SessionKey] = []
-        self._ahead = 0  # of this router's clock is the common one
-        self._stamp = 0  # the latest of all
+        self._ahead = 0  # nanoseconds by which the common clock is ahead of this router's clock
+        self._stamp = 0  # the latest stamp
 
     def __len__(self) -> int:
         return len(self._bindings)
 
     def bound(self, key: SessionKey, now: Nanos) -> WorkerId | None:
-        """The worker of a session; None when it has none, or has been idle for too long."""
+        """Return the worker of a session; None if there is none or the session was idle for too long."""
         if (binding := self._bindings.get(key)) is None:
             return None
         worker_id, used, _ = binding
@@ -81,11 +81,11 @@ class SessionTable:
         self._bindings.pop(key, None)
 
     def clock_heard(self, clock: int, now: Nanos) -> None:
-        """A clock says that it is so many nanoseconds past (rule 5)."""
+        """Advance the common clock to a peer's clock (rule 5)."""
         self._ahead = max(self._ahead, clock - now)
 
     def heard(self, binding: SessionBinding, now: Nanos) -> None:
-        """Another router has bound or forgotten a session."""
+        """Apply a binding, or its end, from a peer router."""
         key, worker_id = binding.key, binding.worker_id
         if binding.stamp:
             self.clock_heard(binding.stamp, now)
@@ -99,26 +99,26 @@ class SessionTable:
             self._bind(key, worker_id, now, stamp)
 
     def dropped(self) -> list[SessionKey]:
-        """What was forgotten by rules 1 and 2 since it was asked for."""
+        """Return the sessions that rules 1 and 2 ended since the last call."""
         if not self._dropped:
             return []
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def news(self) -> list[SessionBinding]:
-        """What was bound or forgotten here since it was asked for."""
+        """Return the bindings and ends of bindings on this router since the last call."""
         news, self._news = self._news, {}
         return [SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, stamp) in news.items()]
 
     def latest(self) -> list[SessionBinding]:
-        """What was bound last, the latest at the end."""
+        """Return the latest bindings, the last one at the end."""
         latest = list(islice(reversed(self._bindings.items()), MAX_SESSION_NEWS))
         return [
             SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, _, stamp) in reversed(latest)
         ]
 
     def _note(self, key: SessionKey, worker_id: WorkerId | None, now: Nanos) -> int:
-        """Have it told; returns its stamp."""
+        """Announce a binding; return its stamp."""
         stamp = self._next_stamp(now)
         if key in self._news or len(self._news) < MAX_SESSION_NEWS:
             self._news[key] = worker_id, stamp

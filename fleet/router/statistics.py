@@ -1,10 +1,11 @@
-"""What a router can tell of what it has done: counters, why requests went where they went, and how right it was about caches.
+"""Router statistics: counters, explanations of recent decisions, and how accurate the router's view of the caches is.
 
 Rules:
 
-1. Why is kept of the latest requests alone, `explained_requests` of them, whether they have ended or not. A request that comes under
-   the id of an older one takes its place.
-2. What was believed to be cached is compared with what was (`fleet.router.kv_index.cache_accuracy`) once a prompt, on the worker that computed it.
+1. The explanations of the latest `explained_requests` requests are kept, whether these have ended or not. A request that reuses
+   an id replaces the older request.
+2. Predicted and reported cached tokens are compared once for each prompt, on the worker that computed it
+   (`fleet.router.kv_index.cache_accuracy`).
 """
 
 from collections import OrderedDict
@@ -23,26 +24,23 @@ from fleet.router.state.worker_table import RegisteredWorker
 
 
 class RouterStatistics:
-    """Of one router, since its start."""
+    """Statistics of one router since its start."""
 
     def __init__(self, explained_requests: int) -> None:
-        """Nothing was done.
-
-        Args:
-            explained_requests: How many are remembered.
-        """
         self.counters = RouterCounters()
         self._most_explained = explained_requests
-        self._explained: OrderedDict[RequestId, list[Decision]] = OrderedDict()  # a dict's first key is slow to find
+        self._explained: OrderedDict[RequestId, list[Decision]] = (
+            OrderedDict()
+        )  # an OrderedDict finds its first key fast
         self._compared = dict.fromkeys(Knowledge, CacheComparison())
         self._prompts_compared = dict.fromkeys(Knowledge, 0)
 
     def arrived(self, request_id: RequestId) -> None:
-        """A request has."""
+        """Forget an older request with the same id."""
         self._explained.pop(request_id, None)
 
     def placed(self, live: LiveRequest, decision: Decision, policy: PlacementPolicy) -> None:
-        """A request was; `policy` should have decided."""
+        """Count and keep a decision; `policy` is the one that should have made it."""
         self.counters.placed(decision, policy)
         if live.sent:
             self.counters.continued += 1
@@ -51,48 +49,48 @@ class RouterStatistics:
             self._explained.popitem(last=False)
 
     def impossible(self, cause: RejectionCause) -> None:
-        """Nobody could serve a request."""
+        """Count a request that no worker could serve."""
         causes = self.counters.impossible
         causes[cause] = causes.get(cause, 0) + 1
 
     def refused(self, reason: Reason) -> None:
-        """A request was."""
+        """Count a rejected request."""
         refused = self.counters.refused
         refused[reason] = refused.get(reason, 0) + 1
 
     def compare(self, decision: Decision, worker: RegisteredWorker, reported_tokens: int) -> CacheDriftChanged | None:
-        """What was believed to be cached where a prompt was computed, against what was.
+        """Compare the cached tokens that a decision predicted with those that the worker reported.
 
         Returns:
-            What to tell, if the worker's cache begins to drift by that, or does no more.
+            The command to give if the worker's cache begins to drift, or no longer drifts.
         """
-        truth, prompt = worker.truth, decision.asked.prompt_tokens
+        accuracy, prompt = worker.accuracy, decision.request.prompt_tokens
         predicted = prompt - decision.prefill_tokens
         compared = compare(prompt, predicted, reported_tokens, worker.description.block_tokens)
-        self._compared[truth.knowledge] += compared
-        self._prompts_compared[truth.knowledge] += 1
-        if not truth.note(compared):
+        self._compared[accuracy.knowledge] += compared
+        self._prompts_compared[accuracy.knowledge] += 1
+        if not accuracy.note(compared):
             return None
         return CacheDriftChanged(
             worker_id=worker.description.worker_id,
-            knowledge=truth.knowledge,
-            drifting=truth.drifting,
-            precision=truth.recent.precision,
-            recall=truth.recent.recall,
+            knowledge=accuracy.knowledge,
+            drifting=accuracy.drifting,
+            precision=accuracy.recent.precision,
+            recall=accuracy.recent.recall,
         )
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Why a request went where it went; None for one too long ago, or never placed."""
+        """Return why a request was placed as it was; None if that is too long ago or it was never placed."""
         placements = self._explained.get(request_id)
         return None if placements is None else Explanation(placements=tuple(each.explained() for each in placements))
 
     def knowledge(
         self, recent: Callable[[Knowledge], tuple[int, int, CacheComparison]]
     ) -> tuple[KnowledgeSnapshot, ...]:
-        """How well it is known what workers have cached.
+        """Return how accurately the caches of workers are known.
 
         Args:
-            recent: Of those workers that are here: how many, how many of them drift, and the sum of the latest comparisons.
+            recent: Returns, for one kind of knowledge, the number of workers, how many of them drift, and their latest comparisons.
         """
         found = []
         for knowledge in Knowledge:

@@ -1,18 +1,18 @@
-"""Who asks, and how much each may have: API keys, and two token buckets a tenant.
+"""Tenants: API keys, and rate limits with two token buckets for each tenant.
 
 Rules:
 
-1. Where no tenant has a key, a router believes the tenant that a request names: the network is closed. Where one has, a
-   request proves its tenant by a key, and must not name another.
-2. A tenant has a bucket of requests and one of tokens, each filled evenly up to a minute's worth. A request is let in
-   when both hold at least one; it takes one request and its prompt at once, the tokens of its answer when it has ended. A
-   bucket may be overdrawn so, and lets nobody in until it is filled again. No limit: no bucket.
-3. Several routers share buckets by telling each other what they took (`taken`) and hearing what is left (`settle`), some
-   times a second, with what each believes (`before`) for when the place where they meet has forgotten. In between each counts for itself, so together they let in at most what fits into that time too much.
-4. Routers that tell each other directly (`fleet.peers.routers`) each count what all of them take: what another one took comes off here
-   (`took_elsewhere`). Before the others have confirmed that they heard of it, a router lets in at most an equal share of what is left
-   (`is_unsure`), and one request where less is left: N routers together let in at most N - 1 requests too many, which the bucket
-   then owes.
+1. If no tenant has a key, the router believes the tenant that a request names, because the network is closed. If any tenant has one, a
+   request proves its tenant by a key and must not name another tenant.
+2. A tenant has a bucket of requests and a bucket of tokens; each fills evenly up to the amount of a minute. A request is admitted
+   when both hold at least one. It takes one request and the tokens of its prompt at once, and the tokens of its answer at the end. So a
+   bucket may be overdrawn, and then admits nothing until it has filled again. Without a limit there is no bucket.
+3. Routers can share buckets through Redis. Several times a second they report what they took (`taken`) and learn what is left (`settle`),
+   with their own view (`before`) in case Redis has lost it. In between each router counts by itself, so together
+   they may admit too much by what fits into that time.
+4. Routers that are peers (`fleet.peers`) each count what all of them take: the usage of a peer is subtracted here (`took_elsewhere`).
+   Until the peers have confirmed its usage, a router admits at most an equal share of what is left (`is_unsure`), and one request if less
+   is left. N routers together admit at most N - 1 requests too many, which the bucket then owes.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,30 +22,31 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected, invalid
 from fleet.core.requests import RateLimitStatus, RemainingLimit
 
 MINUTE_SECONDS = 60
+ROUNDS = 100  # each round admits at least an equal share of what is left
 
 PerMinute = Annotated[float, Meta(ge=0, le=1e12)]
 Sha256Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What operators may say of one tenant."""
+    """Settings of one tenant."""
 
     api_key_sha256: tuple[Sha256Hex, ...] = ()
-    """SHA-256 of each key it may show, in hex (``printf %s KEY | sha256sum``), so that the file holds no secret."""
+    """SHA-256 of each API key of the tenant, in hex (``printf %s KEY | sha256sum``), so that the file holds no secret."""
 
     weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-    """Its share of the prompt tokens computed while requests wait, beside the others' weights."""
+    """Its share of the prompt tokens that are computed while requests wait, relative to the weights of the other tenants."""
 
     requests_per_minute: PerMinute = 0.0
-    """Requests let in, 1 or more; 0: no limit."""
+    """The most requests to admit in a minute, 1 or more; 0: no limit."""
 
     tokens_per_minute: PerMinute = 0.0
-    """Tokens of prompts and answers, 1 or more; 0: no limit."""
+    """The most tokens of prompts and answers in a minute, 1 or more; 0: no limit."""
 
     @property
     def is_limited(self) -> bool:
@@ -58,7 +59,7 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TokenBucket:
-    """What may be taken, filled evenly to a minute's worth."""
+    """A bucket that fills evenly up to the amount of a minute."""
 
     def __init__(self, per_minute: float, now: Nanos) -> None:
         self.per_minute = per_minute
@@ -66,7 +67,7 @@ class TokenBucket:
         self._at = now
 
     def level(self, now: Nanos) -> float:
-        """What is in it; below zero when more was taken than there was."""
+        """Return the content; it is negative if more was taken than there was."""
         gained = max(0, now - self._at) * self.per_minute / (MINUTE_SECONDS * SECOND)
         return min(self.per_minute, self._level + gained)
 
@@ -81,29 +82,29 @@ class TokenBucket:
 
 
 class TenantUsageDelta(Struct, frozen=True, kw_only=True):
-    """What a tenant took here since this was asked last."""
+    """The requests and tokens that a tenant took from this router since the last call."""
 
     requests: float
     tokens: float
 
 
 class TenantUsage(Struct, kw_only=True):
-    """What a tenant has had here since the router began, for who keeps books."""
+    """The total usage of a tenant on this router since its start, for accounting."""
 
-    requests: int = 0  # that were let in
+    requests: int = 0  # admitted requests
     prompt_tokens: int = 0
     answer_tokens: int = 0
 
 
 class BucketLevels(Struct, frozen=True, kw_only=True):
-    """The content of a tenant's buckets; 0 where there is none of this kind."""
+    """The content of a tenant's buckets; 0 if there is no such bucket."""
 
     requests: float
     tokens: float
 
 
 SettleWithPeers = Callable[[], Awaitable[bool]]
-"""Waits until the other routers have heard what was taken here; False where one of them did not answer in time."""
+"""A function that waits until the peers have heard what was taken here; it returns False if one of them did not answer in time."""
 
 
 class _TenantLimits:
@@ -114,8 +115,8 @@ class _TenantLimits:
         self.taken_tokens = 0.0
         self.told = TenantUsageDelta(
             requests=0.0, tokens=0.0
-        )  # all that was taken here for others to hear of; it only grows
-        self.heard = self.told  # as much of it as all other routers have confirmed that they heard of
+        )  # total taken here that peers have to hear of; it only grows
+        self.heard = self.told  # the part of it that all peers have confirmed
 
     @property
     def unheard_requests(self) -> float:
@@ -127,10 +128,10 @@ class _TenantLimits:
 
 
 class Tenants:
-    """All tenants that the settings name; others have neither keys nor limits."""
+    """All tenants that the settings name; other tenants have neither keys nor limits."""
 
     def __init__(self, settings: Mapping[str, TenantSettings], now: Nanos) -> None:
-        """All buckets are full.
+        """Start with full buckets.
 
         Raises:
             ConfigurationRefused: Two tenants have the same key.
@@ -154,40 +155,40 @@ class Tenants:
 
     @property
     def by_key(self) -> bool:
-        """Whether requests prove their tenant by a key."""
+        """True if requests prove their tenant by a key."""
         return bool(self._by_key)
 
     def tenant(self, authorization: str, named: str) -> str:
-        """Whose request this is (rule 1).
+        """Return the tenant of a request (rule 1).
 
         Args:
             authorization: The header of that name, ``Bearer KEY``; empty: there is none.
-            named: The tenant that the request itself names; empty: none.
+            named: The tenant that the request names; empty: none.
 
         Raises:
-            Refused: UNAUTHENTICATED without a known key; INVALID_ARGUMENT where it names another tenant than its key's.
+            RequestRejected: UNAUTHENTICATED without a known key; INVALID_ARGUMENT if another tenant than the key's is named.
         """
         if not self._by_key:
             return named
         scheme, _, key = authorization.partition(" ")
-        sent = key.strip(" \t").encode("latin-1", "replace")  # the bytes of the header, which fronts read as Latin-1
+        sent = key.strip(" \t").encode("latin-1", "replace")  # the header's bytes, which frontends decode as Latin-1
         known = self._by_key.get(sha256(sent).hexdigest())
         if scheme.lower() != "bearer" or known is None:
-            missing = "is missing" if not authorization else "has no key that is known here"
+            missing = "is missing" if not authorization else "has no known key"
             raise RequestRejected(
                 Reason.UNAUTHENTICATED,
                 f"authorization: {missing}; send 'Bearer' and your API key",
                 field="authorization",
             )
         if named not in ("", known):
-            raise invalid("tenant", "is not the one of the API key; leave it out")
+            raise invalid("tenant", "is not the tenant of the API key; leave it out")
         return known
 
     def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> RateLimitStatus | None:
-        """Let a request in; returns what is left, None for a tenant without limits.
+        """Admit a request; return what is left, or None for a tenant without limits.
 
         Raises:
-            Refused: RATE_LIMITED, with the time after which the next request is let in.
+            RequestRejected: RATE_LIMITED, with the time after which the next request is admitted.
         """
         limited = self._limited.get(tenant)
         if limited is not None:
@@ -202,18 +203,18 @@ class Tenants:
         return RateLimitStatus(requests=_remaining(limited.requests, now), tokens=_remaining(limited.tokens, now))
 
     def used(self, tenant: str, answer_tokens: int, now: Nanos) -> None:
-        """An answer has ended, however it did."""
+        """Charge the tokens of an answer that has ended in any way."""
         if (usage := self._usage.get(tenant)) is not None:
             usage.answer_tokens += answer_tokens
         if (limited := self._limited.get(tenant)) is not None:
             self._take(limited, 0, answer_tokens, now)
 
     def usage(self) -> Mapping[str, TenantUsage]:
-        """Of each tenant that the settings name; it goes on counting."""
+        """Return the usage of each tenant that the settings name; the values go on counting."""
         return self._usage
 
     def taken(self) -> dict[str, TenantUsageDelta]:
-        """What was taken here since the last call, of tenants with limits that took anything."""
+        """Return what was taken here since the last call, for tenants with limits that took anything."""
         taken = {}
         for name, limited in self._limited.items():
             if limited.taken_requests or limited.taken_tokens:
@@ -222,7 +223,7 @@ class Tenants:
         return taken
 
     def settle(self, tenant: str, requests: float, tokens: float, now: Nanos) -> None:
-        """What is left of a tenant's buckets by everybody's count; what was taken here since `taken` comes off."""
+        """Set a tenant's buckets to what is left over all routers; what was taken here since `taken` is subtracted."""
         limited = self._limited[tenant]
         if limited.requests is not None:
             limited.requests.settle(requests - limited.taken_requests, now)
@@ -230,7 +231,7 @@ class Tenants:
             limited.tokens.settle(tokens - limited.taken_tokens, now)
 
     def before(self, tenant: str, now: Nanos) -> tuple[float, float]:
-        """Requests and tokens that would be in a tenant's buckets but for what was taken since `taken`; 0: no such bucket."""
+        """Return requests and tokens in a tenant's buckets without what was taken since `taken`; 0: no such bucket."""
         limited = self._limited[tenant]
         return (
             0.0 if limited.requests is None else limited.requests.level(now) + limited.taken_requests,
@@ -238,7 +239,7 @@ class Tenants:
         )
 
     def is_unsure(self, tenant: str, prompt_tokens: int, now: Nanos) -> bool:
-        """Return whether the other routers should hear what was taken here before this request is let in (rule 4)."""
+        """Return whether the peers should hear what was taken here before this request is admitted (rule 4)."""
         limited = self._limited.get(tenant) if self.others else None
         if limited is None:
             return False
@@ -248,11 +249,11 @@ class Tenants:
         )
 
     def told(self) -> dict[str, TenantUsageDelta]:
-        """Return all that was taken here so far, for `confirm`; ask when others have been told of it (`taken`)."""
+        """Return the totals taken here so far, for `confirm`; call it when peers have been told (`taken`)."""
         return {name: limited.told for name, limited in self._limited.items() if limited.told != limited.heard}
 
     def confirm(self, told: Mapping[str, TenantUsageDelta]) -> None:
-        """Note that all other routers have heard of so much (`told`); in whatever order, and however often, that is said."""
+        """Note the totals that all peers have confirmed (`told`); any order and any repetition is allowed."""
         for name, taken in told.items():
             limited = self._limited[name]
             limited.heard = TenantUsageDelta(
@@ -260,7 +261,7 @@ class Tenants:
             )
 
     def took_elsewhere(self, tenant: str, taken: TenantUsageDelta, now: Nanos) -> None:
-        """Take what a tenant had from another router off its buckets here."""
+        """Subtract what a tenant took from a peer router."""
         if (limited := self._limited.get(tenant)) is not None:
             if limited.requests is not None:
                 limited.requests.take(taken.requests, now)
@@ -268,7 +269,7 @@ class Tenants:
                 limited.tokens.take(taken.tokens, now)
 
     def left(self, now: Nanos) -> dict[str, BucketLevels]:
-        """Return what is left in the buckets of tenants that took anything lately."""
+        """Return the bucket levels of tenants that took anything lately."""
         return {
             name: BucketLevels(requests=_level(limited.requests, now), tokens=_level(limited.tokens, now))
             for name, limited in self._limited.items()
@@ -276,14 +277,14 @@ class Tenants:
         }
 
     def lower(self, tenant: str, left: BucketLevels, now: Nanos) -> None:
-        """Believe another router that less is left than this one knows of."""
+        """Lower a tenant's buckets to a peer's levels if these are lower."""
         if (limited := self._limited.get(tenant)) is not None:
             for bucket, level in ((limited.requests, left.requests), (limited.tokens, left.tokens)):
                 if bucket is not None and level < bucket.level(now):
                     bucket.settle(level, now)
 
     def limits(self) -> dict[str, tuple[float, float]]:
-        """Requests and tokens a minute of each tenant that has a limit; 0: none of this kind."""
+        """Return requests and tokens per minute of each tenant with a limit; 0: no such limit."""
         return {
             name: (
                 limited.requests.per_minute if limited.requests is not None else 0.0,
@@ -306,10 +307,30 @@ class Tenants:
             self.on_taken()
 
 
+async def admit_with_peers(tenants: Tenants, tenant: str, prompt_tokens: int, clock: Clock) -> RateLimitStatus | None:
+    """Admit a request like `Tenants.admit`, but wait for peer routers near a limit.
+
+    Raises:
+        RequestRejected: The tenant has used up its limit.
+    """
+    for _ in range(ROUNDS):
+        settle = tenants.settle_with_others
+        if settle is None or not tenants.is_unsure(tenant, prompt_tokens, clock.now()):
+            break
+        if not await settle():
+            break  # without its peers' answers each router counts by itself
+    return tenants.admit(tenant, prompt_tokens, clock.now())
+
+
+async def await_settle(settle: SettleWithPeers) -> bool:
+    """Await `settle` in a coroutine, for a task."""
+    return await settle()
+
+
 def _exceeds_share(bucket: TokenBucket | None, unheard: float, more: float, routers: int, now: Nanos) -> bool:
-    """Return whether a router should ask the others first, of `routers` that share what is left."""
+    """Return whether a router should ask its peers first, if `routers` routers share what is left."""
     if bucket is None or not unheard or (level := bucket.level(now)) < 1:
-        return False  # below one the request is refused, whatever the others took
+        return False  # below one the request is rejected, whatever the peers took
     return unheard + more > max(1.0, (level + unheard) / routers)
 
 

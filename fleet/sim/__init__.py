@@ -1,1 +1,1 @@
-"""The discrete-event world around the machines that run in production: the same router, on simulated engines and links."""
+"""Simulator: the machines that run in production, in virtual time, on simulated engines, links and clients."""

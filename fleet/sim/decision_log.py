@@ -1,23 +1,23 @@
-"""The decision log: what a router's machine decided, a line a decision, the same wherever the machine runs.
+"""Decision log: what a router's machine decided, one line per decision, the same wherever the machine runs.
 
 Rules:
 
-1. A line is an instant in nanoseconds, a verb, and what the verb says. These are all:
+1. A line consists of an instant in nanoseconds, a verb, and details. These are all verbs:
 
        place R on W [with P by PATH]: WHY, compute N of M tokens, W=COST/HITS …[, prefill P=COST/HITS …]
-       book W: N requests, B blocks, T prefill tokens       (and `book W: nothing` when all was given back)
-       send WORK to W: PHASE, N tokens, at most M [, of which N from P by PATH]
-       cancel WORK on W
+       book W: N requests, B blocks, T prefill tokens       (and `book W: nothing` if all was released)
+       send ATTEMPT to W: PHASE, N tokens, at most M [, of which N from P by PATH]
+       cancel ATTEMPT on W
        complete R: FINISH, N cached
        refuse R: REASON
        drift W: yes | no
 
-2. `place` is a decision with all that it was made on: the candidates in the order of their joining, each with its cost and
-   with the leading blocks of the prompt that it was known to hold. It stands before the `send` that it led to; a `send`
-   without one is a hand-off, whose worker was chosen when the request was placed.
-3. `book` lines are what is booked on a worker after the event, one for each worker where that has changed: bookings, growing
-   answers and releases are all in them.
-4. Costs are printed with nine significant digits: sums of floats may differ in the last bits between two machines.
+2. `place` is a decision with its data: the candidates in the order of their joining, each with its cost and with the leading
+   blocks of the prompt that it was known to hold. It stands before the `send` that it led to. A `send` without a `place` is the
+   decode part of a handoff, whose worker was chosen when the request was placed.
+3. `book` lines are the reservations on a worker after the event, one line for each worker whose reservations have changed.
+   New reservations, growing answers and releases all appear in them.
+4. Costs are printed with nine significant digits, because sums of floats may differ in the last bits between two machines.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,6 @@ from fleet.core.ids import WorkerId
 from fleet.core.requests import TOKEN_BYTES
 from fleet.core.roles import Phase
 from fleet.core.work import Start
-from fleet.router.candidates import Rows
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     CacheDriftChanged,
@@ -44,6 +43,7 @@ from fleet.router.messages import (
     request_of,
 )
 from fleet.router.placement.decision import CostTerms, Decision
+from fleet.router.policy import Rows
 
 
 class DecisionLog:
@@ -51,9 +51,9 @@ class DecisionLog:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.machine: RouterMachine | None = None  # that it is of; what it says before that is known is not noted
+        self.machine: RouterMachine | None = None  # nothing is logged before it is set
         self._booked: dict[WorkerId, ReservationTotals] = {}
-        self._placed: dict[str, Decision] = {}  # decisions of live requests that are in the log
+        self._placed: dict[str, Decision] = {}  # logged decisions of live requests
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:  # noqa: ARG002
         if self.machine is None or commands is None:
@@ -88,7 +88,7 @@ class DecisionLog:
             case CacheDriftChanged():
                 self.lines.append(f"{now} drift {command.worker_id}: {'yes' if command.drifting else 'no'}")
             case Emit():
-                pass  # what workers said, passed on: nothing was decided
+                pass  # output of a worker, passed on; nothing was decided
             case _:
                 assert_never(command)
 
@@ -110,7 +110,7 @@ def _placed(decision: Decision) -> str:
     where = f"on {placed.decode}"
     if placed.prefill is not None:
         where += f" with {placed.prefill} by {placed.kv_path}"
-    line = f"{where}: {placed.why}, compute {placed.prefill_tokens} of {decision.asked.prompt_tokens} tokens"
+    line = f"{where}: {placed.why}, compute {placed.prefill_tokens} of {decision.request.prompt_tokens} tokens"
     line += f", {_candidates(placed.candidates, decision, decision.rows)}"
     if decision.prefill_rows is not None:
         line += f", prefill {_candidates(placed.prefill_candidates, decision, decision.prefill_rows)}"
@@ -118,7 +118,7 @@ def _placed(decision: Decision) -> str:
 
 
 def _candidates(terms: Sequence[CostTerms], decision: Decision, rows: Rows) -> str:
-    hits = decision.standings.candidates(rows).held_blocks().tolist()
+    hits = decision.candidate_table.candidates(rows).held_blocks().tolist()
     return " ".join(f"{each.worker_id}={each.cost:.9g}/{blocks:.0f}" for each, blocks in zip(terms, hits, strict=True))
 
 

@@ -1,14 +1,14 @@
-"""A recording of a live router, heard again by the same machine: does it say the same?
+"""Replay of a live router's recording: the same events through the same machine must give the same commands.
 
 Rules:
 
-1. The machine is made with the recording's seed and settings and hears its events at their instants; it is asked nothing else. So it says
-   what it said, or its code has changed since, or the recording, or it is no pure function of its history: a bug.
+1. The machine gets the recording's seed, settings and events at their instants, and nothing else. If its commands differ, then its
+   code or the recording has changed, or it is not a pure function of its history, which is a bug.
 2. Commands are compared as they are recorded (`fleet.recording.format`), event by event. With the first difference the replay
-   ends: from there on the recording tells of another history.
-3. Given what profiles say of its workers, it also tells how well that predicts what they did (`fleet.router.latency_predictions`).
-4. Policies that are not this package's are asked again, with all the time they need. Where one was too slow when it was recorded,
-   the default policy decided, and that is a difference.
+   ends, because the rest of the recording belongs to another history.
+3. Given profiles of the workers, the replay also says how well these predict the recorded latencies (`fleet.router.latency_predictions`).
+4. Policies of other packages are called again, without a time limit. If one was too slow when the recording was made, the default
+   policy decided then, which is a difference.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,28 +38,28 @@ UNHURRIED_MS = 1e6
 
 
 class ReplayDifference(Struct, frozen=True, kw_only=True):
-    """Where a replay parted from its recording."""
+    """The first event whose commands differ."""
 
     line: int  # of the recording
-    seconds: float  # since its beginning
+    seconds: float  # since the beginning of the recording
     event: str
     fields: dict[str, Any]  # of the event, as recorded
     recorded: list[Any] | None  # commands; None: the machine broke
     replayed: list[Any] | None
-    why: str = ""  # it breaks now, or asks for what it did not ask for
-    decisions: list[str] = []  # that lead to what is said now, and all that is booked after it
+    why: str = ""  # set if the machine breaks now, or asks for keys that it did not ask for
+    decisions: list[str] = []  # decision log of the event, as replayed
 
 
 class WorkerDrift(Struct, frozen=True, kw_only=True):
-    """A worker became another than it was."""
+    """A latency drift of a worker."""
 
     seconds: float  # since the beginning of the recording
     worker_id: WorkerId
-    kind: PredictionKind  # of prediction that began to miss
+    kind: PredictionKind  # predictions that began to miss
 
 
 class RecordingReplayResult(Struct, frozen=True, kw_only=True):
-    """What a replay showed."""
+    """Result of a replay; `fleet sim replay --json` prints it."""
 
     agree: bool
     events: int
@@ -70,16 +70,16 @@ class RecordingReplayResult(Struct, frozen=True, kw_only=True):
     began_unix: int
     notes: list[str]
     difference: ReplayDifference | None = None
-    expected: list[PredictionAccuracy] = []  # how well profiles predict what workers did, where any were given
+    expected: list[PredictionAccuracy] = []  # how well profiles predicted the workers, if any were given
     drifts: list[WorkerDrift] = []
 
 
 class _RecordedKeys:
-    """What the hasher said when it was recorded, in order."""
+    """The recorded answers of the hasher, in order."""
 
     def __init__(self) -> None:
         self._keys: list[Keys] = []
-        self.missed = ""  # what it is asked that it was not asked then
+        self.missed = ""  # a question that was not asked when the recording was made
 
     def expect(self, keys: Sequence[Keys]) -> None:
         self._keys = list(reversed(keys))
@@ -94,33 +94,33 @@ class _RecordedKeys:
 
 
 class RecordingReplay:
-    """One recording and the machine that hears it; `run` it once."""
+    """A recording and the machine that replays it; `run` works once."""
 
     def __init__(self, path: Path, profile_of: Callable[[WorkerDescription], WorkerProfile | None] | None = None):
-        """Reads the head.
+        """Read the head of a recording.
 
         Args:
-            path: Of the recording.
-            profile_of: What is known of a worker beforehand; None: nothing is expected of any.
+            path: File of the recording.
+            profile_of: Returns the profile of a worker; None: predict nothing.
 
         Raises:
             ConfigurationRefused: It is no recording, or its policy is not installed.
         """
         self._recording = Recording(path)
-        self._answers = _RecordedKeys()
+        self._recorded_keys = _RecordedKeys()
         self._log = DecisionLog()
         settings = structs.replace(self._recording.head.settings, policy_budget_ms=UNHURRIED_MS)
         self._machine = self._log.machine = RouterMachine(
-            settings, Random(self._recording.head.seed), _policy(path, settings), self._answers.hash
+            settings, Random(self._recording.head.seed), _policy(path, settings), self._recorded_keys.hash
         )
-        self._expectations = LatencyPredictions(profile_of or (lambda _: None))
-        self._expectations.machine = self._machine
+        self._predictions = LatencyPredictions(profile_of or (lambda _: None))
+        self._predictions.machine = self._machine
 
     def run(self, decided: Callable[[Sequence[str]], None] | None = None) -> RecordingReplayResult:
-        """Hear it to its end, or to the first difference.
+        """Replay the recording to its end, or to the first difference.
 
         Args:
-            decided: Told of the decisions of each event, as `fleet.sim.decision_log` has them.
+            decided: Called with the decisions of each event, as lines of `fleet.sim.decision_log`.
 
         Raises:
             RecordingRefused: A line cannot be understood.
@@ -134,19 +134,19 @@ class RecordingReplay:
             last = entry.now
             events += 1
             requests += isinstance(entry.event, Arrived)
-            now_said, why = self._hear(entry)
-            self._expectations(entry.now, entry.event, now_said)
-            replayed = None if now_said is None else list(map(record_command, now_said))
+            commands_now, why = self._handle(entry)
+            self._predictions(entry.now, entry.event, commands_now)
+            replayed = None if commands_now is None else list(map(record_command, commands_now))
             commands += len(replayed or ())
-            differs = replayed != entry.commands or bool(self._answers.missed)
+            differs = replayed != entry.commands or bool(self._recorded_keys.missed)
             if decided is not None or differs:
                 self._log.lines.clear()
-                self._log(entry.now, entry.event, now_said)
+                self._log(entry.now, entry.event, commands_now)
             if decided is not None:
                 decided(self._log.lines)
             if differs:
                 difference = _difference(
-                    entry, replayed, why or self._answers.missed, self._log.lines, recording.head.began
+                    entry, replayed, why or self._recorded_keys.missed, self._log.lines, recording.head.began
                 )
                 break
         return RecordingReplayResult(
@@ -159,19 +159,19 @@ class RecordingReplay:
             began_unix=recording.head.began_unix,
             notes=[] if difference is not None else _notes(recording),
             difference=difference,
-            expected=self._expectations.expected(departed=True),
+            expected=self._predictions.expected(departed=True),
             drifts=[
                 WorkerDrift(seconds=_since(alarm.at, recording.head.began), worker_id=alarm.worker_id, kind=alarm.kind)
-                for alarm in self._expectations.alarms
+                for alarm in self._predictions.alarms
             ],
         )
 
-    def _hear(self, entry: RecordedEvent) -> tuple[list[Command] | None, str]:
-        """What the machine says now, and why it broke, if it did."""
-        self._answers.expect(entry.keys)
+    def _handle(self, entry: RecordedEvent) -> tuple[list[Command] | None, str]:
+        """Return the machine's commands, or None and the reason if it broke."""
+        self._recorded_keys.expect(entry.keys)
         try:
             return self._machine.handle(entry.event, entry.now), ""
-        except Exception as error:  # noqa: BLE001 - supervisor: a machine that breaks is what is looked for
+        except Exception as error:  # noqa: BLE001 - supervisor: the replay reports a machine that breaks
             return None, f"{type(error).__name__}: {error}"
 
 

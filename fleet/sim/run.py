@@ -1,4 +1,4 @@
-"""A scenario, run: the world, its clients, and what came of it."""
+"""One run: a world and its clients from the first request to the last, and the results."""
 
 import gc
 import time
@@ -18,24 +18,24 @@ from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import (
     EndedRequest,
     PoolOutcome,
-    Quantiles,
     RequestSums,
     RunOutcome,
     Slo,
     TimelineSample,
     seconds,
 )
-from fleet.sim.workload.clients import ClientSection, OpenClients, Traffic, begin
+from fleet.sim.results.quantiles import Quantiles
+from fleet.sim.workload.clients import ClientSection, OpenClients, Traffic, start_clients
 from fleet.sim.world import World
 
 HOUR = 3600.0
 SAMPLE_EVERY = Nanos(10 * SECOND)
 MOST_SAMPLES = 240
-"""Of a timeline, at most: more than a plot can show."""
+"""Samples of a timeline; a plot cannot show more."""
 
 
 class RunPlan(Struct, frozen=True, kw_only=True):
-    """Everything that a run depends on."""
+    """Everything that a run depends on, except for its requests."""
 
     pools: tuple[PoolProfile, ...]
     router: RouterSettings
@@ -51,7 +51,7 @@ class RunPlan(Struct, frozen=True, kw_only=True):
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
-    """What a run showed, with what its report draws."""
+    """Results of a run, with the data that its report draws."""
 
     outcome: RunOutcome
     tally: RequestSums
@@ -70,10 +70,10 @@ def simulate(
 
     Args:
         plan: What is simulated.
-        traffic: What its clients send: requests in the order of their arrival, or sessions.
-        told: Gets each request that is over.
-        progress: Told now and then: requests that are over, simulated seconds.
-        look_every: Between two entries of the timeline; it grows with the run, so that there are at most `MOST_SAMPLES`.
+        traffic: What clients send: requests in the order of their arrival, or sessions.
+        told: Called with each request that is over.
+        progress: Called from time to time with the number of requests that are over, and the simulated seconds.
+        look_every: Time between two samples of the timeline. It grows with the run, so that there are at most `MOST_SAMPLES`.
     """
     began = time.process_time()
     kernel = Kernel(plan.seed)
@@ -87,7 +87,7 @@ def simulate(
     world = World(kernel, plan.pools, plan.router, ended=ended, **world_arguments(plan))
     for fault in plan.faults:
         world.fail(fault)
-    clients = begin(plan.clients, kernel, world, traffic, ended)
+    clients = start_clients(plan.clients, kernel, world, traffic, ended)
     timeline = _TimelineSampler(kernel, world, look_every, lambda: clients.over, progress)
     with _GarbageCollectorOff():
         kernel.run()
@@ -95,12 +95,12 @@ def simulate(
     return RunResult(
         outcome=_outcome(world, tally, world.last_end, time.process_time() - began),
         tally=tally,
-        timeline=timeline.looks,
+        timeline=timeline.samples,
     )
 
 
 def world_arguments(plan: RunPlan) -> dict[str, Any]:
-    """What a world is told of a plan by name: the same wherever one is made, or production and simulation were not compared."""
+    """Return the arguments of a world that follow from a plan; the agreement test makes its worlds with the same ones."""
     return {
         "seed": plan.seed,
         "block_tokens": plan.block_tokens,
@@ -112,7 +112,7 @@ def world_arguments(plan: RunPlan) -> dict[str, Any]:
 
 
 class _TimelineSampler:
-    """The timeline, thinned out as it grows."""
+    """Samples the timeline of a run, more and more seldom as the run grows."""
 
     def __init__(
         self,
@@ -124,20 +124,20 @@ class _TimelineSampler:
     ):
         self._kernel, self._world, self._every, self._over, self._progress = kernel, world, every, over, progress
         self._finished = 0
-        self.looks: list[TimelineSample] = []
-        kernel.after(every, self._look)
+        self.samples: list[TimelineSample] = []
+        kernel.after(every, self._sample)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         now = seconds(self._kernel.now())
-        self.looks.append(self._world.look(now, self._finished))
+        self.samples.append(self._world.look(now, self._finished))
         self._finished = self._world.finished
         if self._progress is not None:
             self._progress(self._finished, now)
-        if len(self.looks) == MOST_SAMPLES:
+        if len(self.samples) == MOST_SAMPLES:
             self._every = Nanos(2 * self._every)
-            self.looks = [_joined(*pair) for pair in zip(self.looks[::2], self.looks[1::2], strict=True)]
+            self.samples = [_joined(*pair) for pair in zip(self.samples[::2], self.samples[1::2], strict=True)]
         if not self._over():
-            self._kernel.after(self._every, self._look)
+            self._kernel.after(self._every, self._sample)
 
 
 def _joined(earlier: TimelineSample, later: TimelineSample) -> TimelineSample:
@@ -145,7 +145,7 @@ def _joined(earlier: TimelineSample, later: TimelineSample) -> TimelineSample:
 
 
 class _GarbageCollectorOff:
-    """The collector off: a run makes no cycles worth looking for, and looking takes a third of its time."""
+    """Turns the garbage collector off: a run makes hardly any cycles, and looking for them takes a third of its time."""
 
     def __enter__(self) -> None:
         self._was_on = gc.isenabled()
@@ -160,12 +160,12 @@ def _outcome(world: World, tally: RequestSums, end: Nanos, cpu_seconds: float) -
     simulated = seconds(end)
     sums: dict[str, _PoolSums] = {}
     gaps = Quantiles()
-    for profile, had, engine in world.workers():
-        sums.setdefault(profile.name, _PoolSums(profile)).add(seconds(had), engine)
+    for profile, up, engine in world.workers():
+        sums.setdefault(profile.name, _PoolSums(profile)).add(seconds(up), engine)
         gaps.take(engine.gaps)
     pools = [pool.outcome() for pool in sums.values()]
-    there_all = sum(pool.there for pool in sums.values())
-    worked_all = sum(sum(pool.worked) for pool in sums.values())
+    up_all = sum(pool.up for pool in sums.values())
+    busy_all = sum(sum(pool.busy) for pool in sums.values())
     cost = sum(pool.cost for pool in sums.values())
     joules = sum(pool.joules for pool in sums.values())
     tokens = tally.prompt_tokens + tally.output_tokens
@@ -186,7 +186,7 @@ def _outcome(world: World, tally: RequestSums, end: Nanos, cpu_seconds: float) -
         hit_rate_by_tier={tier: round(share, 5) for tier, share in tally.hit_rate_by_tier.items()},
         retries=tally.retries,
         imbalance=max(pool.imbalance for pool in pools),
-        utilisation=round(worked_all / there_all, 4) if there_all else 0.0,
+        utilisation=round(busy_all / up_all, 4) if up_all else 0.0,
         disaggregated=world.machine.snapshot().counters.disaggregated,
         preempted=sum(pool.preempted for pool in sums.values()),
         moved_gb=round(world.moved_bytes / 1e9, 3),
@@ -200,30 +200,30 @@ def _outcome(world: World, tally: RequestSums, end: Nanos, cpu_seconds: float) -
 
 
 class _PoolSums:
-    """What the workers of one pool did, those that died included."""
+    """Sums over the workers of one pool, including those that died."""
 
     def __init__(self, profile: PoolProfile):
         self._profile = profile
-        self.there = 0.0  # seconds that workers had their GPUs
-        self.worked: list[float] = []  # of each, seconds in steps
+        self.up = 0.0  # seconds for which workers had their GPUs
+        self.busy: list[float] = []  # seconds in steps, for each worker
         self.cost = 0.0
         self.joules = 0.0
         self.preempted = 0
         self._computed = self._generated = 0
 
-    def add(self, there: float, engine: VirtualEngine) -> None:
-        profile, hours = self._profile, there / HOUR
-        self.there += there
-        self.worked.append(seconds(engine.busy))
+    def add(self, up: float, engine: VirtualEngine) -> None:
+        profile, hours = self._profile, up / HOUR
+        self.up += up
+        self.busy.append(seconds(engine.busy))
         self.cost += profile.gpus * hours * profile.dollars_per_hour
-        drawn = profile.idle_watts * there + (profile.busy_watts - profile.idle_watts) * engine.weighted_busy / SECOND
-        self.joules += profile.gpus * drawn
+        idle, above = profile.idle_watts * up, profile.busy_watts - profile.idle_watts
+        self.joules += profile.gpus * (idle + above * engine.weighted_busy / SECOND)
         self.preempted += engine.preempted
         self._computed += engine.computed_tokens
         self._generated += engine.generated_tokens
 
     def outcome(self) -> PoolOutcome:
-        profile, worked = self._profile, sum(self.worked)
+        profile, busy = self._profile, sum(self.busy)
         tokens = self._computed + self._generated
         return PoolOutcome(
             name=profile.name,
@@ -231,11 +231,11 @@ class _PoolSums:
             gpu=profile.gpu,
             gpus=profile.gpus * profile.workers,
             workers=profile.workers,
-            utilisation=round(worked / self.there, 4) if self.there else 0.0,
-            imbalance=round(max(self.worked) * len(self.worked) / worked, 4) if worked else 0.0,
+            utilisation=round(busy / self.up, 4) if self.up else 0.0,
+            imbalance=round(max(self.busy) * len(self.busy) / busy, 4) if busy else 0.0,
             computed_tokens=self._computed,
             generated_tokens=self._generated,
-            gpu_hours=profile.gpus * self.there / HOUR,
+            gpu_hours=profile.gpus * self.up / HOUR,
             cost=round(self.cost, 4),
             energy_kwh=round(self.joules / HOUR / 1000, 4),
             joules_per_token=round(self.joules / tokens, 4) if tokens else 0.0,

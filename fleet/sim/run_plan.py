@@ -1,4 +1,4 @@
-"""The plan that follows from a scenario: profiles of its pools, its store, faults and traffic; whatever cannot be is refused here."""
+"""Run plan: the profiles, store, faults and traffic that follow from a scenario. Impossible scenarios are refused here."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,8 +15,9 @@ from fleet.hardware.sharding import ShardedModel, ShardingDegrees, shard_model
 from fleet.hardware.transfers import REACHED
 from fleet.router.placement.plugins import open_policy
 from fleet.sim.cluster.faults import Fault, NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
-from fleet.sim.cluster.node_store import StoreProfile, TierProfile
+from fleet.sim.cluster.node_store import StoreProfile
 from fleet.sim.cluster.pools import PoolProfile, node_of
+from fleet.sim.cluster.store_tiers import TierProfile
 from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.results.outcomes import EndedRequest, PredictionQuality
 from fleet.sim.run import RunPlan, RunResult, simulate
@@ -38,21 +39,21 @@ from fleet.sim.workload.traffic import requests_of, sessions_of
 from kvstore.messages import POOL_TIER
 
 MOST_WORKERS = 10_000
-SHOWN = 8
-"""Names of workers or nodes in a refusal."""
+MOST_NAMES = 8
+"""Names of workers or nodes in an error message."""
 
 
 def plan(scenario: Scenario, folder: Path) -> RunPlan:
-    """What follows from a scenario.
+    """Return the plan of a scenario.
 
     Args:
-        scenario: As it was read.
-        folder: That its paths are relative to.
+        scenario: The scenario.
+        folder: Folder that its paths are relative to.
 
     Raises:
-        ConfigurationRefused: A GPU, model or policy is not known, or the model does not fit; names the field.
+        ConfigurationRefused: A GPU, model or policy is unknown, or the model does not fit; the message names the field.
     """
-    open_policy(scenario.router)  # an unknown one is refused here, before anything runs
+    open_policy(scenario.router)  # refuses an unknown policy before anything runs
     model = _model(folder / scenario.model)
     sections = list(enumerate(scenario.pools))
     profiles = [_profile(scenario, index, pool, model) for index, pool in sections]
@@ -73,14 +74,14 @@ def plan(scenario: Scenario, folder: Path) -> RunPlan:
 
 
 def traffic(scenario: Scenario, folder: Path) -> Traffic:
-    """What a scenario's clients send.
+    """Return what the clients of a scenario send.
 
     Args:
-        scenario: As it was read.
-        folder: That its paths are relative to.
+        scenario: The scenario.
+        folder: Folder that its paths are relative to.
 
     Raises:
-        ConfigurationRefused: It cannot be read, or these clients cannot send it. A wrong row further down is refused when it
+        ConfigurationRefused: The workload cannot be read, or does not suit the clients. An invalid row further down raises when it
             is reached.
     """
     made = sessions_of if isinstance(scenario.clients, SessionClients) else requests_of
@@ -94,7 +95,7 @@ def run_scenario(
     told: Callable[[EndedRequest], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> RunResult:
-    """Plan it and run it; for the arguments and what is raised, see `plan`, `traffic` and `simulate`."""
+    """Plan and run a scenario; see `plan`, `traffic` and `simulate`."""
     return simulate(plan(scenario, folder), traffic(scenario, folder), told=told, progress=progress)
 
 
@@ -172,8 +173,8 @@ def _faults(scenario: Scenario, profiles: Sequence[PoolProfile]) -> tuple[Fault,
 
 def _named(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - SHOWN:,} more" if len(ordered) > SHOWN else ""
-    return ", ".join(ordered[:SHOWN]) + more
+    more = f" and {len(ordered) - MOST_NAMES:,} more" if len(ordered) > MOST_NAMES else ""
+    return ", ".join(ordered[:MOST_NAMES]) + more
 
 
 def _model(path: Path) -> ModelSizes:
@@ -186,24 +187,26 @@ def _model(path: Path) -> ModelSizes:
 def _profile(scenario: Scenario, index: int, pool: SimulatedPoolSection, model: ModelSizes) -> PoolProfile:
     engine, where = scenario.engine, f"pools[{index}]"
     device = gpu(pool.gpu, f"{where}.gpu")
-    way = ShardingDegrees(tp=pool.tp, pp=pool.pp, dp=pool.dp, ep=pool.ep)
-    if pool.gpus % way.gpus:
-        raise ConfigurationRefused(f"{where}.gpus: {pool.gpus} is no multiple of the {way.gpus} that a worker takes")
+    degrees = ShardingDegrees(tp=pool.tp, pp=pool.pp, dp=pool.dp, ep=pool.ep)
+    if pool.gpus % degrees.gpus:
+        raise ConfigurationRefused(
+            f"{where}.gpus: {pool.gpus} is no multiple of the {degrees.gpus} that a worker takes"
+        )
     try:
-        placement = shard_model(model, device, way, share=engine.memory_share)
+        sharded = shard_model(model, device, degrees, share=engine.memory_share)
     except ConfigurationRefused as error:
         raise ConfigurationRefused(f"{where}: {error}") from error
-    kv_blocks = placement.kv_capacity_blocks(engine.block_tokens, engine.memory_share)
+    kv_blocks = sharded.kv_capacity_blocks(engine.block_tokens, engine.memory_share)
     if kv_blocks < 2:
         raise ConfigurationRefused(f"{where}: no room is left for KV; take more GPUs for a worker (tp)")
     best = max(_flops(other, index) for index, other in enumerate(scenario.pools))
     widest = max(gpu(other.gpu).bandwidth * other.tp * other.pp for other in scenario.pools)
     price = 0.0 if device.price is None else device.price.dollars
-    estimated = estimate(placement, engine.backend)
+    estimated = estimate(sharded, engine.backend)
     return PoolProfile(
         name=pool_name(pool),
         role=pool.role,
-        workers=pool.gpus // way.gpus,
+        workers=pool.gpus // degrees.gpus,
         times=estimated.step,
         limits=EngineLimits(
             kv_blocks=kv_blocks,
@@ -211,18 +214,18 @@ def _profile(scenario: Scenario, index: int, pool: SimulatedPoolSection, model: 
             max_running=engine.max_running,
             step_tokens=engine.step_tokens,
         ),
-        gpus=way.gpus,
+        gpus=degrees.gpus,
         dollars_per_hour=price if pool.dollars_per_hour is None else pool.dollars_per_hour,
         busy_watts=device.watts,
         idle_watts=device.idle_watts,
         kv_bytes_per_token=model.kv_bytes_per_token,
-        bandwidth=_bandwidth(placement),
+        bandwidth=_bandwidth(sharded),
         link_latency=Nanos(round(device.between_nodes.latency_us * 1000)),
         start_time=Nanos(round(engine.start_seconds * SECOND)),
         prefill_speed=_flops(pool, index) / best,
         decode_speed=device.bandwidth * pool.tp * pool.pp / widest,
         gpus_per_node=device.gpus_per_node,
-        host_bandwidth=device.host.bandwidth * REACHED * way.tp * way.pp,
+        host_bandwidth=device.host.bandwidth * REACHED * degrees.tp * degrees.pp,
         gpu=device.id,
         quality=_quality(pool, device, estimated),
         front=Nanos(round(estimated.client.front * SECOND)),
@@ -250,7 +253,7 @@ def _flops(pool: SimulatedPoolSection, index: int) -> float:
     return max(gpu(pool.gpu, f"pools[{index}].gpu").flops.values()) * pool.tp * pool.pp
 
 
-def _bandwidth(placement: ShardedModel) -> float:
-    """Bytes a second between workers, which are taken to be in different nodes: each GPU of a stage sends its part."""
-    way = placement.parallelism
-    return placement.gpu.between_nodes.bandwidth * REACHED * way.tp * way.pp
+def _bandwidth(sharded: ShardedModel) -> float:
+    """Return bytes a second between workers, which are assumed to be on different nodes; each GPU of a stage sends its part."""
+    degrees = sharded.parallelism
+    return sharded.gpu.between_nodes.bandwidth * REACHED * degrees.tp * degrees.pp

@@ -1,4 +1,4 @@
-"""Scenarios: what a simulation is of, as an operator writes it."""
+"""Scenario: the TOML file by which a user describes a simulation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,8 @@ from fleet.hardware.sharding import MEMORY_SHARE
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.results.outcomes import Slo
 from fleet.sim.workload.clients import ClientSection, ClosedClients, OpenClients, SessionClients
-from fleet.sim.workload.traffic import DrawnWorkload, RecordedWorkload, Workload
+from fleet.sim.workload.drawn import DrawnWorkload
+from fleet.sim.workload.traffic import RecordedWorkload, Workload
 from kvstore.eviction.policies import PolicyName
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -25,39 +26,39 @@ FileName = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]+$")]
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All engines; defaults are vLLM's where it has any."""
+    """Settings of all engines; the defaults are vLLM's where it has any."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
-    """Whose measured efficiencies count."""
+    """Engine whose measured efficiencies are used."""
 
     block_tokens: Positive = 512
-    """Of a KV block; that of the trace."""
+    """Tokens of a KV block; must be the block size of the trace."""
 
     max_running: Positive = 256
-    """Sequences in one batch."""
+    """Most sequences in one batch."""
 
     step_tokens: Positive = 8192
-    """Tokens of one step: prompts come in chunks of what the running sequences leave of it."""
+    """Most tokens of one step; prompts are computed in chunks of what the running sequences leave of it."""
 
     memory_share: Share = MEMORY_SHARE
-    """Of a GPU's memory that weights, activations and KV take."""
+    """Share of a GPU's memory for weights, activations and KV."""
 
     start_seconds: Seconds = 120.0
-    """From starting a worker to its first request: loading weights and capturing graphs."""
+    """Time from the start of a worker to its first request: loading weights and capturing graphs."""
 
 
 class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers that are alike."""
+    """Workers of one kind."""
 
     name: Annotated[str, Meta(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
-    """In results; empty: role and GPU."""
+    """Name in the results; empty: role and GPU."""
 
     role: Role = Role.BOTH
     gpu: Annotated[str, Meta(min_length=1)]
-    """Short name: `fleet hardware list`."""
+    """Short name of the GPU: `fleet hardware list`."""
 
     gpus: Positive
-    """All together; each worker takes as many as its parallelism says."""
+    """GPUs of the whole pool; each worker takes as many as its parallelism needs."""
 
     tp: Positive = 1
     pp: Positive = 1
@@ -65,49 +66,49 @@ class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ep: Positive = 1
 
     dollars_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    """One GPU; by default the list price that comes with the profile."""
+    """Price of one GPU; by default the list price."""
 
 
 class SimulatedStoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A KV store on every node; without this section there is none."""
 
     memory_gib: Annotated[float, Meta(gt=0, le=1e9)]
-    """Of a node's memory, the pool."""
+    """Memory of the pool on each node."""
 
     policy: PolicyName = "lru"
-    """Which blocks go first, in all tiers."""
+    """Eviction policy of all tiers."""
 
     ssd_gib: Gib = 0.0
-    """Of a node's disks; 0: none."""
+    """Capacity of each node's disks; 0: none."""
 
     ssd_read_bandwidth: Bandwidth = 6.8e9
     ssd_write_bandwidth: Bandwidth = 4.0e9
     ssd_latency_us: Microseconds = 100.0
-    """Bytes a second of all disks of a node together; the defaults are about one data-centre disk of PCIe 4 by its data sheet."""
+    """Bytes a second of all disks of a node together; the defaults are those of one data-centre disk with PCIe 4 by its data sheet."""
 
     ssd_admission: Literal["all", "reuse"] = "reuse"
-    """Which blocks are written to disk: all, or those that were seen before."""
+    """Blocks that are written to disk: all, or those that were seen before."""
 
     remote_gib: Gib = 0.0
-    """Of one store for all nodes (Redis, S3, a file system); 0: none."""
+    """Capacity of one store for all nodes (Redis, S3, a file system); 0: none."""
 
     remote_bandwidth: Bandwidth = 10e9
     remote_latency_us: Microseconds = 500.0
-    """Bytes a second that one node reads from it, and as many that it writes."""
+    """Bytes a second that one node reads from the remote store, and as many that it writes."""
 
 
 class WorkerFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="worker"):
-    """A worker dies, and is started again."""
+    """A worker dies and is started again."""
 
     at_seconds: Seconds
     worker: Annotated[str, Meta(min_length=1)]
-    """Pool's name, a dash, a number from 0."""
+    """Name of the pool, a dash, and a number from 0."""
 
     down_seconds: Seconds = 10.0
-    """Until it is started again."""
+    """Time until it is started again."""
 
     start_seconds: Seconds | None = None
-    """That it then takes; by default `engine.start_seconds`."""
+    """Duration of the start; by default `engine.start_seconds`."""
 
 
 class NodeFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="node"):
@@ -115,7 +116,7 @@ class NodeFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     at_seconds: Seconds
     node: Annotated[str, Meta(min_length=1)]
-    """Pool's name, `-node-`, a number from 0; a pool's workers fill nodes of `gpus_per_node`."""
+    """Name of the pool, `-node-`, and a number from 0; the workers of a pool fill nodes of `gpus_per_node` GPUs."""
 
     down_seconds: Seconds = 60.0
 
@@ -130,7 +131,7 @@ class SlowFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
 
 class CutFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="cut"):
-    """Nothing passes between a worker and the router."""
+    """No message passes between a worker and the router."""
 
     at_seconds: Seconds
     worker: Annotated[str, Meta(min_length=1)]
@@ -138,7 +139,7 @@ class CutFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 
 
 class StoreFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="store"):
-    """The store of a node dies with what it had in memory, and is started again."""
+    """The store of a node dies with its memory, and is started again."""
 
     at_seconds: Seconds
     node: Annotated[str, Meta(min_length=1)]
@@ -146,7 +147,7 @@ class StoreFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
 
 class RoleFlipFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="flip"):
-    """A worker drains, and goes on in another role."""
+    """A worker drains and continues in another role."""
 
     at_seconds: Seconds
     worker: Annotated[str, Meta(min_length=1)]
@@ -154,14 +155,13 @@ class RoleFlipFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 FaultSection = WorkerFault | NodeFault | SlowFault | CutFault | StoreFault | RoleFlipFault
-"""What happens to a cluster."""
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One simulation."""
 
     model: FileName
-    """Folder with a Hugging Face config.json, or that file, relative to the scenario's file."""
+    """Folder with a Hugging Face config.json, or that file; relative to the scenario's file."""
 
     pools: Annotated[tuple[SimulatedPoolSection, ...], Meta(min_length=1)]
     workload: Workload = DrawnWorkload()
@@ -173,17 +173,17 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     faults: tuple[FaultSection, ...] = ()
     seed: Annotated[int, Meta(ge=0)] = 1
     message_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.2
-    """From router to worker or back."""
+    """One-way delay of a message between router and worker."""
 
     verbatim_answers: bool = False
-    """Whether the next turn of a conversation repeats the answer before it token by token, so that its blocks are found in a
-    cache. A trace does not say; where thoughts are dropped, or answers edited, it is not so."""
+    """Whether the next turn of a conversation repeats the answer token by token, so that its blocks are found in a cache. Traces do
+    not say this; it is not so if reasoning is dropped or answers are edited."""
 
     def __post_init__(self) -> None:
         names = [pool_name(pool) for pool in self.pools]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise ValueError(f"pools[{index}].name: {name!r} is also that of pools[{names.index(name)}]")
+                raise ValueError(f"pools[{index}].name: {name!r} is also the name of pools[{names.index(name)}]")
         if not any(pool.role is not Role.PREFILL for pool in self.pools):
             raise ValueError("pools: prefill workers need workers of role decode or both to hand over to")
         deadline_ms = 1000 * self.clients.deadline_seconds
@@ -191,19 +191,16 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"slo.ttft_ms: {self.slo.ttft_ms:g} is more than clients.deadline_seconds: nobody would wait so long"
             )
-        if (
-            isinstance(self.clients, SessionClients)
-            and not self.clients.users
-            and isinstance(self.workload, RecordedWorkload)
-        ):
+        recorded = isinstance(self.workload, RecordedWorkload)
+        if isinstance(self.clients, SessionClients) and not self.clients.users and recorded:
             raise ValueError("clients.users: 0 needs sessions that say when they begin, which a trace does not")
 
 
 def read_scenario(path: Path, changes: Mapping[str, Any] | None = None) -> Scenario:
-    """The scenario in a TOML file, with some of its fields changed.
+    """Read the scenario in a TOML file and change some of its fields.
 
     Raises:
-        ConfigurationRefused: It cannot be read; names file and field.
+        ConfigurationRefused: It cannot be read; the message names file and field.
     """
     return load(path, Scenario, changes)
 
@@ -213,7 +210,7 @@ def pool_name(pool: SimulatedPoolSection) -> str:
 
 
 def scaled(scenario: Scenario, load: float) -> Scenario:
-    """The same with so many times the load: the rate of arrivals, or of clients that wait for answers their number."""
+    """Return the scenario with its load multiplied: the number of users that wait for answers, or else the rate of arrivals."""
     clients, workload = scenario.clients, scenario.workload
     if users := waiting_users(scenario):
         return structs.replace(scenario, clients=structs.replace(clients, users=max(1, round(users * load))))
@@ -223,5 +220,5 @@ def scaled(scenario: Scenario, load: float) -> Scenario:
 
 
 def waiting_users(scenario: Scenario) -> int:
-    """Clients that wait for answers before they send more; 0: they come at a rate."""
+    """Return the number of users that wait for answers before they send more; 0 if requests come at a rate."""
     return scenario.clients.users if isinstance(scenario.clients, ClosedClients | SessionClients) else 0

@@ -1,17 +1,17 @@
-"""An event loop of asyncio in the kernel's time: what is written for asyncio runs among the simulation's events, and never waits.
+"""Virtual loop: an asyncio event loop in virtual time, so that asyncio code runs among the events of a simulation.
 
 Rules:
 
-1. Callbacks that are ready have a turn, which is an event of the kernel at the present instant; timers are events too. So time
-   jumps when nothing is ready, timers of one instant go in an order that the kernel's seed draws, and callbacks in the order in
-   which they became ready, as in every event loop.
-2. Time is whole nanoseconds. A timer's instant, which asyncio gives in seconds, is rounded to the nearest one: two spans that
-   are equal in nanoseconds end at the same instant.
-3. `create_unix_connection` reaches whoever listens at that path on this loop (`listen`), in memory: no file, no socket. What one
-   end writes reaches the other a `delay` later, in order and in pieces as they were written. An end of the connection, orderly
-   or not, does too, after what was written before it. While a path is held (`hold`), what is written waits, both ways.
-4. What a callback raises ends the kernel's run: nothing is left to be trusted.
-5. What would leave the process or wait for it (sockets, threads, signals, subprocesses) raises `NotImplementedError`.
+1. Ready callbacks run in a turn, which is an event of the kernel at the present instant; timers are events, too. So time jumps
+   when nothing is ready. The kernel's seed draws the order of timers of one instant; callbacks run in the order in which they
+   became ready, as in every event loop.
+2. Time is counted in whole nanoseconds. The instant of a timer, which asyncio gives in seconds, is rounded to the nearest one, so
+   two spans that are equal in nanoseconds end at the same instant.
+3. `create_unix_connection` connects in memory to the protocol that listens at a path of this loop (`listen`). Written data arrives
+   at the other end after `delay`, in order and in the same pieces. So does the end of the connection, orderly or not, after the
+   data written before it. While a path is held (`hold`), written data waits, in both directions.
+4. An exception of a callback ends the kernel's run, because the state of the simulation cannot be trusted any more.
+5. Whatever leaves the process or waits for the outside (sockets, threads, signals, subprocesses) raises `NotImplementedError`.
 """
 
 import asyncio
@@ -30,22 +30,22 @@ from fleet.sim.kernel import Kernel
 Result = TypeVar("Result")
 
 LAST_ROUNDS = 10_000
-"""Of what tasks do after they were cancelled, when all are to end."""
+"""Most turns in which cancelled tasks may clean up."""
 
 
 class Deadlocked(Exception):
-    """Nothing can happen any more, and what was to be done is not done."""
+    """No event is left, and the awaited coroutine has not ended."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """Runs while its kernel does; `complete` runs the kernel for one coroutine."""
+    """An event loop that runs while its kernel runs; `complete` runs the kernel for one coroutine."""
 
     def __init__(self, kernel: Kernel, delay: Nanos):
-        """A loop in which nothing runs yet.
+        """Begin without tasks.
 
         Args:
-            kernel: Its time.
-            delay: Of what is written to a connection, one way.
+            kernel: Virtual time.
+            delay: One-way delay of data on connections.
         """
         self.kernel = kernel
         self.delay = delay
@@ -57,10 +57,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._fault: BaseException | None = None
 
     def complete(self, main: Coroutine[Any, Any, Result]) -> Result:
-        """Run the kernel until nothing happens any more, and return what `main` has returned by then.
+        """Run the kernel until no event is left, and return the result of `main`.
 
         Raises:
-            Deadlocked: It has not.
+            Deadlocked: `main` has not ended by then.
         """
         task = self.create_task(main)
         self.kernel.run()
@@ -69,7 +69,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task.result()
 
     def begin(self, main: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
-        """A task of the loop's own: what it raises ends the kernel's run."""
+        """Start a task whose exceptions end the kernel's run."""
         task = self.create_task(main)
         task.add_done_callback(self._ended)
         return task
@@ -79,20 +79,20 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._fault = self._fault or error
 
     def cancel_all(self) -> None:
-        """Cancel every task, at the next turn."""
+        """Cancel every task at the next turn."""
         for task in self._tasks:
             task.cancel()
 
     def abandon(self) -> None:
-        """End every task now, whatever they still do; time stands still, and nothing can run afterwards.
+        """Cancel every task and run their clean-up now, without time passing; the loop cannot be used afterwards.
 
-        For a run that was broken off: tasks that are just forgotten complain when they are cleared away.
+        A run that is broken off needs this, because asyncio logs an error for a pending task that is destroyed.
         """
         self._listening.clear()
         for _ in range(LAST_ROUNDS):
             self.cancel_all()
             self._fault = None
-            with suppress(BaseException):  # supervisor: what ends here has failed already
+            with suppress(BaseException):  # supervisor: the run has failed already
                 self.turn()
             if not self._tasks:
                 return
@@ -100,17 +100,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Turns.
 
     def turn(self) -> None:
-        """Have all who are ready go on now, and those who become ready by that; not from within a turn."""
+        """Run all ready callbacks, and those that become ready meanwhile. Must not be called within a turn."""
         assert not self._running
         self._turn_set = False
         ready = self._ready
-        asyncio._set_running_loop(self)  # noqa: SLF001 - asyncio's own door for other loops
+        asyncio._set_running_loop(self)  # noqa: SLF001 - asyncio's interface for other loops
         self._running = True
         try:
             while ready and self._fault is None:
                 handle = ready.popleft()
                 if not handle.cancelled():
-                    handle._run()  # noqa: SLF001 - asyncio has no other name for it
+                    handle._run()  # noqa: SLF001 - asyncio has no public name for it
         finally:
             self._running = False
             asyncio._set_running_loop(None)  # noqa: SLF001 - as above
@@ -128,7 +128,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """A callback has raised, or nobody has looked at what a task raised."""
+        """Keep the exception of a callback, or of a task that nobody awaited, to end the run with it."""
         self._fault = self._fault or context.get("exception") or RuntimeError(context["message"])
 
     # Time.
@@ -159,7 +159,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.turn()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """For asyncio; a cancelled timer does nothing when its turn comes."""
+        """Do nothing: a cancelled timer is skipped when it is due."""
 
     # Tasks.
 
@@ -190,31 +190,31 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Connections.
 
     def listen(self, path: str, made: Callable[[], asyncio.Protocol]) -> None:
-        """Have those who connect to `path` from now on find a new protocol there."""
+        """Make a new protocol for each later connection to `path`."""
         assert path not in self._listening, path
         self._listening[path] = _PathListener(made)
 
     def cut(self, path: str) -> None:
-        """Nobody listens there any more, and connections end, as when the process is killed: its ends are told nothing."""
+        """Stop listening and end all connections, as when a process is killed: its own ends are not notified."""
         listener = self._listening.pop(path)
         listener.forget()
         for end in listener.ends:
             end.cut()
 
     def hold(self, path: str) -> bool:
-        """Let nothing pass to or from those who listen there, until `release`; whether that is new, and somebody listens."""
+        """Hold all data to and from a path until `release`; return False if nobody listens there or it is held already."""
         listener = self._listening.get(path)
         return listener is not None and listener.hold()
 
     def release(self, path: str) -> None:
-        """Send on what was held back, in order; nothing where nobody listens any more."""
+        """Send the data that was held, in order, if somebody still listens there."""
         if (listener := self._listening.get(path)) is not None:
             listener.release()
 
     async def create_unix_connection(  # type: ignore[override]
         self, protocol_factory: Callable[[], asyncio.Protocol], path: str
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
-        """Takes a way there and back.
+        """Connect to `path`; this takes one round trip.
 
         Raises:
             ConnectionRefusedError: Nobody listens at `path`.
@@ -233,24 +233,24 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class _PathListener:
-    """Those who listen at a path, and all that goes to and from there."""
+    """The listener at a path, with its connections."""
 
     def __init__(self, made: Callable[[], asyncio.Protocol]):
         self.made = made
         self.ends: list[_ConnectionEnd] = []
-        self._held: deque[Callable[[], None]] | None = None  # what is to be sent when nothing is held any more
+        self._held: deque[Callable[[], None]] | None = None  # sends that wait while the path is held
         self._free = asyncio.Event()
         self._free.set()
 
     def send(self, sending: Callable[[], None]) -> None:
-        """Do it, now or when nothing is held any more."""
+        """Call `sending` now, or as soon as the path is released."""
         if self._held is None:
             sending()
         else:
             self._held.append(sending)
 
     async def free(self) -> None:
-        """Wait until nothing is held."""
+        """Wait until the path is not held."""
         await self._free.wait()
 
     def hold(self) -> bool:
@@ -267,7 +267,7 @@ class _PathListener:
         self._free.set()
 
     def forget(self) -> None:
-        """Lose what is held."""
+        """Drop the data that is held."""
         if self._held is not None:
             self._held.clear()
             self.release()
@@ -283,7 +283,7 @@ class _ConnectionEnd(asyncio.Transport):
         self.protocol = protocol
         self._loop = loop
         self._listener = listener
-        self._arrived: deque[bytes | None] = deque()  # and not received yet; None: the other end has ended
+        self._arrived: deque[bytes | None] = deque()  # not received yet; None: the other end has closed
         self._under_way: deque[bytes | None] = deque()  # to the other end
         self._reading = True
         self._closing = False
@@ -297,7 +297,7 @@ class _ConnectionEnd(asyncio.Transport):
         self.write(b"".join(list_of_data))
 
     def close(self) -> None:
-        self.abort()  # what was written is under way already
+        self.abort()  # written data is under way already
 
     def abort(self) -> None:
         if not self._closing:
@@ -306,7 +306,7 @@ class _ConnectionEnd(asyncio.Transport):
             self._loop.call_soon(self._lose)
 
     def cut(self) -> None:
-        """End both ends: this one notices nothing, the other does a way later."""
+        """End the connection: this end is not notified, the other one is after the delay."""
         if not self._closing:
             self._closing = self._over = True
             self._send(None)
@@ -322,13 +322,13 @@ class _ConnectionEnd(asyncio.Transport):
         self._loop.call_soon(self._receive)
 
     def get_write_buffer_size(self) -> int:
-        return 0  # all is under way at once
+        return 0  # all data is under way at once
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Nothing ever waits to be written."""
+        """Do nothing: no data ever waits to be written."""
 
     def take(self, data: bytes | None) -> None:
-        """Something has come from the other end."""
+        """Receive data from the other end."""
         self._arrived.append(data)
         self._receive()
 

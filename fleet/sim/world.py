@@ -1,15 +1,15 @@
-"""A cluster in virtual time: the router's machine that runs in production, on simulated engines, links and clients.
+"""World: a cluster in virtual time, with the router machine that runs in production on simulated engines, links and clients.
 
 Rules:
 
-1. Every decision is `fleet.router.machine`'s. The world tells it what a router would hear: arrivals and new workers at once, what
-   workers and stores say a message later than it happened; and what it commands reaches a worker a message later too.
-   What is said on one way between the router and a worker arrives in the order in which it was said, as on the wire.
-2. What a sequence generates is told with its first token, when it begins another block, and with its end, not step by step: the
-   instants of first tokens and ends are exact, and the router counts blocks. What was generated before a fault is told too.
-3. Workers, their network and their stores, and what happens to them, are `fleet.sim.cluster.simulated_cluster`'s.
-4. What lies around an engine (`front`: HTTP, tokenizer) is added to what the client sees of an answer; nothing else waits for it.
-5. The digest is over every request's end, in order: two runs are the same if, and as far as anybody can tell only if, it is.
+1. Every decision is made by `fleet.router.machine`. The world gives it the events that a router would see: arrivals and first
+   workers at once, events of workers and stores a message delay after they happened. Commands reach a worker a message delay
+   later, too. Messages of one channel between router and worker arrive in the order in which they were sent, as on the wire.
+2. Generated tokens are reported with the first token, when an answer begins a new block, and with the end. The instants of
+   first tokens and ends are exact, and the router counts blocks. Tokens generated before a fault are reported, too.
+3. `fleet.sim.cluster` simulates the workers, their network, their stores, and the faults.
+4. The time outside an engine (`front`: HTTP, tokenizer) is added to what the client sees; nothing else waits for it.
+5. The digest covers the end of every request, in order. Two runs are the same if their digests are equal.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,11 +41,10 @@ from fleet.router.messages import (
 from fleet.router.observer import Observer
 from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
-from fleet.sim.cluster.answer_blocks import AnswerBlockNames
+from fleet.sim.cluster.block_names import AnswerBlockNames, BlankTokens, keys_of
 from fleet.sim.cluster.faults import Fault
 from fleet.sim.cluster.node_store import StoreProfile
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.cluster.prompts import BlankTokens, keys_of
 from fleet.sim.cluster.simulated_cluster import SimulatedCluster
 from fleet.sim.cluster.worker import MODEL
 from fleet.sim.engine.virtual_engine import VirtualEngine
@@ -53,11 +52,11 @@ from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 from fleet.sim.results.outcomes import EndedRequest, TimelineSample
 from kvstore.eviction.trace_replay import TraceRequest
 
-ENDS = 256  # of requests, hashed together
+ENDS_PER_HASH = 256  # ended requests that go into the digest together
 
 
 class _ClientView(Struct, kw_only=True, eq=False):
-    """What the client of one request has seen, and what its prompt is; a `fleet.sim.cluster.worker.SimulatedPrompt`."""
+    """The client's view of its request, and the block names of its prompt."""
 
     request: TraceRequest
     chain: Sequence[int]
@@ -65,7 +64,7 @@ class _ClientView(Struct, kw_only=True, eq=False):
     ended: Callable[[EndedRequest], None]
     first_token: Nanos | None = None
     tokens: int = 0
-    tier_tokens: dict[str, int] | None = None  # that were loaded from a store
+    tier_tokens: dict[str, int] | None = None  # prompt tokens that were loaded from a store, by tier
 
 
 class World:
@@ -86,44 +85,44 @@ class World:
         store: StoreProfile | None = None,
         verbatim_answers: bool = False,
     ):
-        """All workers have joined.
+        """Begin with all workers joined.
 
         Args:
-            kernel: Its time.
-            pools: Its workers.
-            settings: Of its router.
-            seed: Of the router's luck.
-            block_tokens: Of all engines.
-            message_delay: Between router and workers, one way.
-            ended: Told of each request that is over.
-            policy: In place of one of those that settings can name.
-            record: Told of each event that the router hears, and its commands.
-            store: Of each node; None: there is none.
-            verbatim_answers: Whether a next turn repeats the answer before it (`fleet.sim.cluster.answer_blocks`).
+            kernel: Virtual time.
+            pools: Profiles of the workers.
+            settings: Settings of the router.
+            seed: Seed of the router's random source.
+            block_tokens: Block size of all engines.
+            message_delay: One-way delay between router and workers.
+            ended: Called with each request that is over.
+            policy: A policy instead of the one that the settings name.
+            record: Called with each event of the router and its commands.
+            store: Store of each node; None: there are no stores.
+            verbatim_answers: Whether the next prompt of a conversation repeats the answer (`AnswerBlockNames`).
         """
         self._kernel = kernel
-        # Nobody asks why a request that is over went where it went, and each answer would keep a table.
+        # Explanations of requests that are over are never read here, and each would keep a candidate table.
         self._machine = RouterMachine(structs.replace(settings, explained_requests=1), Random(seed), policy, keys_of)
         self._block_tokens = block_tokens
-        self._answers = AnswerBlockNames(block_tokens) if verbatim_answers else None
+        self._answer_names = AnswerBlockNames(block_tokens) if verbatim_answers else None
         self._ended = ended
         self._record = record
         self._digest = blake2b(digest_size=16)
-        self._ends: list[str] = []  # that are not in the digest yet
+        self._ends: list[str] = []  # ended requests that are not in the digest yet
         self._clients: dict[RequestId, _ClientView] = {}
-        self._hurried = False  # whether any request ever had a deadline
+        self._has_deadlines = False
         self._tick: ScheduledEvent | None = None
         self._ticks_at: Nanos | None = None
         self._numbered = 0
         self.finished = 0
-        self.last_end = Nanos(0)  # of a request
+        self.last_end = Nanos(0)  # instant at which a request ended last
         serving = [profile for profile in pools if profile.role is not Role.DECODE] or list(pools)
         self._front_base = sum(profile.front for profile in serving) / len(serving)
         self._front_per_token = sum(profile.front_per_token for profile in serving) / len(serving)
         self._cluster = SimulatedCluster(
             kernel,
             self,
-            self._hear,
+            self._handle,
             block_tokens=block_tokens,
             message_delay=message_delay,
             silence=Nanos(round(settings.heartbeat_timeout_seconds * SECOND)),
@@ -132,26 +131,29 @@ class World:
         for profile in pools:
             self._cluster.begin(profile)
 
-    # What clients do.
+    # Clients.
 
     def send(
-        self, request: TraceRequest, ended: Callable[[EndedRequest], None] | None = None, deadline: Nanos | None = None
+        self,
+        request: TraceRequest,
+        ended: Callable[[EndedRequest], None] | None = None,
+        deadline: Nanos | None = None,
     ) -> RequestId:
-        """A request arrives now.
+        """Send a request now.
 
         Args:
-            request: Of the client.
-            ended: Told when it is over, unless it is cancelled, in place of the world's.
-            deadline: Instant at which the client gives it up.
+            request: What the client sends.
+            ended: Called when the request is over, instead of the world's callback; not called if it is cancelled.
+            deadline: Instant at which the client gives up.
         """
-        self._hurried = self._hurried or deadline is not None
+        self._has_deadlines = self._has_deadlines or deadline is not None
         self._numbered += 1
         request_id = RequestId(str(self._numbered))
         answer_keys: Sequence[int] = ()
-        if self._answers is None:
+        if self._answer_names is None:
             chain = request.chain[: request.prompt_tokens // self._block_tokens]
         else:
-            chain, answer_keys = self._answers.named(request)
+            chain, answer_keys = self._answer_names.named(request)
         keys = {self._block_tokens: chain}
         self._clients[request_id] = _ClientView(
             request=request, chain=chain, answer_keys=answer_keys, ended=ended or self._ended
@@ -165,20 +167,20 @@ class World:
             keys=keys,
             deadline=deadline,
         )
-        self._hear(arrived)
+        self._handle(arrived)
         return request_id
 
     def cancel(self, request_id: RequestId) -> None:
-        """Its client goes away now; nothing happens if it is over."""
+        """Cancel a request now, unless it is over."""
         if self._clients.pop(request_id, None) is not None:
-            self._hear(RequestCancelled(request_id=request_id))
+            self._handle(RequestCancelled(request_id=request_id))
 
     @property
     def live(self) -> int:
         """Requests that are not over."""
         return len(self._clients)
 
-    # What workers ask of requests (`fleet.sim.cluster.worker.SimulatedRequests`).
+    # Requests, as workers see them (`fleet.sim.cluster.worker.SimulatedRequests`).
 
     def prompt(self, request_id: RequestId) -> _ClientView | None:
         return self._clients.get(request_id)
@@ -190,11 +192,11 @@ class World:
     # The router.
 
     def fail(self, fault: Fault) -> None:
-        """Have something happen to the cluster in time. What it happens to may be gone then, and nothing happens."""
+        """Schedule a fault. Nothing happens if its worker is gone by then."""
         self._cluster.fail(fault)
 
-    def _hear(self, event: RouterEvent) -> None:
-        """What a router hears, and what comes of it. `fleet.app.agreement.production_world` puts production's servers between the two."""
+    def _handle(self, event: RouterEvent) -> None:
+        """Give the router an event and perform its commands; `fleet.app.agreement` puts production's servers in between."""
         now = self._kernel.instant
         commands = self._machine.handle(event, now)
         if self._record is not None:
@@ -204,8 +206,8 @@ class World:
                 case Emit():
                     self._emitted(command, now)
                 case Dispatch() | CancelAttempt():
-                    if (worker := self._cluster.get(command.worker_id)) is not None:
-                        worker.from_router.say(command)  # else it has died, and the router hears of that by itself
+                    if (worker := self._cluster.get(command.worker_id)) is not None:  # else WorkerLeft is under way
+                        worker.from_router.send(command)
                 case StartedOver():
                     self._started_over(command.request_id)
                 case Complete():
@@ -213,10 +215,10 @@ class World:
                 case Reject():
                     self._over(command.request_id, now, 0, command.reason.value)
                 case CacheDriftChanged():
-                    pass  # for metrics
+                    pass  # only for metrics
                 case _:
                     assert_never(command)
-        if self._hurried and (due := self._machine.next_deadline()) != self._ticks_at:
+        if self._has_deadlines and (due := self._machine.next_deadline()) != self._ticks_at:
             self._tick_at(due)
 
     def _tick_at(self, due: Nanos | None) -> None:
@@ -227,9 +229,9 @@ class World:
 
     def _ticked(self) -> None:
         self._ticks_at = self._tick = None
-        self._hear(RouterTicked())
+        self._handle(RouterTicked())
 
-    # What clients see.
+    # Answers, as clients see them.
 
     def _emitted(self, emit: Emit, now: Nanos) -> None:
         client = self._clients[emit.request_id]
@@ -246,7 +248,7 @@ class World:
         self.finished += 1
         self.last_end = now
         if first_token is not None:
-            # What a client sees besides: nothing that happens here depends on it.
+            # Only the client sees this time; nothing in the simulation depends on it.
             front = round(self._front_base + self._front_per_token * request.prompt_tokens)
             first_token, end = Nanos(first_token + front), Nanos(now + front)
         self._note(f"{request_id} {first_token} {now} {client.tokens} {cached_tokens} {refused}\n")
@@ -266,11 +268,11 @@ class World:
         )
         client.ended(ended)
 
-    # Looks from outside.
+    # Observation.
 
     def _note(self, end: str) -> None:
         self._ends.append(end)
-        if len(self._ends) == ENDS:
+        if len(self._ends) == ENDS_PER_HASH:
             self._hash_ends()
 
     def _hash_ends(self) -> None:
@@ -291,13 +293,13 @@ class World:
         return self._machine
 
     def workers(self) -> Iterator[tuple[PoolProfile, Nanos, VirtualEngine]]:
-        """All workers that were ever there: profile, how long they had their GPUs by now, engine."""
+        """Yield all workers that were ever up: profile, time that they had their GPUs so far, engine."""
         for worker in self._cluster.ever():
             until = self.last_end if worker.until is None else min(worker.until, self.last_end)
             yield worker.profile, Nanos(max(0, until - worker.since)), worker.engine
 
     def look(self, seconds: float, finished: int) -> TimelineSample:
-        """How the cluster stands now."""
+        """Return the present state of the cluster."""
         cluster, held = self._cluster, self._cluster.held
         return TimelineSample(
             seconds=seconds,
@@ -309,7 +311,7 @@ class World:
         )
 
     def check(self) -> None:
-        """Assert that all books are in order; with nothing live, that nothing is held."""
+        """Assert that all parts are consistent, and that nothing is held if no request is live."""
         self._machine.check()
         self._cluster.check(idle=not self._clients)
 

@@ -1,16 +1,18 @@
-"""What a client has with its node: the session of the day, whether the node answers, and by which way bytes move.
+"""Connection of a store client to its node: handshake, circuit breaker, data path.
 
 Rules:
 
-1. What fails because of the node is None here, counted, and logged when it begins. What raises is a bug of the caller.
-2. No call takes longer than its deadline, and a breaker keeps callers from paying it again and again.
-3. A restarted node refuses the ids of its former incarnation; hands are then shaken again, the new pool is mapped and the
-   call repeated, within the same deadline.
-4. Where a node cannot be reached, and TLS is the cause, the error or a log line says so (`kvstore.security.tls_diagnosis`).
-5. Where shared memory was wanted and could not be had, since too many asked for it perhaps, a thread tries again by and by,
-   and what is called from then on goes that way.
-6. A link may be opened before its node answers. A thread then shakes hands as soon as the node does; until that, every
-   call is None at once and costs its caller nothing. A log line says why it does not answer, once for each cause.
+1. A failure of the node results in None here. It is counted, and logged when it begins. An exception is a bug of the
+   caller.
+2. No call takes longer than its deadline, and a circuit breaker keeps callers from waiting for a dead node again and
+   again.
+3. A restarted node refuses the ids of its former incarnation. The connection then repeats the handshake, maps the new
+   pool and repeats the call, within the same deadline.
+4. If TLS is the cause why a node cannot be reached, the error or a log line says so (`kvstore.security.tls_diagnosis`).
+5. If shared memory could not be mapped, perhaps because too many clients asked for it, a thread tries again
+   periodically. Later calls then use shared memory.
+6. A connection may be opened before its node answers. A thread performs the handshake as soon as the node does. Until
+   then, each call returns None at once. One log line for each cause says why the node does not answer.
 """
 
 import contextlib
@@ -35,10 +37,10 @@ from kvstore.security.credentials import Credentials
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
 CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # a broken connection of one client is not another's
+    ("grpc.use_local_subchannel_pool", 1),  # clients do not share a broken connection
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),  # a restarted node is found again within this
+    ("grpc.max_reconnect_backoff_ms", 500),  # a restarted node is found again within this time
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
 )
@@ -46,15 +48,16 @@ CHANNEL_OPTIONS = (
 Answer = TypeVar("Answer")
 
 JOIN_SECONDS = 5.0
-"""One attempt to join a node waits this long for it; a node that starts is heard of at once, since the attempt waits for it."""
+"""Limit of one attempt to join a node. An attempt waits for a node that is starting, so it joins the node without delay.
+"""
 
-JOIN_PAUSE_SECONDS = 1.0  # between two attempts, where one fails at once
+JOIN_PAUSE_SECONDS = 1.0  # between two attempts when one fails at once
 
 log = logging.getLogger(__name__)
 
 
 class CounterAccumulator:
-    """`StoreClientCounters` in the making. Thread-safe."""
+    """Accumulates `StoreClientCounters`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,7 +74,7 @@ class CounterAccumulator:
 
 
 class NodeConnection:
-    """Keeps one client in touch with one node. Thread-safe. Made by `open`, or by `open_early`."""
+    """Connection of one client to one node, made by `open` or `open_early`. Thread-safe."""
 
     def __init__(
         self,
@@ -92,17 +95,17 @@ class NodeConnection:
         self._namespace = namespace
         self._channel = channel
         self._session = session
-        self._outdated = False  # the node said that it is another one by now
+        self._outdated = False  # the node has reported another incarnation
         self._call_timeout = call_timeout
         self._prefer = prefer
         self._access = access
         self._clock = clock
         self._breaker = CircuitBreaker()
-        self._void: deque[str] = deque(maxlen=16)  # incarnations that are known to be over
+        self._ended_incarnations: deque[str] = deque(maxlen=16)  # incarnations that have ended
         self._handshake = threading.Lock()
-        self._memory = CircuitBreaker()  # of attempts to get at it after all (rule 5)
+        self._memory_breaker = CircuitBreaker()  # for attempts to map shared memory (rule 5)
         self._seeking = threading.Lock()
-        self._slower: list[Transport] = []  # ways that were used before it, and may be still
+        self._slower: list[Transport] = []  # data paths from before shared memory; calls may still use them
 
     @classmethod
     def open(
@@ -116,7 +119,7 @@ class NodeConnection:
         credentials: Credentials,
         clock: Clock,
     ) -> Self:
-        """Shake hands by the deadline; arguments and errors are those of `kvstore.client.store_client.StoreClient.connect`."""
+        """Perform the handshake by the deadline; arguments and errors are those of `StoreClient.connect`."""
         access = load(credentials)
         channel = access.channel(address, CHANNEL_OPTIONS)
         try:
@@ -152,12 +155,12 @@ class NodeConnection:
         clock: Clock,
         failure: str = "",
     ) -> Self:
-        """Open a link to a node that does not answer yet (rule 6).
+        """Open a connection to a node that does not answer yet (rule 6).
 
         The arguments are those of `open`. `failure` says why an earlier attempt did not reach the node; it is logged.
         """
         access = load(credentials)
-        link = cls(
+        connection = cls(
             address,
             namespace,
             access.channel(address, CHANNEL_OPTIONS),
@@ -167,31 +170,30 @@ class NodeConnection:
             access=access,
             clock=clock,
         )
-        threading.Thread(target=link._join, args=(failure,), name="kvstore-join", daemon=True).start()
-        return link
+        threading.Thread(target=connection._join, args=(failure,), name="kvstore-join", daemon=True).start()
+        return connection
 
     @property
     def session(self) -> NodeSession | None:
-        """Return the session with the node that was there last; None while none has answered (rule 6)."""
+        """Session with the node's last incarnation; None if the node has never answered (rule 6)."""
         return self._session
 
     @property
     def answers(self) -> bool:
-        """Whether the node did when it was last called."""
+        """True if the node answered the last call."""
         return self._breaker.closed
 
     def call(self, act: Callable[[NodeSession, float], Answer], until: Nanos | None = None) -> Answer | None:
-        """The node's answer; None when there is none in time, or the breaker is open.
+        """Call the node with `act`, which gets a session and the seconds left; return None if the node does not answer.
 
-        Args:
-            act: Calls the node of a session, within so many seconds.
-            until: When to give up, where that is earlier than by itself.
+        The call gives up at `until` or after the timeout of the connection, or at once while the circuit breaker is
+        open.
         """
         started = self._clock.now()
         deadline = earlier(until, Nanos(started + self._call_timeout))
         if self.closed.is_set() or not self._breaker.allows(started):
             return None
-        for _ in range(2):  # the second time after shaking hands again (rule 3)
+        for _ in range(2):  # the second time is after a new handshake (rule 3)
             session = self._current(deadline)
             if session is None:
                 return None
@@ -209,12 +211,12 @@ class NodeConnection:
         return None
 
     def session_of(self, incarnation: str) -> NodeSession | None:
-        """The session that a match belongs to, which may come from a process that met a restarted node before us."""
+        """Return the session of a match, which may come from a process that met a restarted node before this one."""
         session = self._session
         if session is None or session.incarnation == incarnation:
             return session
         now = self._clock.now()
-        if self.closed.is_set() or incarnation in self._void or not self._breaker.allows(now):
+        if self.closed.is_set() or incarnation in self._ended_incarnations or not self._breaker.allows(now):
             return None
         self._outdated = True
         renewed = self._current(Nanos(now + self._call_timeout))
@@ -222,29 +224,25 @@ class NodeConnection:
             return None
         self._breaker.succeeded()
         if renewed.incarnation != incarnation:
-            self._void.append(incarnation)
+            self._ended_incarnations.append(incarnation)
             return None
         return renewed
 
     def close(self) -> None:
-        """Calls in other threads end with None."""
+        """End calls in other threads with None."""
         if self.closed.is_set():
             return
         self.closed.set()
         self._channel.close()
-        with self._handshake:  # a thread that joins or renews stores its session under it
+        with self._handshake:  # a thread that joins or renews stores its session under this lock
             if self._session is not None:
                 self._session.calls.close()
-                self._close_ways(self._session)
+                self._close_transports(self._session)
 
-    def _join(self, told: str) -> None:
-        """Shake hands with a node as soon as it answers; the body of a thread.
-
-        Args:
-            told: The failure of an earlier attempt, or nothing.
-        """
-        if told:
-            self._tell_not_joined(told)
+    def _join(self, reported: str) -> None:
+        """Perform the handshake as soon as the node answers; the body of a thread. `reported` is an earlier failure."""
+        if reported:
+            self._log_not_joined(reported)
         while not self.closed.is_set():
             deadline = Nanos(self._clock.now() + nanos(JOIN_SECONDS))
             try:
@@ -259,34 +257,34 @@ class NodeConnection:
                 )
             except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
                 failure, cause = self._explained(error)
-                if (not told or cause not in told) and not self.closed.is_set():
-                    told = failure
-                    self._tell_not_joined(failure)
+                if (not reported or cause not in reported) and not self.closed.is_set():
+                    reported = failure
+                    self._log_not_joined(failure)
                 self.closed.wait(JOIN_PAUSE_SECONDS)
-            except ValueError:  # the channel was closed meanwhile
+            except ValueError:  # the channel was closed
                 return
             else:
                 with self._handshake:
                     if self.closed.is_set():
                         session.calls.close()
-                        self._close_ways(session)
+                        self._close_transports(session)
                         return
                     self._session = session
                 log.info("store node joined", extra={"address": self._address, "store": session.store_id})
                 return
 
     def _explained(self, error: Exception) -> tuple[str, str]:
-        """Return a failure to join in words, and the part of it that tells causes apart (empty for a node that is just away)."""
+        """Return the failure to join, and the part of it that identifies the cause (empty for a node that is just away)."""
         if not isinstance(error, StoreUnreachable) or self.closed.is_set():
             return str(error), str(error)
         cause = self._access.diagnose(self._address)
         return (f"{error}: {cause}" if cause else str(error)), cause
 
-    def _tell_not_joined(self, cause: str) -> None:
+    def _log_not_joined(self, cause: str) -> None:
         log.warning("store node not joined yet", extra={"address": self._address, "cause": cause})
 
     def _judge(self, error: grpc.RpcError, started: Nanos) -> None:
-        """What a failed call says of the node."""
+        """Draw the conclusion from a failed call."""
         match error.code():
             case grpc.StatusCode.FAILED_PRECONDITION:
                 self._outdated = True
@@ -308,7 +306,7 @@ class NodeConnection:
         self._breaker.failed(started, self._clock.now())
 
     def _look_at_tls(self) -> None:
-        """Have a thread say whether TLS is why the node does not answer; callers do not wait for that."""
+        """Let a thread find out whether TLS is the cause, so that callers do not wait for it."""
         if not self._access.authority:
             return
 
@@ -316,11 +314,11 @@ class NodeConnection:
             if cause := self._access.diagnose(self._address):
                 log.warning("store node cannot be reached over tls", extra={"address": self._address, "cause": cause})
 
-        with contextlib.suppress(RuntimeError):  # no thread to be had now
+        with contextlib.suppress(RuntimeError):  # no thread can be started now
             threading.Thread(target=look, name="kvstore-tls", daemon=True).start()
 
     def _current(self, deadline: Nanos) -> NodeSession | None:
-        """The session with the node that is there now; None while another thread is shaking hands, or it fails."""
+        """Return the current session; None while another thread performs a handshake, or if the handshake fails."""
         if not self._outdated:
             return self._session
         if not self._handshake.acquire(blocking=False):
@@ -331,7 +329,7 @@ class NodeConnection:
             self._handshake.release()
 
     def _renew(self, deadline: Nanos) -> NodeSession | None:
-        if not self._outdated:  # another thread has just done it
+        if not self._outdated:  # another thread has just renewed it
             return self._session
         started = self._clock.now()
         try:
@@ -343,22 +341,22 @@ class NodeConnection:
             return None
         former, self._session = self._session, session
         self._outdated = False
-        assert former is not None, "only a session that was there is outdated"
+        assert former is not None, "only an existing session can be outdated"
         if former.incarnation != session.incarnation:
-            self._void.append(former.incarnation)
+            self._ended_incarnations.append(former.incarnation)
             log.info("store node has restarted", extra={"store": session.store_id, "incarnation": session.incarnation})
         former.calls.retire()
-        self._close_ways(former)
+        self._close_transports(former)
         return session
 
     def _seek_memory(self, session: NodeSession) -> None:
         now = self._clock.now()
-        if not self._memory.allows(now) or not self._seeking.acquire(blocking=False):
+        if not self._memory_breaker.allows(now) or not self._seeking.acquire(blocking=False):
             return
         try:
             threading.Thread(target=self._map, args=(session,), name="kvstore-memory", daemon=True).start()
-        except RuntimeError:  # no thread to be had now
-            self._memory.failed(now, self._clock.now())
+        except RuntimeError:  # no thread can be started now
+            self._memory_breaker.failed(now, self._clock.now())
             self._seeking.release()
 
     def _map(self, session: NodeSession) -> None:
@@ -366,24 +364,24 @@ class NodeConnection:
         try:
             better = with_shared_memory(session, self._namespace, self._clock, Nanos(started + self._call_timeout))
         except (StoreUnreachable, NamespaceUnknown):
-            self._memory.failed(started, self._clock.now())
+            self._memory_breaker.failed(started, self._clock.now())
             return
         else:
             with self._handshake:
                 if self._session is session and not self.closed.is_set():
                     self._session = better
                     self._slower.append(session.transport)
-            self._memory.succeeded()
+            self._memory_breaker.succeeded()
         finally:
             self._seeking.release()
 
-    def _close_ways(self, session: NodeSession) -> None:
-        """Those of a session, and those that were used before it had memory."""
+    def _close_transports(self, session: NodeSession) -> None:
+        """Close the data path of a session, and the slower ones that were used before it had shared memory."""
         session.transport.close()
         while self._slower:
             self._slower.pop().close()
 
 
 def earlier(deadline: Nanos | None, other: Nanos) -> Nanos:
-    """Of a caller's deadline, if there is one, and ours."""
+    """Return the earlier of the caller's deadline, if there is one, and ours."""
     return other if deadline is None else min(deadline, other)

@@ -1,4 +1,4 @@
-"""The handshake of a client with a node, and what comes of it: a way to call it all the time, and one to move bytes."""
+"""Session of a client with one incarnation of a node: result of the handshake, with its calls and its data path."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -22,7 +22,7 @@ from kvstore.transports.tcp import TcpTransport
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
-WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - an answer to look at, not an address to bind
+WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - compared with an answer, not bound
 
 
 class NodeSession(Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class NodeSession(Struct, frozen=True, kw_only=True):
     path: DataPath
     calls: NodeCalls
     transport: Transport
-    memory: str = ""  # socket that hands it out, where shared memory is wanted and could not be had; else empty
+    memory: str = ""  # memory handout socket if shared memory is wanted and could not be mapped; otherwise empty
 
 
 def shake_hands(
@@ -48,20 +48,11 @@ def shake_hands(
     clock: Clock,
     deadline: Nanos,
 ) -> NodeSession:
-    """Agree on the namespace, and open the first way of `prefer` that works.
-
-    Args:
-        stub: Of the node.
-        address: Of its control plane.
-        namespace: To agree on.
-        prefer: Ways to move bytes, best first.
-        data_key: What both ends of the TCP data plane have to prove; None: nothing.
-        clock: For the deadline.
-        deadline: Of all of it.
+    """Agree on the namespace, and open the first data path of `prefer` that works.
 
     Raises:
-        StoreUnreachable: The node does not answer by the deadline, or none of the ways works.
-        LayoutMismatch: The node does not mean the same bytes; names the field.
+        StoreUnreachable: The node does not answer by the deadline, or no data path works.
+        LayoutMismatch: The node means other bytes; names the field.
     """
     request = pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest)
 
@@ -96,18 +87,16 @@ def shake_hands(
 
 
 def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Clock, deadline: Nanos) -> NodeSession:
-    """The same session by shared memory, which could not be had before.
+    """Return the session with shared memory as its data path.
 
-    Raises:
-        StoreUnreachable: It still cannot.
-        NamespaceUnknown: It is another node's by now.
+    Raise StoreUnreachable if the memory still cannot be mapped, and NamespaceUnknown if the node has restarted.
     """
     transport = SharedMemoryTransport(session.memory, namespace.digest, namespace.block_bytes, clock, deadline)
     return replace(session, path=DataPath.SHM, transport=transport, memory="")
 
 
 def refusal(address: str, error: grpc.RpcError) -> Exception:
-    """What a failed Hello means."""
+    """Return the error that a failed Hello means."""
     details = error.details() or ""
     metadata = cast("Sequence[tuple[str, str]]", error.trailing_metadata() or ())
     field = next((value for key, value in metadata if key == wire.FIELD_KEY), "")
@@ -150,7 +139,7 @@ def _open(
 
 
 def reachable(data_address: str, control_address: str) -> str:
-    """The data plane's address; a node that listens everywhere is where its control plane is."""
+    """Return the address of the data plane; a wildcard is replaced by the host of the control plane."""
     host, _, port = data_address.rpartition(":")
     if host not in WILDCARDS:
         return data_address

@@ -1,12 +1,14 @@
-"""The client of a store node: synchronous, for use inside an engine's processes and threads.
+"""Store client: synchronous client of a store node, for use inside an engine's processes and threads.
 
 Rules:
 
-1. After `connect` or `join` nothing here raises because of the node: a node that is away, slow, full or restarted means fewer
-   blocks, counted, and a log line when that begins (`kvstore.client.node_connection`). What raises is a bug of the caller.
-2. What was matched in one process can be read in another that has a client of the same node.
-3. Ranks of one engine, each in its process, share whole blocks (`kvstore.layouts.shards`): one reserves, each writes its share, and
-   the one that reserved publishes. Writing shares takes the node's own memory; they can be read by every way.
+1. After `connect` or `join`, no failure of the node raises here. A node that is away, slow, full or restarted means
+   fewer blocks. This is counted, and a log line reports its beginning (`kvstore.client.node_connection`). An exception
+   is a bug of the caller.
+2. A match of one process can be read in another process that has a client of the same node.
+3. The ranks of one engine, each in its own process, share whole blocks (`kvstore.layouts.shards`): one rank reserves,
+   each writes its shard, and the reserving rank publishes. Writing shards requires the node's shared memory; the blocks
+   can be read over every data path.
 """
 
 import logging
@@ -49,32 +51,36 @@ from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 
 SLOWEST_BYTES_PER_SECOND = 100_000_000
-"""A way slower than this is given up: computing the blocks again is faster."""
+"""A slower data path is given up, because computing the blocks again is faster."""
 
-LOOK_AGAIN_SECONDS = 0.002  # between looks at a load; a batch of it takes longer than that from any disk
+LOOK_AGAIN_SECONDS = (
+    0.002  # between two look-ups of blocks that are promoted; a batch takes longer than this from any disk
+)
 
 LEAST_BATCH = 32  # blocks
-BATCH_BYTES = 16 << 20  # of more blocks than that where they are small: a batch costs something
+BATCH_BYTES = (
+    16 << 20
+)  # a batch has more blocks than LEAST_BATCH if they are small, because each batch has a fixed cost
 
 MOVED, CORRUPT = BlockOutcome.MOVED, BlockOutcome.CORRUPT
-"""Looked up once: a member of an enumeration is slow to find for each block."""
+"""Enum members, looked up once: the look-up is slow for each block."""
 
 log = logging.getLogger(__name__)
 
 
 def batch_blocks(block_bytes: int) -> int:
-    """How many blocks are asked for at a time, so that a source that has to copy does not copy a whole chain at once.
+    """Return how many blocks are requested at a time, so that a source that copies need not copy a whole chain at once.
 
-    Its memory for a block is its own again once so many more have been asked for, and no sooner.
+    The source may reuse a block's memory once that many further blocks have been requested.
     """
     return max(LEAST_BATCH, BATCH_BYTES // block_bytes)
 
 
 class StoreClient:
-    """One namespace of one node; see the module. Thread-safe. Made by `connect` or `join`."""
+    """Client for one namespace of one node, made by `connect` or `join`. Thread-safe."""
 
-    def __init__(self, link: NodeConnection, namespace: KvNamespace, *, call_timeout: Nanos, clock: Clock):
-        self._connection = link
+    def __init__(self, connection: NodeConnection, namespace: KvNamespace, *, call_timeout: Nanos, clock: Clock):
+        self.connection = connection
         self._namespace = namespace
         self._call_timeout = call_timeout
         self._clock = clock
@@ -92,16 +98,17 @@ class StoreClient:
         credentials: Credentials | None = None,
         clock: Clock | None = None,
     ) -> Self:
-        """Shake hands with a node.
+        """Connect to a node and perform the handshake.
 
         Args:
-            address: Of its control plane: ``unix:/path`` or ``host:port``.
-            namespace: What the bytes of this client's blocks mean.
-            timeout_seconds: For the handshake; waits for a node that is just starting.
-            call_timeout_seconds: For every later call, reconnecting included.
-            prefer: Ways to move bytes, best first.
-            credentials: Files that prove who this is to a node on another host, and the node to this; None: neither does.
-            clock: The system's by default.
+            address: Address of its control plane: ``unix:/path`` or ``host:port``.
+            namespace: Namespace of this client's blocks.
+            timeout_seconds: Limit of the handshake; waits for a node that is starting.
+            call_timeout_seconds: Limit of each later call, including a new connection.
+            prefer: Data paths, best first.
+            credentials: Files that prove this client to a node on another host, and the node to this client; None: no
+                proofs.
+            clock: Clock; the system's by default.
 
         Raises:
             StoreUnreachable: Nobody answers in time.
@@ -111,7 +118,7 @@ class StoreClient:
         """
         clock = clock or MonotonicClock()
         call_timeout = nanos(call_timeout_seconds)
-        link = NodeConnection.open(
+        connection = NodeConnection.open(
             address,
             namespace,
             deadline=Nanos(clock.now() + nanos(timeout_seconds)),
@@ -120,7 +127,7 @@ class StoreClient:
             credentials=credentials or Credentials(),
             clock=clock,
         )
-        return cls(link, namespace, call_timeout=call_timeout, clock=clock)
+        return cls(connection, namespace, call_timeout=call_timeout, clock=clock)
 
     @classmethod
     def join(
@@ -134,24 +141,12 @@ class StoreClient:
         credentials: Credentials | None = None,
         clock: Clock | None = None,
     ) -> Self:
-        """Shake hands with a node, or, where it does not answer, as soon as it does.
+        """Connect to a node, or make a client that connects as soon as the node answers.
 
-        Until then every call finds nothing, at once: a store is only a cache (`joined` says whether it is there). A node that
-        answers later and has the blocks in another layout is not joined. The log says why a node is not joined yet.
-
-        Args:
-            address: As of `connect`, like the arguments below.
-            namespace: What the bytes of this client's blocks mean.
-            wait_seconds: How long to wait for the node here; 0: not at all.
-            call_timeout_seconds: For every later call.
-            prefer: Ways to move bytes, best first.
-            credentials: Files that prove who this is.
-            clock: The system's by default.
-
-        Raises:
-            LayoutMismatch: The node answers, and stores these weights in another layout.
-            InvalidArgument: No node can store such blocks.
-            BadCredentials: A file of the credentials cannot be used.
+        Until then each call finds nothing, without delay, because a store is only a cache (`joined` says whether it is
+        there). A node that answers later and has the blocks in another layout is not joined. The log says why a node is
+        not joined yet. `wait_seconds` says how long to wait for the node here. The other arguments and the errors are
+        those of `connect`.
         """
         clock = clock or MonotonicClock()
         failure = ""
@@ -169,7 +164,7 @@ class StoreClient:
             except StoreUnreachable as error:
                 failure = str(error)
         call_timeout = nanos(call_timeout_seconds)
-        link = NodeConnection.open_early(
+        connection = NodeConnection.open_early(
             address,
             namespace,
             call_timeout=call_timeout,
@@ -178,29 +173,29 @@ class StoreClient:
             clock=clock,
             failure=failure,
         )
-        return cls(link, namespace, call_timeout=call_timeout, clock=clock)
+        return cls(connection, namespace, call_timeout=call_timeout, clock=clock)
 
     @property
     def joined(self) -> bool:
-        """Tell whether the node has answered once."""
-        return self._connection.session is not None
+        """True if the node has ever answered."""
+        return self.connection.session is not None
 
     @property
     def store_id(self) -> str:
-        """Return what the node is called; empty until it has answered once."""
-        session = self._connection.session
+        """Name of the node; empty until it has answered."""
+        session = self.connection.session
         return "" if session is None else session.store_id
 
     @property
     def path(self) -> DataPath | None:
-        """Return the way that bytes move at the moment; None until the node has answered once."""
-        session = self._connection.session
+        """Current data path; None until the node has answered."""
+        session = self.connection.session
         return None if session is None else session.path
 
     @property
     def writes_shards(self) -> bool:
-        """Whether `write_shard` works here, now or as soon as the node's memory can be had (rule 3)."""
-        session = self._connection.session
+        """True if `write_shard` works here, now or as soon as the node's shared memory can be mapped (rule 3)."""
+        session = self.connection.session
         return session is not None and (session.path is DataPath.SHM or bool(session.memory))
 
     @property
@@ -209,8 +204,8 @@ class StoreClient:
 
     @property
     def answers(self) -> bool:
-        """Whether the node did when it was last called."""
-        return self._connection.answers
+        """True if the node answered the last call."""
+        return self.connection.answers
 
     def match(
         self,
@@ -221,22 +216,22 @@ class StoreClient:
         tenant: bytes = b"",
         deadline: Nanos | None = None,
     ) -> Match:
-        """The longest prefix of a chain that is in the node's memory, pinned.
+        """Find the longest prefix of a chain in the node's pool and pin it.
 
-        What follows it may lie in a slower tier. With patience the node begins to fetch that, and says how many blocks
-        are on their way (`Match.loading`): match again to find them.
+        The following blocks may lie in a backing tier. With a max wait, the node begins to promote them and reports how
+        many are on their way (`Match.loading`); match again to find them.
 
         Args:
-            hashes: The chain from its start.
-            lease_seconds: For how long at most; the node's own limit counts where it is shorter. 0 looks only:
-                the blocks may be evicted before they are read, and nothing is counted.
-            max_wait_seconds: How long blocks of slower tiers are worth waiting for: as long as computing them again
-                would take. 0: begin nothing.
-            tenant: Salt of the chain: who pays for the places of what is fetched, and is counted.
-            deadline: When to give up, where that is earlier than the client would by itself; so for all calls.
+            hashes: Block hashes from the start of the chain.
+            lease_seconds: Longest duration of the lease; the node's own limit applies as well. 0 looks the blocks up
+                only: they may be evicted before they are read, and nothing is counted.
+            max_wait_seconds: How long blocks of backing tiers are worth waiting for: as long as computing them would
+                take. 0: promote nothing.
+            tenant: Salt of the chain, whose quota pays for promoted blocks and whose hits are counted.
+            deadline: When to give up, if earlier than the client's own timeout; the same for all calls.
         """
         asked = tuple(hashes[: wire.MAX_HASHES])
-        current = self._connection.session
+        current = self.connection.session
         nothing = Match(incarnation="" if current is None else current.incarnation)
         if not asked:
             return nothing
@@ -254,25 +249,25 @@ class StoreClient:
             )
             return wire.parse_match(session.calls.match(request, timeout_seconds), session.incarnation, asked)
 
-        found = self._connection.call(call, deadline)
-        match = nothing if found is None else found  # an empty one is false, and may say what is on its way
+        found = self.connection.call(call, deadline)
+        match = nothing if found is None else found  # an empty match is false, and may still report loading blocks
         if lease_seconds:
-            self._connection.counting.add(hits=len(match), misses=len(hashes) - len(match))
+            self.connection.counting.add(hits=len(match), misses=len(hashes) - len(match))
         return match
 
     def match_and_wait(
         self, hashes: Sequence[BlockHash], *, lease_seconds: float, max_wait_seconds: float, tenant: bytes = b""
     ) -> Match:
-        """As `match`, after what lies in slower tiers has been fetched; waits no longer than the patience."""
+        """Match a chain after its blocks in backing tiers have been promoted, waiting no longer than the max wait."""
         deadline = Nanos(self._clock.now() + nanos(max_wait_seconds))
         found = self.match(hashes, lease_seconds=lease_seconds, max_wait_seconds=max_wait_seconds, tenant=tenant)
         if not found.loading:
             return found
-        while self._clock.now() < deadline and not self._connection.closed.wait(LOOK_AGAIN_SECONDS):
+        while self._clock.now() < deadline and not self.connection.closed.wait(LOOK_AGAIN_SECONDS):
             if not self.match(hashes, lease_seconds=0, tenant=tenant).loading:
                 break
         complete = self.match(hashes, lease_seconds=lease_seconds, tenant=tenant)
-        self.release(found.lease_id)  # it kept the beginning in place while the rest was fetched
+        self.release(found.lease_id)  # it kept the beginning in place while the rest was promoted
         return (
             structs.replace(complete, promoted=merge_promoted(found.promoted, complete.promoted))
             if found.promoted
@@ -287,16 +282,16 @@ class StoreClient:
         *,
         deadline: Nanos | None = None,
     ) -> list[bool]:
-        """Copy matched blocks out; checksums are verified on the copies.
+        """Copy matched blocks out of the pool; checksums are verified on the copies.
 
         Args:
-            match: From `match`, of this client or of another one of the same node and namespace.
-            indices: Which of its blocks.
-            destinations: Where to; one block an index, in one buffer or in a list of consecutive pieces.
-            deadline: See `match`.
+            match: Match of this client, or of another client of the same node and namespace.
+            indices: Indices of the blocks to read.
+            destinations: One block for each index, in one buffer or a list of consecutive pieces.
+            deadline: As for `match`.
 
         Returns:
-            Which blocks are there now. Where it says False, the destination's content is void.
+            Whether each block arrived. If not, the content of its destination is void.
         """
 
         def get(session: NodeSession, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
@@ -313,7 +308,7 @@ class StoreClient:
         *,
         deadline: Nanos | None = None,
     ) -> list[bool]:
-        """As `read`, of what one rank holds of the blocks. All of a block is verified, also what is not copied."""
+        """Read one rank's shard of the blocks, as `read` does, and verify the whole blocks."""
 
         def get(session: NodeSession, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
             if isinstance(session.transport, SharedMemoryTransport):
@@ -323,22 +318,23 @@ class StoreClient:
         return self._read(match, indices, share.bytes, get, deadline)
 
     def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None:
-        """End leases early. May be called from any process; a lease that has ended is fine."""
+        """End leases early, from any process; leases that have ended are ignored."""
         held = [lease_id for lease_id in lease_ids if lease_id]
         for start in range(0, len(held), wire.MAX_LEASES):
             request = pb.ReleaseRequest(lease_ids=held[start : start + wire.MAX_LEASES])
-            self._connection.call(self._releasing(request), deadline)
+            self.connection.call(self._releasing(request), deadline)
 
     def hold(self, session: str, hashes: Sequence[BlockHash], *, seconds: float) -> SessionPinResult | None:
-        """Keep the held prefix of a chain from eviction while its session waits for something else, a tool for instance.
+        """Pin the present prefix of a chain while its session waits, for instance for a tool.
 
-        Ends by itself, with `release_hold`, or when the same session holds anew. A session that goes on matches first
-        and releases then, so that its blocks are pinned at any time. None when the node does not answer.
+        The pin ends by its deadline, with `release_hold`, or when the same session pins again. A session that continues
+        first matches and then releases its pin, so its blocks are always pinned. The result is None if the node does
+        not answer.
 
         Args:
-            session: Whose chain it is; the same name in another namespace is another hold.
-            hashes: The chain from its start.
-            seconds: For how long at most; the node's own limit counts where it is shorter.
+            session: Name of the session; the same name in another namespace is another pin.
+            hashes: Block hashes from the start of the chain.
+            seconds: Longest duration; the node's own limit applies as well.
         """
         asked = b"".join(hashes[: wire.MAX_HASHES])
         if not asked:
@@ -352,24 +348,20 @@ class StoreClient:
                 session=session,
                 hold_ms=max(min(nanos(seconds), current.max_hold) // MILLISECOND, 1),
             )
-            return wire.parse_hold(self._connection.stub.Hold(request, timeout=timeout_seconds))
+            return wire.parse_hold(self.connection.stub.Hold(request, timeout=timeout_seconds))
 
-        return self._connection.call(call)
+        return self.connection.call(call)
 
     def release_hold(self, session: str) -> None:
-        """End a hold early; one that has ended is fine."""
+        """End a session's pin early; a pin that has ended is ignored."""
         request = pb.ReleaseHoldRequest(digest=self._namespace.digest, session=session)
-        self._connection.call(lambda _, timeout: self._connection.stub.ReleaseHold(request, timeout=timeout))
+        self.connection.call(lambda _, timeout: self.connection.stub.ReleaseHold(request, timeout=timeout))
 
     def evacuate(self, names: Sequence[BlockHash], *, leaving: bool) -> EvacuationResult | None:
-        """Have the node bring blocks to where other nodes find them, for about half of the time that a call may take.
+        """Make the node copy blocks to where other nodes find them, for about half of the time of a call.
 
-        Args:
-            names: Of any of its blocks, what is worth most first.
-            leaving: Whether the node goes as well.
-
-        Returns:
-            What has come of it; ask again for what is not `done`. None when the node does not answer.
+        The most valuable blocks come first in `names`; `leaving` says whether the node itself goes as well. Ask again
+        for blocks that are not `done`. The result is None if the node does not answer.
         """
         asked = b"".join(names[: wire.MAX_EVACUATED])
         if not asked:
@@ -383,9 +375,9 @@ class StoreClient:
                 timeout_ms=round(timeout_seconds * 500),
                 leaving=leaving,
             )
-            return wire.parse_evacuation(self._connection.stub.Evacuate(request, timeout=timeout_seconds))
+            return wire.parse_evacuation(self.connection.stub.Evacuate(request, timeout=timeout_seconds))
 
-        return self._connection.call(call)
+        return self.connection.call(call)
 
     def write(
         self,
@@ -395,19 +387,20 @@ class StoreClient:
         tenant: bytes = b"",
         deadline: Nanos | None = None,
     ) -> int:
-        """Store blocks; those already held, or being written by another, are skipped.
+        """Store blocks; blocks that the node has, or that another client writes, are skipped.
 
         Args:
-            hashes: The chain from its start, as far as its blocks are there. Naming held blocks costs nothing and
-                keeps the start of a chain from being evicted before its end.
-            sources: The block of an index into `hashes`, asked for only when it is written; one buffer, or a list of
-                consecutive pieces. Must not change during the call, or until `batch_blocks` more are asked for. What it
-                raises comes out of this call; nothing is published then, and nobody waits for the reservation to end.
-            tenant: Salt of the chain; whose quota the blocks count against.
-            deadline: See `match`.
+            hashes: Block hashes from the start of the chain, as far as its blocks exist. Naming stored blocks costs
+                nothing, and keeps the start of a chain from being evicted before its end.
+            sources: The block of an index into `hashes`, requested only when it is written, in one buffer or a list of
+                consecutive pieces. It must not change during the call, or until `batch_blocks` further blocks are
+                requested. If a source raises, so does this call; nothing is published then, and the reservation ends at
+                once.
+            tenant: Salt of the chain, whose quota pays for the blocks.
+            deadline: As for `match`.
 
         Returns:
-            Blocks newly published.
+            Number of newly published blocks.
         """
         if not hashes:
             return 0
@@ -415,17 +408,17 @@ class StoreClient:
         started = self._clock.now()
         found = self._reserve(asked, tenant, deadline)
         if found is None:
-            self._connection.counting.add(dropped=len(hashes))
+            self.connection.counting.add(dropped=len(hashes))
             return 0
         session, places = found
         source = sources if callable(sources) else sources.__getitem__
         try:
             written = self._put(session, places, source, earlier(deadline, Nanos(started + session.max_reservation)))
-        except BaseException:  # the caller's own; goes on to him
+        except BaseException:  # an exception of the caller's source
             self._abandon(places, deadline)
             raise
         published = self._publish(places, written, deadline) if places.indices else 0
-        self._connection.counting.add(
+        self.connection.counting.add(
             bytes_written=published * self._namespace.block_bytes,
             dropped=len(places) - published + places.refused + len(hashes) - len(asked),
         )
@@ -434,17 +427,18 @@ class StoreClient:
     def reserve(
         self, hashes: Sequence[BlockHash], *, tenant: bytes = b"", deadline: Nanos | None = None
     ) -> WriteGrant | None:
-        """Places for those blocks that are not held and not being written, for several ranks to write to (rule 3).
+        """Reserve places for those blocks that nobody holds or writes, for several ranks to write to (rule 3).
 
-        Ends with `publish`, or by itself. None when the node does not answer; arguments are those of `write`.
+        The reservation ends with `publish` or by its deadline. The result is None if the node does not answer.
+        Arguments are those of `write`.
         """
         asked = hashes[: wire.MAX_HASHES]
         found = self._reserve(asked, tenant, deadline) if asked else None
         if found is None:
-            self._connection.counting.add(dropped=len(hashes))
+            self.connection.counting.add(dropped=len(hashes))
             return None
         session, places = found
-        self._connection.counting.add(dropped=places.refused + len(hashes) - len(asked))
+        self.connection.counting.add(dropped=places.refused + len(hashes) - len(asked))
         return WriteGrant(incarnation=session.incarnation, places=places)
 
     def write_shard(
@@ -456,19 +450,12 @@ class StoreClient:
         *,
         deadline: Nanos | None = None,
     ) -> dict[int, int]:
-        """Write what this rank holds of some of the granted blocks.
+        """Write this rank's shard of some of the reserved blocks, with one source for each position in the grant.
 
-        Args:
-            grant: From `reserve`, of this client or of another one of the same node and namespace.
-            positions: Which of its places.
-            share: What this rank holds.
-            sources: Its bytes, one a position.
-            deadline: See `match`.
-
-        Returns:
-            What this rank adds to the checksums of the blocks that it wrote, by position (`kvstore.layouts.rank_shards.combined_checksums`).
+        Return the rank's contribution to the checksum of each block that it wrote, by position
+        (`kvstore.layouts.rank_shards.combined_checksums`).
         """
-        session = self._connection.session_of(grant.incarnation) if positions else None
+        session = self.connection.session_of(grant.incarnation) if positions else None
         if session is None or not isinstance(session.transport, SharedMemoryTransport):
             return {}
         until = earlier(deadline, self._transfer_deadline(len(positions)))
@@ -476,39 +463,38 @@ class StoreClient:
         return {position: added for position, added in zip(positions, told, strict=True) if added is not None}
 
     def publish(self, grant: WriteGrant, checksums: Mapping[int, int], *, deadline: Nanos | None = None) -> int:
-        """End a reservation of this client: blocks whose checksums are given, by position, can be found from now on.
+        """End a reservation of this client; blocks whose checksums are given, by position, become readable.
 
-        Returns:
-            Blocks newly published.
+        Return the number of newly published blocks.
         """
         places = grant.places
         if not places:
             return 0
         written = {places.indices[position]: crc32c for position, crc32c in checksums.items()}
         published = self._publish(places, written, deadline)
-        self._connection.counting.add(
+        self.connection.counting.add(
             bytes_written=published * self._namespace.block_bytes, dropped=len(places) - published
         )
         return published
 
     def counters(self) -> StoreClientCounters:
-        """What this client did since it connected."""
-        return self._connection.counting.read()
+        """Return the counters of this client since it connected."""
+        return self.connection.counting.read()
 
     def stats(self) -> Stats | None:
-        """What the node says of itself; None when it does not answer."""
+        """Return the state of the node; None if it does not answer."""
 
         def call(session: NodeSession, timeout_seconds: float) -> Stats:
             asked = self._clock.now()
-            session.calls.settle(timeout_seconds)  # what was released before is not pinned
+            session.calls.settle(timeout_seconds)  # so that released blocks do not count as pinned
             left = max(timeout_seconds - seconds(self._clock.now() - asked), 0.001)
-            return wire.parse_stats(self._connection.stub.Stats(pb.StatsRequest(), timeout=left))
+            return wire.parse_stats(self.connection.stub.Stats(pb.StatsRequest(), timeout=left))
 
-        return self._connection.call(call)
+        return self.connection.call(call)
 
     def close(self) -> None:
-        """Calls in other threads end with misses. Leases stay until released or over."""
-        self._connection.close()
+        """End calls in other threads with misses. Leases stay until they are released or end."""
+        self.connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -519,7 +505,7 @@ class StoreClient:
         self.close()
 
     def _releasing(self, request: pb.ReleaseRequest) -> Callable[[NodeSession, float], None]:
-        wait = not self.answers  # a call that waits for nothing does not tell that the node is back
+        wait = not self.answers  # a call without an answer does not show that the node is back
 
         def call(session: NodeSession, timeout_seconds: float) -> None:
             if wait:
@@ -545,12 +531,12 @@ class StoreClient:
             )
             return session, wire.parse_reservation(session.calls.reserve(request, timeout_seconds))
 
-        return self._connection.call(call, deadline)
+        return self.connection.call(call, deadline)
 
     def _put(
         self, session: NodeSession, places: ClientWriteReservation, source: Callable[[int], Block], deadline: Nanos
     ) -> dict[int, int]:
-        """The checksums of those blocks that were written, by index."""
+        """Write the reserved blocks; return the checksums of the written ones by index."""
         until = min(deadline, self._transfer_deadline(len(places)))
         written: dict[int, int] = {}
         step = batch_blocks(self._namespace.block_bytes)
@@ -569,7 +555,7 @@ class StoreClient:
             crc32c=written.values(),
             owner=self._owner,
         )
-        response = self._connection.call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
+        response = self.connection.call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
         return response.published if response is not None else 0
 
     def _read(
@@ -580,13 +566,13 @@ class StoreClient:
         get: Callable[[NodeSession, Slots, Nanos], Sequence[BlockOutcome]],
         deadline: Nanos | None,
     ) -> list[bool]:
-        """Which blocks are there; those that are bad are told to the node, and all are counted."""
+        """Read blocks with `get`, report corrupt ones to the node, and count all of them."""
         if not indices:
             return []
         slots = match.slots.some(indices)
-        session = self._connection.session_of(match.incarnation)
+        session = self.connection.session_of(match.incarnation)
         if session is None:
-            self._connection.counting.add(lost=len(slots))
+            self.connection.counting.add(lost=len(slots))
             return [False] * len(slots)
         outcomes = get(session, slots, earlier(deadline, self._transfer_deadline(len(slots))))
         corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is CORRUPT]
@@ -594,7 +580,7 @@ class StoreClient:
             self._condemn(match, corrupt)
         arrived = [outcome is MOVED for outcome in outcomes]
         moved = sum(arrived)
-        self._connection.counting.add(
+        self.connection.counting.add(
             bytes_read=moved * bytes_a_block, corrupt=len(corrupt), lost=len(outcomes) - moved - len(corrupt)
         )
         return arrived
@@ -602,7 +588,7 @@ class StoreClient:
     def _abandon(self, places: ClientWriteReservation, deadline: Nanos | None) -> None:
         """Give the places of a reservation back."""
         if places.indices:
-            self._connection.counting.add(dropped=len(places))
+            self.connection.counting.add(dropped=len(places))
             self._publish(places, {}, deadline)
 
     def _condemn(self, match: Match, indices: list[int]) -> None:
@@ -612,9 +598,9 @@ class StoreClient:
             hashes=b"".join(match.names[index] for index in indices),
             generations=[match.slots[index].generation for index in indices],
         )
-        response = self._connection.call(lambda _, timeout: self._connection.stub.Condemn(request, timeout=timeout))
+        response = self.connection.call(lambda _, timeout: self.connection.stub.Condemn(request, timeout=timeout))
         if response is not None:
-            self._connection.counting.add(damaged=max(len(indices) - response.dropped, 0))
+            self.connection.counting.add(damaged=max(len(indices) - response.dropped, 0))
 
     def _transfer_deadline(self, blocks: int) -> Nanos:
         span = nanos(blocks * self._namespace.block_bytes / SLOWEST_BYTES_PER_SECOND)
@@ -624,7 +610,7 @@ class StoreClient:
 def _read_whole(
     session: NodeSession, slots: Slots, share: RankShard, destinations: Sequence[MutableBlock], deadline: Nanos
 ) -> list[BlockOutcome]:
-    """A rank's share of blocks, by ways that move whole ones only."""
+    """Read one rank's shard over a data path that moves only whole blocks."""
     outcomes: list[BlockOutcome] = []
     step = batch_blocks(share.block_bytes)
     for start in range(0, len(slots), step):

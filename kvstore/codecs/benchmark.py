@@ -27,7 +27,7 @@ class CodecFigures(Struct, frozen=True, kw_only=True):
     error_largest: float  # largest error, relative to the block's largest magnitude
 
 
-def a_kv_like_block(namespace: KvNamespace, seed: int = 0) -> ByteArray:
+def kv_like_block(namespace: KvNamespace, seed: int = 0) -> ByteArray:
     """A block of normally distributed values, with channels whose magnitudes differ by factors, as those of keys do.
 
     Of dtypes other than float16, bfloat16 and float32, the bytes are random.
@@ -52,7 +52,7 @@ def measure(codec: Codec, namespace: KvNamespace, now: Callable[[], Nanos], roun
         now: The clock.
         rounds: Times; the first is not counted.
     """
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
     key = BlockKey(namespace.digest, bytes(16))
     decoded = np.empty_like(block)
     encoded = codec.encode(key, block)

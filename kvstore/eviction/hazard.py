@@ -1,20 +1,21 @@
-"""By value: what is least likely to save work in the time that it occupies its place goes first.
+"""Hazard eviction: the block that is least likely to save work per second in its place goes first.
 
 Rules:
 
-1. Value = uses to be expected a second (`kvstore.eviction.reuse_times`) × what a use saves a byte: the time to compute a
-   block again, less the time to load it. The first is learnt by class, while blocks are used.
-2. The class of a block is how often it was used, and the rhythm of its chain: whether the last two uses of the longest
-   part of it that had been seen before were less than `RHYTHMS` apart. A conversation that has gone on before goes on
-   again more likely; an agent between two tool calls returns sooner than a person. On the public conversation trace
-   little else that a store can know adds to that: boosted trees over a dozen features of chains find 25.9 instead of
-   24.5 % of its second half at a twentieth of the blocks (`loadtests/kvstore/reuse_bound.py`).
-3. Admissions of one instant are one chain, tail first. Those of its blocks that have the same class make a *run*. Runs of
-   a class wait in the order of their last use. Of each class, only the first and the last run are candidates: between
-   them the value has its top. So a choice costs a few steps a class, however many blocks there are.
-4. A chain goes from its end: a run whose continuation is still there gives that way first.
-5. Uses within `SAME_USE` are one use.
-6. What has gone is remembered for a while, to learn from its return and to know it then. The memory is bounded.
+1. The value of a block is its expected uses per second (`kvstore.eviction.reuse_times`) times the time that a use saves
+   per byte: computing the block less loading it. The policy learns the first factor per class of blocks, while blocks
+   are used.
+2. The class of a block is its number of uses and the rhythm of its chain. The rhythm says whether the last two uses of
+   the longest known part of the chain were less than `RHYTHMS` apart. A conversation that has continued before is more
+   likely to continue again, and an agent returns sooner than a person. On the public conversation trace other features
+   add little: boosted trees over a dozen features of chains find 25.9 % instead of 24.5 % of its second half at a
+   twentieth of the blocks (`loadtests/kvstore/reuse_bound.py`).
+3. Admissions at one instant are one chain, from its end on. Its blocks of equal class form a *run*. The runs of a class
+   are ordered by last use. Only the first and the last run of a class are candidates, because the value has a single
+   maximum between them. A choice therefore costs a few steps per class, however many blocks there are.
+4. A chain is evicted from its end: if the continuation of a run is still held, the continuation goes first.
+5. Uses within `SAME_USE` count as one use.
+6. Evicted blocks are remembered for a while, so that the policy learns from their return. The memory is bounded.
 """
 
 import heapq
@@ -28,25 +29,26 @@ from kvstore.eviction.policy import SAME_USE, K
 from kvstore.eviction.reuse_times import USES, ReuseCohort, ReuseTimes
 
 RHYTHMS = (Nanos(30 * SECOND),)
-"""Where classes by rhythm begin; what is shorter, or has no second use, is in the first."""
+"""Lower bounds of the rhythm classes after the first. The first holds shorter rhythms, and chains without a second use.
+"""
 
-LEARN_AFTER = 512  # uses of blocks, at the start
-LEARN_SHARE = 1 / 64  # of all uses so far; later
-PAUSE = Nanos(1 * SECOND)  # between two looks at ages
+LEARN_AFTER = 512  # block uses between two updates at the start
+LEARN_SHARE = 1 / 64  # later: share of all uses so far
+PAUSE = Nanos(1 * SECOND)  # least time between two rankings
 REMEMBERED = 32_768
-"""Blocks that may be remembered in any case; when more are held, as many as are held."""
+"""Least number of evicted blocks that are remembered; when more blocks are held, as many as are held."""
 
 
 Row = tuple[int, float]
-"""Class, and what a use saves a byte."""
+"""Class of a run, and the seconds that a use saves per byte."""
 
 
 Candidate = tuple[float, Nanos, Row, bool]
-"""Value and last use of the run at one end of a row, the row, and whether it is the end of the newest."""
+"""Value and last use of the run at one end of a row, the row, and whether that end is the newest."""
 
 
 class _ChainRun(Generic[K]):
-    """Blocks that follow each other in a chain, used at the same time and as often."""
+    """Consecutive blocks of a chain that were used at the same time and equally often."""
 
     __slots__ = ("cohort", "following", "keys", "live", "rhythm", "row", "used_at", "uses")
 
@@ -55,22 +57,22 @@ class _ChainRun(Generic[K]):
         self.uses = uses
         self.rhythm = rhythm
         self.row = row
-        self.keys: list[K] = []  # head first; some may have left
-        self.live = 0  # that have not
+        self.keys: list[K] = []  # from the head of the chain on; some may have left
+        self.live = 0  # blocks that have not left
         self.cohort: ReuseCohort
-        self.following: _ChainRun[K] | None = None  # that continued the chain when it was last used
+        self.following: _ChainRun[K] | None = None  # the run that continued the chain at its last use
 
 
 class HazardEviction(Generic[K]):
-    """See the module."""
+    """Eviction policy by expected value; the module lists the rules."""
 
     def __init__(self, saving: Callable[[K, int], float] | None = None, *, remembered: int = REMEMBERED):
-        """Knows nothing yet, and begins as LRU.
+        """Start without knowledge, which means in LRU order.
 
         Args:
-            saving: Seconds that loading a block of that key and size saves against computing it again, per byte; the
-                same for all of its chain. None: the same for all blocks.
-            remembered: At least so many of the blocks that have gone are remembered.
+            saving: Seconds per byte that loading a block of that key and size saves over computing it, the same for all
+                of its chain. None: equal for all blocks.
+            remembered: Least number of evicted blocks that are remembered.
         """
         self._saving = saving
         self._remembered = remembered
@@ -80,12 +82,12 @@ class HazardEviction(Generic[K]):
         self._rows: dict[Row, OrderedDict[_ChainRun[K], None]] = {}
         self._burst: list[K] = []
         self._burst_at, self._size = Nanos(0), 0
-        self._now = Nanos(0)  # which never goes back
-        self._uses = 0  # of blocks
+        self._now = Nanos(0)  # never goes back
+        self._uses = 0  # number of block uses
         self._learnt_at_uses = 0
         self._ranked_at = Nanos(0)
         self._victim: _ChainRun[K] | None = None
-        self._ranking: list[Candidate] = []  # a heap, with values that may be out of date
+        self._ranking: list[Candidate] = []  # a heap whose values may be outdated
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
         if now != self._burst_at or size_bytes != self._size:
@@ -114,7 +116,7 @@ class HazardEviction(Generic[K]):
         return self._tail(run) if run is not None else None
 
     def probability(self, key: K, span: Nanos) -> float:
-        """That the block is used within `span` from its last use on, by what is known of its class."""
+        """Return the probability that the block is used within `span` after its last use, as known for its class."""
         if self._burst:
             self._use()
         run = self._held.get(key) or self._gone.get(key)
@@ -133,7 +135,7 @@ class HazardEviction(Generic[K]):
     # Uses
 
     def _use(self) -> None:
-        """The admissions of an instant are complete: put them into runs, and learn from the spans since the uses before."""
+        """Put the complete admissions of one instant into runs, and learn from the time since the uses before."""
         chain = list(dict.fromkeys(reversed(self._burst)))
         self._burst.clear()
         self._victim = None
@@ -164,7 +166,7 @@ class HazardEviction(Generic[K]):
         run.following = last if last is not None and last.live else continuation
 
     def _learn(self, blocks: int) -> None:
-        """Bring values up to date, often at the start and seldom when much is known already."""
+        """Update the values: often at the start, and seldom when much is known already."""
         self._uses += blocks
         if self._now < self._ranked_at + PAUSE:
             return
@@ -177,7 +179,7 @@ class HazardEviction(Generic[K]):
         heapq.heapify(self._ranking)
 
     def _former(self, chain: list[K]) -> list[_ChainRun[K] | None]:
-        """The run that each block was in, also if it has gone since."""
+        """Return the run that each block was in, also if the block has been evicted since."""
         former = list(map(self._held.get, chain))
         if self._gone and None in former:
             gone = self._gone
@@ -192,7 +194,7 @@ class HazardEviction(Generic[K]):
         return known.rhythm if age <= SAME_USE else bisect_right(RHYTHMS, age)
 
     def _uses_after(self, run: _ChainRun[K], blocks: int) -> int:
-        """How often that many blocks of the run have been used by now; they leave it."""
+        """Return how often these blocks of a run have been used by now, and remove them from its cohort."""
         if self._now - run.used_at <= SAME_USE:
             run.cohort.alive -= blocks
             return run.uses
@@ -211,7 +213,7 @@ class HazardEviction(Generic[K]):
         return run
 
     def _move(self, keys: list[K], old: _ChainRun[K] | None, run: _ChainRun[K]) -> None:
-        """Blocks that follow each other leave their former run, where some are still held, for a new one."""
+        """Move consecutive blocks from their former run, where they may still be held, to a new one."""
         held_before = len(self._held)
         self._held.update(dict.fromkeys(keys, run))
         run.keys += keys
@@ -223,7 +225,7 @@ class HazardEviction(Generic[K]):
         run.cohort = self._times.used(run.row[0], len(run.keys), self._now)
 
     def _leave(self, run: _ChainRun[K], blocks: int) -> None:
-        """That many blocks of the run are not held any more, or in another run."""
+        """Record that so many blocks of the run are evicted or in another run."""
         run.live -= blocks
         if run.live or not blocks:
             return
@@ -237,13 +239,13 @@ class HazardEviction(Generic[K]):
     # Choices
 
     def _least_valued(self) -> _ChainRun[K] | None:
-        """The run of the least value, or what continues it (rule 4)."""
+        """Return the run of the least value, or the end of its continuation (rule 4)."""
         ranking = self._ranking
         while ranking:
             _, _, row, newest = heapq.heappop(ranking)
             if row not in self._rows:
                 continue
-            candidate = self._candidate(row, newest=newest)  # another than when this was noted, perhaps
+            candidate = self._candidate(row, newest=newest)  # the row may have changed since it was ranked
             least = not ranking or candidate <= ranking[0]
             heapq.heappush(ranking, candidate)
             if least:

@@ -1,16 +1,16 @@
-"""What the use of a block in a node's memory saves: for the eviction policy that goes by value. Pure.
+"""Hit savings: the time that a hit in the pool saves, for the eviction policy by value. Pure.
 
 Rules:
 
-1. A use saves the difference between having the block from elsewhere and having it from memory. Elsewhere is the first
-   tier below that is known to hold it, at the speed that was measured of that tier; where none does, or computing is
-   faster, it is computed.
-2. How long computing takes is told by the workers of a namespace: the patience of a look-up is the time that computing
-   the chain's blocks would take, learnt from the engine's own steps. Blocks that the engine had itself are in the chain
-   and not in the patience; so the most that the last `SAMPLES` look-ups told a block is believed.
-3. Until a worker has told, a token takes `UNKNOWN_SECONDS_A_TOKEN`, and memory is read at `MEMORY_BYTES_A_SECOND`, which
-   no node can see: clients on its host map it.
-4. Answers are rounded to powers of two. The policy keeps a row for each, and nothing is known more exactly.
+1. A hit saves the difference between getting the block from elsewhere and reading it from the pool. Elsewhere is the
+   first backing tier that is known to have the block, at its measured speed. If no tier has it, or computing is faster,
+   the block is computed.
+2. The workers of a namespace report how long computing takes: the max wait of a look-up is the time to compute the
+   blocks of its chain, learned from the engine's steps. Blocks that the engine had itself are in the chain but not in
+   the max wait. Therefore the highest value per block of the last `SAMPLES` look-ups is used.
+3. Until a worker has reported, a token takes `UNKNOWN_SECONDS_A_TOKEN`. The pool is read at `MEMORY_BYTES_A_SECOND`,
+   which a node cannot measure, because clients on its host map the memory.
+4. Results are rounded to powers of two. The policy keeps a row for each result, and no input is more exact.
 """
 
 import math
@@ -21,14 +21,14 @@ from kvstore.messages import BlockKey
 from kvstore.namespace import KvNamespace
 
 SAMPLES = 64
-MAX_NAMESPACES = 256  # whose workers' paces are remembered; the one that told the longest ago goes first
-UNKNOWN_SECONDS_A_TOKEN = 0.0005  # as workers believe before they have measured: `workers.engines.vllm.prefill_speed`
-MEMORY_BYTES_A_SECOND = 5e9  # one core's copy with its checksum
-LEAST = 2.0**-60  # seconds a byte; of what is not worth its place
+MAX_NAMESPACES = 256  # namespaces whose reports are remembered; the one with the oldest report is forgotten first
+UNKNOWN_SECONDS_A_TOKEN = 0.0005  # default of workers before they have measured: `workers.engines.vllm.prefill_speed`
+MEMORY_BYTES_A_SECOND = 5e9  # a copy with its checksum by one core
+LEAST = 2.0**-60  # seconds per byte, for blocks that save nothing
 
 
 class HitSavings:
-    """Of all namespaces of a node."""
+    """Savings of all namespaces of a node."""
 
     def __init__(
         self,
@@ -36,28 +36,21 @@ class HitSavings:
         seconds_a_token: float = UNKNOWN_SECONDS_A_TOKEN,
         memory_bytes_a_second: float = MEMORY_BYTES_A_SECOND,
     ):
-        """Nothing is told yet; `attach` comes before the first question.
-
-        Args:
-            seconds_a_token: That computing takes, until a namespace's workers have told it.
-            memory_bytes_a_second: At which clients read from the node's memory.
-        """
+        """Start without reports; call `attach` before the first question."""
         self._seconds_a_token = seconds_a_token
         self._memory_seconds_a_byte = 1 / memory_bytes_a_second
-        self._told: OrderedDict[bytes, deque[float]] = OrderedDict()  # seconds a block
+        self._told: OrderedDict[bytes, deque[float]] = OrderedDict()  # seconds per block
 
     def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:
-        """What the node knows, which is made after its policy.
+        """Connect the parts of the node, which are made after its policy.
 
-        Args:
-            namespace: By digest, of those that are open.
-            below: Seconds in which a block of that size comes from a tier below; None where none is known to have it.
+        `below` returns the seconds in which a block of that size comes from a backing tier; None if no tier has it.
         """
         self._namespace = namespace
         self._below = below
 
     def told(self, digest: bytes, blocks: int, seconds: float) -> None:
-        """A worker says how long it would take to compute that many blocks, or some of them."""
+        """Record a worker's report that computing these blocks, or some of them, takes so long."""
         if blocks <= 0 or seconds <= 0:
             return
         self._told.setdefault(digest, deque(maxlen=SAMPLES)).append(seconds / blocks)
@@ -66,13 +59,13 @@ class HitSavings:
             self._told.popitem(last=False)
 
     def computing(self, digest: bytes) -> float:
-        """Seconds for one block."""
+        """Return the seconds to compute one block."""
         if told := self._told.get(digest):
             return max(told)
         return self._namespace(digest).block_tokens * self._seconds_a_token
 
     def saving(self, key: BlockKey, size_bytes: int) -> float:
-        """Seconds a byte, of the block and of all of its chain."""
+        """Return the seconds that a hit saves per byte, for the block and all of its chain."""
         elsewhere = self.computing(key.digest)
         if (loading := self._below(key, size_bytes)) is not None:
             elsewhere = min(elsewhere, loading)

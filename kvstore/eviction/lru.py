@@ -1,4 +1,4 @@
-"""Least recently used first. Since the blocks of a chain are admitted tail first, the tail also goes first."""
+"""LRU eviction: the least recently used block goes first, and the end of a chain before its beginning."""
 
 from collections import OrderedDict
 from typing import Generic
@@ -8,7 +8,7 @@ from kvstore.eviction.policy import K
 
 
 class LruEviction(Generic[K]):
-    """The default: on chat traffic the alternatives that need no learning (S3-FIFO, SLRU, LFU) lose to it."""
+    """The default policy. On chat traffic the other policies without learning (S3-FIFO, SLRU, LFU) find fewer blocks."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[K, None] = OrderedDict()

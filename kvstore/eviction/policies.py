@@ -1,4 +1,4 @@
-"""The eviction policies by name, for settings and for the command line."""
+"""Eviction policies by name, for settings and for the command line."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -10,9 +10,9 @@ from kvstore.eviction.s3fifo import S3FifoEviction
 from kvstore.eviction.slru import SlruEviction
 
 PolicyName = Literal["lru", "s3fifo", "slru", "hazard"]
-"""Of those below, as settings name them."""
+"""Names of the policies, as settings have them."""
 
-POLICIES: Mapping[str, Callable[[], EvictionPolicy[Any]]] = {  # Any: keys of whatever kind the caller has
+POLICIES: Mapping[str, Callable[[], EvictionPolicy[Any]]] = {  # Any: keys of any kind
     "lru": LruEviction,
     "s3fifo": S3FifoEviction,
     "slru": SlruEviction,
@@ -21,14 +21,9 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy[Any]]] = {  # Any: keys of wh
 
 
 def policy(name: str, saving: Callable[[Any, int], float] | None = None) -> EvictionPolicy[Any]:
-    """A new policy of that name.
+    """Make a policy by its name; raise ValueError, which lists the names, if it is unknown.
 
-    Args:
-        name: As settings have it.
-        saving: What a use of a block saves, for the policy that goes by it; see `HazardEviction`.
-
-    Raises:
-        ValueError: There is none; the message lists those that there are.
+    `saving` gives the seconds per byte that a use of a block saves; see `HazardEviction`.
     """
     make = POLICIES.get(name)
     if make is None:

@@ -1,4 +1,4 @@
-"""What every policy here is: `kvstore.ports.Eviction`, over keys of any kind, so that a trace's numbers serve as well as names."""
+"""Protocol of the eviction policies, over keys of any kind: block keys in a pool, numbers in a trace."""
 
 from collections.abc import Hashable
 from typing import Protocol, TypeVar
@@ -6,20 +6,24 @@ from typing import Protocol, TypeVar
 from kvstore.clock import SECOND, Nanos
 
 SAME_USE = Nanos(2 * SECOND)
-"""Uses of a block that are no further apart are one use to policies that count: to the store, a request is a match, a
-publication, and another match by the worker that continues it."""
+"""Uses of a block within this time count as one use: one request causes a match, a publication, and another match by the
+worker that continues it.
+"""
 
 K = TypeVar("K", bound=Hashable)
 
 
 class EvictionPolicy(Protocol[K]):
-    """See `Eviction`: admitted again means used again, chains come tail first, and what is chosen stays admitted."""
+    """Says which key goes next. A pool admits published blocks; pinned ones stay admitted while there is enough space."""
 
-    def admit(self, key: K, size_bytes: int, now: Nanos) -> None: ...
+    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
+        """Admit a key that was in use until now; again means another use. Chains come from their end on."""
 
-    def withdraw(self, key: K) -> None: ...
+    def withdraw(self, key: K) -> None:
+        """Remove an admitted key. Either it is gone, or it is pinned and is admitted again with its last pin."""
 
-    def choose(self) -> K | None: ...
+    def choose(self) -> K | None:
+        """Return the key that goes next, which stays admitted; None if none may go."""
 
     def __len__(self) -> int: ...
 

@@ -1,23 +1,24 @@
-"""How long after a use the next one comes, learnt for each class of blocks while they are used. Pure.
+"""Reuse times: how long after a use the next use of a block comes, learned for each class of blocks. Pure.
 
 Rules:
 
-1. The span since a block's last use, its age, is cut into buckets whose width grows with the age. For each class and
-   bucket two sums are kept: blocks that reached the bucket unused (at risk), and those of them whose next use fell into
-   it. Their quotient is the hazard. So what has not been used yet tells as much as what has, and nothing has to be over
-   before it counts (the estimator of Kaplan and Meier, with classes).
-2. A block is followed from its use to its next one, whether it is still held or not, for as long as its policy remembers
-   it. Blocks of a class that were used within `COHORT` are counted together.
-3. Of a class that was seen little, the hazard is drawn to that of all classes with as many uses, this to that of all, and
-   this to one that falls with the age, under which the longest unused is worth least: each by `PRIOR` runs' worth. Blocks of
-   one run come back together and tell one story, so the run that counts is that of the average block (Kish's effective
-   sample size): some tens of blocks where people chat, hundreds where agents carry their whole history along.
-4. The value of holding a block on is the best that holding it until some later age would bring: the probability of its
-   use by then, over the time that it occupies its place until then. (The index of Gittins; Beckmann, Chen and Cidon's
-   "LHD", NSDI 2018, evicts by the same quotient.) It may grow with the age, since nobody answers within a second.
-5. A block with more uses is worth no less than one with fewer at the same age. Noise would else evict the beginning of
-   a chain before its end.
-6. What was learnt counts half after `HALF_LIFE`.
+1. The age of a block, the time since its last use, is divided into buckets whose width grows with the age. Each class
+   and bucket has two sums: blocks that reached the bucket unused (at risk), and those among them whose next use fell
+   into it. Their quotient is the hazard. Blocks that are still unused therefore count as much as others, and nothing
+   has to end before it counts (the Kaplan-Meier estimator, with classes).
+2. A block is followed from its use to its next one, held or not, while its policy remembers it. Blocks of a class that
+   were used within `COHORT` are counted together.
+3. The hazard of a class with few observations is drawn to that of all classes with as many uses. That one is drawn to
+   the hazard of all blocks, and this to a prior that falls with the age, under which the longest unused block is worth
+   least. Each prior has the weight of `PRIOR` runs. Blocks of one run return together and are one observation, so a run
+   has the size that the average block sees (Kish's effective sample size): some tens of blocks for chats, hundreds for
+   agents, which carry their whole history.
+4. The value of holding a block is the best that holding it until some later age would bring: the probability of its use
+   by then over the expected time in its place. (This is Gittins' index; Beckmann, Chen and Cidon, "LHD", NSDI 2018,
+   evict by the same quotient.) The value may grow with the age, because nobody answers within a second.
+5. A block with more uses is worth no less than one with fewer uses at the same age. Otherwise noise would evict the
+   beginning of a chain before its end.
+6. Observations lose half of their weight after `HALF_LIFE`.
 """
 
 from bisect import bisect_right
@@ -29,19 +30,21 @@ from numpy.typing import NDArray
 from kvstore.clock import SECOND, Nanos
 
 USES = (2, 3, 4, 6, 9, 16)
-"""Where classes by uses begin; the first holds blocks that were used once."""
+"""Lower bounds of the classes by uses; the class before the first bound holds blocks that were used once."""
 
 COHORT = Nanos(1 * SECOND)
-PRIOR = 10.0  # runs; from 3 to 30 are alike on chat, and less loses to LRU on agents, whose runs are few and long
+PRIOR = 10.0  # runs; 3 to 30 perform alike on chat, and fewer lose to LRU on agents, whose runs are few and long
 HALF_LIFE = Nanos(12 * 3600 * SECOND)
-"""Long against the widest bucket that matters, because those at risk are counted when they enter it."""
+"""Half-life of the observations. It is long compared with the widest bucket that matters, because blocks are counted as at
+risk when they enter a bucket.
+"""
 
 BELIEF_SECONDS = 30.0
-"""Of what is believed before anything is known: after three times as long, half of the blocks are used again."""
+"""Parameter of the prior: half of the blocks are used again after three times as long."""
 
 
 def _edges() -> tuple[int, ...]:
-    """Ages at which buckets begin: 0, 1, 2 s, then in steps of about 30 %, up to a day."""
+    """Return the ages at which buckets begin: 0, 1 and 2 s, then in steps of about 30 % up to a day."""
     seconds = [0.0, 1.0]
     while seconds[-1] < 86_400:
         seconds.append(seconds[-1] * 1.3 + 0.7)
@@ -52,7 +55,7 @@ EDGES = _edges()
 BUCKETS = len(EDGES)
 WIDTHS = np.diff(np.array(EDGES)) / SECOND  # seconds
 LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool), 1)  # [from, to]
-SUREST = 0.95  # hazard that nothing exceeds
+SUREST = 0.95  # highest hazard
 BELIEF = 1 - np.sqrt(
     (np.array(EDGES) / SECOND + BELIEF_SECONDS) / (np.array([*EDGES[1:], 2 * EDGES[-1]]) / SECOND + BELIEF_SECONDS)
 )
@@ -61,22 +64,22 @@ Floats = NDArray[np.float64]
 
 
 class ReuseCohort:
-    """Blocks of one class that were used at about the same time, and not since."""
+    """Blocks of one class that were used at about the same time and not since."""
 
     __slots__ = ("alive", "bucket", "of", "used_at")
 
     def __init__(self, of: int, used_at: Nanos):
-        self.of = of  # class
+        self.of = of  # number of the class
         self.used_at = used_at
-        self.bucket = 0  # the last in which they were counted as being at risk
-        self.alive = 0  # blocks that are neither used again nor forgotten
+        self.bucket = 0  # the last bucket in which they were counted as at risk
+        self.alive = 0  # blocks that were neither used again nor forgotten
 
 
 class ReuseTimes:
-    """See the module. A class is a number of uses and a rhythm, which stands for whatever else is known of a chain."""
+    """Reuse times of all classes. A class is a number of uses and a rhythm, which stands for other knowledge of the chain."""
 
     def __init__(self, rhythms: int):
-        """Nothing is known yet; every class has its number, `classes` in all."""
+        """Start without observations; the classes are numbered from 0 to `classes - 1`."""
         self._rhythms = rhythms
         self.classes = (len(USES) + 1) * rhythms
         self._reused = [[0.0] * BUCKETS for _ in range(self.classes)]
@@ -84,7 +87,7 @@ class ReuseTimes:
         self._ageing: list[list[deque[ReuseCohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
         self._values: list[list[float]] = []
         self._surviving: list[list[float]] = []
-        self._blocks = self._squares = 0.0  # sums over runs: of their blocks, and of the squares of those
+        self._blocks = self._squares = 0.0  # sums over runs: number of blocks, and its square
         self._learnt_at = Nanos(0)
         self.learn(self._learnt_at)
 
@@ -92,7 +95,7 @@ class ReuseTimes:
         return bisect_right(USES, uses) * self._rhythms + rhythm
 
     def used(self, of: int, blocks: int, now: Nanos) -> ReuseCohort:
-        """A run of blocks of that class was used just now."""
+        """Record that a run of blocks of that class was used now."""
         self._at_risk[of][0] += blocks
         self._blocks += blocks
         self._squares += blocks * blocks
@@ -106,26 +109,26 @@ class ReuseTimes:
         return cohort
 
     def reused(self, cohort: ReuseCohort, blocks: int, now: Nanos) -> None:
-        """Blocks of a cohort are used again."""
+        """Record that blocks of a cohort were used again."""
         bucket = bisect_right(EDGES, now - cohort.used_at) - 1
         at_risk = self._at_risk[cohort.of]
-        for reached in range(cohort.bucket + 1, bucket + 1):  # since values were last brought up to date
+        for reached in range(cohort.bucket + 1, bucket + 1):  # buckets reached since the last update
             at_risk[reached] += blocks
         self._reused[cohort.of][bucket] += blocks
         cohort.alive -= blocks
 
     def value(self, of: int, age: int) -> float:
-        """Uses a second of the place that such a block occupies (rule 4)."""
+        """Return the expected uses per second of the place that such a block occupies (rule 4)."""
         return self._values[of][bisect_right(EDGES, age) - 1]
 
     def probability(self, of: int, age: int, span: int) -> float:
-        """That a block of that class, unused for `age`, is used again within `span` nanoseconds from now."""
+        """Return the probability that a block of that class, unused for `age`, is used within `span` nanoseconds from now."""
         surviving = self._surviving[of]
         now, then = surviving[bisect_right(EDGES, age) - 1], surviving[bisect_right(EDGES, age + span) - 1]
         return 1 - then / now if now else 0.0
 
     def learn(self, now: Nanos) -> None:
-        """Bring values up to date; costs some tenths of a millisecond."""
+        """Update the values, which costs some tenths of a millisecond."""
         for of in range(self.classes):
             self._age(of, now)
         reused, at_risk = np.array(self._reused), np.array(self._at_risk)
@@ -147,7 +150,7 @@ class ReuseTimes:
         self._surviving = surviving.reshape(-1, BUCKETS).tolist()
 
     def _age(self, of: int, now: Nanos) -> None:
-        """Those who have got older reach the next bucket."""
+        """Move the cohorts that have reached the next bucket."""
         ageing, at_risk = self._ageing[of], self._at_risk[of]
         for bucket in range(BUCKETS - 2, -1, -1):
             here, latest = ageing[bucket], now - EDGES[bucket + 1]
@@ -161,15 +164,15 @@ class ReuseTimes:
 
 
 def _drawn(reused: Floats, at_risk: Floats, to: Floats, prior: float) -> Floats:
-    """Hazards by rule 3; `prior` in blocks."""
+    """Return the hazards by rule 3; `prior` counts blocks."""
     return (reused + prior * to) / (at_risk + prior)
 
 
 def prospects(hazards: Floats) -> tuple[Floats, Floats]:
-    """Share that is still unused at each age, and the value of rule 4 there; all of shape [..., BUCKETS].
+    """Return the share that is unused at each age, and the value of rule 4 there; all of shape [..., BUCKETS].
 
-    Over ages, the value is the steepest slope from one to a later one, where the expected time in place is on one axis,
-    and the probability of a use on the other.
+    The value at an age is the steepest slope to a later age, with the expected time in place on one axis and the
+    probability of a use on the other.
     """
     surviving = np.ones_like(hazards)
     surviving[..., 1:] = np.cumprod(1 - hazards[..., :-1], axis=-1)

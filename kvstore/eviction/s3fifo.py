@@ -1,17 +1,18 @@
-"""S3-FIFO: three queues that nothing is reordered in.
+"""S3-FIFO eviction: three queues without reordering.
 
 After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). Rules:
 
-1. A block begins at the end of the small queue, or of the main one if the ghost remembers it. Uses are counted, up to
-   `MOST_USES`, if they are more than `SAME_USE` after the one before; they move nothing.
-2. While the small queue has its share or more, its first goes. If it was used twice or more it moves to the end of the main
-   queue instead, and its count begins again.
-3. Else the first of the main queue goes. If it was used, it moves to the end instead, with one use less.
-4. The ghost remembers the names of what left the small queue for good, as many as the main queue is long, the last ones.
+1. A block starts at the end of the small queue, or of the main queue if the ghost queue remembers it. Uses are counted
+   up to `MOST_USES`, and only if they are more than `SAME_USE` after the one before. They move nothing.
+2. While the small queue has at least its share, its first block goes. If it was used twice or more, it moves to the end
+   of the main queue instead, and its count starts again.
+3. Otherwise the first block of the main queue goes. If it was used, it moves to the end of the queue instead, with one
+   use less.
+4. The ghost queue remembers the latest keys that left the small queue for good, as many as the main queue has.
 
-A block that is in use when its turn comes leaves its queue, and is admitted again when it is not (rule 8 of
-`kvstore.pool.machine`). It comes to the end of the main queue: one of the small queue by rule 1, since the ghost remembers it, and
-one of the main queue because what leaves that is remembered for `IN_USE`.
+A pinned block that is chosen leaves its queue and is admitted again later (rule 8 of `kvstore.pool.machine`). It then
+starts at the end of the main queue: a block of the small queue by rule 1, because the ghost queue remembers it, and a
+block of the main queue because that is remembered for `IN_USE`.
 """
 
 from collections import OrderedDict
@@ -21,32 +22,35 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policy import SAME_USE, K
 
 SMALL = 0.1
-"""Share of the small queue; the paper's, which found it to matter little."""
+"""Share of the small queue, from the paper, which found that it matters little."""
 
 MOST_USES = 3
 
 IN_USE = Nanos(30 * SECOND)
-"""As long as a lease may last by default."""
+"""Default of the longest lease."""
 
-MOST_IN_USE = 65_536  # blocks, that are remembered so
+MOST_IN_USE = 65_536  # most blocks of the main queue that are remembered
 
 
 class _EntryUses:
     __slots__ = ("count", "last")
 
     def __init__(self, now: Nanos):
-        self.count = 0  # since the block came to its queue
+        self.count = 0  # uses since the block came to its queue
         self.last = now
 
 
 class S3FifoEviction(Generic[K]):
-    """Cheap, and good where much is used once; on chat traffic the small queue ends before the second turn begins."""
+    """S3-FIFO: cheap, and good where many blocks are used once.
+
+    On chat traffic the small queue ends before the second turn begins.
+    """
 
     def __init__(self) -> None:
         self._small: OrderedDict[K, _EntryUses] = OrderedDict()
         self._main: OrderedDict[K, _EntryUses] = OrderedDict()
         self._ghost: OrderedDict[K, None] = OrderedDict()
-        self._left: OrderedDict[K, Nanos] = OrderedDict()  # the main queue, and when
+        self._left: OrderedDict[K, Nanos] = OrderedDict()  # when blocks left the main queue
         self._now = Nanos(0)
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - blocks count, not bytes

@@ -1,19 +1,20 @@
-"""What becomes of a session's KV while it waits for a tool or for its user, replayed on recorded sessions. Pure.
+"""Session pauses: keeps or demotes the KV of sessions that wait for a tool or a user, replayed on recorded sessions. Pure.
 
 Rules:
 
-1. Two tiers: memory, least recently used first, and below it one (SSD) that gets what memory evicts, and evicts in the
-   same way. What is not in memory when a session goes on is loaded from below, and what is nowhere is computed again;
-   behind the first block that is nowhere, everything is. That is the cost of the resume.
-2. The length of a pause is predicted from those seen so far, of all sessions whose pause before was of similar length
-   (`GapTimes`). No pause is known before it is over. While too few are known, it is taken to last for `longest_hold`.
-3. Under `HOLD`, a session's chain is held in memory from the end of a request until its deadline: the predicted `LATEST`
-   quantile, but no longer than `longest_hold`. All holds together stay within `held_blocks`: a chain is held from its start
-   as far as it fits, as `kvstore.pool.session_pins` does it. Held blocks are not evicted.
-4. A hold ends with the resume, or with its deadline. Then its blocks are as if just used.
-5. Under `ADAPT`, a chain whose hold has ended by its deadline is demoted instead: it is the next to go down. And a pause of which it is known that it will be long (the `EARLIEST` quantile is beyond `longest_hold`) is
-   not held: its chain is demoted at once, and its blocks are fetched again (prefetch) for the `EARLIEST`
-   quantile, and held from then on as under rule 3.
+1. There are two tiers in LRU order: memory, and a lower one (SSD) that gets the blocks that memory evicts. When a
+   session resumes, blocks that are not in memory are loaded from the lower tier. Blocks that are in neither are
+   computed again, and so are all blocks behind the first such block. That is the cost of the resume.
+2. The length of a pause is predicted from earlier pauses of all sessions whose pause before had a similar length
+   (`GapTimes`). A pause is only known when it is over. While too few are known, it is assumed to last for
+   `longest_hold`.
+3. Under `HOLD`, a session's chain is pinned in memory from the end of a request until a deadline: the predicted
+   `LATEST` quantile, but at most `longest_hold`. All pins together stay within `held_blocks`. A chain is pinned from
+   its start as far as it fits, as in `kvstore.pool.session_pins`. Pinned blocks are not evicted.
+4. A pin ends with the resume or at its deadline. Then its blocks count as just used.
+5. Under `ADAPT`, a chain whose pin ends by its deadline is evicted from memory next. A pause that is predicted to be
+   long (its `EARLIEST` quantile exceeds `longest_hold`) gets no pin: its chain is demoted at once. Its blocks are
+   prefetched for the `EARLIEST` quantile, and pinned from then on as under rule 3.
 6. Requests without a session (0) use memory like others, have no pauses, and are not counted.
 """
 
@@ -30,41 +31,41 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 EARLIEST = 0.25
 LATEST = 0.9
-LEAST_SEEN = 20  # pauses of a class, before its quantiles are believed
+LEAST_SEEN = 20  # least number of pauses of a class before its quantiles are used
 GAP_EDGES = tuple(round(1.25**step * SECOND) for step in range(-4, 56))
-"""Lengths of pauses: from 0.4 s to two days, in steps of a quarter."""
+"""Bounds of pause lengths: from 0.4 s to two days in steps of a quarter."""
 
 CLASS_EDGES = tuple(each * SECOND for each in (5, 10, 20, 40, 80, 160, 640))
 
 
 class PausePolicy(StrEnum):
-    NOTHING = "nothing"  # memory and the tier below are just caches
+    NOTHING = "nothing"  # memory and the lower tier are plain caches
     HOLD = "hold"
     ADAPT = "adapt"
 
 
 class BlockCosts(Struct, frozen=True, kw_only=True):
-    """What a block costs to have, in nanoseconds."""
+    """Time to get one block, in nanoseconds."""
 
-    memory: int  # loading it from memory
-    below: int  # loading it from the tier below
+    memory: int  # load it from memory
+    below: int  # load it from the lower tier
     compute: int
 
 
 class PauseReport(Struct, frozen=True, kw_only=True):
-    """What resuming cost. A resume is any request of a session but its first."""
+    """Costs of all resumes. A resume is any request of a session except its first."""
 
     resumes: int
     mean_seconds: float
     p90_seconds: float
-    recompute_mean_seconds: float  # if nothing were ever kept
-    memory_blocks: int  # of the chains of resumes, found in memory
+    recompute_mean_seconds: float  # mean cost if no KV were kept
+    memory_blocks: int  # blocks of resumed chains that were in memory
     below_blocks: int
     computed_blocks: int
-    written_blocks: int  # to the tier below
-    prefetched_blocks: int  # to memory, before they were asked for
+    written_blocks: int  # blocks written to the lower tier
+    prefetched_blocks: int  # blocks loaded into memory before the resume
     holds: int
-    overdue: int  # holds that ended before the resume
+    overdue: int  # pins that ended before the resume
     most_held_blocks: int
 
 
@@ -78,7 +79,7 @@ class GapTimes:
         self._counts[_class(before)][bisect_right(GAP_EDGES, gap)] += 1
 
     def quantile(self, before: Nanos | None, share: float) -> tuple[Nanos, Nanos] | None:
-        """The lengths that the length which so many pauses do not exceed lies between; None while too little is known."""
+        """Return the two bounds between which that quantile of the pauses lies; None while too few are known."""
         counts = self._counts[_class(before)]
         total = sum(counts)
         if total < LEAST_SEEN:
@@ -94,16 +95,16 @@ class GapTimes:
 
 
 class _Session:
-    """What is known of one session, and what it holds."""
+    """State of one session."""
 
     __slots__ = ("chain", "gap", "held", "hold", "last")
 
     def __init__(self) -> None:
         self.chain: Sequence[int] = ()
-        self.last: Nanos | None = None  # request
-        self.gap: Nanos | None = None  # before it
+        self.last: Nanos | None = None  # time of the last request
+        self.gap: Nanos | None = None  # pause before it
         self.held: Sequence[int] = ()
-        self.hold = 0  # number of its hold or prefetch; what is due for another number is void
+        self.hold = 0  # number of its pin or prefetch; deadlines of other numbers are void
 
 
 class _PauseReplay:
@@ -113,16 +114,16 @@ class _PauseReplay:
         self._below_capacity = below_blocks
         self._most_held = held_blocks
         self._longest = longest
-        self._memory: OrderedDict[int, None] = OrderedDict()  # not held, longest unused first
-        self._pinned: dict[int, int] = {}  # held -> by how many sessions
+        self._memory: OrderedDict[int, None] = OrderedDict()  # not pinned, longest unused first
+        self._pinned: dict[int, int] = {}  # pinned block -> number of sessions that pin it
         self._below: OrderedDict[int, None] = OrderedDict()
         self._gaps = GapTimes()
         self._sessions: dict[int, _Session] = {}
-        self._due: list[tuple[Nanos, int, int, bool]] = []  # when, session, hold's number, whether to prefetch
+        self._due: list[tuple[Nanos, int, int, bool]] = []  # deadline, session, number of the pin, whether to prefetch
         self.written = self.prefetched = self.holds = self.overdue = self.most_held = 0
 
     def resume(self, request: TraceRequest) -> tuple[int, int, int] | None:
-        """Blocks found in memory, found below and not found; None when the session only begins."""
+        """Return how many blocks were in memory, in the lower tier, and in neither; None for a session's first request."""
         now = request.arrival
         while self._due and self._due[0][0] <= now:
             self._fall_due(*heapq.heappop(self._due))
@@ -156,7 +157,7 @@ class _PauseReplay:
         return memory, below, len(chain) - memory - below
 
     def _bring(self, chain: Sequence[int]) -> int:
-        """Have a chain in memory, as just used; how many blocks were not there before."""
+        """Load a chain into memory as just used; return how many blocks were not there before."""
         new = [block for block in chain if block not in self._memory and block not in self._pinned]
         for block in reversed(chain):
             if block in self._memory:
@@ -198,7 +199,7 @@ class _PauseReplay:
             self._hold(number, session, Nanos(now + min(latest[1], self._longest)))
 
     def _demote(self, chain: Sequence[int]) -> None:
-        """Those of a chain that are in memory and not held are the next to go, from the tail."""
+        """Make the unpinned blocks of a chain in memory the next to be evicted, from its end on."""
         for block in chain:
             if block in self._memory:
                 self._memory.move_to_end(block, last=False)
@@ -233,14 +234,14 @@ class _PauseReplay:
     def _fall_due(self, when: Nanos, number: int, hold: int, is_prefetch: bool) -> None:
         session = self._sessions[number]
         if session.hold != hold:
-            return  # it has gone on meanwhile
+            return  # the session has resumed meanwhile
         if not is_prefetch:
             self.overdue += 1
             self._release(session)
             if self._policy is PausePolicy.ADAPT:
                 self._demote(session.chain)
             return
-        assert session.last is not None, "who pauses has begun"
+        assert session.last is not None, "a session pauses after its first request"
         latest = self._gaps.quantile(session.gap, LATEST)
         memory, below, _ = self._look(session.chain)
         fitting = min(memory + below, self._most_held - len(self._pinned))
@@ -259,16 +260,10 @@ def replay_pauses(
     held_blocks: int,
     longest_hold: Nanos,
 ) -> PauseReport:
-    """Run recorded sessions through two empty tiers.
+    """Run recorded sessions, in the order of their arrival, through two empty tiers.
 
-    Args:
-        requests: In the order of their arrival, with their sessions.
-        policy: What is done about pauses.
-        pace: What blocks cost.
-        memory_blocks: That fit into memory.
-        below_blocks: That fit into the tier below.
-        held_blocks: Quota of all holds together, at most `memory_blocks`.
-        longest_hold: From the end of a request, or of a prefetch.
+    All pins together keep at most `held_blocks`, which is at most `memory_blocks`. A pin lasts at most `longest_hold`
+    after the end of a request or of a prefetch.
     """
     assert 0 <= held_blocks <= memory_blocks, held_blocks
     pauses = _PauseReplay(policy, memory_blocks, below_blocks, held_blocks, longest_hold)

@@ -1,11 +1,12 @@
-"""Segmented LRU: what was used once goes before what was used again.
+"""Segmented LRU eviction: blocks that were used once go before blocks that were used again.
 
 Rules:
 
-1. A block begins on probation. Used again while it is there (`SAME_USE` later or more), it is protected.
-2. The protected ones are at most `PROTECTED` of all; beyond that, the longest unused of them is on probation again, as if
-   just used.
-3. The longest unused on probation goes first, and only when nobody is on probation, the longest unused protected one.
+1. A block starts on probation. A use there, `SAME_USE` later or more, makes it protected.
+2. At most the share `PROTECTED` of all blocks is protected. Beyond that, the longest unused protected block is on
+   probation again, as if just used.
+3. The longest unused block on probation goes first. The longest unused protected block goes only when no block is on
+   probation.
 """
 
 from collections import OrderedDict
@@ -15,15 +16,19 @@ from kvstore.clock import Nanos
 from kvstore.eviction.policy import SAME_USE, K
 
 PROTECTED = 0.8
-"""Share of the blocks that may be protected, as in Karedla, Love and Wherry, "Caching strategies to improve disk system
-performance" (IEEE Computer, 1994), who found shares from 0.6 to 0.8 alike."""
+"""Largest share of protected blocks. Karedla, Love and Wherry, "Caching strategies to improve disk system performance"
+(IEEE Computer, 1994), found shares from 0.6 to 0.8 equally good.
+"""
 
 
 class SlruEviction(Generic[K]):
-    """Good against scans; on chat traffic it loses to LRU, whose whole length a second turn needs."""
+    """Segmented LRU: good against scans.
+
+    On chat traffic it loses to LRU, because a second turn needs the whole length of the queue.
+    """
 
     def __init__(self) -> None:
-        self._probation: OrderedDict[K, Nanos] = OrderedDict()  # since when
+        self._probation: OrderedDict[K, Nanos] = OrderedDict()  # start of the probation
         self._protected: OrderedDict[K, None] = OrderedDict()
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - blocks count, not bytes

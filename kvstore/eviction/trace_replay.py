@@ -1,14 +1,15 @@
-"""What a cache would have made of recorded requests: the store's policies and admission, without bytes and I/O. Pure.
+"""Trace replay: the hit rate of the store's policies and admission on recorded requests, without bytes and I/O. Pure.
 
-Rules, which are those of `kvstore.pool.machine` as far as they matter to a hit rate:
+The rules are those of `kvstore.pool.machine`, as far as they affect a hit rate:
 
-1. A request names a chain. What is held of it without a gap from its start is a hit, and used.
-2. Then the rest gets places, from its start, as far as admission lets it in and others can make room. A chain never
-   pushes out its own blocks; what finds no place is not held.
-3. Then all of the chain that is held is used, which is the same use for what was held before. Uses reach the policy tail first.
+1. A request names a chain. The leading blocks that are held without a gap are hits and are used.
+2. Then the other blocks get places from the start of the chain on, as far as admission allows and other blocks can be
+   evicted. A chain never evicts its own blocks; blocks without a place are not held.
+3. Then all held blocks of the chain are used. For the blocks that were held before, this is the same use. The policy
+   learns of uses from the end of the chain on.
 4. Hits are counted in tokens of the prompt. The last block of a recorded chain may be partly filled.
 
-A policy that is told the future (`optimal`, after Belady) and a cache without end (`ideal`) bound what can be reached.
+A policy that knows the future (`optimal`, after Belady) and an unlimited cache (`ideal`) bound the possible hit rates.
 """
 
 import heapq
@@ -22,28 +23,28 @@ from kvstore.eviction.policy import EvictionPolicy
 
 
 class TraceRequest(Struct, frozen=True, gc=False):
-    """One recorded request. Positional: there are millions."""
+    """One recorded request. Its fields are positional because a trace has millions."""
 
-    arrival: Nanos  # from the start of the trace
+    arrival: Nanos  # time since the start of the trace
     prompt_tokens: int
-    chain: tuple[int, ...]  # names of the prompt's blocks; equal names, equal blocks and equal beginnings
+    chain: tuple[int, ...]  # numbers of the prompt's blocks; equal numbers mean equal blocks with equal beginnings
     output_tokens: int = 0
-    session: int = 0  # 0: not known
+    session: int = 0  # 0: unknown
 
 
 class ReplayAdmission(Protocol):
-    """`kvstore.hierarchy.tier_states.TierAdmission`, over a trace's names."""
+    """`kvstore.hierarchy.tier_states.TierAdmission` over the numbers of a trace."""
 
     def admits(self, key: int, size_bytes: int, now: Nanos) -> bool: ...
 
 
 class TraceReplayResult(Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """Hits and writes of one replay."""
 
     requests: int
     prompt_tokens: int
     hit_tokens: int
-    blocks_written: int  # into the cache
+    blocks_written: int  # blocks written into the cache
 
     @property
     def hit_rate(self) -> float:
@@ -59,15 +60,10 @@ def replay(
     block_bytes: int = 1,
     admission: ReplayAdmission | None = None,
 ) -> TraceReplayResult:
-    """Run requests through an empty cache.
+    """Run requests, in the order of their arrival, through an empty cache with a new policy.
 
-    Args:
-        requests: In the order of their arrival.
-        policy: Has admitted nothing yet.
-        capacity_blocks: That fit.
-        block_tokens: Of a full block.
-        block_bytes: What the policy and the admission are told.
-        admission: Which blocks may be written; None: all.
+    The policy and the admission are told `block_bytes` as the size of each block. Without admission, all blocks are
+    written.
     """
     held: set[int] = set()
     admit, withdraw, choose = policy.admit, policy.withdraw, policy.choose
@@ -91,7 +87,7 @@ def replay(
                         admit(name, block_bytes, now)
                 while missing > 0 and (victim := choose()) is not None:
                     withdraw(victim)
-                    if victim not in own:  # else it is admitted again below
+                    if victim not in own:  # its own blocks are admitted again below
                         held.remove(victim)
                         missing -= 1
                 if missing > 0:
@@ -105,7 +101,7 @@ def replay(
 
 
 def ideal(requests: Iterable[TraceRequest], *, block_tokens: int) -> TraceReplayResult:
-    """A cache without end."""
+    """Run requests through an unlimited cache."""
     held: set[int] = set()
     count = prompt_tokens = hit_tokens = 0
     for request in requests:
@@ -119,22 +115,22 @@ def ideal(requests: Iterable[TraceRequest], *, block_tokens: int) -> TraceReplay
 
 
 def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tokens: int) -> TraceReplayResult:
-    """A cache that knows the future: whatever is used again the latest goes, or is not written in the first place.
+    """Run requests through a cache that knows the future: the block with the latest next use goes, or is never written.
 
-    Blocks whose next use is the same request are one pile, in chain order, so that a pile goes from its tail.
+    Blocks with the same request as next use form one pile in chain order, so a pile shrinks from its end.
     """
     never = len(requests)
     following = _next_uses(requests)
     held: set[int] = set()
-    piles: dict[int, list[int]] = {}  # index of the next request that uses them -> held blocks
-    latest: list[int] = []  # a heap of those indices, negative
+    piles: dict[int, list[int]] = {}  # index of the next request -> held blocks that it uses
+    latest: list[int] = []  # a heap of these indices, negated
     prompt_tokens = hit_tokens = written = 0
     for index, request in enumerate(requests):
         chain = request.chain
         prompt_tokens += request.prompt_tokens
         hits = _prefix(chain, held)
         hit_tokens += min(hits * block_tokens, request.prompt_tokens)
-        before = set(piles.pop(index, ()))  # all of them are in this chain
+        before = set(piles.pop(index, ()))  # all these blocks are in this chain
         held -= before
         for name, next_use in zip(chain, following[index], strict=True):
             if next_use == never:
@@ -157,7 +153,7 @@ def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tok
 
 
 def distinct_blocks(requests: Iterable[TraceRequest]) -> int:
-    """Blocks that a cache without end would hold in the end: the trace's footprint."""
+    """Return the number of distinct blocks: the content of an unlimited cache after the trace."""
     names: set[int] = set()
     for request in requests:
         names.update(request.chain)
@@ -174,7 +170,7 @@ def _prefix(chain: Sequence[int], held: set[int]) -> int:
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> list[list[int]]:
-    """For each block of each chain, the index of the next request that uses it; their number when there is none."""
+    """Return for each block of each chain the index of the next request that uses it, or the number of requests."""
     never = len(requests)
     upcoming: dict[int, int] = {}
     rows: list[list[int]] = []

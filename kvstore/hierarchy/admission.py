@@ -1,14 +1,15 @@
-"""What is worth writing to a tier that wears out: what was seen before or is likely to be, within a budget. Pure.
+"""Tier admission: which blocks are worth writing to a tier that wears out, within a daily write budget. Pure.
 
 Rules:
 
-1. A block is admitted at its second sighting, and not at once: sightings within `apart` of the first belong to the same
-   request, which writes a block, and reads it again where another worker continues. Or it is admitted because its
-   reuse is predicted, where somebody predicts. So what is used once is not written at all.
-2. Sightings are forgotten, the oldest half at a time; so there is a bound on memory, and on how far apart two may be.
-3. Whatever is admitted is charged to a budget of bytes a day, which fills evenly and holds at most `burst_bytes`. What
-   it does not cover is not written.
-4. A clock that jumps back refills nothing. What is left survives a restart as a number (`WriteBudget.level_bytes`).
+1. A block is admitted when it is seen for the second time. Sightings within `apart` of the first belong to the same
+   request, which writes a block and reads it again where another worker continues. A block is also admitted at its
+   first sighting if a predictor expects its reuse. So blocks that are used once are not written.
+2. Old sightings are forgotten, half of them at a time. This bounds the memory, and the time between two sightings that
+   count.
+3. Each admitted block is charged to a budget of bytes per day. The budget fills evenly and holds at most `burst_bytes`.
+   Blocks that it does not cover are not written.
+4. A clock that jumps back refills nothing. The level survives a restart as a number (`WriteBudget.level_bytes`).
 """
 
 from collections.abc import Callable, Hashable
@@ -19,15 +20,16 @@ from kvstore.eviction.policy import K
 
 DAY = 86_400 * SECOND
 APART = Nanos(5 * SECOND)
-"""A request's own uses of a block are closer together, two turns of a conversation are not: on the public conversation
-trace 95 % of the spans between two turns are longer than 30 s."""
+"""Least time between two sightings that count as separate. One request uses a block within a shorter time, and two turns
+of a conversation are further apart: in the public conversation trace 95 % of the gaps between turns exceed 30 s.
+"""
 
 REMEMBERED = 1 << 20
-LIKELY = 0.5  # probability of a use, from which on a first sighting is enough
+LIKELY = 0.5  # least predicted probability of a use that admits a block at its first sighting
 
 
 class BlockSightings(Generic[K]):
-    """When blocks were first seen, as far back as `remembered` others."""
+    """Times at which blocks were first seen, for at least `remembered // 2` other blocks."""
 
     def __init__(self, remembered: int = REMEMBERED, apart: Nanos = APART):
         assert remembered >= 2, remembered
@@ -37,7 +39,7 @@ class BlockSightings(Generic[K]):
         self._older: dict[Hashable, Nanos] = {}
 
     def again(self, key: K, now: Nanos) -> bool:
-        """Note a sighting; whether there was one before that counts (rule 1)."""
+        """Note a sighting; return whether an earlier one counts (rule 1)."""
         first = self._recent.get(key)
         if first is None:
             first = self._older.get(key, now)
@@ -51,17 +53,10 @@ class BlockSightings(Generic[K]):
 
 
 class WriteBudget:
-    """Bytes that may be written a day."""
+    """Budget of bytes that may be written per day."""
 
     def __init__(self, bytes_per_day: int, burst_bytes: int, *, now: Nanos, level_bytes: int | None = None):
-        """A budget that begins full, or with what was left.
-
-        Args:
-            bytes_per_day: That come in, evenly.
-            burst_bytes: That can be saved up; a single block larger than this is never written.
-            now: The present.
-            level_bytes: What was left; None: all.
-        """
+        """Start with a full budget, or with `level_bytes`. A block above `burst_bytes` is never written."""
         assert bytes_per_day >= 0, bytes_per_day
         assert burst_bytes >= 0, burst_bytes
         self._per_day = bytes_per_day
@@ -70,7 +65,7 @@ class WriteBudget:
         self._filled_at = now
 
     def take(self, size_bytes: int, now: Nanos) -> bool:
-        """Charge a write; False, and nothing is charged, when there is not enough left."""
+        """Charge a write; return False and charge nothing when too little is left."""
         self._fill(now)
         if self._level < size_bytes * DAY:
             return False
@@ -78,18 +73,18 @@ class WriteBudget:
         return True
 
     def level_bytes(self, now: Nanos) -> int:
-        """What is left now."""
+        """Return the bytes that are left now."""
         self._fill(now)
         return self._level // DAY
 
     def _fill(self, now: Nanos) -> None:
-        """In bytes × nanoseconds of a day, so that nothing is lost to rounding."""
+        """Add what came in since the last call, in bytes × nanoseconds of a day, which avoids rounding."""
         self._level = min(self._most, self._level + max(0, now - self._filled_at) * self._per_day)
         self._filled_at = now
 
 
 class ReuseAdmission(Generic[K]):
-    """A `kvstore.hierarchy.tier_states.TierAdmission` for tiers that wear out or are slow to write to; see the module."""
+    """Tier admission for tiers that wear out or are slow to write to; the module lists the rules."""
 
     def __init__(
         self,
@@ -99,23 +94,15 @@ class ReuseAdmission(Generic[K]):
         likely: float = LIKELY,
         budget: WriteBudget | None = None,
     ):
-        """Has seen nothing yet.
-
-        Args:
-            sightings: Of its own by default.
-            predict: Probability that a block is used again while the tier would hold it, as
-                `kvstore.eviction.hazard.HazardEviction.probability` tells. None: nobody predicts.
-            likely: Probability from which on a block is written at its first sighting.
-            budget: None: no limit.
-        """
+        """Start without sightings. A predicted probability of `likely` or more admits a block at its first sighting."""
         self._sightings: BlockSightings[K] = sightings if sightings is not None else BlockSightings()
         self._predict = predict
         self._likely = likely
         self._budget = budget
-        self.over_budget = 0  # blocks that were worth it, and not written
+        self.over_budget = 0  # blocks that were admitted but exceeded the budget
 
     def admits(self, key: K, size_bytes: int, now: Nanos) -> bool:
-        """Note that a block was written or used; says whether it is worth keeping in the tier."""
+        """Note that a block was written or used; return whether the tier should keep it."""
         seen = self._sightings.again(key, now)
         if not seen and (self._predict is None or self._predict(key) < self._likely):
             return False

@@ -1,58 +1,48 @@
-"""Blocks of a node's pool on their way down, and what is asked again of those that went. Pure; a part of `kvstore.hierarchy.machine`.
+"""Demotions: copy blocks from the pool to the backing tiers, and confirm what these still have. Pure.
 
-Rules:
+A part of `kvstore.hierarchy.machine`. Rules:
 
-1. Nobody ever waits for blocks to go down. The queue of a tier is bounded; what does not fit is dropped and counted.
-2. Blocks that are being copied are pinned in the pool, without a deadline, until the thread says that it is through.
-3. What counts as known to be in a tier may have gone from there by itself. Who gives the pool up asks the tier again: once
-   at a time for a block, and what the tier cannot say, it is taken to have lost.
+1. Nobody waits for a demotion. Each tier has a bounded queue; blocks that do not fit are dropped and counted.
+2. Blocks are pinned in the pool without a deadline while they are copied, until the thread reports that it is done.
+3. A tier may have lost blocks that it is known to have. Before the pool is given up, the tier is asked again, about
+   each block once at a time. Blocks that it cannot confirm count as lost.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec import Struct
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.hierarchy.tier_states import TierState, TierStates
 from kvstore.hierarchy.transfer_queue import TransferQueue
-from kvstore.hierarchy.transfers import Confirm, ConfirmId, Demote, DemotionId, PinnedBlocks
-from kvstore.messages import BlockKey
+from kvstore.hierarchy.transfers import Confirm, ConfirmId, Demote, DemotionId
+from kvstore.messages import BlockKey, PinnedBlocks
+from kvstore.pool.machine import BlockMachine
 
-MAX_DEMOTIONS = 2  # batches that go down to one tier at a time
+MAX_DEMOTIONS = 2  # batches for one tier at a time
 DEMOTE_WITHIN = Nanos(30 * SECOND)
 CONFIRM_WITHIN = Nanos(2 * SECOND)
 
 
-class DemotionPool(Protocol):
-    """What is needed of `kvstore.pool.machine.BlockMachine`."""
-
-    def pin(self, keys: Sequence[BlockKey], now: Nanos) -> PinnedBlocks:
-        """Keep those of the blocks that are readable where they are; their order of eviction stays what it is."""
-        ...
-
-    def unpin(self, pin_id: int, now: Nanos) -> None: ...
-
-
 class Demotions:
-    """See the module."""
+    """Demotions of one node."""
 
-    def __init__(self, pool: DemotionPool, tiers: TierStates, orders: TransferQueue):
+    def __init__(self, pool: BlockMachine, tiers: TierStates, queue: TransferQueue):
         self._pool = pool
         self._tiers = tiers
-        self._queue = orders
+        self._queue = queue
         self._demotions: dict[DemotionId, _Demotion] = {}
-        self._late: set[DemotionId] = set()  # of them; counted as failures already
-        self._questions: dict[ConfirmId, Confirm] = {}
-        self._doubted: set[tuple[int, BlockKey]] = set()  # what they are about, by tier
+        self._late: set[DemotionId] = set()  # demotions that were counted as failures already
+        self._confirmations: dict[ConfirmId, Confirm] = {}
+        self._unconfirmed: set[tuple[int, BlockKey]] = set()  # tier and block of each open question
 
     @property
     def is_idle(self) -> bool:
-        return not self._demotions and not self._questions and not any(tier.queue for tier in self._tiers)
+        return not self._demotions and not self._confirmations and not any(tier.queue for tier in self._tiers)
 
-    def keep(self, tier: TierState, now: Nanos) -> None:
-        """Begin to copy what waits for a tier, as far as it may."""
-        while tier.queue and tier.copying < MAX_DEMOTIONS and tier.writing.allows(now):
+    def begin_demotions(self, tier: TierState, now: Nanos) -> None:
+        """Begin to copy the blocks that wait for a tier, within the limit of concurrent batches."""
+        while tier.queue and tier.demoting < MAX_DEMOTIONS and tier.writing.allows(now):
             first, size_bytes = next(iter(tier.queue.items()))
             limit = self._queue.batch_blocks(size_bytes)
             keys: list[BlockKey] = []
@@ -65,8 +55,8 @@ class Demotions:
             pinned = self._pool.pin(keys, now)
             if not pinned.addresses:
                 self._pool.unpin(pinned.pin_id, now)
-                continue  # all evicted while they waited
-            copy = _Demotion(
+                continue  # all blocks were evicted while they waited
+            demotion = _Demotion(
                 id=DemotionId(self._queue.number()),
                 tier=tier.index,
                 pinned=pinned,
@@ -74,98 +64,105 @@ class Demotions:
                 began=now,
                 until=Nanos(now + DEMOTE_WITHIN),
             )
-            self._demotions[copy.id] = copy
-            tier.copying += 1
-            self._queue.give(Demote(copy.id, tier.index, pinned.addresses, pinned.checksums, copy.until))
+            self._demotions[demotion.id] = demotion
+            tier.demoting += 1
+            self._queue.give(Demote(demotion.id, tier.index, pinned.addresses, pinned.checksums, demotion.until))
 
     def is_demoting(self, tier: TierState, key: BlockKey) -> bool:
-        copies = (copy for copy in self._demotions.values() if copy.tier == tier.index)
-        return key in tier.queue or any(key in copy.keys for copy in copies)
+        """Return whether a block waits for a tier or is being copied to it."""
+        demotions = (demotion for demotion in self._demotions.values() if demotion.tier == tier.index)
+        return key in tier.queue or any(key in demotion.keys for demotion in demotions)
 
     def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
-        """A `Demote` is through: what of it the tier has now."""
-        copy, tier, was_late = self._ended(demotion_id, now)
-        if any(answers) or now < copy.until:
+        """End a `Demote`: `answers` says which of its blocks the tier has now."""
+        demotion, tier, was_late = self._ended(demotion_id, now)
+        if any(answers) or now < demotion.until:
             tier.writing.succeeded()
         elif not was_late:
-            tier.failed(tier.writing, copy.began, now)
-        there = [a.key for a, kept in zip(copy.pinned.addresses, answers, strict=True) if kept]
+            tier.failed(tier.writing, demotion.began, now)
+        there = [a.key for a, kept in zip(demotion.pinned.addresses, answers, strict=True) if kept]
         tier.counters.kept += len(there)
         self._tiers.know(tier, there)
-        self.keep(tier, now)
+        self.begin_demotions(tier, now)
 
     def demotion_failed(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
+        """End a `Demote` that failed."""
         _, tier, was_late = self._ended(demotion_id, now)
         if not was_late:
             tier.failed(tier.writing, started, now)
-        self.keep(tier, now)
+        self.begin_demotions(tier, now)
 
     def demotion_is_late(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
+        """Record that a `Demote` missed its deadline."""
         tier = self._tiers[self._demotions[demotion_id].tier]
         tier.failed(tier.writing, started, now)
         self._late.add(demotion_id)
 
     def confirm(self, tier: TierState, keys: Sequence[BlockKey], now: Nanos) -> bool:
-        """Ask a tier which of these blocks it still has; False where it cannot be asked now."""
+        """Ask a tier which of these blocks it still has; return False when it cannot be asked now."""
         asked = tuple(key for key in keys if not self.is_being_confirmed(tier, key))
         if not asked:
             return True
         if not tier.reading.allows(now):
             return False
-        question = Confirm(ConfirmId(self._queue.number()), tier.index, asked, Nanos(now + CONFIRM_WITHIN))
-        self._questions[question.confirm_id] = question
-        self._doubted.update((tier.index, key) for key in asked)
-        self._queue.give(question)
+        confirmation = Confirm(ConfirmId(self._queue.number()), tier.index, asked, Nanos(now + CONFIRM_WITHIN))
+        self._confirmations[confirmation.confirm_id] = confirmation
+        self._unconfirmed.update((tier.index, key) for key in asked)
+        self._queue.give(confirmation)
         return True
 
     def is_being_confirmed(self, tier: TierState, key: BlockKey) -> bool:
-        """Whether a tier is being asked for a block right now."""
-        return (tier.index, key) in self._doubted
+        """Return whether a tier is being asked about a block now."""
+        return (tier.index, key) in self._unconfirmed
 
     def confirmed(self, confirm_id: ConfirmId, answers: Sequence[bool]) -> None:
-        """A `Confirm` is through: what of it the tier has."""
-        question = self._answered(confirm_id)
-        if question is None:
-            return  # too late
-        tier = self._tiers[question.tier]
+        """End a `Confirm`: `answers` says which of its blocks the tier has."""
+        confirmation = self._answered(confirm_id)
+        if confirmation is None:
+            return  # it was reported late
+        tier = self._tiers[confirmation.tier]
         tier.reading.succeeded()
-        self._tiers.forget(tier, [key for key, there in zip(question.keys, answers, strict=True) if not there])
+        self._tiers.forget(tier, [key for key, there in zip(confirmation.keys, answers, strict=True) if not there])
 
     def confirm_failed(self, confirm_id: ConfirmId, started: Nanos, now: Nanos) -> None:
-        """The tier cannot say (rule 3), or not in time."""
-        question = self._answered(confirm_id)
-        if question is None:
-            return  # it was late, and counted
-        tier = self._tiers[question.tier]
+        """End a `Confirm` that failed or was late; its blocks count as lost (rule 3)."""
+        confirmation = self._answered(confirm_id)
+        if confirmation is None:
+            return  # it was reported late
+        tier = self._tiers[confirmation.tier]
         tier.failed(tier.reading, started, now)
-        self._tiers.forget(tier, question.keys)
+        self._tiers.forget(tier, confirmation.keys)
 
     def check(self) -> None:
-        """Asserts what always holds; for tests."""
+        """Assert the rules; for tests."""
         assert self._late <= self._demotions.keys()
         for tier in self._tiers:
-            assert tier.copying == sum(copy.tier == tier.index for copy in self._demotions.values()) <= MAX_DEMOTIONS
-        assert self._doubted == {(each.tier, key) for each in self._questions.values() for key in each.keys}
+            assert (
+                tier.demoting
+                == sum(demotion.tier == tier.index for demotion in self._demotions.values())
+                <= MAX_DEMOTIONS
+            )
+        assert self._unconfirmed == {(each.tier, key) for each in self._confirmations.values() for key in each.keys}
 
     def _ended(self, demotion_id: DemotionId, now: Nanos) -> tuple["_Demotion", TierState, bool]:
-        """It, its tier, and whether it was late."""
-        copy = self._demotions.pop(demotion_id)
-        tier = self._tiers[copy.tier]
+        """Close a demotion; return it, its tier, and whether it was late."""
+        demotion = self._demotions.pop(demotion_id)
+        tier = self._tiers[demotion.tier]
         was_late = demotion_id in self._late
         self._late.discard(demotion_id)
-        tier.copying -= 1
-        self._pool.unpin(copy.pinned.pin_id, now)
-        return copy, tier, was_late
+        tier.demoting -= 1
+        self._pool.unpin(demotion.pinned.pin_id, now)
+        return demotion, tier, was_late
 
     def _answered(self, confirm_id: ConfirmId) -> Confirm | None:
-        question = self._questions.pop(confirm_id, None)
-        if question is not None:
-            self._doubted.difference_update((question.tier, key) for key in question.keys)
-        return question
+        confirmation = self._confirmations.pop(confirm_id, None)
+        if confirmation is not None:
+            self._unconfirmed.difference_update((confirmation.tier, key) for key in confirmation.keys)
+        return confirmation
 
 
 class _Demotion(Struct, frozen=True):
-    """One batch on its way down."""
+    """One batch that is being copied to a tier."""
 
     id: DemotionId
     tier: int

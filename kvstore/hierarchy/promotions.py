@@ -1,20 +1,20 @@
-"""Chains of blocks on their way up from the tiers to a node's pool. Pure; a part of `kvstore.hierarchy.machine`.
+"""Promotions: bring chains from the backing tiers up to the pool. Pure; a part of `kvstore.hierarchy.machine`.
 
 Rules:
 
-1. A load follows one chain from the first block that the pool does not have. Tiers are asked in order, the fastest
-   first, a batch at a time; a batch is readable as soon as it is there. A load ends at the first block that no tier has
-   (nobody could use what lies behind a hole), when the pool has no room, or when its deadline is over. Then nothing more is
-   begun; what is under way still arrives.
-2. Blocks that are already on their way are not fetched twice: who asks for them joins the load and may lengthen it.
-3. A load is begun only where it is predicted to be over before the patience of the one who asks is, which is the time
-   that computing the blocks again would take.
-4. Blocks that come up get places reserved in the pool, without a deadline: a thread may hang in the middle of a copy for as
-   long as a disk does, and until it says that it is through, its places belong to it.
+1. A promotion follows one chain from the first block that the pool lacks. It asks the tiers in order, the fastest
+   first, for one batch at a time. A batch is readable as soon as it has arrived. The promotion ends at the first block
+   that no tier has (blocks behind a hole are useless), when the pool has no room, or at its deadline. Then no transfer
+   begins any more; those under way still arrive.
+2. No block is promoted twice at a time. A request for blocks that are being promoted joins that promotion and may
+   extend its deadline.
+3. A promotion begins only if it is predicted to end within the max wait of the request, which is the time that
+   computing the blocks again would take.
+4. Promoted blocks get reserved places in the pool without a deadline. A thread may hang in a copy for as long as a disk
+   does, and its places belong to it until it reports that it is done.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 from kvstore.block import BlockHash
 from kvstore.clock import SECOND, Nanos
@@ -22,76 +22,36 @@ from kvstore.errors import NamespaceUnknown
 from kvstore.hierarchy.tier_states import TierState, TierStates
 from kvstore.hierarchy.transfer_queue import TransferQueue
 from kvstore.hierarchy.transfers import Fetch, Find, PromotionId
-from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, FetchResult, ReservationId, Slot, WriteReservation
+from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, FetchResult, Slot, WriteReservation
+from kvstore.pool.machine import BlockMachine
 
 MAX_PROMOTIONS = 64
-MAX_PROMOTION_BLOCKS = 4096  # one load; a longer chain goes on with the next request
-MAX_UNREPORTED = (
-    1 << 16
-)  # blocks that came up, and that nobody asked for since; of more the oldest count as in the pool
-FETCH_AT_LEAST = Nanos(1 * SECOND)  # that a batch gets once it is begun, however little patience is left
-
-
-class PromotionPool(Protocol):
-    """What is needed of `kvstore.pool.machine.BlockMachine`."""
-
-    def block_bytes(self, digest: bytes) -> int:
-        """Of each block of that namespace.
-
-        Raises:
-            NamespaceUnknown: It is not open, or has been forgotten.
-        """
-        ...
-
-    def is_present(self, key: BlockKey) -> bool:
-        """Whether the block is readable, or being written."""
-        ...
-
-    def reserve(
-        self,
-        digest: bytes,
-        names: Sequence[BlockHash],
-        *,
-        owner: str,
-        lease: Nanos | None,
-        now: Nanos,
-        tenant: bytes = b"",
-    ) -> WriteReservation:
-        """Places for those blocks that nobody holds or writes.
-
-        Raises:
-            NamespaceUnknown: It has been forgotten; nothing was reserved.
-        """
-        ...
-
-    def publish(
-        self, reservation_id: ReservationId, checksums: Mapping[int, int], *, owner: str, now: Nanos
-    ) -> int: ...
-
-    def writable(self, digest: bytes, slot: Slot) -> Address | None: ...
+MAX_PROMOTION_BLOCKS = 4096  # in one promotion; the next request continues a longer chain
+MAX_UNREPORTED = 1 << 16  # promoted blocks that no client was told of; older ones count as found in the pool
+FETCH_AT_LEAST = Nanos(1 * SECOND)  # least time for a batch that has begun, even if the max wait is shorter
 
 
 class Promotions:
-    """See the module."""
+    """Promotions of one node."""
 
-    def __init__(self, pool: PromotionPool, tiers: TierStates, orders: TransferQueue):
+    def __init__(self, pool: BlockMachine, tiers: TierStates, queue: TransferQueue):
         self._pool = pool
         self._tiers = tiers
-        self._queue = orders
+        self._queue = queue
         self._promotions: dict[PromotionId, _Promotion] = {}
         self._loading: dict[BlockKey, _Promotion] = {}
-        self._abandoned: dict[
+        self._late_reservations: dict[
             PromotionId, WriteReservation
-        ] = {}  # places that a thread may still write to, of loads that have ended
-        self._promoted: dict[BlockKey, str] = {}  # where blocks of the pool were, of which nobody was told
-        self.refused = 0  # loads that `MAX_PROMOTIONS` kept from beginning
+        ] = {}  # places of ended promotions that a thread may still write to
+        self._promoted: dict[BlockKey, str] = {}  # tier from which a block came, until a client was told
+        self.refused = 0  # promotions refused because of MAX_PROMOTIONS
 
     @property
     def is_idle(self) -> bool:
-        return not self._promotions and not self._abandoned
+        return not self._promotions and not self._late_reservations
 
     def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
-        """How many of these leading blocks, none of which is in the pool yet, are on their way or being looked for."""
+        """Return how many of these leading blocks, none of which is in the pool yet, are being promoted or looked for."""
         for count, name in enumerate(names):
             if BlockKey(digest, name) not in self._loading:
                 return count
@@ -100,91 +60,99 @@ class Promotions:
     def prefetch(
         self, digest: bytes, chain: Sequence[BlockHash], held: int, max_wait: Nanos, now: Nanos, tenant: bytes = b""
     ) -> int:
-        """Somebody would use blocks of a chain beyond those in the pool.
+        """Promote the blocks of a chain that follow those in the pool.
 
         Args:
-            digest: Of the namespace.
-            chain: Names from the start.
-            held: How many of them are in the pool.
-            max_wait: How long the blocks are worth waiting for: as long as computing them again would take.
-            now: The present.
-            tenant: Who pays for their places.
+            digest: Digest of the namespace.
+            chain: Block hashes from the start of the chain.
+            held: Number of leading blocks that are in the pool.
+            max_wait: Longest time that the requester will wait: the time that computing the blocks would take.
+            now: The current time.
+            tenant: Tenant whose quota pays for the places.
 
         Returns:
-            How many blocks after the held ones are on their way or being looked for.
+            How many blocks after the held ones are being promoted or looked for.
         """
         missing = chain[held : held + MAX_PROMOTION_BLOCKS]
         if not missing or max_wait <= 0 or not self._tiers:
             return 0
         deadline = Nanos(now + max_wait)
-        load = self._loading.get(BlockKey(digest, missing[0]))
-        if load is None:
+        promotion = self._loading.get(BlockKey(digest, missing[0]))
+        if promotion is None:
             if len(self._promotions) >= MAX_PROMOTIONS:
                 self.refused += 1
                 return 0
             ours = [BlockKey(digest, name) for name in missing]
-            ours = ours[: next((i for i, key in enumerate(ours) if key in self._loading), None)]  # the rest has a load
+            ours = ours[
+                : next((i for i, key in enumerate(ours) if key in self._loading), None)
+            ]  # another promotion brings the rest
             block_bytes = self._pool.block_bytes(digest)
             chain = tuple(chain[: held + len(ours)])
-            load = _Promotion(PromotionId(self._queue.number()), digest, block_bytes, chain, held, deadline, tenant)
-            self._promotions[load.id] = load
-            self._loading.update(dict.fromkeys(ours, load))
-            self._look(load, 0, now)
+            promotion = _Promotion(
+                PromotionId(self._queue.number()), digest, block_bytes, chain, held, deadline, tenant
+            )
+            self._promotions[promotion.id] = promotion
+            self._loading.update(dict.fromkeys(ours, promotion))
+            self._look(promotion, 0, now)
         else:
-            load.deadline = max(load.deadline, deadline)
+            promotion.deadline = max(promotion.deadline, deadline)
         return self.loading(digest, missing)
 
     def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
-        """A tier has said how many of the blocks of a `Find` it holds."""
-        load = self._promotions.get(promotion_id)
-        if load is None:
-            return  # too late
-        tier = self._tiers[load.tier]
+        """Continue a promotion after a tier has answered a `Find` with the number of leading blocks that it holds."""
+        promotion = self._promotions.get(promotion_id)
+        if promotion is None:
+            return  # it has ended
+        tier = self._tiers[promotion.tier]
         if not tier.rule.finds_in_memory:
             tier.reading.succeeded()
-        self._forget_lost(load, tier, count)
+        self._forget_lost(promotion, tier, count)
         if count == 0:
-            self._look(load, load.tier + 1, now)
+            self._look(promotion, promotion.tier + 1, now)
             return
-        if tier.pace.seconds(count * load.block_bytes, now) > (load.deadline - now) / SECOND:
+        if tier.pace.seconds(count * promotion.block_bytes, now) > (promotion.deadline - now) / SECOND:
             tier.counters.too_slow += 1
-            self._look(load, load.tier + 1, now)
+            self._look(promotion, promotion.tier + 1, now)
             return
-        count = min(count, self._queue.batch_blocks(load.block_bytes))
-        names = load.chain[: load.position + count]
+        count = min(count, self._queue.batch_blocks(promotion.block_bytes))
+        names = promotion.chain[: promotion.position + count]
         try:
-            reservation = self._pool.reserve(load.digest, names, owner=NODE, lease=None, now=now, tenant=load.tenant)
-        except NamespaceUnknown:  # forgotten while a tier was asked, being empty: nobody wants these blocks any more
-            self._end(load)
+            reservation = self._pool.reserve(
+                promotion.digest, names, owner=NODE, lease=None, now=now, tenant=promotion.tenant
+            )
+        except (
+            NamespaceUnknown
+        ):  # it was empty and was closed while the tier answered: nobody needs these blocks any more
+            self._end(promotion)
             return
-        run = [place for place in reservation.reserved if place.index >= load.position]
-        if not run or run[0].index != load.position:  # no room, or somebody else has just begun to write there
-            self._abandon(reservation, now)
-            self._look(load, load.tier, now) if run else self._end(load)
+        run = [place for place in reservation.reserved if place.index >= promotion.position]
+        if not run or run[0].index != promotion.position:  # no room, or another writer has just reserved the block
+            self._give_back(reservation, now)
+            self._look(promotion, promotion.tier, now) if run else self._end(promotion)
             return
-        run = [place for index, place in enumerate(run) if place.index == load.position + index]
-        load.reservation = reservation
-        load.places = tuple(place.index for place in run)
-        load.began = now
-        load.until = Nanos(max(load.deadline, now + FETCH_AT_LEAST))
-        addresses = tuple(self._address(load.digest, place.slot) for place in run)
-        self._queue.give(Fetch(load.id, tier.index, addresses, load.until))
+        run = [place for index, place in enumerate(run) if place.index == promotion.position + index]
+        promotion.reservation = reservation
+        promotion.places = tuple(place.index for place in run)
+        promotion.began = now
+        promotion.until = Nanos(max(promotion.deadline, now + FETCH_AT_LEAST))
+        addresses = tuple(self._address(promotion.digest, place.slot) for place in run)
+        self._queue.give(Fetch(promotion.id, tier.index, addresses, promotion.until))
 
     def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
-        """A `Fetch` is through: what of it came."""
-        load = self._promotions.get(promotion_id)
-        if load is None:
+        """Continue a promotion after a `Fetch` has ended with these results."""
+        promotion = self._promotions.get(promotion_id)
+        if promotion is None:
             self._release(promotion_id, now)
             return
-        tier = self._tiers[load.tier]
+        tier = self._tiers[promotion.tier]
         good = next((i for i, answer in enumerate(answers) if answer.outcome is not BlockOutcome.MOVED), len(answers))
-        if good or now < load.until:
+        if good or now < promotion.until:
             tier.reading.succeeded()
         else:
-            tier.failed(tier.reading, load.began, now)  # a call that waits behind one that hangs returns with nothing
-        tier.pace.measured(good * load.block_bytes, now - load.began, now)
+            tier.failed(tier.reading, promotion.began, now)  # a call that queued behind a hanging one returns nothing
+        tier.pace.measured(good * promotion.block_bytes, now - promotion.began, now)
         tier.counters.loaded += good
-        keys = [BlockKey(load.digest, load.chain[index]) for index in load.places]
+        keys = [BlockKey(promotion.digest, promotion.chain[index]) for index in promotion.places]
         self._tiers.know(
             tier, [key for key, answer in zip(keys, answers, strict=True) if answer.outcome is BlockOutcome.MOVED]
         )
@@ -192,20 +160,20 @@ class Promotions:
             self._tiers.forget(
                 tier, [k for k, a in zip(keys, answers, strict=True) if a.outcome is not BlockOutcome.MOVED]
             )
-        self._publish(load, answers[:good], now)
+        self._publish(promotion, answers[:good], now)
         self._promoted.update(dict.fromkeys(keys[:good], tier.rule.name))
         while len(self._promoted) > MAX_UNREPORTED:
             del self._promoted[next(iter(self._promoted))]
-        # A block that this tier promised and did not have may be in the next one.
-        self._look(load, 0 if good == len(answers) else load.tier + 1, now)
+        # The next tier may have a block that this one announced and did not deliver.
+        self._look(promotion, 0 if good == len(answers) else promotion.tier + 1, now)
 
     @property
     def has_promoted(self) -> bool:
-        """Whether `promoted` may say anything."""
+        """True if `promoted` may return anything."""
         return bool(self._promoted)
 
     def promoted(self, digest: bytes, names: Iterable[BlockHash]) -> dict[str, int]:
-        """How many of these blocks came up from which tier, as far as nobody was told before; the others were in the pool."""
+        """Return how many of these blocks came from which tier, each block once; the others were in the pool."""
         found: dict[str, int] = {}
         for name in names:
             if (tier := self._promoted.pop(BlockKey(digest, name), None)) is not None:
@@ -213,103 +181,109 @@ class Promotions:
         return found
 
     def left(self, digest: bytes, names: Iterable[BlockHash]) -> None:
-        """Blocks are in the pool no more."""
+        """Forget where these blocks came from, because they left the pool."""
         if self._promoted:
             for name in names:
                 self._promoted.pop(BlockKey(digest, name), None)
 
-    def failed(self, movement: Find | Fetch, started: Nanos, now: Nanos) -> None:
-        load = self._promotions.get(movement.promotion_id)
-        if load is None:
-            self._release(movement.promotion_id, now)
+    def failed(self, transfer: Find | Fetch, started: Nanos, now: Nanos) -> None:
+        """Continue a promotion with the next tier after a transfer failed."""
+        promotion = self._promotions.get(transfer.promotion_id)
+        if promotion is None:
+            self._release(transfer.promotion_id, now)
             return
-        tier = self._tiers[movement.tier]
+        tier = self._tiers[transfer.tier]
         tier.failed(tier.reading, started, now)
-        if isinstance(movement, Fetch):
-            self._publish(load, (), now)
-        self._look(load, load.tier + 1, now)
+        if isinstance(transfer, Fetch):
+            self._publish(promotion, (), now)
+        self._look(promotion, promotion.tier + 1, now)
 
-    def late(self, movement: Find | Fetch, started: Nanos, now: Nanos) -> None:
-        tier = self._tiers[movement.tier]
+    def late(self, transfer: Find | Fetch, started: Nanos, now: Nanos) -> None:
+        """End a promotion whose transfer missed its deadline, and keep the places that the thread may still write to."""
+        tier = self._tiers[transfer.tier]
         tier.failed(tier.reading, started, now)
-        load = self._promotions[movement.promotion_id]
-        if load.reservation is not None:
-            self._abandoned[load.id], load.reservation = load.reservation, None
-        self._end(load)
+        promotion = self._promotions[transfer.promotion_id]
+        if promotion.reservation is not None:
+            self._late_reservations[promotion.id], promotion.reservation = promotion.reservation, None
+        self._end(promotion)
 
     def check(self) -> None:
-        """Asserts what always holds; for tests."""
+        """Assert the rules; for tests."""
         assert len(self._promotions) <= MAX_PROMOTIONS
-        for load in self._promotions.values():
-            for name in load.chain[load.position :]:
-                assert self._loading[BlockKey(load.digest, name)] is load
+        for promotion in self._promotions.values():
+            for name in promotion.chain[promotion.position :]:
+                assert self._loading[BlockKey(promotion.digest, name)] is promotion
         assert set(self._loading.values()) <= set(self._promotions.values())
 
-    def _look(self, load: "_Promotion", tier_index: int, now: Nanos) -> None:
-        """Ask the tiers from this one on for the next blocks of a load; end it when none is left to ask."""
-        while load.position < len(load.chain) and self._pool.is_present(
-            BlockKey(load.digest, load.chain[load.position])
+    def _look(self, promotion: "_Promotion", tier_index: int, now: Nanos) -> None:
+        """Ask the tiers from this index on for the next blocks of a promotion; end it when none is left to ask."""
+        while promotion.position < len(promotion.chain) and self._pool.is_present(
+            BlockKey(promotion.digest, promotion.chain[promotion.position])
         ):
-            self._advance(load, 1)  # somebody else has brought it, or is about to
-        if load.position == len(load.chain) or now >= load.deadline:
-            self._end(load)
+            self._advance(promotion, 1)  # it is in the pool, or another writer has reserved it
+        if promotion.position == len(promotion.chain) or now >= promotion.deadline:
+            self._end(promotion)
             return
-        batch = self._queue.batch_blocks(load.block_bytes)
+        batch = self._queue.batch_blocks(promotion.block_bytes)
         for tier in self._tiers.from_index(tier_index):
             if not tier.reading.allows(now):
                 continue
-            load.tier = tier.index
-            keys = tuple(BlockKey(load.digest, name) for name in load.chain[load.position : load.position + batch])
-            self._queue.give(Find(load.id, tier.index, keys, load.deadline))
+            promotion.tier = tier.index
+            keys = tuple(
+                BlockKey(promotion.digest, name)
+                for name in promotion.chain[promotion.position : promotion.position + batch]
+            )
+            self._queue.give(Find(promotion.id, tier.index, keys, promotion.deadline))
             return
-        self._end(load)
+        self._end(promotion)
 
-    def _forget_lost(self, load: "_Promotion", tier: TierState, count: int) -> None:
-        """A tier that is shared, or elsewhere, does not tell what it lets go (`kvstore.hierarchy.tier_states`, rule 1).
+    def _forget_lost(self, promotion: "_Promotion", tier: TierState, count: int) -> None:
+        """Forget blocks that a tier was believed to have and did not find (rule 1 of `kvstore.hierarchy.tier_states`).
 
-        What lies behind the first block that it lacks may still be there: to offer that once more costs little, and to
-        miss it block by block would cost a look-up each. A tier that finds in memory tells, but what it said of a block
-        before may have been heard after that; and of the others it says at once whether they are there.
+        A tier that does not report its removals may still have the blocks behind the first one that it lacks. All of
+        them are forgotten: offering them once more costs little, while finding each miss separately would cost a
+        look-up each. A tier that finds in memory does report removals, but an older message about the first missing
+        block may have arrived later.
         """
-        if count < self._queue.batch_blocks(load.block_bytes):
-            missing = load.chain[load.position + count :]
+        if count < self._queue.batch_blocks(promotion.block_bytes):
+            missing = promotion.chain[promotion.position + count :]
             missing = missing[:1] if tier.rule.finds_in_memory else missing
-            self._tiers.forget(tier, [BlockKey(load.digest, name) for name in missing])
+            self._tiers.forget(tier, [BlockKey(promotion.digest, name) for name in missing])
 
-    def _publish(self, load: "_Promotion", answers: Sequence[FetchResult], now: Nanos) -> None:
-        """Make what came readable, and give the other places back."""
-        assert load.reservation is not None
-        reservation, load.reservation = load.reservation, None
-        checksums = {index: answer.crc32c for index, answer in zip(load.places, answers, strict=False)}
+    def _publish(self, promotion: "_Promotion", answers: Sequence[FetchResult], now: Nanos) -> None:
+        """Make the arrived blocks readable and give the other places back."""
+        assert promotion.reservation is not None
+        reservation, promotion.reservation = promotion.reservation, None
+        checksums = {index: answer.crc32c for index, answer in zip(promotion.places, answers, strict=False)}
         self._pool.publish(reservation.reservation_id, checksums, owner=NODE, now=now)
-        self._advance(load, len(answers))
+        self._advance(promotion, len(answers))
 
     def _address(self, digest: bytes, slot: Slot) -> Address:
         address = self._pool.writable(digest, slot)
-        assert address is not None, "a place that was reserved a moment ago"
+        assert address is not None, "the place was reserved just now"
         return address
 
     def _release(self, promotion_id: PromotionId, now: Nanos) -> None:
-        """A thread is through with what it did for a load that has ended."""
-        if (reservation := self._abandoned.pop(promotion_id, None)) is not None:
-            self._abandon(reservation, now)
+        """Give back the places of an ended promotion, because its thread has finished."""
+        if (reservation := self._late_reservations.pop(promotion_id, None)) is not None:
+            self._give_back(reservation, now)
 
-    def _abandon(self, reservation: WriteReservation, now: Nanos) -> None:
+    def _give_back(self, reservation: WriteReservation, now: Nanos) -> None:
         if reservation.reserved:
             self._pool.publish(reservation.reservation_id, {}, owner=NODE, now=now)
 
-    def _advance(self, load: "_Promotion", blocks: int) -> None:
-        for name in load.chain[load.position : load.position + blocks]:
-            del self._loading[BlockKey(load.digest, name)]
-        load.position += blocks
+    def _advance(self, promotion: "_Promotion", blocks: int) -> None:
+        for name in promotion.chain[promotion.position : promotion.position + blocks]:
+            del self._loading[BlockKey(promotion.digest, name)]
+        promotion.position += blocks
 
-    def _end(self, load: "_Promotion") -> None:
-        self._advance(load, len(load.chain) - load.position)
-        del self._promotions[load.id]
+    def _end(self, promotion: "_Promotion") -> None:
+        self._advance(promotion, len(promotion.chain) - promotion.position)
+        del self._promotions[promotion.id]
 
 
 class _Promotion:
-    """One chain on its way up. `position` is the first block that is not in the pool yet."""
+    """Promotion of one chain. `position` is the index of the first block that is not in the pool yet."""
 
     __slots__ = (
         "began",
@@ -343,8 +317,8 @@ class _Promotion:
         self.position = position
         self.deadline = deadline
         self.tenant = tenant
-        self.tier = 0  # that was asked last
-        self.reservation: WriteReservation | None = None  # of the batch under way
+        self.tier = 0  # index of the tier that was asked last
+        self.reservation: WriteReservation | None = None  # for the batch under way
         self.places: tuple[int, ...] = ()  # indexes into the chain of the batch under way
         self.began = Nanos(0)
         self.until = Nanos(0)

@@ -1,11 +1,12 @@
-"""What a node knows of the tiers below its pool: how each is treated, what it has, how fast and how well it is. Pure.
+"""Tier states: what a node knows about each backing tier: its rule, contents, speed and health. Pure.
 
 Rules:
 
-1. What a tier was given is not offered to it again, until it says that it has let it go. A tier that cannot say so (a
-   server that restarts, or is short of memory) is taken to have lost what it does not find, and what it does not deliver.
-2. Watchers are told whatever becomes known to be in a tier, and whatever ceases to be. Those that come later are told the
-   same by `TierState.known`, where the tier itself does not know, as far as it is remembered.
+1. A block that a tier has is not offered to it again until the tier reports that it removed the block. Some tiers
+   cannot report that (a server that restarts, or is short of memory). Such a tier counts as having lost the blocks that
+   it does not find or does not deliver.
+2. Watchers learn of each block that becomes known to be in a tier, or stops being known. Watchers that come later get
+   the same knowledge from `TierState.known`, as far as it is remembered, unless the tier itself knows its blocks.
 """
 
 from collections import OrderedDict
@@ -21,21 +22,20 @@ from kvstore.messages import BlockChanges, BlockKey
 from kvstore.recent_map import RecentMap
 
 SPEED_LASTS = Nanos(30 * SECOND)
-"""A tier's measured speed counts for this long; then it is tried again, however slow it was."""
+"""Validity of a tier's measured speed; afterwards the tier is tried again, however slow it was."""
 
 
 class TierAdmission(Protocol):
-    """Which blocks a tier should have."""
+    """Rule that says which blocks a tier should keep."""
 
     def admits(self, key: BlockKey, size_bytes: int, now: Nanos) -> bool:
-        """Note that a block was written or used; says whether it is worth keeping in the tier."""
-        ...
+        """Note that a block was written or used; return whether the tier should keep it."""
 
 
 class AdmitEverything:
-    """Writes through: each block goes down as soon as it is there."""
+    """Write-through: every block is demoted as soon as it is in the pool."""
 
-    def admits(self, key: BlockKey, size_bytes: int, now: Nanos) -> bool:  # noqa: ARG002 - as it says
+    def admits(self, key: BlockKey, size_bytes: int, now: Nanos) -> bool:  # noqa: ARG002 - every block is admitted
         return True
 
 
@@ -43,29 +43,33 @@ class TierRule(Struct, frozen=True, kw_only=True):
     """How the hierarchy treats one tier."""
 
     name: str
-    admission: TierAdmission | None  # None: nothing goes down
-    queue_blocks: int = 4096  # that may wait to go down
-    remember_blocks: int = 1 << 20  # that are known to be there, so that they are not offered again
-    finds_in_memory: bool = False  # so that what it finds does not say whether it can be read
+    admission: TierAdmission | None  # None: no block is demoted
+    queue_blocks: int = 4096  # most blocks that wait for a demotion
+    remember_blocks: int = 1 << 20  # most blocks whose presence is remembered, so that they are not offered again
+    finds_in_memory: bool = (
+        False  # `find` reads an index in memory, so its success does not say that the tier can be read
+    )
 
 
 class TierState:
-    """What is known of one of them, and what waits for it."""
+    """State of one tier, and the queue of blocks that wait for it."""
 
     def __init__(self, index: int, rule: TierRule):
         self.index = index
         self.rule = rule
         self.reading = CircuitBreaker()
-        self.writing = CircuitBreaker()  # apart: a full disk can still be read
+        self.writing = CircuitBreaker()  # separate, because a full disk can still be read
         self.pace = TierSpeed()
         self.counters = TierCounters()
-        self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # to go down, with the bytes of each
-        self.known: RecentMap[BlockKey, None] = RecentMap(rule.remember_blocks)  # there, as far as we know
-        self.copying = 0  # batches on their way down
+        self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # blocks that wait for a demotion, with their sizes
+        self.known: RecentMap[BlockKey, None] = RecentMap(
+            rule.remember_blocks
+        )  # blocks that the tier is believed to have
+        self.demoting = 0  # batches that are being demoted
 
     @property
     def room(self) -> int:
-        """For how many more blocks there is room in its queue."""
+        """Number of further blocks for which its queue has room."""
         return max(0, self.rule.queue_blocks - len(self.queue))
 
     def enqueue(self, key: BlockKey, size_bytes: int) -> None:
@@ -77,14 +81,14 @@ class TierState:
         self.queue[key] = size_bytes
 
     def failed(self, breaker: CircuitBreaker, started: Nanos, now: Nanos) -> None:
-        """What began then, of those that this breaker counts, has failed."""
+        """Count a failure of an operation that began at `started`."""
         self.counters.failures += 1
         self.counters.fenced += breaker.closed
         breaker.failed(started, now)
 
 
 class TierStates:
-    """All of them, in the order in which they are asked; and what watchers have to learn of them."""
+    """States of all tiers in the order in which they are asked, and the changes for the watchers."""
 
     def __init__(self, rules: Sequence[TierRule]):
         self._tiers = [TierState(index, rule) for index, rule in enumerate(rules)]
@@ -103,35 +107,35 @@ class TierStates:
         return self._tiers[index:]
 
     def know(self, tier: TierState, keys: Sequence[BlockKey]) -> None:
-        """A tier has these blocks."""
+        """Record that a tier has these blocks."""
         new = [key for key in keys if key not in tier.known]
         for key in keys:
             tier.known.note(key, None)
         self._tell(tier, stored=new)
 
     def forget(self, tier: TierState, keys: Sequence[BlockKey]) -> None:
-        """A tier does not have those of these blocks that it was known to have."""
+        """Record that a tier has none of these blocks any more."""
         lost = [key for key in keys if key in tier.known]
         for key in lost:
             tier.known.forget(key)
         self._tell(tier, removed=lost)
 
     def gone(self, tier: TierState, keys: Sequence[BlockKey]) -> None:
-        """A tier has let blocks go by itself."""
+        """Record that a tier has removed blocks by itself."""
         if not tier.rule.finds_in_memory:
             self.forget(tier, keys)
             return
-        for key in keys:  # among them blocks from before the node started, which the tier alone knew
+        for key in keys:  # the tier may have blocks from before this start, which only it knew
             tier.known.forget(key)
         self._tell(tier, removed=keys)
 
     def changes(self) -> list[BlockChanges]:
-        """Each is handed out once."""
+        """Return the changes that watchers have to learn; each is handed out once."""
         changes, self._changes = self._changes, []
         return changes
 
     def check(self) -> None:
-        """Asserts what always holds; for tests."""
+        """Assert the limits; for tests."""
         for tier in self._tiers:
             assert len(tier.queue) <= tier.rule.queue_blocks
             assert len(tier.known) <= tier.rule.remember_blocks
@@ -149,9 +153,9 @@ class TierStates:
 
 
 class TierSpeed:
-    """How fast a tier has been of late: nanoseconds a byte over the last batches, what they waited included."""
+    """Recent speed of a tier: nanoseconds per byte over the last batches, including their time in queues."""
 
-    SHARE = 0.25  # of the newest batch in the average
+    SHARE = 0.25  # weight of the newest batch in the average
 
     def __init__(self) -> None:
         self._nanos_a_byte = 0.0
@@ -166,11 +170,11 @@ class TierSpeed:
         self._measured_at = now
 
     def seconds(self, num_bytes: int, now: Nanos) -> float:
-        """What that many bytes will take, as far as we know; 0 where nothing is known (any more)."""
+        """Return the predicted time for that many bytes; 0 if the speed is unknown or outdated."""
         return num_bytes * self._nanos_a_byte / SECOND if self._is_fresh(now) else 0.0
 
     def latest(self, num_bytes: int) -> float | None:
-        """What that many bytes took when it was last measured, in seconds, however long ago; None before that."""
+        """Return the predicted time by the last measurement, however old it is; None before the first one."""
         return num_bytes * self._nanos_a_byte / SECOND if self._measured_at is not None else None
 
     def _is_fresh(self, now: Nanos) -> bool:

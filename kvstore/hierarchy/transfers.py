@@ -1,4 +1,4 @@
-"""Values of what moves between a node's pool and the tiers below it."""
+"""Transfers between a node's pool and its backing tiers, as commands of the hierarchy."""
 
 from typing import NewType
 
@@ -22,7 +22,7 @@ class Find(Struct, frozen=True):
 
 
 class Fetch(Struct, frozen=True):
-    """Command: fetch blocks into reserved places of the pool; the answer goes to `Hierarchy.fetched`."""
+    """Command: copy blocks from a tier into reserved places of the pool; the answer goes to `Hierarchy.fetched`."""
 
     promotion_id: PromotionId
     tier: int
@@ -31,7 +31,7 @@ class Fetch(Struct, frozen=True):
 
 
 class Demote(Struct, frozen=True):
-    """Command: have a tier keep blocks that are pinned in the pool; the answer goes to `Hierarchy.kept`."""
+    """Command: copy pinned blocks of the pool to a tier; the answer goes to `Hierarchy.kept`."""
 
     demotion_id: DemotionId
     tier: int
@@ -41,7 +41,7 @@ class Demote(Struct, frozen=True):
 
 
 class Confirm(Struct, frozen=True):
-    """Command: ask a tier which of these blocks it has still; the answer goes to `Hierarchy.confirmed`."""
+    """Command: ask a tier which of these blocks it still has; the answer goes to `Hierarchy.confirmed`."""
 
     confirm_id: ConfirmId
     tier: int
@@ -55,20 +55,12 @@ OPERATIONS = {Find: "find", Fetch: "fetch", Demote: "keep", Confirm: "confirm"}
 """The label `operation` of the metric kvstore_tier_operation_seconds."""
 
 
-class PinnedBlocks(Struct, frozen=True):
-    """Blocks of the pool that stay where they are until `unpin`."""
-
-    pin_id: int
-    addresses: tuple[Address, ...]
-    checksums: tuple[int, ...]  # CRC-32C with which they were published
-
-
 class TierCounters(Struct, kw_only=True):
-    """What the hierarchy did with one tier since the node started. Changed in place by its owner only."""
+    """Counters of the hierarchy for one tier since the node started. Only their owner changes them."""
 
-    loaded: int = 0  # blocks that came up
-    kept: int = 0  # blocks that went down
-    dropped: int = 0  # blocks that should have gone down, and for which the queue had no room
-    too_slow: int = 0  # loads not begun, because computing the blocks again was predicted to be faster
-    failures: int = 0  # movements that failed, or did not come back in time
-    fenced: int = 0  # times that a failure closed the tier for a while
+    loaded: int = 0  # promoted blocks
+    kept: int = 0  # demoted blocks
+    dropped: int = 0  # blocks that were not demoted because the queue was full
+    too_slow: int = 0  # promotions not begun, because computing the blocks was predicted to be faster
+    failures: int = 0  # transfers that failed or missed their deadline
+    fenced: int = 0  # times that a failure opened the tier's circuit breaker

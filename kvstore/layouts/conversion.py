@@ -1,12 +1,12 @@
-"""The blocks of one engine as a store keeps them, and back.
+"""Layout conversion: between the blocks of one engine and the same blocks at rest in a store.
 
 Rules:
 
-1. A store keeps whole-model blocks in one layout, `kvstore.namespace.AT_REST`. What an engine keeps of a block is one object
-   a rank, in a layout of its own. Neither is part of a block's name, so engines of any layout and number of ranks share
-   their blocks, and each converts its own.
-2. What cannot be converted is refused when the conversion is made, by the name of the field, before any byte moves.
-3. Bytes are put elsewhere and never changed, and every byte of the destination is written.
+1. A store keeps whole-model blocks in one layout, `kvstore.namespace.AT_REST`. An engine keeps one object per rank, in
+   its own layout. Neither is part of a block's hash. Engines of any layout and number of ranks therefore share their
+   blocks, and each converts its own.
+2. An impossible conversion is refused when it is made, with the name of the field, before any byte moves.
+3. Bytes are moved and never changed, and each byte of the destination is written.
 """
 
 from collections.abc import Sequence
@@ -24,31 +24,24 @@ from kvstore.namespace import AT_REST
 
 
 class Conversion:
-    """Between the blocks of an engine and the same ones at rest. Has no state: for any number of threads."""
+    """Conversion in both directions. It has no state, so any number of threads may use it."""
 
     def __init__(self, engine: Fingerprint):
-        """Make the plans for both directions.
-
-        Args:
-            engine: What its blocks are, and how they lie in its memory.
-
-        Raises:
-            LayoutMismatch: The layout is none, or the heads cannot be shared out among its ranks; names the field.
-        """
+        """Make the plans for both directions; raise LayoutMismatch, which names the field, if there are none."""
         stored = replace(engine, layout=AT_REST, tp=1)
         self._reading = _agreed(stored, engine)
         self._writing = _agreed(engine, stored)
         self._ranks: list[slice] = []
         self.stored_bytes = engine.at_rest.block_bytes
         self.engine_bytes = 0
-        """Of a block in the engine, all ranks together: more than at rest where ranks hold the same heads."""
+        """Size of a block in the engine, all ranks together; more than at rest if ranks hold the same heads."""
         for part in shards_by_rank(engine.shape, engine.layout, engine.tp):
             start = self.engine_bytes
             self.engine_bytes += engine.shape.bytes_of(part.box)
             self._ranks.append(slice(start, self.engine_bytes))
 
     def read(self, stored: Piece) -> ByteArray:
-        """A block of the store as the engine has it: the objects of all ranks, one after the other."""
+        """Convert a block of the store to the engine's: the objects of all ranks, one after the other."""
         source = _bytes(stored, self.stored_bytes)
         if not self._reading:
             return source.copy()
@@ -58,7 +51,7 @@ class Conversion:
         return held
 
     def write(self, held: Piece) -> ByteArray:
-        """A block of the engine, its ranks one after the other, as the store keeps it."""
+        """Convert a block of the engine, its ranks one after the other, to the store's."""
         source = _bytes(held, self.engine_bytes)
         if not self._writing:
             return source.copy()
@@ -69,7 +62,7 @@ class Conversion:
 
 
 def _agreed(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
-    """The plan of each reading rank; none where there is nothing to do."""
+    """Return the plan of each reading rank; none if there is nothing to do."""
     agreement = negotiate(writer=writer, reader=reader)
     match agreement:
         case Identical():

@@ -1,14 +1,14 @@
-"""The handshake before any byte moves: can this reader use what that writer keeps, and what does it cost?
+"""Layout fingerprints: whether a reader can use the blocks of a writer, and what the conversion costs.
 
-Each side describes its blocks in the same words, whatever engine or maker of accelerators it runs on. `negotiate` compares
-two descriptions and answers one of three things:
+The check happens before any byte moves. Each side describes its blocks in the same terms, for every engine and every
+maker of accelerators. `negotiate` compares two descriptions and returns one of three results:
 
-- `Identical`: every rank finds its bytes as it needs them.
-- `Convertible`: the same values in another layout or shared out among another number of ranks. The answer holds the
-  plan of each reading rank, and what a block costs, for whoever has to choose (router, planner).
+- `Identical`: each rank finds its bytes as it needs them.
+- `Convertible`: the same values in another layout, or divided among another number of ranks. The result has the plan of
+  each reading rank, and the cost per block for whoever chooses the pair (router, planner).
 - `Incompatible`: not the same values. It names the first field that differs.
 
-A description is versioned: what this version cannot know to be equal, it refuses.
+A description has a version. Whatever this version cannot prove equal is incompatible.
 """
 
 from msgspec import Struct
@@ -22,7 +22,9 @@ from kvstore.namespace import AT_REST, KvNamespace
 FINGERPRINT_VERSION = 1
 
 MAX_TP = 1024
-"""Ranks of one side; ten times what any engine uses, and few enough that a peer's description costs no more than a second."""
+"""Most ranks of one side: ten times as many as any engine uses, and few enough that a peer's description costs at most a
+second.
+"""
 
 MUST_BE_EQUAL = (
     "version",
@@ -37,11 +39,11 @@ MUST_BE_EQUAL = (
     "head_dim",
     "hash_algorithm",
 )
-"""In the order in which a difference is reported: what a person would look at first comes first."""
+"""Fields in the order in which a difference is reported; the fields that a person would check first come first."""
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
-    """What one side's blocks are, and how they lie in its objects: one object a rank, all layers in it."""
+    """Description of one side's blocks and of its objects: one object per rank, with all layers."""
 
     version: int = FINGERPRINT_VERSION
     model: str
@@ -51,10 +53,10 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
     element_bytes: int
     block_tokens: int
     layers: int
-    kv_heads: int  # of the whole model
-    head_dim: int  # elements a head and token, keys and values together
-    layout: str  # of one rank's object, see `kvstore.namespace`
-    tp: int = 1  # ranks that the heads are shared out among; 1 is a whole-model object
+    kv_heads: int  # heads of the whole model
+    head_dim: int  # elements per head and token, keys and values together
+    layout: str  # layout of one rank's object, see `kvstore.namespace`
+    tp: int = 1  # number of ranks that share the heads; 1 means a whole-model object
     hash_algorithm: HashAlgorithm = HashAlgorithm.SHA256_128
 
     @property
@@ -69,12 +71,12 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether these blocks lie as a store keeps them: one whole-model object each, and nothing to convert."""
+        """True if these blocks lie as a store keeps them: one whole-model object each, without any conversion."""
         return self.layout == AT_REST and self.tp == 1
 
     @property
     def at_rest(self) -> KvNamespace:
-        """The namespace in a store of blocks like these; it says nothing of the layout and ranks of this side."""
+        """Namespace of these blocks in a store; the layout and ranks of this side are not part of it."""
         shape = self.shape
         return KvNamespace(
             model=self.model,
@@ -91,29 +93,29 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
 
 class ConversionCost(Struct, frozen=True, kw_only=True):
-    """Of converting one block for all ranks of the reader; the worst rank counts where they work at the same time."""
+    """Cost of converting one block for all ranks of the reader; the slowest rank counts if they work at the same time."""
 
-    bytes: int  # moved for all ranks; more than the block where ranks hold the same heads
-    runs: int  # pieces that are contiguous on both sides, for all ranks
-    bytes_a_rank: int  # of the rank that moves most
+    bytes: int  # bytes moved for all ranks; more than the block if ranks hold the same heads
+    runs: int  # contiguous pieces on both sides, for all ranks
+    bytes_a_rank: int  # bytes of the rank that moves most
     runs_a_rank: int
 
     def seconds(self, *, bytes_per_second: float, seconds_per_run: float) -> float:
-        """How long a block takes when every rank moves its own share."""
+        """Return how long a block takes when each rank moves its own shard."""
         return self.bytes_a_rank / bytes_per_second + self.runs_a_rank * seconds_per_run
 
 
 class Identical(Struct, frozen=True):
-    """Rank r of the reader uses the object of rank r of the writer as it is."""
+    """Rank r of the reader uses the object of the writer's rank r as it is."""
 
 
 class Convertible(Struct, frozen=True):
-    plans: tuple[RepackPlan, ...]  # one a reading rank; sources are the writer's objects in order of rank
+    plans: tuple[RepackPlan, ...]  # one for each reading rank; the sources are the writer's objects in order of rank
     cost: ConversionCost
 
 
 class Incompatible(Struct, frozen=True):
-    field: str  # of `Fingerprint`
+    field: str  # name of a field of `Fingerprint`
     reason: str
 
     def error(self) -> LayoutMismatch:
@@ -124,15 +126,9 @@ Agreement = Identical | Convertible | Incompatible
 
 
 def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) -> Fingerprint:
-    """The description of one side.
+    """Return the description of one side; `layout` None means the layout at rest.
 
-    Args:
-        namespace: Whose blocks it writes or reads.
-        layout: Of one rank's object; None: as at rest.
-        tp: Number of ranks.
-
-    Raises:
-        LayoutMismatch: The namespace's block size does not follow from its other fields.
+    Raise LayoutMismatch if the namespace's block size does not follow from its other fields.
     """
     shape = BlockShape.of(namespace)
     return Fingerprint(
@@ -152,7 +148,7 @@ def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) 
 
 
 def negotiate(*, writer: Fingerprint, reader: Fingerprint) -> Agreement:
-    """See the module. Never raises; descriptions may come from a peer."""
+    """Compare two descriptions. Never raises, because descriptions may come from a peer."""
     for field in MUST_BE_EQUAL:
         written, wanted = getattr(writer, field), getattr(reader, field)
         if written != wanted:

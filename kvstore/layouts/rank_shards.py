@@ -1,16 +1,17 @@
-"""What one of several ranks holds of a block, moved between its own memory and the one block that all of them share.
+"""Rank shards: several ranks copy their parts of a block to or from the one block that they share in the pool.
 
 Rules:
 
-1. A block in a store is whole and has one checksum (`kvstore.layouts.shards`). Ranks that write it do so together: one reserves its
-   place, each puts its own runs there, and the one that reserved publishes it when it has heard of all of them.
-2. Whoever puts its runs tells what they add to the checksum, summed up from the bytes as it has them. The block's checksum
-   is made of those sums alone, and never of what lies in the place. So a run that did not arrive, or that somebody
-   overwrote, makes the block corrupt for its readers, and never wrong.
-3. A rank reads its own runs and verifies the whole block, in one pass over it.
+1. A block in a store is whole and has one checksum (`kvstore.layouts.shards`). The ranks write it together: one rank
+   reserves its place, each rank writes its own runs, and the reserving rank publishes the block after all of them have
+   reported.
+2. A rank that writes its runs reports their contribution to the checksum, computed from its own bytes. The block's
+   checksum is made of these contributions alone, never of the bytes in the pool. A run that did not arrive, or that was
+   overwritten, makes the block corrupt for its readers, and never silently wrong.
+3. A rank reads its own runs and verifies the whole block in one pass.
 
-CRC-32C is linear: with every register at zero, the sum of a block is the exclusive or of the sums of its parts, each with
-zeros where the others are. Zeros are passed over by a table for each length, and not one by one.
+CRC-32C is linear: with every register at zero, the checksum of a block is the exclusive or of the checksums of its
+parts, each with zeros in place of the others. A table for each length skips the zeros at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,20 +28,20 @@ from kvstore.messages import ClientWriteReservation, Slots
 from kvstore.namespace import AT_REST
 from kvstore.native import checksums
 
-POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reflected; RFC 3720, appendix B.4
-ONES = 0xFFFFFFFF  # what a checksum begins with, and is inverted by at its end
+POLYNOMIAL = 0x82F63B78  # Castagnoli polynomial with reflected bits; RFC 3720, appendix B.4
+ONES = 0xFFFFFFFF  # initial value of a checksum, which is also inverted at the end
 
 Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class WriteGrant(Struct, frozen=True, kw_only=True):
-    """Places that one rank reserved, for the others to write to. Can be encoded by msgspec."""
+    """Places that one rank reserved for all ranks to write to. Can be encoded by msgspec."""
 
-    incarnation: str  # of the node
+    incarnation: str  # incarnation of the node
     places: ClientWriteReservation
 
     def some(self, first: int, end: int) -> "WriteGrant":
-        """Of those places only; the reservation stays one."""
+        """Return a grant for some of the places; the reservation stays the same."""
         places = self.places
         return WriteGrant(
             incarnation=self.incarnation,
@@ -54,21 +55,24 @@ class WriteGrant(Struct, frozen=True, kw_only=True):
 
 
 _CopyStep: TypeAlias = "tuple[int, Tables | None, int, int, int, slice | None]"
-"""One piece of a run that lies in one part of the rank's memory. A tuple, since there are hundreds a block: where the piece
-before ends, what the zeros from there do, where this one begins and ends; index of the part, and what of it (None: all)."""
+"""Piece of a run within one part of the rank's memory. It is a tuple because a block has hundreds of them.
+
+The items are: the end of the piece before, the effect of the zeros since then, the begin and end of this piece, the
+index of the part, and the slice of the part (None: all of it).
+"""
 
 
 class RankShard:
-    """The runs of one rank within a block at rest. Its bytes are these runs in order. For any number of threads."""
+    """Runs of one rank within a block at rest. The bytes of the shard are these runs in order. Thread-safe."""
 
     def __init__(self, block_bytes: int, runs: Iterable[tuple[int, int]]):
-        """Of a block of `block_bytes`: where each run begins and how long it is, in order, none empty."""
+        """Define the shard by the offset and length of each run, in order, none empty."""
         self.block_bytes = block_bytes
         self.runs = tuple(runs)
         self.bytes = sum(length for _, length in self.runs)
         end = 0
         for start, length in self.runs:
-            assert end <= start and length > 0, self.runs  # noqa: PT018 - one claim: they are in order
+            assert end <= start and length > 0, self.runs  # noqa: PT018 - one claim: the runs are in order
             end = start + length
         assert end <= block_bytes, (end, block_bytes)
         self._end = end
@@ -76,18 +80,14 @@ class RankShard:
 
     @classmethod
     def of_rank(cls, shape: BlockShape, *, tp: int, rank: int) -> Self:
-        """What that rank holds of a block, its layers and heads in the order of the store.
-
-        Raises:
-            LayoutMismatch: The heads cannot be shared out among `tp` ranks, or there is no such rank.
-        """
-        plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.share(tp, rank))])
+        """Return the shard of one rank, in the order of the store; raise LayoutMismatch if there is no such rank."""
+        plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.shard_box(tp, rank))])
         start, there, length = (RUN_FIELDS.index(name) for name in ("source_offset", "destination_offset", "length"))
         rows = sorted(plan.runs().tolist(), key=lambda row: row[there])
         return cls(shape.bytes_of(shape.everything), [(row[start], row[length]) for row in rows])
 
     def put(self, parts: Sequence[ByteArray], block: ByteArray) -> int:
-        """Copy this rank's runs into a block; what they add to its checksum (`whole_checksums`)."""
+        """Copy this rank's runs into a block; return their contribution to its checksum (`whole_checksums`)."""
         register = 0
         for _, gap, start, end, index, within in self._cut(parts):
             if gap is not None:
@@ -97,7 +97,7 @@ class RankShard:
         return _passed(register, _zeros(self.block_bytes - self._end))
 
     def get(self, block: ByteArray, parts: Sequence[ByteArray]) -> int:
-        """Copy this rank's runs out of a block; the checksum of all of it, this rank's bytes as they arrived."""
+        """Copy this rank's runs out of a block; return the checksum of the whole block, with these bytes as they arrived."""
         checksum = 0
         for before, gap, start, end, index, within in self._cut(parts):
             if gap is not None:
@@ -107,12 +107,12 @@ class RankShard:
         return checksums.extend(checksum, block[self._end :]) if self._end < self.block_bytes else checksum
 
     def take(self, block: ByteArray, parts: Sequence[ByteArray]) -> None:
-        """Copy this rank's runs out of a block that has been verified."""
+        """Copy this rank's runs out of a verified block."""
         for _, _, start, end, index, within in self._cut(parts):
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 
     def _cut(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
-        """The runs, cut where the parts end. The same for all blocks of an engine."""
+        """Return the runs, divided where the parts end; they are equal for all blocks of an engine."""
         sizes = tuple([part.nbytes for part in parts])
         steps = self._steps.get(sizes)
         if steps is None:
@@ -136,32 +136,32 @@ class RankShard:
 
 
 def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
-    """The checksum of a block, from what all of its shares add to it."""
+    """Return the checksum of a block from the contributions of all its shards."""
     checksum = _passed(ONES, _zeros(block_bytes)) ^ ONES
     for each in sums:
         checksum ^= each
     return checksum
 
 
-def combined_checksums(block_bytes: int, told: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Checksums of the blocks that every rank has put, by index, from what each told of its own."""
+def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Return the checksums of those blocks that all ranks have written, by index, from the contributions of each rank."""
     return {
-        index: whole_checksums(block_bytes, [sums[index] for sums in told])
-        for index in told[0]
-        if all(index in sums for sums in told)
+        index: whole_checksums(block_bytes, [sums[index] for sums in sums_by_rank])
+        for index in sums_by_rank[0]
+        if all(index in sums for sums in sums_by_rank)
     }
 
 
 def _passed(register: int, zeros: Tables) -> int:
-    """The register after zero bytes."""
+    """Return the register after zero bytes."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 
 
-@lru_cache(maxsize=256)  # lengths of gaps: a few a layout and number of ranks
+@lru_cache(maxsize=256)  # lengths of gaps: a few for each layout and number of ranks
 def _zeros(count: int) -> Tables:
-    """What so many zero bytes do to a register, for each of its bytes."""
-    power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # what one zero bit makes of each bit of the register
+    """Return what so many zero bytes do to a register, for each of its bytes."""
+    power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # effect of one zero bit on each bit of the register
     columns = [1 << bit for bit in range(32)]
     bits = 8 * count
     while bits:

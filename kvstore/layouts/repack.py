@@ -1,16 +1,17 @@
-"""Moving a block from one layout and set of ranks into another.
+"""Repacking: move a block from one layout and set of ranks into another.
 
 Rules:
 
-1. A plan is made once for each pair of object sets, from their parts alone (`kvstore.layouts.shards`); it then serves every
-   block. Making it touches no bytes, so a mismatch is refused before anything moves.
-2. `plan_fill` writes every byte of every destination exactly once. A plan that cannot is refused, never shortened.
-3. Where several objects hold the same head (replicas), the first that is tried gives it. Who begins with another one from
-   rank to rank spreads the load (`kvstore.layouts.fingerprint` does).
-4. Bytes are moved and never changed: every dtype is a number of bytes.
+1. A plan is made once for each pair of object sets, from their shards alone (`kvstore.layouts.shards`), and serves
+   every block. Making it touches no bytes, so a mismatch is refused before anything moves.
+2. `plan_fill` writes each byte of each destination exactly once. A plan that cannot do that is refused, never
+   shortened.
+3. If several objects hold the same head (replicas), the first one that is tried gives it. `kvstore.layouts.fingerprint`
+   begins with another object for each rank, which spreads the load.
+4. Bytes are moved and never changed: every data type is a number of bytes.
 
-A plan consists of strided copies, one for each pair of objects that have something in common. What is contiguous on
-both sides is one run of such a copy, and all copies of a block are one call of a kernel.
+A plan consists of strided copies, one for each pair of objects with common content. A contiguous piece on both sides is
+one run of such a copy. All copies of a block are one kernel call.
 """
 
 import math
@@ -34,11 +35,11 @@ RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "l
 class StridedCopy(Struct, frozen=True, kw_only=True):
     """Equally long runs between two objects, evenly spaced along some axes. Offsets, strides and lengths are bytes."""
 
-    source: int  # index of the object
+    source: int  # index of the source object
     destination: int
     source_offset: int
     destination_offset: int
-    counts: tuple[int, ...]  # runs along each axis, outermost of the destination first; empty: one run
+    counts: tuple[int, ...]  # runs along each axis, from the outermost of the destination on; empty: one run
     source_strides: tuple[int, ...]
     destination_strides: tuple[int, ...]
     run_bytes: int
@@ -48,7 +49,7 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
         return math.prod(self.counts)
 
     def row(self) -> list[int]:
-        """As `kvstore.native.kernels_twin.copy` wants it."""
+        """Return the row of `kvstore.native.kernels_twin.copy`."""
         unused = COPY_AXES - len(self.counts)
         axes = zip(self.counts, self.source_strides, self.destination_strides, strict=True)
         where = [self.source, self.source_offset, self.destination, self.destination_offset, self.run_bytes]
@@ -56,31 +57,31 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
 
 
 class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
-    """How the bytes of one block get from some objects into others; see the module."""
+    """Copies that move the bytes of one block from some objects into others."""
 
-    source_bytes: tuple[int, ...]  # sizes of the objects
+    source_bytes: tuple[int, ...]  # sizes of the source objects
     destination_bytes: tuple[int, ...]
     copies: tuple[StridedCopy, ...]
 
     @property
     def bytes(self) -> int:
-        """That are moved, a block."""
+        """Bytes that are moved per block."""
         return sum(copy.runs * copy.run_bytes for copy in self.copies)
 
     @property
     def run_count(self) -> int:
-        """Pieces that are contiguous on both sides, a block."""
+        """Contiguous pieces on both sides per block."""
         return sum(copy.runs for copy in self.copies)
 
     def perform(self, sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None:
         """Move one block.
 
         Args:
-            sources: The objects' bytes, contiguous, in the order that the plan was made for.
-            destinations: Likewise. Bytes that the plan does not name stay as they are.
+            sources: Bytes of the source objects, contiguous, in the order of the plan.
+            destinations: Bytes of the destination objects. Bytes that the plan does not name stay unchanged.
 
         Raises:
-            ValueError: An object has not the size of its part; nothing was moved.
+            ValueError: An object does not have the size of its shard; nothing was moved.
         """
         _check("sources", sources, self.source_bytes)
         _check("destinations", destinations, self.destination_bytes)
@@ -92,23 +93,23 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
         return np.array(rows, np.int64).reshape(len(rows), COPY_COLUMNS)
 
     def runs(self) -> NDArray[np.int64]:
-        """Every run as a row of `RUN_FIELDS`: what a transport needs that fetches only the runs of one rank."""
+        """Return each run as a row of `RUN_FIELDS`, for a transport that fetches only the runs of one rank."""
         return np.concatenate([np.zeros((0, len(RUN_FIELDS)), np.int64), *(_runs(copy) for copy in self.copies)])
 
 
 def plan_fill(
     shape: BlockShape, sources: Sequence[BlockShard], destinations: Sequence[BlockShard], *, first: int = 0
 ) -> RepackPlan:
-    """Fill every destination from whichever sources hold it: how a rank reads.
+    """Plan how each destination is filled from the sources that hold its content.
 
     Args:
-        shape: Of the whole block.
-        sources: Objects that are there.
+        shape: Shape of the whole block.
+        sources: Existing objects.
         destinations: Objects to fill.
-        first: Index of the source that is tried before all others (rule 3); the rest follow in order, and round.
+        first: Index of the source that is tried before all others (rule 3); the rest follow in order, then wrap around.
 
     Raises:
-        LayoutMismatch: A layout is none, or the sources do not hold everything that a destination needs.
+        LayoutMismatch: A layout is invalid, or the sources do not hold everything that a destination needs.
     """
     copies = [
         _copy(shape, sources, source, destinations, destination, box)
@@ -119,11 +120,7 @@ def plan_fill(
 
 
 def read_shard(shape: BlockShape, at_rest: str, into: Sequence[BlockShard]) -> RepackPlan:
-    """From a whole-model block object into the memory of one rank, be it in one piece or in one a layer.
-
-    Raises:
-        LayoutMismatch: See `plan_fill`.
-    """
+    """Plan how one rank reads a whole-model block into its memory, in one piece or in one per layer."""
     return plan_fill(shape, [BlockShard(at_rest, shape.everything)], into)
 
 
@@ -138,7 +135,7 @@ def _plan(
 
 
 def _covering(shape: BlockShape, wanted: Box, parts: Sequence[BlockShard], first: int) -> Iterator[tuple[int, Box]]:
-    """Boxes that make up `wanted` and do not overlap, each with the index of the part that is to give it."""
+    """Yield boxes that make up `wanted` without overlap, each with the index of the source that gives it."""
     if wanted.overlap(shape.everything) != wanted:
         raise LayoutMismatch("heads", f"heads: {wanted} is not within {shape.everything}")
     missing = [wanted]
@@ -188,7 +185,7 @@ def _copy(
 
 
 def _merge(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Make one axis of neighbours that follow each other without a gap on both sides."""
+    """Merge neighbouring axes that follow each other without a gap on both sides."""
     merged: list[tuple[int, int, int]] = []
     for to_stride, from_stride, count in axes:
         if merged and merged[-1][:2] == (to_stride * count, from_stride * count):
@@ -199,7 +196,7 @@ def _merge(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _extents(shape: BlockShape, box: Box) -> dict[str, int]:
-    """Sizes of the axes. An odd number of elements is never divided into keys and values (`BlockShape.axes`)."""
+    """Return the sizes of the axes. An odd number of elements is never divided into keys and values (`BlockShape.axes`)."""
     halves = 1 if shape.head_dim % 2 else 2
     return {
         "L": box.layers.count,
@@ -211,7 +208,7 @@ def _extents(shape: BlockShape, box: Box) -> dict[str, int]:
 
 
 def _place(shape: BlockShape, part: BlockShard, box: Box) -> tuple[int, dict[str, int]]:
-    """Where a box begins within a part that holds it, and the strides of its axes; in bytes."""
+    """Return the offset of a box within a shard that holds it, and the strides of its axes, in bytes."""
     extents = _extents(shape, part.box)
     strides: dict[str, int] = {}
     stride = shape.element_bytes

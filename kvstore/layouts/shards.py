@@ -1,12 +1,13 @@
-"""Parts of a block: which layers and heads an object holds, in which order of axes.
+"""Block shards: the layers and heads of a block that one object holds, and their layout.
 
 Rules:
 
-1. A block is the whole model's: all layers, all heads of keys and values, the same `block_tokens` tokens. Parts differ
-   from it and from each other in nothing but their layers, their heads and their layout (see `kvstore.namespace`).
-2. With tensor-parallel size T, rank r holds heads r * H / T up to (r + 1) * H / T. Where there are more ranks than
-   heads, T / H neighbouring ranks hold the same one, whole.
-3. Sizes that do not divide have no parts, and are refused by the name of the field, before any byte moves.
+1. A block belongs to the whole model: all layers, all heads of keys and values, the same `block_tokens` tokens. Shards
+   differ from the block and from each other only by their layers, their heads and their layout (see
+   `kvstore.namespace`).
+2. With tensor-parallel size T, rank r holds the heads r * H / T up to (r + 1) * H / T. If there are more ranks than
+   heads, T / H neighbouring ranks hold the same whole head.
+3. Sizes that do not divide have no shards. They are refused with the name of the field before any byte moves.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from kvstore.namespace import KvNamespace
 
 
 class Span(Struct, frozen=True, order=True):
-    """Consecutive layers or heads. May be empty."""
+    """Consecutive layers or heads; may be empty."""
 
     first: int
     count: int
@@ -46,7 +47,7 @@ class Box(Struct, frozen=True):
         return Box(self.layers.overlap(other.layers), self.heads.overlap(other.heads))
 
     def without(self, hole: "Box") -> "list[Box]":
-        """What is left when a box that lies within this one is taken out: up to four boxes, none empty."""
+        """Return the rest of this box without a box inside it: up to four boxes, none of them empty."""
         above = Span(self.layers.first, hole.layers.first - self.layers.first)
         below = Span(hole.layers.end, self.layers.end - hole.layers.end)
         before = Span(self.heads.first, hole.heads.first - self.heads.first)
@@ -61,7 +62,7 @@ class Box(Struct, frozen=True):
 
 
 class BlockShard(Struct, frozen=True):
-    """One object: what it holds of a block, and in which layout. Its bytes are contiguous."""
+    """Content and layout of one object. Its bytes are contiguous."""
 
     layout: str
     box: Box
@@ -73,16 +74,12 @@ class BlockShape(Struct, frozen=True, kw_only=True):
     layers: int
     kv_heads: int
     block_tokens: int
-    head_dim: int  # elements a head and token, keys and values together
+    head_dim: int  # elements per head and token, keys and values together
     element_bytes: int
 
     @classmethod
     def of(cls, namespace: KvNamespace) -> Self:
-        """The shape of a namespace's blocks.
-
-        Raises:
-            LayoutMismatch: `block_bytes` does not follow from the shape and the dtype.
-        """
+        """Return the shape of a namespace's blocks; raise LayoutMismatch if `block_bytes` contradicts it."""
         if (element_bytes := namespace.element_bytes) is None:
             raise LayoutMismatch(
                 "block_bytes",
@@ -104,10 +101,10 @@ class BlockShape(Struct, frozen=True, kw_only=True):
         return box.layers.count * box.heads.count * self.block_tokens * self.head_dim * self.element_bytes
 
     def axes(self, layout: str) -> str:
-        """The five axes of a layout in order, ``K`` included.
+        """Return the five axes of a layout in order, including ``K``.
 
-        Raises:
-            LayoutMismatch: It is none, or it separates keys and values where there is an odd number of elements.
+        Raise LayoutMismatch if the layout is invalid, or separates keys and values although the number of elements is
+        odd.
         """
         if sorted(layout.replace("K", "", 1)) != list("DHLN"):
             known = "each of L, H, N, D once, and K at most once"
@@ -121,21 +118,13 @@ class BlockShape(Struct, frozen=True, kw_only=True):
         return layout
 
     def replicas(self, tp: int) -> int:
-        """How many ranks hold the same head.
-
-        Raises:
-            LayoutMismatch: The heads cannot be shared out among `tp` ranks.
-        """
+        """Return how many ranks hold the same head; raise LayoutMismatch if the heads cannot be divided among `tp` ranks."""
         if tp < 1 or (self.kv_heads % tp and tp % self.kv_heads):
             raise LayoutMismatch("tp", f"tp: {self.kv_heads} heads cannot be shared out among {tp} ranks")
         return max(1, tp // self.kv_heads)
 
-    def share(self, tp: int, rank: int) -> Box:
-        """What one rank holds (rule 2).
-
-        Raises:
-            LayoutMismatch: The heads cannot be shared out among `tp` ranks, or there is no such rank.
-        """
+    def shard_box(self, tp: int, rank: int) -> Box:
+        """Return the layers and heads of one rank (rule 2); raise LayoutMismatch if there is no such rank."""
         replicas = self.replicas(tp)
         if not 0 <= rank < tp:
             raise LayoutMismatch("rank", f"rank: {rank} is not one of {tp} ranks")
@@ -144,10 +133,6 @@ class BlockShape(Struct, frozen=True, kw_only=True):
 
 
 def shards_by_rank(shape: BlockShape, layout: str, tp: int) -> Sequence[BlockShard]:
-    """The objects of all ranks of an engine, in order of rank.
-
-    Raises:
-        LayoutMismatch: The heads cannot be shared out among `tp` ranks.
-    """
+    """Return the objects of all ranks of an engine in order of rank; raise LayoutMismatch if `tp` is impossible."""
     shape.replicas(tp)
-    return [BlockShard(layout, shape.share(tp, rank)) for rank in range(tp)]
+    return [BlockShard(layout, shape.shard_box(tp, rank)) for rank in range(tp)]

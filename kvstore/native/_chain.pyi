@@ -1,3 +1,3 @@
-# Of `chain.c`.
+# Types of `chain.c`.
 
 def extend(parent: bytes, tokens: bytes | memoryview, size: int) -> list[bytes]: ...

@@ -1,26 +1,28 @@
-# Of `checksum.c`; see `kvstore.native.checksums_twin`.
+# Types of `checksum.c`; `kvstore.native.checksums_twin` documents the functions.
 
 import numpy as np
 from numpy.typing import NDArray
 
-def extend(crc32c: int, data: NDArray[np.uint8], /) -> int: ...
-def copy(crc32c: int, source: NDArray[np.uint8], destination: NDArray[np.uint8], /) -> int: ...
+from kvstore.native.checksums_twin import ByteArray
+
+def extend(crc32c: int, data: ByteArray, /) -> int: ...
+def copy(crc32c: int, source: ByteArray, destination: ByteArray, /) -> int: ...
 def get_blocks(
-    pool: NDArray[np.uint8],
+    pool: ByteArray,
     stamps: NDArray[np.uint64],
     page_bytes: int,
     slots: bytes,
     block_bytes: int,
-    parts: list[NDArray[np.uint8]],
+    parts: list[ByteArray],
     /,
 ) -> bytes: ...
 def put_blocks(
-    pool: NDArray[np.uint8],
+    pool: ByteArray,
     stamps: NDArray[np.uint64],
     page_bytes: int,
     slots: bytes,
     block_bytes: int,
-    parts: list[NDArray[np.uint8]],
+    parts: list[ByteArray],
     /,
 ) -> tuple[bytes, list[int]]: ...
-def sums(count: int, block_bytes: int, parts: list[NDArray[np.uint8]], /) -> list[int]: ...
+def sums(count: int, block_bytes: int, parts: list[ByteArray], /) -> list[int]: ...

@@ -1,11 +1,11 @@
-# Of `kernels.c`; see `kvstore.native.kernels_twin`.
+# Types of `kernels.c`; `kvstore.native.kernels_twin` documents the functions.
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.buffers import ByteArray
+from kvstore.native.checksums_twin import ByteArray
 
 def copy(table: NDArray[np.int64], sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None: ...
 def split(block: ByteArray, planes: ByteArray) -> None: ...

@@ -1,3 +1,5 @@
-# Of `table.c`; answers as its twin does.
+# Types of `table.c`, which answers as its twin does.
 
-from kvstore.native.tables_twin import Table as Table
+from kvstore.native.tables_twin import BlockTable
+
+Table = BlockTable

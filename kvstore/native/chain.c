@@ -1,8 +1,8 @@
-/* Names of blocks: SHA-256 over the name before and the block's tokens, one after the other. kvstore/block.py has the rules, and
- * names the same where this is not built or the processor has no SHA instructions.
+/* Block hashes: SHA-256 over the hash before and the tokens of each block. kvstore/block.py has the rules, and computes the
+ * same hashes where this module is not built or the processor has no SHA instructions.
  *
- * A block is a few hundred bytes, so that Python's hashlib spends more on each object and call than on hashing; here a
- * prompt is one call.
+ * A block has a few hundred bytes, so Python's hashlib spends more time on objects and calls than on hashing. Here a prompt
+ * is one call.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -10,15 +10,15 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) /* elsewhere the module cannot be imported, and Python does the work */
+#if defined(__x86_64__) && defined(__GNUC__) /* otherwise the import fails, and Python does the work */
 #include <cpuid.h>
 #include <immintrin.h>
 
 #define HASHING __attribute__((target("sha,sse4.1")))
 #define NAME 16
 #define CHUNK 64
-#define LENGTH 8 /* of the message in bits, at its end */
-#define KEEP_LOCK (64 << 10) /* bytes: letting the interpreter's lock go costs more than hashing less than this */
+#define LENGTH 8 /* bytes of the message's length in bits, at its end */
+#define KEEP_LOCK (64 << 10) /* bytes: below this, releasing the interpreter lock costs more than hashing */
 
 static const uint32_t constants[64] __attribute__((aligned(16))) = { /* FIPS 180-4, 4.2.2 */
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -34,7 +34,7 @@ static const uint32_t beginning[8] = { /* 5.3.3 */
     0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19,
 };
 
-/* The first 16 bytes of the hash of a padded message. The instructions want the eight words as ABEF and CDGH. */
+/* Returns the first 16 bytes of the hash of a padded message. The instructions take the eight words as ABEF and CDGH. */
 HASHING static void name_of(const uint8_t *message, size_t chunks, uint8_t *name)
 {
     const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0bll, 0x0405060700010203ll);
@@ -52,7 +52,7 @@ HASHING static void name_of(const uint8_t *message, size_t chunks, uint8_t *name
             __m128i sum = _mm_add_epi32(words[i & 3], _mm_load_si128((const __m128i *)(constants + 4 * i)));
             cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
             abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0e));
-            if (i < 12) { /* the words of four rounds, sixteen rounds on */
+            if (i < 12) { /* words of four rounds, sixteen rounds ahead */
                 __m128i next = _mm_sha256msg1_epu32(words[i & 3], words[(i + 1) & 3]);
                 next = _mm_add_epi32(next, _mm_alignr_epi8(words[(i + 3) & 3], words[(i + 2) & 3], 4));
                 words[i & 3] = _mm_sha256msg2_epu32(next, words[(i + 3) & 3]);
@@ -89,7 +89,7 @@ static PyObject *extend(PyObject *Py_UNUSED(module), PyObject *arguments)
         goto out;
     }
     const size_t count = (size_t)(tokens.len / size);
-    if (count == 0) { /* whatever a block's size is: no memory is taken for one that is not there */
+    if (count == 0) { /* without a full block, no memory is taken, whatever the block size */
         found = PyList_New(0);
         goto out;
     }

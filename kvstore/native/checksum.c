@@ -1,9 +1,9 @@
-/* CRC-32C of bytes, and of bytes while they are copied: kvstore/native/checksums.py says what each function means, and its twin
- * writes the same bytes.
+/* CRC-32C of bytes, also while they are copied. kvstore/native/checksums_twin.py documents the functions and gives the same
+ * results.
  *
- * Bytes are folded by carry-less multiplication, four or sixteen lanes of 16 bytes at a time (V. Gopal et al., "Fast CRC Computation
- * for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009), and what is left goes through the CRC instruction. All
- * of it costs less than fetching the bytes from memory, so that a copy with its checksum takes as long as a copy.
+ * Carry-less multiplication folds four or sixteen lanes of 16 bytes at a time (V. Gopal et al., "Fast CRC Computation for
+ * Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). The CRC instruction handles the rest. This costs less than
+ * fetching the bytes from memory, so a copy with its checksum takes as long as a copy.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) /* elsewhere the module cannot be imported, and its twin does the work */
+#if defined(__x86_64__) && defined(__GNUC__) /* otherwise the import fails, and the twin does the work */
 #include <immintrin.h>
 
 #define FOLDING __attribute__((target("pclmul,sse4.2")))
@@ -19,12 +19,12 @@
 #define LANE 16
 #define STRIDE (4 * LANE)
 #define WIDE_STRIDE (4 * STRIDE)
-#define KEEP_LOCK 16384          /* bytes: letting the interpreter's lock go costs more than this */
-#define PAST_THE_CACHE (128 << 10) /* bytes: copies from this size on do not displace what the cache holds */
-#define PAGE 4096                /* bytes: the smallest of x86-64 */
+#define KEEP_LOCK 16384          /* bytes: below this, releasing the interpreter lock costs more than the work */
+#define PAST_THE_CACHE (128 << 10) /* bytes: larger copies bypass the cache, so that they do not displace its content */
+#define PAGE 4096                /* bytes: smallest page of x86-64 */
 
-/* x^(distance + 31) and x^(distance - 33) modulo the polynomial, bits reversed: what a lane is multiplied with to be moved
- * by that many bits. */
+/* x^(distance + 31) and x^(distance - 33) modulo the polynomial, bits reversed: the factors that move a lane by that many
+ * bits. */
 #define BY_2048 0xb9e02b86, 0xdcb17aa4
 #define BY_1536 0xab7aff2a, 0xa87ab8a8
 #define BY_1024 0xd3b6092, 0x6992cea2
@@ -39,8 +39,8 @@ FOLDING static inline __m128i moved(__m128i lane, long long high, long long low)
     return _mm_xor_si128(_mm_clmulepi64_si128(lane, by, 0x00), _mm_clmulepi64_si128(lane, by, 0x11));
 }
 
-/* What is loaded is loaded once, so that what is summed up is what was stored, also where the source changes meanwhile: the
- * compiler may not go back to memory for it. */
+/* Loads bytes exactly once: the compiler must not read them from memory again. The checksum then covers the stored bytes,
+ * even if the source changes meanwhile. */
 FOLDING static inline __m128i load(const uint8_t *from)
 {
     __m128i lane = _mm_loadu_si128((const __m128i *)from);
@@ -48,10 +48,10 @@ FOLDING static inline __m128i load(const uint8_t *from)
     return lane;
 }
 
-/* How a copy stores: not at all, as usual, or past the cache. */
+/* How a copy stores its bytes: not at all, normally, or bypassing the cache. */
 enum store { NOWHERE, CACHED, STREAMED };
 
-/* That many bytes further on; nowhere is no place to count from. */
+/* Advances a pointer by that many bytes; NULL stays NULL. */
 static inline uint8_t *at(uint8_t *to, size_t further, enum store how)
 {
     return how == NOWHERE ? to : to + further;
@@ -65,20 +65,20 @@ FOLDING static inline void store(uint8_t *to, __m128i lane, enum store how)
         _mm_stream_si128((__m128i *)to, lane);
 }
 
-/* Stores past the cache wait for the tables that say where a page lies, which takes half as long as filling it. They are
- * asked for the next page while this one is filled; a prefetch never faults, whatever lies there. On Zen 4 copies into
- * small pages are a half faster for it, and into huge ones a sixth. */
+/* Stores that bypass the cache wait for the page tables, half as long as filling a page takes. Therefore the next page is
+ * prefetched while this one is filled; a prefetch never faults. On Zen 4 this makes copies into small pages 50 % faster, and
+ * into huge pages 17 %. */
 static inline void look_ahead(const uint8_t *to, size_t stride, enum store how)
 {
     if (how == STREAMED && ((uintptr_t)to & (PAGE - 1)) < stride)
-        __builtin_prefetch((const void *)((uintptr_t)to + PAGE)); /* which may lie behind the destination */
+        __builtin_prefetch((const void *)((uintptr_t)to + PAGE)); /* may lie behind the destination */
 }
 
 FOLDING static inline uint32_t bytes(uint32_t crc, const uint8_t *from, uint8_t *to, size_t count)
 {
     for (; count > 0; count--) {
         uint8_t byte = *from++;
-        __asm__("" : "+r"(byte)); /* see `load` */
+        __asm__("" : "+r"(byte)); /* as in `load` */
         if (to != NULL)
             *to++ = byte;
         crc = _mm_crc32_u8(crc, byte);
@@ -86,7 +86,7 @@ FOLDING static inline uint32_t bytes(uint32_t crc, const uint8_t *from, uint8_t 
     return crc;
 }
 
-/* Of four lanes that follow each other. */
+/* Returns the CRC of four consecutive lanes. */
 FOLDING static inline uint32_t reduced(const __m128i lanes[4])
 {
     __m128i sum = _mm_xor_si128(_mm_xor_si128(moved(lanes[0], BY_384), moved(lanes[1], BY_256)),
@@ -95,7 +95,7 @@ FOLDING static inline uint32_t reduced(const __m128i lanes[4])
     return (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(sum, 1));
 }
 
-/* `strides` times STRIDE bytes, which are not none. */
+/* Handles `strides` times STRIDE bytes; `strides` is at least 1. */
 FOLDING static inline __attribute__((always_inline)) uint32_t fold(uint32_t crc, const uint8_t *from, uint8_t *to,
                                                                    size_t strides, enum store how)
 {
@@ -118,7 +118,7 @@ FOLDING static inline __attribute__((always_inline)) uint32_t fold(uint32_t crc,
     return reduced(lanes);
 }
 
-/* The same, four times as wide, for processors that can. */
+/* Does the same four times as wide, for processors that support it. */
 WIDE static inline __m512i moved_wide(__m512i lanes, long long high, long long low)
 {
     __m512i by = _mm512_broadcast_i32x4(_mm_set_epi64x(high, low));
@@ -128,7 +128,7 @@ WIDE static inline __m512i moved_wide(__m512i lanes, long long high, long long l
 WIDE static inline __m512i load_wide(const uint8_t *from)
 {
     __m512i lanes = _mm512_loadu_si512(from);
-    __asm__("" : "+v"(lanes)); /* see `load` */
+    __asm__("" : "+v"(lanes)); /* as in `load` */
     return lanes;
 }
 
@@ -180,7 +180,7 @@ WIDE static uint32_t widely(uint32_t crc, const uint8_t *from, uint8_t *to, size
     return how == CACHED ? fold_wide(crc, from, to, strides, CACHED) : fold_wide(crc, from, to, strides, STREAMED);
 }
 
-static int can_wide; /* found out when the module is loaded */
+static int can_wide; /* set when the module is loaded */
 
 /* `to` may be NULL. */
 FOLDING static uint32_t extend(uint32_t crc, const uint8_t *from, uint8_t *to, size_t count)
@@ -261,9 +261,9 @@ struct slot {
 struct work {
     Py_buffer pool, stamps, slots;
     Py_ssize_t page_bytes, block_bytes, count, parts;
-    Py_buffer *views;    /* of the parts */
-    uint8_t *outcomes;   /* one a block */
-    uint32_t *checksums; /* of what was put there */
+    Py_buffer *views;    /* views of the parts */
+    uint8_t *outcomes;   /* one for each block */
+    uint32_t *checksums; /* checksums of the bytes that were written */
 };
 
 static struct slot slot_at(const struct work *work, Py_ssize_t index)
@@ -276,7 +276,7 @@ static struct slot slot_at(const struct work *work, Py_ssize_t index)
     return slot;
 }
 
-/* Whether the place is there, and the slot's block's. */
+/* Returns whether the place exists and belongs to the block of the slot. */
 static int holds(const struct work *work, const struct slot *slot)
 {
     const uint64_t *stamps = work->stamps.buf;
@@ -322,7 +322,7 @@ static void put_all(struct work *work)
     }
 }
 
-/* Asks for the buffers of the parts; whether they make whole blocks. */
+/* Gets the buffers of the parts; returns whether they make up whole blocks. */
 static int take_parts(struct work *work, PyObject *parts, int flags)
 {
     Py_ssize_t total = PyList_Size(parts), left = 0, blocks = 0;
@@ -333,7 +333,7 @@ static int take_parts(struct work *work, PyObject *parts, int flags)
     }
     for (; work->parts < total; work->parts++) {
         Py_buffer *view = work->views + work->parts;
-        PyObject *part = PySequence_GetItem(parts, work->parts); /* asking for a buffer may run code that cuts the list */
+        PyObject *part = PySequence_GetItem(parts, work->parts); /* getting a buffer may run code that shortens the list */
         int taken = part != NULL && PyObject_GetBuffer(part, view, flags) == 0;
         Py_XDECREF(part);
         if (!taken)
@@ -396,7 +396,7 @@ static PyObject *move(PyObject *args, const char *format, int flags, void (*all)
         if (work.outcomes == NULL)
             PyErr_NoMemory();
         else {
-            size_t before = ((size_t)work.count + 1) * sizeof(uint32_t); /* checksums first: they are aligned */
+            size_t before = ((size_t)work.count + 1) * sizeof(uint32_t); /* the checksums come first because they are aligned */
             work.checksums = (uint32_t *)work.outcomes;
             work.outcomes += before;
             Py_BEGIN_ALLOW_THREADS

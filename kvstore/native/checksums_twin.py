@@ -1,25 +1,29 @@
-"""Checksums by a library, copies by numpy: what the functions of `checksum.c` mean, and what runs where it was not built."""
+"""Twin of `checksum.c`, by google-crc32c and numpy: it defines the results and runs where the C is not built."""
 
 import struct
+from typing import TypeAlias
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK_BYTES = 256 << 10  # summed up while they are in the processor's cache
+ByteArray: TypeAlias = NDArray[np.uint8]
+"""One contiguous piece as bytes; shares the memory of the original."""
 
-SLOT = struct.Struct("<QQI")  # offset, generation, CRC-32C: as in `kvstore.messages`
+CHUNK_BYTES = 256 << 10  # small enough that a chunk stays in the processor's cache
+
+SLOT = struct.Struct("<QQI")  # offset, generation, CRC-32C, as in `kvstore.messages`
 MOVED, GONE, CORRUPT = range(3)
-"""What comes of a block, as `kvstore.messages.BlockOutcome` has it."""
+"""Outcome of a block, as in `kvstore.messages.BlockOutcome`."""
 
 
-def extend(crc32c: int, data: NDArray[np.uint8], /) -> int:
-    """The CRC-32C of what `crc32c` is that of, 0 for nothing, followed by `data`."""
+def extend(crc32c: int, data: ByteArray, /) -> int:
+    """Return the CRC-32C of the bytes with checksum `crc32c` (0 for none) followed by `data`."""
     return int(google_crc32c.extend(crc32c, data))
 
 
-def copy(crc32c: int, source: NDArray[np.uint8], destination: NDArray[np.uint8], /) -> int:
-    """Copy bytes, and `extend` by those that arrived, even if the source changes meanwhile.
+def copy(crc32c: int, source: ByteArray, destination: ByteArray, /) -> int:
+    """Copy bytes and extend the checksum by those that arrived, even if the source changes meanwhile.
 
     Raises:
         ValueError: Source and destination differ in size; nothing was copied.
@@ -34,28 +38,28 @@ def copy(crc32c: int, source: NDArray[np.uint8], destination: NDArray[np.uint8],
 
 
 def get_blocks(
-    pool: NDArray[np.uint8],
+    pool: ByteArray,
     stamps: NDArray[np.uint64],
     page_bytes: int,
     slots: bytes,
     block_bytes: int,
-    parts: list[NDArray[np.uint8]],
+    parts: list[ByteArray],
     /,
 ) -> bytes:
-    """Copy blocks out of a pool; what came of each, one byte a block.
+    """Copy blocks out of a pool; return one byte per block with its outcome.
 
-    A block whose checksum is wrong is CORRUPT where its place is still its own then, and GONE otherwise.
+    A block with a wrong checksum is CORRUPT if its place still belongs to it afterwards, and GONE otherwise.
 
     Args:
-        pool: All of it.
-        stamps: The generation of the block that begins in a page, one for each page.
-        page_bytes: Of a page.
-        slots: `kvstore.messages.SLOT`, one a block.
-        block_bytes: Of each block.
-        parts: Where to, contiguous; those of one block make up its size, and those of the next follow.
+        pool: The whole pool.
+        stamps: For each page, the generation of the block that begins in it.
+        page_bytes: Size of a page.
+        slots: One `kvstore.messages.SLOT` per block.
+        block_bytes: Size of each block.
+        parts: Contiguous destinations; the parts of a block add up to its size, and those of the next block follow.
 
     Raises:
-        AssertionError: The parts do not make these blocks; nothing was copied.
+        AssertionError: The parts do not make up these blocks; nothing was copied.
     """
     outcomes = bytearray()
     records, blocks = list(SLOT.iter_unpack(slots)), _blocks(parts, block_bytes)
@@ -76,17 +80,17 @@ def get_blocks(
 
 
 def put_blocks(
-    pool: NDArray[np.uint8],
+    pool: ByteArray,
     stamps: NDArray[np.uint64],
     page_bytes: int,
     slots: bytes,
     block_bytes: int,
-    parts: list[NDArray[np.uint8]],
+    parts: list[ByteArray],
     /,
 ) -> tuple[bytes, list[int]]:
-    """Copy blocks into a pool; MOVED or GONE for each, and the CRC-32C of what arrived there.
+    """Copy blocks into a pool; return MOVED or GONE for each block, and the CRC-32C of the bytes that arrived.
 
-    Arguments and errors are those of `get_blocks`; checksums in the slots mean nothing.
+    Arguments and errors are those of `get_blocks`; the checksums in the slots are ignored.
     """
     outcomes, checksums = bytearray(), []
     records, blocks = list(SLOT.iter_unpack(slots)), _blocks(parts, block_bytes)
@@ -104,8 +108,8 @@ def put_blocks(
     return bytes(outcomes), checksums
 
 
-def sums(count: int, block_bytes: int, parts: list[NDArray[np.uint8]], /) -> list[int]:
-    """The CRC-32C of each of `count` blocks; parts and errors are those of `get_blocks`."""
+def sums(count: int, block_bytes: int, parts: list[ByteArray], /) -> list[int]:
+    """Return the CRC-32C of each of `count` blocks; parts and errors are those of `get_blocks`."""
     blocks = _blocks(parts, block_bytes)
     assert len(blocks) == count, f"parts do not make {count} blocks of {block_bytes} bytes"
     checksums = []
@@ -117,8 +121,8 @@ def sums(count: int, block_bytes: int, parts: list[NDArray[np.uint8]], /) -> lis
     return checksums
 
 
-def _blocks(parts: list[NDArray[np.uint8]], block_bytes: int) -> list[list[NDArray[np.uint8]]]:
-    blocks: list[list[NDArray[np.uint8]]] = []
+def _blocks(parts: list[ByteArray], block_bytes: int) -> list[list[ByteArray]]:
+    blocks: list[list[ByteArray]] = []
     left = 0
     for part in parts:
         flat = part.reshape(-1).view(np.uint8)
@@ -134,14 +138,14 @@ def _blocks(parts: list[NDArray[np.uint8]], block_bytes: int) -> list[list[NDArr
 
 
 def _place(
-    pool: NDArray[np.uint8],
+    pool: ByteArray,
     stamps: NDArray[np.uint64],
     page_bytes: int,
     offset: int,
     generation: int,
     block_bytes: int,
-) -> NDArray[np.uint8] | None:
-    """The bytes of a block; None where the place is another's, or none."""
+) -> ByteArray | None:
+    """Return the bytes of a block; None if the place belongs to another block, or does not exist."""
     page = offset // page_bytes
     if page >= len(stamps) or offset + block_bytes > pool.nbytes or int(stamps[page]) != generation:
         return None

@@ -1,7 +1,7 @@
-"""Bit patterns of the floating-point numbers that blocks are made of, by table: all there are of 16 and of 8 bits.
+"""Floating-point formats of blocks: conversion by tables of all 16-bit and all 8-bit patterns.
 
-E4M3 is the 8-bit format that engines call fp8_e4m3 ("fn": no infinities, one NaN): sign, 4 bits of exponent with bias 7,
-3 bits of fraction; magnitudes up to 448, steps of 2^-9 below 2^-6.
+E4M3 is the 8-bit format that engines call fp8_e4m3 ("fn": no infinities, one NaN): sign, 4 bits of exponent with bias
+7, 3 bits of fraction. Magnitudes go up to 448, in steps of 2^-9 below 2^-6.
 """
 
 from enum import StrEnum
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 E4M3_LARGEST = 448.0
 _E4M3_LARGEST_CODE = 0x7E
-_E4M3_LEAST_EXPONENT = -6  # of a normal number
+_E4M3_LEAST_EXPONENT = -6  # of normal numbers
 _E4M3_FRACTION_BITS = 3
 
 
@@ -28,27 +28,27 @@ class HalfFormat(StrEnum):
 
     @property
     def largest(self) -> int:
-        """Pattern of the largest finite number; magnitudes are ordered as their patterns are."""
+        """Pattern of the largest finite number; magnitudes have the order of their patterns."""
         return 0x7F7F if self is HalfFormat.BFLOAT16 else 0x7BFF
 
     @property
     def half_step(self) -> float:
-        """Most that a number of normal size can be off when it is rounded to this format, relative to it."""
+        """Largest relative rounding error of a normal number in this format."""
         return 0.5 ** (self.fraction_bits + 1)
 
     @property
     def half_least(self) -> float:
-        """Half of the least number there is: what one near zero can be off."""
+        """Half of the smallest positive number: the largest rounding error near zero."""
         return 2.0**-134 if self is HalfFormat.BFLOAT16 else 2.0**-25
 
     def numbers(self, patterns: NDArray[np.uint16]) -> NDArray[np.float32]:
-        """What patterns mean; exact."""
+        """Return the exact numbers of these patterns."""
         if self is HalfFormat.BFLOAT16:
             return (patterns.astype(np.uint32) << 16).view(np.float32)
         return patterns.view(np.float16).astype(np.float32)
 
     def patterns(self, numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
-        """The nearest patterns, ties to even, none beyond the largest finite number; numbers are finite."""
+        """Return the nearest patterns of finite numbers, ties to even, none beyond the largest finite number."""
         largest = float(self.numbers(np.array([self.largest], np.uint16))[0])
         inside = np.clip(numbers, -largest, largest)
         if self is HalfFormat.FLOAT16:
@@ -58,12 +58,12 @@ class HalfFormat(StrEnum):
 
 
 def e4m3_codes(numbers: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """The nearest codes, ties to even; what is beyond the largest becomes the largest."""
+    """Return the nearest codes, ties to even; numbers beyond the largest get the largest code."""
     magnitudes = np.minimum(np.abs(numbers), E4M3_LARGEST)
     exponents = np.where(magnitudes > 0, np.frexp(magnitudes)[1] - 1, _E4M3_LEAST_EXPONENT)
     exponents = np.maximum(exponents, _E4M3_LEAST_EXPONENT)
     eighths = np.rint(np.ldexp(magnitudes, _E4M3_FRACTION_BITS - exponents)).astype(np.int64)
-    # A fraction that was rounded up to the next power of two carries into the exponent by itself.
+    # A fraction that is rounded up to the next power of two carries into the exponent.
     codes = ((exponents - _E4M3_LEAST_EXPONENT) << _E4M3_FRACTION_BITS) + eighths
     signs = np.where(np.signbit(numbers), 0x80, 0)
     result: NDArray[np.uint8] = (np.minimum(codes, _E4M3_LARGEST_CODE) | signs).astype(np.uint8)
@@ -71,7 +71,7 @@ def e4m3_codes(numbers: NDArray[np.float64]) -> NDArray[np.uint8]:
 
 
 def e4m3_numbers() -> NDArray[np.float64]:
-    """What each of the 256 codes means; NaN counts as the largest, since no code of ours is one."""
+    """Return the number of each of the 256 codes; NaN, which our codes never contain, counts as the largest."""
     codes = np.minimum(np.arange(256) & 0x7F, _E4M3_LARGEST_CODE)
     exponents, eighths = codes >> _E4M3_FRACTION_BITS, codes & 7
     normal = exponents > 0
@@ -81,7 +81,7 @@ def e4m3_numbers() -> NDArray[np.float64]:
 
 @lru_cache(maxsize=64)
 def e4m3_encoder(half: HalfFormat, exponent: int) -> NDArray[np.uint8]:
-    """For each 16-bit pattern, the code of its number / 2**exponent; infinities and NaN have none worth using."""
+    """Return the code of number / 2**exponent for each 16-bit pattern; the codes of infinities and NaN are meaningless."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
     finite = (patterns & 0x7FFF) <= half.largest
     numbers = half.numbers(np.where(finite, patterns, 0).astype(np.uint16)).astype(np.float64)
@@ -90,7 +90,7 @@ def e4m3_encoder(half: HalfFormat, exponent: int) -> NDArray[np.uint8]:
 
 @lru_cache(maxsize=1024)
 def e4m3_decoder(half: HalfFormat, exponent: int) -> NDArray[np.uint16]:
-    """For each code, the 16-bit pattern of its number * 2**exponent."""
+    """Return the 16-bit pattern of number * 2**exponent for each code."""
     numbers = np.ldexp(e4m3_numbers(), exponent)
     largest = float(np.finfo(np.float32).max)
     return half.patterns(np.clip(numbers, -largest, largest).astype(np.float32))

@@ -1,8 +1,8 @@
-/* The inner loops of repacking and of the codecs; kvstore/native/kernels_twin.py says what each one means, and writes the same
- * bytes. Sizes are checked before the interpreter's lock is let go, so a call either raises or does all of its work.
+/* Inner loops of repacking and of the codecs. kvstore/native/kernels_twin.py documents them and writes the same bytes. Sizes
+ * are checked before the interpreter lock is released, so a call either raises or does all of its work.
  *
- * Floating point: one rounding an operation, as in numpy, so build with -ffp-contract=off. -fno-trapping-math changes no
- * result and lets the compiler do both sides of a choice at once (6 times faster for float16).
+ * Floating point: each operation rounds once, as in numpy, so build with -ffp-contract=off. -fno-trapping-math changes no
+ * result and lets the compiler compute both sides of a choice at once (6 times faster for float16).
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -11,12 +11,12 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
-#define WIDE __attribute__((target_clones("arch=skylake-avx512", "avx2", "default"))) /* chosen when loaded */
+#define WIDE __attribute__((target_clones("arch=skylake-avx512", "avx2", "default"))) /* chosen when the module is loaded */
 #else
 #define WIDE
 #endif
 
-/* Values of 16 bits wherever a caller's bytes lie: a payload is packed, and its views need not be aligned. */
+/* 16-bit values at any address: a payload is packed, so its views may be unaligned. */
 #if defined(__GNUC__)
 typedef uint16_t Half __attribute__((aligned(1), may_alias));
 #else
@@ -115,7 +115,7 @@ typedef struct {
     int64_t count, source_stride, destination_stride;
 } Axis;
 
-typedef struct { /* of a table: COPY_COLUMNS numbers, as the twin has them */
+typedef struct { /* row of a table: COPY_COLUMNS numbers, as in the twin */
     int64_t source, source_offset, destination, destination_offset, run;
     Axis axes[COPY_AXES];
 } Row;
@@ -160,7 +160,7 @@ static void copy_runs(char *to, const char *from, const Axis *axis, int axes, in
     }
 }
 
-/* Whether the last run along all axes ends within the object; nothing overflows on the way. */
+/* Returns whether the last run along all axes ends within the object, without overflows. */
 static int is_within(int64_t offset, const Axis *axes, int destination, int64_t run, Py_ssize_t length)
 {
     if (offset < 0 || run < 0 || offset > length || run > length - offset)
@@ -333,7 +333,7 @@ static int has_table(const Py_buffer *which, Py_ssize_t tables)
     return 1;
 }
 
-/* Both look up: `entry` bytes of a table are one value, `item` bytes of an argument are an index. */
+/* Both look values up: a table entry has `entry` bytes, and an index has `item` bytes. */
 static PyObject *look_up(PyObject *args, int narrowing)
 {
     PyObject *from, *tabled, *grouped, *into;
@@ -388,7 +388,7 @@ static PyObject *widen(PyObject *module, PyObject *args)
 
 /* quantise, dequantise */
 
-#define BFLOAT16 7 /* bits of the fraction */
+#define BFLOAT16 7 /* fraction bits */
 #define FLOAT16 10
 #define MAGNITUDE 0x7FFF
 
@@ -413,7 +413,7 @@ static inline float from_bfloat16(uint16_t pattern)
 
 static inline float from_float16(uint16_t pattern)
 {
-    /* The fraction and exponent where a float32 has them; the factor makes up for the other bias, exactly. */
+    /* Moves fraction and exponent to their place in a float32; the factor exactly corrects the bias. */
     float magnitude = as_float((uint32_t)(pattern & MAGNITUDE) << 13) * 0x1p112f;
     return as_float(as_bits(magnitude) | (uint32_t)(pattern & 0x8000) << 16);
 }
@@ -428,7 +428,7 @@ static inline uint16_t to_bfloat16(float number)
 static inline uint16_t to_float16(float number)
 {
     uint32_t bits = as_bits(number), magnitude = bits & 0x7FFFFFFF;
-    /* Above 2**-14 the fraction is cut; below, adding 0.5 leaves multiples of 2**-24, which is a float16's least. */
+    /* Above 2**-14 the fraction is rounded; below, adding 0.5 leaves multiples of 2**-24, the smallest float16. */
     uint32_t normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - (112u << 10);
     uint32_t small = as_bits(as_float(magnitude) + 0.5f) - 0x3F000000u;
     uint32_t rounded = magnitude < 0x38800000u ? small : normal;

@@ -1,14 +1,14 @@
-"""The inner loops of repacking and of the codecs: native where they were built, numpy elsewhere, the same bytes.
+"""Kernels of repacking and of the codecs: the native module if it is built, otherwise its twin, with the same results.
 
-Built with the package where a C compiler and Python's headers are at hand (`kernels.c`), and never needed. Meaning and
-arguments of each are those of `kvstore.native.kernels_twin`.
+The native module (`kernels.c`) is several times faster and never needed. `kvstore.native.kernels_twin` documents the
+functions.
 """
 
 try:
     from kvstore.native._kernels import copy, dequantise, join, narrow, quantise, split, widen
 
     BUILT = True
-    """Whether the native kernels run."""
+    """True if the native kernels run."""
 except ImportError:  # not built
     from kvstore.native.kernels_twin import copy, dequantise, join, narrow, quantise, split, widen
 

@@ -1,7 +1,7 @@
-"""The kernels in numpy: what they mean, and what runs where the native ones were not built.
+"""Twin of `kernels.c` in numpy: it defines the results and runs where the C is not built.
 
-Every function here and its namesake in `kernels.c` write the same bytes. All arrays are contiguous; results go into
-arrays that the caller made. A size that does not fit is a `ValueError`, and then nothing was written.
+Each function and its namesake in `kernels.c` write the same bytes. All arrays are contiguous. Results go into arrays of
+the caller. A size that does not fit raises `ValueError`, and then nothing was written.
 """
 
 from collections.abc import Sequence
@@ -10,30 +10,33 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.buffers import ByteArray
+from kvstore.native.checksums_twin import ByteArray
 from kvstore.native.float_formats import HalfFormat
 
 COPY_AXES = 5
 COPY_COLUMNS = 5 + 3 * COPY_AXES
-"""Of a row of `copy`: source, its offset, destination, its offset, bytes of a run; then for each axis, outermost first,
-the number of runs, the stride in the source and the stride in the destination. Unused axes have one run."""
+"""Columns of a row of `copy`: source, its offset, destination, its offset, bytes of a run. Then follow for each axis,
+outermost first, the number of runs, the stride in the source and the stride in the destination. Unused axes have one
+run.
+"""
 
 LONGEST_ITEM = 1 << 20
-"""Bytes. Longer runs are copied as bytes: the price of a run is nothing there, and numpy's items end at 2 GiB."""
+"""Bytes. Longer runs are copied as bytes: the overhead of a run does not matter there, and numpy's items end at 2 GiB.
+"""
 
 LARGEST_CODE = 127.0
 
 ONE = 0x3F80
-"""In bfloat16."""
+"""1.0 in bfloat16."""
 
 
 def copy(table: NDArray[np.int64], sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None:
     """Copy runs of bytes between objects.
 
     Args:
-        table: One row a strided copy, `COPY_COLUMNS` wide.
-        sources: Objects.
-        destinations: Objects; none of them overlaps a source.
+        table: One row per strided copy, `COPY_COLUMNS` wide.
+        sources: Source objects.
+        destinations: Destination objects; none of them overlaps a source.
     """
     views = [_views(row, sources, destinations) for row in table.tolist()]
     for to, origin in views:
@@ -45,14 +48,14 @@ def split(block: ByteArray, planes: ByteArray) -> None:
 
     Args:
         block: Values of equal width, one after the other.
-        planes: [width, values]; plane i receives byte i of every value.
+        planes: Shape [width, values]; plane i receives byte i of each value.
     """
     _fits(block.nbytes == planes.nbytes, "planes and block differ in size")
     np.copyto(planes, block.reshape(-1, len(planes)).T)
 
 
 def join(planes: Sequence[ByteArray], block: ByteArray) -> None:
-    """The reverse of `split`; the planes may lie anywhere."""
+    """Reverse `split`; the planes may lie anywhere."""
     _fits(block.nbytes == sum(plane.nbytes for plane in planes), "planes and block differ in size")
     _fits(len({plane.nbytes for plane in planes}) == 1, "planes differ in size")
     values = block.reshape(-1, len(planes))
@@ -63,47 +66,47 @@ def join(planes: Sequence[ByteArray], block: ByteArray) -> None:
 def narrow(
     values: NDArray[np.uint16], tables: NDArray[np.uint8], which: NDArray[np.uint16], codes: NDArray[np.uint8]
 ) -> None:
-    """Look up 16-bit values, group by group.
+    """Look up 16-bit values in tables of 65,536 codes, group by group.
 
     Args:
-        values: [groups, values of a group].
-        tables: [tables, 65536].
-        which: [groups]: the table of each group.
-        codes: Of the shape of `values`.
+        values: Shape [groups, values of a group].
+        tables: Shape [tables, 65536].
+        which: Shape [groups]: the table of each group.
+        codes: Result, of the shape of `values`.
     """
     _fits(values.shape == codes.shape and len(which) == len(values), "values, codes and groups differ in size")
     _fits(not which.size or int(which.max()) < len(tables), "a group's table does not exist")
     for row, table, into in zip(values, which, codes, strict=True):
-        np.take(tables[table], row, out=into, mode="clip")  # nothing is clipped; this mode needs no buffer
+        np.take(tables[table], row, out=into, mode="clip")  # no index is out of range; this mode needs no buffer
 
 
 def widen(
     codes: NDArray[np.uint8], tables: NDArray[np.uint16], which: NDArray[np.uint16], values: NDArray[np.uint16]
 ) -> None:
-    """Look up codes, group by group; as `narrow`, with tables of 256."""
+    """Look up codes in tables of 256 values, group by group; the reverse of `narrow`."""
     _fits(values.shape == codes.shape and len(which) == len(values), "values, codes and groups differ in size")
     _fits(not which.size or int(which.max()) < len(tables), "a group's table does not exist")
     for row, table, into in zip(codes, which, values, strict=True):
-        np.take(tables[table], row, out=into, mode="clip")  # see above
+        np.take(tables[table], row, out=into, mode="clip")  # as in `narrow`
 
 
 def quantise(
     values: NDArray[np.uint16], fraction_bits: int, scales: NDArray[np.uint16], codes: NDArray[np.int8]
 ) -> None:
-    """Divide 16-bit floating-point values by a scale a column, to the nearest integer within ±127.
+    """Divide 16-bit floating-point values by a scale for each column, to the nearest integer within ±127.
 
     Args:
-        values: Bit patterns, [groups, rows, columns]; all finite.
-        fraction_bits: Of their format: 7 is bfloat16, 10 is float16.
-        scales: [groups, columns], bfloat16 whatever the values are: a column's largest magnitude / 127, rounded up.
-        codes: Of the shape of `values`.
+        values: Bit patterns, shape [groups, rows, columns]; all finite.
+        fraction_bits: Fraction bits of their format: 7 is bfloat16, 10 is float16.
+        scales: Result, shape [groups, columns], always bfloat16: a column's largest magnitude / 127, rounded up.
+        codes: Result, of the shape of `values`.
     """
     _fits(values.shape == codes.shape and scales.shape == (len(values), values.shape[2]), "shapes do not fit")
     half = _half(fraction_bits)
     numbers = half.numbers(values)
     largest = half.numbers((values & 0x7FFF).max(axis=1)) / np.float32(LARGEST_CODE)
     bits = (largest.view(np.uint32) + 0xFFFF) >> 16
-    bits[bits == 0] = ONE  # a column of zeros: any scale will do
+    bits[bits == 0] = ONE  # a column of zeros: every scale is correct
     scales[:] = bits
     numbers /= HalfFormat.BFLOAT16.numbers(scales)[:, np.newaxis]
     np.copyto(codes, np.rint(numbers, out=numbers), casting="unsafe")
@@ -112,10 +115,10 @@ def quantise(
 def dequantise(
     codes: NDArray[np.int8], scales: NDArray[np.uint16], fraction_bits: int, values: NDArray[np.uint16]
 ) -> None:
-    """The reverse of `quantise`: products rounded to the nearest value, ties to even, none beyond the largest."""
+    """Reverse `quantise`: products rounded to the nearest value, ties to even, none beyond the largest finite value."""
     _fits(values.shape == codes.shape and scales.shape == (len(values), values.shape[2]), "shapes do not fit")
     numbers = codes.astype(np.float32)
-    with np.errstate(over="ignore"):  # the largest becomes infinite, and then the largest again
+    with np.errstate(over="ignore"):  # an infinite product becomes the largest finite value
         numbers *= HalfFormat.BFLOAT16.numbers(scales)[:, np.newaxis]
     values[:] = _half(fraction_bits).patterns(numbers)
 
@@ -124,13 +127,13 @@ def _half(fraction_bits: int) -> HalfFormat:
     for half in HalfFormat:
         if half.fraction_bits == fraction_bits:
             return half
-    raise ValueError(f"{fraction_bits} fraction bits are of no format that is known")
+    raise ValueError(f"no format has {fraction_bits} fraction bits")
 
 
 def _views(
     row: list[int], sources: Sequence[ByteArray], destinations: Sequence[ByteArray]
 ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """One copy's destination and source, as arrays of runs; numpy refuses what is not within them."""
+    """Return destination and source of one copy as arrays of runs; numpy refuses areas outside the objects."""
     _fits(min(row) >= 0, "a copy is not within its objects")
     source, source_offset, destination, destination_offset, length = row[:5]
     counts, steps, strides = row[5::3], row[6::3], row[7::3]

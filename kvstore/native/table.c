@@ -1,8 +1,8 @@
-/* Blocks by name, and where they lie: kvstore/native/tables.py says what each method means, and its twin answers the same.
+/* Table of blocks and their slots by hash. kvstore/native/tables_twin.py documents the methods and gives the same answers.
  *
- * A look-up asks for hundreds of names that follow each other in one string, and wants the slots of those that are there in
- * another. Entries have both inline, in open addressing, so that a name costs a line or two of the cache and no object.
- * Names come from clients: they are hashed under a key of the table's own, or somebody could choose such as collide.
+ * A look-up gets hundreds of block hashes in one string and returns the slots of the present blocks in another. The entries
+ * store both inline with open addressing, so a block costs one or two cache lines and no object. Block hashes come from
+ * clients. The table hashes them again under its own key, so that nobody can choose hashes that collide.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -10,16 +10,16 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__SIZEOF_INT128__) /* elsewhere the module cannot be imported, and its twin does the work */
+#if defined(__SIZEOF_INT128__) /* otherwise the import fails, and the twin does the work */
 
 #define NAME 16
 #define SLOT 20
 #define LEAST 64 /* entries; a power of two */
-#define AHEAD 8  /* names whose entries are fetched before they are looked at */
+#define AHEAD 8  /* entries that are prefetched before they are compared */
 
 typedef struct {
     uint8_t name[NAME], slot[SLOT];
-    uint32_t tag;    /* of the hash: spares most comparisons of names, and hashing when the table grows or shrinks */
+    uint32_t tag;    /* part of the hash: avoids most comparisons, and hashing when the table grows or shrinks */
     PyObject *block; /* NULL: empty */
 } Entry;
 
@@ -30,7 +30,7 @@ typedef struct {
     uint64_t key[2];
 } Table;
 
-static PyObject *slot_attribute; /* its name, made once and kept */
+static PyObject *slot_attribute; /* name of the attribute, made once */
 
 static uint32_t hash_of(const Table *table, const uint8_t *name)
 {
@@ -40,7 +40,7 @@ static uint32_t hash_of(const Table *table, const uint8_t *name)
     return (uint32_t)((uint64_t)product ^ (uint64_t)(product >> 64));
 }
 
-/* The entry of that name, or the empty one where it would be. */
+/* Returns the entry of that hash, or the empty entry where it would be. */
 static Entry *seek(const Table *table, const uint8_t *name, uint32_t tag)
 {
     const size_t mask = table->size - 1;
@@ -68,7 +68,7 @@ static int resize(Table *table, size_t size)
     return 0;
 }
 
-/* The bytes of a name; NULL, with an error set, where it is none. */
+/* Returns the bytes of a hash; NULL with an error set if it is invalid. */
 static const uint8_t *name_in(PyObject *object)
 {
     char *bytes;
@@ -147,7 +147,7 @@ static PyObject *remove_name(PyObject *self, PyObject *object)
         PyErr_SetObject(PyExc_KeyError, object);
         return NULL;
     }
-    /* Those that follow move up, where that brings them no further than to where they belong. */
+    /* Move the following entries up, but not before their own position. */
     const size_t mask = table->size - 1;
     size_t empty = (size_t)(gap - table->entries);
     for (size_t at = (empty + 1) & mask; table->entries[at].block != NULL; at = (at + 1) & mask)
@@ -159,11 +159,11 @@ static PyObject *remove_name(PyObject *self, PyObject *object)
     table->used--;
     Py_DECREF(block);
     if (table->size > LEAST && table->used < table->size / 8 && resize(table, table->size / 2) < 0)
-        PyErr_Clear(); /* it stays as large as it is */
+        PyErr_Clear(); /* the table keeps its size */
     Py_RETURN_NONE;
 }
 
-/* The entries of the longest prefix that is there. To be freed; NULL, with an error set, where these are no names. */
+/* Returns the entries of the longest present prefix, to be freed; NULL with an error set for invalid hashes. */
 static const Entry **found(const Table *table, PyObject *names, Py_ssize_t *count)
 {
     char *bytes;

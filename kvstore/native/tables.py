@@ -1,17 +1,17 @@
-"""Blocks by name, with the look-up of a whole chain in one call: native where it was built, a dict elsewhere.
+"""Table of blocks by hash, with the look-up of a whole chain in one call: the native module or its twin.
 
-Meaning of the methods: `kvstore.native.tables_twin`. The native table (`table.c`) finds 512 names, and says where their blocks
-lie, in a quarter of the time that a dict of objects takes, which is most of what a node does for a look-up.
+The native table (`table.c`) finds 512 blocks and their slots in a quarter of the time of a dict. This is most of the
+time of a node's look-up. `kvstore.native.tables_twin` documents the methods.
 """
 
 try:
-    from kvstore.native._table import Table
+    from kvstore.native._table import Table as BlockTable
 
     BUILT = True
-    """Whether the native table is used."""
-except ImportError:  # not built, or not by a compiler that can
-    from kvstore.native.tables_twin import Table
+    """True if the native table is used."""
+except ImportError:  # not built
+    from kvstore.native.tables_twin import BlockTable
 
     BUILT = False
 
-__all__ = ["BUILT", "Table"]
+__all__ = ["BUILT", "BlockTable"]

@@ -1,4 +1,4 @@
-"""A table of blocks as a dict: what the native one means, and what runs where it was not built."""
+"""Twin of `table.c`: a table of blocks as a dict. It defines the results and runs where the C is not built."""
 
 from typing import Generic, Protocol, TypeVar
 
@@ -7,48 +7,39 @@ SLOT_BYTES = 20
 
 
 class HasSlot(Protocol):
-    """A block that stays where it is."""
+    """A block whose slot never changes."""
 
     @property
     def slot(self) -> bytes:
-        """`SLOT_BYTES`, the same for as long as the block is in the table."""
-        ...
+        """`SLOT_BYTES` bytes that stay the same while the block is in the table."""
 
 
 BlockT = TypeVar("BlockT", bound=HasSlot)
 
 
-class Table(Generic[BlockT]):
-    """Blocks by name. A name that has not 16 bytes is a `ValueError`, and so are names that are not a multiple of them."""
+class BlockTable(Generic[BlockT]):
+    """Blocks by hash. A hash without 16 bytes, or hashes that are not a multiple of 16 bytes, raise `ValueError`."""
 
-    def __init__(self, key: tuple[int, int], /) -> None:  # noqa: ARG002 - a dict has a key of its own
-        """Empty.
-
-        Args:
-            key: Two numbers of 64 bits that nobody else knows, so that clients cannot choose names that collide.
-        """
+    def __init__(self, key: tuple[int, int], /) -> None:  # noqa: ARG002 - a dict has its own key
+        """Start empty; `key` is two secret 64-bit numbers, so that clients cannot choose hashes that collide."""
         self._blocks: dict[bytes, BlockT] = {}
 
     def get(self, name: bytes, /) -> BlockT | None:
-        """The block of that name."""
+        """Return the block of that hash, or None."""
         return self._blocks.get(_checked(name))
 
     def put(self, name: bytes, block: BlockT, /) -> None:
-        """Add a block, in the place of the one that had its name."""
+        """Add a block, replacing the one with the same hash."""
         if len(block.slot) != SLOT_BYTES:
             raise ValueError(f"a slot of {len(block.slot)} bytes instead of {SLOT_BYTES}")
         self._blocks[_checked(name)] = block
 
     def remove(self, name: bytes, /) -> None:
-        """Drop the block of that name.
-
-        Raises:
-            KeyError: There is none.
-        """
+        """Remove the block of that hash; raise KeyError if there is none."""
         del self._blocks[_checked(name)]
 
     def blocks(self, names: bytes, /) -> list[BlockT]:
-        """The longest prefix of a chain, whose names follow each other in `names`, that is here."""
+        """Return the longest present prefix of a chain, whose hashes follow each other in `names`."""
         if len(names) % NAME_BYTES:
             raise ValueError(f"names of {len(names)} bytes, which is not a multiple of {NAME_BYTES}")
         found: list[BlockT] = []
@@ -59,11 +50,11 @@ class Table(Generic[BlockT]):
         return found
 
     def slots(self, names: bytes, /) -> bytes:
-        """Where those blocks lie: their slots, one after the other."""
+        """Return the slots of that prefix, one after the other."""
         return b"".join([block.slot for block in self.blocks(names)])
 
     def names(self) -> list[bytes]:
-        """All, in no particular order, which is the same for the same history and key."""
+        """Return all hashes; their order depends only on the history and the key."""
         return list(self._blocks)
 
     def __contains__(self, name: bytes, /) -> bool:

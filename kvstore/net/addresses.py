@@ -1,4 +1,4 @@
-"""Where nodes listen: ``unix:/path`` or ``host:port``, with brackets around the host where it is an IPv6 address."""
+"""Addresses of nodes: ``unix:/path`` or ``host:port``; an IPv6 host is in brackets."""
 
 import ipaddress
 
@@ -6,7 +6,7 @@ UNIX = "unix:"
 
 
 def unix_path(address: str) -> str:
-    """The path of ``unix:/path`` or ``unix:///path``; empty where the address is not that of a Unix socket."""
+    """Return the path of ``unix:/path`` or ``unix:///path``; empty for other addresses."""
     if not address.startswith(UNIX):
         return ""
     path = address.removeprefix(UNIX)
@@ -14,11 +14,7 @@ def unix_path(address: str) -> str:
 
 
 def host_port(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port of ``host:port``.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Split ``host:port``, without the brackets of the host; raise ValueError for another form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
         raise ValueError(f"{address!r} is neither unix:/path nor host:port with a port up to 65535")
@@ -26,7 +22,7 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 def is_local(address: str) -> bool:
-    """Whether nobody on another host can connect to it."""
+    """Return whether only processes of this host can connect to the address."""
     if unix_path(address):
         return True
     host, _ = host_port(address)

@@ -1,19 +1,20 @@
-"""Frames on a stream socket: the length of a payload in four bytes, little-endian, and the payload.
+"""Frames on a stream socket: the length of a payload in four little-endian bytes, then the payload.
 
 Rules:
 
-1. A payload has at most `limit` bytes. Who announces more, be it by garbage, is cut before memory is taken for it: `lost`
-   gets a `FrameTooLong`, after the frames that came before. An end within a frame is a `FrameTorn`.
-2. A payload is copied once at most on its way in, however the stream was split, and takes no more memory than has come.
-3. Sending never waits. What is said in one turn of the event loop leaves in one write, at the end of that turn. What the
-   peer does not take is kept up to `send_limit` bytes: then `send` raises. Who asks `full` first, and goes on when the
-   receiver's `resumed` is called, never meets that.
-4. A piece of the stream, a few hundred KiB at most, is cut in one turn of the event loop, then others have theirs. Where
-   a connection is told so, they have it after `turn_frames` frames of a piece. `pause_reading` holds after the piece, or
-   those frames, that are being received.
-5. `lost` is called once for each connection that was accepted, last, and is the only sign that it is over.
+1. A payload has at most `limit` bytes. A peer that announces more is cut before memory is taken for the payload: `lost`
+   gets a `FrameTooLong` after the frames that came before. A stream that ends within a frame gives a `FrameTorn`.
+2. An incoming payload is copied at most once, however the stream was split. It takes no more memory than has arrived.
+3. Sending never waits. All frames of one turn of the event loop leave in one write at the end of the turn. Bytes that
+   the peer does not take are kept up to `send_limit`; then `send` raises. A sender that checks `full` first, and
+   continues at the receiver's `resumed`, never reaches the limit.
+4. One turn of the event loop handles one piece of the stream, at most a few hundred KiB, then other connections get
+   their turn. With `turn_frames`, they get it after that many frames of a piece. `pause_reading` takes effect after the
+   piece, or the frames, that are being received.
+5. `lost` is called once for each accepted connection, as its last call. It is the only sign that the connection is
+   over.
 
-TLS and proofs of a secret are no affair of frames: a `ConnectionGuard` decides who comes in.
+Frames know nothing of TLS and of proofs of a secret: a `ConnectionGuard` decides which connections are admitted.
 """
 
 import asyncio
@@ -34,19 +35,21 @@ from kvstore.net import unix_sockets as sockets
 from kvstore.net.addresses import host_port, unix_path
 from kvstore.net.unix_sockets import BACKLOG
 
-HEAD = struct.Struct("<I")  # bytes of the payload
+HEAD = struct.Struct("<I")  # number of bytes of the payload
 
 FRAME_BYTES = 64 << 20
-"""The longest payload unless told otherwise; a prompt of a million tokens has 4 MiB."""
+"""Default of the longest payload; a prompt of a million tokens has 4 MiB."""
 
 SEND_BYTES = 2 * FRAME_BYTES
-"""What may wait to be sent unless told otherwise."""
+"""Default of the bytes that may wait to be sent."""
 
 HIGH_WATER_BYTES = 256 << 10
-"""From here on a connection is `full`: as much as is under way between hosts in a millisecond at 2 Gbit/s."""
+"""A connection with more bytes to send is `full`: as many as travel between hosts in a millisecond at 2 Gbit/s."""
 
-TURN_BYTES = 64 << 10  # a piece of this size is followed by more at once: one connection could keep the loop for itself
-JOINED_BYTES = 32 << 10  # up to here, copying pieces into one costs less than a gathering write of them
+TURN_BYTES = (
+    64 << 10
+)  # more data follows a piece of this size at once, so one connection could keep the event loop busy
+JOINED_BYTES = 32 << 10  # up to here, joining the pieces costs less than a vectored write
 
 TCP_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -56,20 +59,21 @@ TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
-"""A host that is gone is noticed within ten seconds, and so is a peer that takes nothing for as long. Only heartbeats tell
-of a process that hangs while nobody speaks to it."""
+"""These options detect within ten seconds a host that is gone, or a peer that takes no bytes. A hanging process on a quiet
+connection is only detected by heartbeats.
+"""
 
 TLS_BEGINS = 0x0316
 """The first two bytes of a TLS handshake, 0x16 and 3, read as the low half of a length."""
 
 HANDSHAKE_SECONDS = 5.0
-"""A TLS handshake may take this long: some round trips, and signatures on a busy machine."""
+"""Longest TLS handshake: some round trips, and signatures on a busy machine."""
 
-STOP_SECONDS = 2  # for what waits to be sent when a server stops
+STOP_SECONDS = 2  # longest time to send waiting bytes when a server stops
 
 
 class FrameTooLong(ConnectionError):
-    """A payload above the limit of one of the two ends."""
+    """A payload exceeds the limit of one of the two ends."""
 
     def __init__(self, size: int, limit: int):
         cause = "the peer speaks another protocol or limit"
@@ -86,37 +90,37 @@ class FrameTorn(ConnectionError):
 
 
 class SendBufferFull(ConnectionError):
-    """The peer has not taken what was sent before; nothing was sent, and the connection is as it was."""
+    """The peer has not taken earlier bytes. Nothing was sent, and the connection is unchanged."""
 
     def __init__(self, limit: int):
         super().__init__(f"the peer has not taken the last {limit} bytes")
 
 
 class FrameDecoder:
-    """Cuts a stream, in whatever pieces it comes, into payloads. Without I/O.
+    """Divides a stream, in whatever pieces it arrives, into payloads. Does no I/O.
 
     Attributes:
-        fault: What was announced last is too long: the stream is of no use any more.
+        fault: Set when the last announced payload is too long; the stream cannot be used any more.
     """
 
     def __init__(self, limit: int = FRAME_BYTES):
         self._limit = limit
-        self._head = b""  # of a frame that is not complete; with all four bytes, of its payload the rest is missing
+        self._head = b""  # head of an incomplete frame; with all four bytes, a part of the payload is missing
         self._body = BytesIO()
         self._missing = 0
         self.fault: FrameTooLong | None = None
 
     @property
     def torn(self) -> bool:
-        """Whether a frame has begun and not ended."""
+        """True if a frame has begun and not ended."""
         return bool(self._head)
 
     def allow(self, limit: int) -> None:
-        """Take payloads of up to `limit` bytes from now on."""
+        """Accept payloads of up to `limit` bytes from now on."""
         self._limit = limit
 
     def cut(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes, in order; look at `fault` after them."""
+        """Return the payloads that `data` completes, in order; check `fault` afterwards."""
         payloads: list[bytes] = []
         try:
             start = self._resume(data, payloads) if self._head else 0
@@ -148,7 +152,7 @@ class FrameDecoder:
             self._missing = self._announced(data, start) - self._body.write(memoryview(data)[body:])
 
     def _resume(self, data: bytes, payloads: list[bytes]) -> int:
-        """Go on with a frame that had begun; returns where in `data` the next one begins."""
+        """Continue a frame that has begun; return where in `data` the next one begins."""
         start = 0
         if len(self._head) < HEAD.size:
             start = min(HEAD.size - len(self._head), len(data))
@@ -159,29 +163,26 @@ class FrameDecoder:
         written = self._body.write(memoryview(data)[start : start + self._missing])
         self._missing -= written
         if not self._missing:
-            payloads.append(self._body.getvalue())  # hands its buffer over instead of copying it
+            payloads.append(self._body.getvalue())  # transfers the buffer instead of copying it
             self._head, self._body = b"", BytesIO()
         return start + written
 
 
 class FrameReceiver(Protocol):
-    """What a connection needs of whoever it is for. Called on the event loop; must not block."""
+    """Consumer of a connection. Its methods are called on the event loop and must not block."""
 
     def received(self, payload: bytes) -> None:
-        """The next frame. What this raises ends the connection."""
-        ...
+        """Handle the next frame. An exception ends the connection."""
 
     def resumed(self) -> None:
-        """The connection was `full` and is not any more."""
-        ...
+        """Note that the connection was `full` and is not any more."""
 
     def lost(self, cause: Exception | None) -> None:
-        """It is over. `cause` is None where one of the two ends has closed it in an orderly way."""
-        ...
+        """Note that the connection is over. `cause` is None if one end has closed it in an orderly way."""
 
 
 class FrameConnection(asyncio.Protocol):
-    """One end of a connection; see the module. Made by `connect` and by `open_server`."""
+    """One end of a connection, made by `connect` or `open_server`."""
 
     def __init__(
         self,
@@ -195,13 +196,13 @@ class FrameConnection(asyncio.Protocol):
         self._limit = limit
         self._send_limit = send_limit
         self._turn_frames = turn_frames
-        self._waiting: deque[bytes] = deque()  # frames for the next turns; nothing is read meanwhile
+        self._waiting: deque[bytes] = deque()  # frames for the next turns; reading is paused meanwhile
         self._cutter = FrameDecoder(limit)
-        self._leaving: list[bytes] = []  # in this turn of the event loop
+        self._leaving: list[bytes] = []  # parts to send in this turn of the event loop
         self._leaving_bytes = 0
-        self._paused = False  # the transport has enough
-        self._reading = True  # as far as the receiver is concerned
-        self._over = False  # or about to be
+        self._paused = False  # the transport's buffer is full
+        self._reading = True  # whether the receiver wants frames
+        self._over = False  # or about to end
         self._cause: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
@@ -209,20 +210,20 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether to wait for `resumed` before anything else is sent."""
+        """True if nothing more should be sent before `resumed`."""
         return self._paused
 
     @property
     def torn(self) -> bool:
-        """Whether a frame has begun to come and not ended."""
+        """True if an incoming frame has begun and not ended."""
         return self._cutter.torn
 
     def send(self, *parts: bytes) -> None:
-        """Send one frame, whose payload is `parts` one after the other. Ignored when the connection is over.
+        """Send one frame whose payload is the concatenation of `parts`. Does nothing when the connection is over.
 
         Raises:
-            FrameTooLong: The payload is.
-            SendBufferFull: See rule 3.
+            FrameTooLong: The payload exceeds the limit.
+            SendBufferFull: Too many bytes wait to be sent (rule 3).
         """
         size = sum(map(len, parts))
         if size > self._limit:
@@ -237,29 +238,24 @@ class FrameConnection(asyncio.Protocol):
         self._leaving += parts
         self._leaving_bytes += HEAD.size + size
         if self._leaving_bytes > HIGH_WATER_BYTES:
-            self._flush()  # now, so that `full` is known
+            self._flush()  # update `full` now
 
     def flush(self) -> None:
-        """Have what was said leave now: for who answers one question at a time and is waited for."""
+        """Send the queued frames now, for a server whose client waits for each answer."""
         self._flush()
 
     def allow(self, limit: int) -> None:
-        """Take and send payloads of up to `limit` bytes from the next piece of the stream on."""
+        """Accept and send payloads of up to `limit` bytes from the next piece of the stream on."""
         self._limit = limit
         self._cutter.allow(limit)
 
     def hand_over(self, receiver: "FrameReceiver", limit: int) -> None:
-        """Give what comes from the next piece of the stream on to another receiver.
-
-        Args:
-            receiver: Gets frames, and is told when the connection is over.
-            limit: As of `allow`.
-        """
+        """Give everything from the next piece of the stream on to another receiver with this limit."""
         self._receiver = receiver
         self.allow(limit)
 
     def pause_reading(self) -> None:
-        """Take nothing more from the system, which makes the peer's connection `full` by and by."""
+        """Stop reading from the socket, so that the peer's connection becomes `full` after a while."""
         self._reading = False
         self._transport.pause_reading()
 
@@ -271,11 +267,7 @@ class FrameConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def close(self, cause: Exception | None = None) -> None:
-        """Send what waits to be sent, and end. No frame is received any more.
-
-        Args:
-            cause: What `lost` is told, unless something else comes first.
-        """
+        """Send what waits to be sent, then end; `lost` gets `cause` unless another cause comes first."""
         if not self._over:
             self._flush()
             self._over = True
@@ -290,7 +282,7 @@ class FrameConnection(asyncio.Protocol):
         self._leaving.clear()
         self._transport.abort()
 
-    # For the event loop.
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -338,14 +330,14 @@ class FrameConnection(asyncio.Protocol):
         self._receiver.lost(self._cause or exc)
 
     def _receive_waiting(self) -> None:
-        """One turn's frames; the others have theirs before the next."""
+        """Receive the frames of one turn; other connections get their turn before the next."""
         try:
             for _ in range(min(self._turn_frames, len(self._waiting))):
                 if self._over or not self._reading:
                     return
                 self._receiver.received(self._waiting.popleft())
         except Exception as error:
-            self.abort(error)  # as the transport does where it calls
+            self.abort(error)  # as the transport does for an exception
             raise
         if self._waiting:
             self._loop.call_soon(self._receive_waiting)
@@ -361,7 +353,7 @@ class FrameConnection(asyncio.Protocol):
     def _flush(self) -> None:
         leaving, size = self._leaving, self._leaving_bytes
         if not leaving:
-            return  # left before, or never will
+            return  # flushed already, or the connection is over
         self._leaving, self._leaving_bytes = [], 0
         if size <= JOINED_BYTES:
             self._transport.write(b"".join(leaving))
@@ -370,7 +362,7 @@ class FrameConnection(asyncio.Protocol):
 
 
 Accept = Callable[[FrameConnection], FrameReceiver]
-"""Says whom a new connection is for."""
+"""Returns the receiver of a new connection."""
 
 
 async def connect(
@@ -382,19 +374,10 @@ async def connect(
     tls: ssl.SSLContext | None = None,
     handshake_seconds: float = HANDSHAKE_SECONDS,
 ) -> FrameConnection:
-    """Open a connection. Waits as long as the system does: put a deadline around it.
+    """Open a connection to ``unix:/path`` or ``host:port``; `accept` is called before anything is received.
 
-    Args:
-        address: ``unix:/path`` or ``host:port``.
-        accept: Called once with the connection, before anything is received.
-        limit: Bytes of the longest payload, both ways.
-        send_limit: Bytes that may wait to be sent.
-        tls: For TCP; a Unix socket needs none.
-        handshake_seconds: How long the TLS handshake may take.
-
-    Raises:
-        OSError: Nobody listens there, or TLS did not come about.
-        ValueError: The address is none.
+    It waits as long as the system does, so put a deadline around it. Raise OSError if nobody listens or the TLS
+    handshake fails, and ValueError if the address is invalid.
     """
 
     def made() -> FrameConnection:
@@ -416,14 +399,11 @@ class ConnectionGuard(Protocol):
     def guarding(
         self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept
     ) -> AbstractAsyncContextManager[None]:
-        """Take connections until left.
+        """Admit connections to `listener`, which the guard closes, while the context is open.
 
-        Args:
-            listener: Listens already; the door closes it.
-            made: Makes the protocol of one connection, which begins with the receiver that is given.
-            accept: Gives the receiver of a connection that may come in.
+        `made` makes the protocol of a connection with its first receiver; `accept` returns the receiver of an admitted
+        one.
         """
-        ...
 
 
 @asynccontextmanager
@@ -437,19 +417,13 @@ async def open_server(
     tls: ssl.SSLContext | None = None,
     door: "ConnectionGuard | None" = None,
 ) -> AsyncIterator[str]:
-    """Listen until left; yields the address, with the port that was chosen. Connections end with it.
+    """Listen while the context is open; yield the address with the chosen port. The connections end with the context.
 
-    Args:
-        field: Of the settings, that names the address: messages begin with it.
-        address: ``unix:/path`` or ``host:port``; port 0 takes a free one.
-        accept: Called with each connection, before anything is received on it.
-        limit: Bytes of the longest payload, both ways.
-        send_limit: Bytes that may wait to be sent on one connection.
-        tls: For TCP; a Unix socket is for its own user anyway.
-        door: Decides which TCP connections come in, over TLS of its own or without; None: all do.
+    `field` names the settings field in error messages. `accept` is called before anything is received on a connection.
+    `door` decides which TCP connections are admitted; None: all of them.
 
     Raises:
-        StoreNotStarted: The address is none, is in use, or is none of this machine.
+        StoreNotStarted: The address is invalid, in use, or not of this machine.
     """
     connections: set[_AcceptedConnection] = set()
     ended = asyncio.Event()
@@ -488,12 +462,12 @@ async def _open_to_all(
 
 def _stop_listening(server: asyncio.Server, path: str) -> None:
     if path:
-        Path(path).unlink(missing_ok=True)  # first: as soon as nobody listens, another may take it
+        Path(path).unlink(missing_ok=True)  # first, because another process may take the path as soon as nobody listens
     server.close()
 
 
 async def _end(connections: set["_AcceptedConnection"], ended: asyncio.Event) -> None:
-    """Let connections send what waits, and no longer than `STOP_SECONDS`."""
+    """Let connections send what waits, for `STOP_SECONDS` at most."""
     for connection in list(connections):
         connection.close()
     with suppress(TimeoutError):

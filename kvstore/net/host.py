@@ -1,4 +1,4 @@
-"""Which host this is, as far as sharing memory goes."""
+"""Identity of this host with respect to shared memory."""
 
 import hashlib
 import os
@@ -9,10 +9,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
-    """Equal in two processes that can probably share memory: same running kernel, same user.
+    """Return an id that is equal in two processes that can probably share memory: same running kernel and same user.
 
-    Containers of one host may still not reach each other's sockets; whoever finds the ids equal tries, and goes
-    another way when that fails.
+    Containers of one host may be unable to reach each other's sockets. A client that finds equal ids tries the socket,
+    and uses another data path if that fails.
     """
     try:
         kernel = BOOT_ID.read_text(encoding="ascii").strip()

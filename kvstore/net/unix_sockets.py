@@ -1,4 +1,4 @@
-"""Unix sockets: paths that a node may take, those that a killed node left behind, and connecting to one that is busy."""
+"""Unix sockets: paths that a node may take, paths that a killed node left behind, and connections to busy sockets."""
 
 import contextlib
 import errno
@@ -13,38 +13,38 @@ from pathlib import Path
 
 from kvstore.errors import StoreNotStarted, reason
 
-PATH_BYTES = 107  # of sun_path, less its final zero; unix(7)
+PATH_BYTES = 107  # size of sun_path without its final zero; unix(7)
 PROBE_SECONDS = 1.0
-BACKLOG = 1024  # connections that wait to be accepted
-ALONE_SECONDS = 3.0  # that one node waits for others to take their sockets in the same folder
+BACKLOG = 1024  # most connections that wait to be accepted
+ALONE_SECONDS = 3.0  # longest wait for other nodes that take their sockets in the same folder
 ALONE_AGAIN_SECONDS = 0.01
 
-TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as SO_SNDTIMEO wants them
+TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as SO_SNDTIMEO takes them
 
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""A connection that cannot be accepted for one of these can be a little later: it is no reason to end."""
+"""Errors after which `accept` may succeed a little later; they are no reason to stop."""
 
 
 Identity = tuple[int, int, int]
-"""Of one file: device, inode, and when it was changed, since inodes are used again."""
+"""Identity of a file: device, inode, and time of change, because inodes are reused."""
 
 
 @contextlib.contextmanager
 def alone(field: str, path: str) -> Iterator[None]:
-    """Nobody else makes way for a socket in that folder meanwhile. For `clear_path`, and until the socket is listened on.
+    """Lock the folder of a socket while the path is cleared and until the socket listens.
 
-    Of two that begin at once, one would else take the socket of the other for one that was left behind, and remove it.
-    The folder itself is locked: nothing is left when a process is killed.
+    Otherwise, one of two nodes that start at once could take the other's socket for one that was left behind, and
+    remove it. The lock is on the folder itself, so a killed process leaves nothing behind.
 
     Raises:
-        StoreNotStarted: There is no such folder, or others do not come to an end with theirs.
+        StoreNotStarted: The folder does not exist, or others keep it locked.
     """
     folder, waiting = Path(path).absolute().parent, threading.Event()
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise StoreNotStarted(f"{field}: {folder} is not a directory") from error
-    except OSError:  # nor can others read it
+    except OSError:  # the folder cannot be read, so nobody can lock it
         yield
         return
     try:
@@ -54,7 +54,7 @@ def alone(field: str, path: str) -> Iterator[None]:
             except BlockingIOError:
                 waiting.wait(ALONE_AGAIN_SECONDS)
             except OSError:
-                break  # a file system without locks: as well as it can be
+                break  # a file system without locks: continue without one
             else:
                 break
         else:
@@ -65,24 +65,20 @@ def alone(field: str, path: str) -> Iterator[None]:
 
 
 def identity(path: str) -> Identity:
-    """Of the file at that path, for `remove`. Not to be changed any more.
-
-    Raises:
-        OSError: There is none.
-    """
+    """Return the identity of the file at that path, for `remove`; the file must not change any more."""
     found = Path(path).lstat()
     return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def remove(path: str, own: Identity) -> None:
-    """Remove the socket at that path, unless it is another's by now."""
+    """Remove the socket at that path unless it belongs to another process by now."""
     with contextlib.suppress(FileNotFoundError):
         if identity(path) == own:
             Path(path).unlink()
 
 
 def clear_path(field: str, path: str) -> None:
-    """Make way for a socket at `path`: removes one that nobody listens on.
+    """Remove a socket at `path` that nobody listens on.
 
     Raises:
         StoreNotStarted: The path cannot be used; the message begins with `field`.
@@ -103,7 +99,7 @@ def clear_path(field: str, path: str) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            file.unlink()  # of a process that was killed
+            file.unlink()  # left behind by a killed process
             return
         except OSError as error:
             raise StoreNotStarted(f"{field}: {path} cannot be used: {reason(error)}") from error
@@ -111,11 +107,7 @@ def clear_path(field: str, path: str) -> None:
 
 
 def listen(field: str, path: str) -> socket.socket:
-    """A listening, non-blocking socket that only this user may connect to.
-
-    Raises:
-        StoreNotStarted: The path cannot be used.
-    """
+    """Return a listening, non-blocking socket that only this user may connect to."""
     with alone(field, path):
         clear_path(field, path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -131,13 +123,13 @@ def listen(field: str, path: str) -> socket.socket:
 
 
 def connect(path: str, timeout_seconds: float) -> socket.socket:
-    """A connection to a Unix socket, without a timeout for what follows.
+    """Connect to a Unix socket; the timeout covers the connection only.
 
-    Where as many wait to be accepted as may, this one waits for its turn. With a timeout of Python's it would be refused at
-    once, since such a socket does not block: hence the system's.
+    If the queue of the listener is full, the call waits for its turn. A timeout of Python makes the socket
+    non-blocking, and such a connection would be refused at once. Therefore the socket gets the system's timeout.
 
     Raises:
-        OSError: Nobody listens there; BlockingIOError: its turn has not come in time.
+        OSError: Nobody listens there. BlockingIOError: its turn has not come in time.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

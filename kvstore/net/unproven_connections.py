@@ -1,8 +1,8 @@
-"""Newcomers: connections that have not proven yet who they are, and which of them goes when there are too many. Pure.
+"""Unproven connections: limits the connections that have not proven the secret yet, and chooses which one gives way. Pure.
 
-A connection that is proven leaves this list and counts here no more, so that strangers who say nothing cost those who can
-prove the secret no place. When a newcomer finds the list full, the oldest of the address that has most of them goes: one
-host with many silent connections pushes out its own first, and a client that comes last always has its turn.
+A connection leaves the list when it is proven, so silent strangers cost proven clients nothing. When the list is full,
+the oldest connection of the address with the most connections gives way. A host with many silent connections therefore
+displaces its own first, and a new client always gets its turn.
 """
 
 from collections.abc import Hashable
@@ -12,7 +12,7 @@ Connection = TypeVar("Connection", bound=Hashable)
 
 
 class UnprovenConnections(Generic[Connection]):
-    """Holds the newcomers of one port, and chooses which of them goes."""
+    """Unproven connections of one port."""
 
     def __init__(self, limit: int):
         assert limit >= 1, limit
@@ -24,14 +24,14 @@ class UnprovenConnections(Generic[Connection]):
         return len(self._addresses)
 
     def add(self, connection: Connection, address: str) -> Connection | None:
-        """Note a connection of that address, and return the one that has to be cut for it, which is forgotten."""
+        """Add a connection from that address; return the connection that has to be closed for it, if any."""
         gone = self._crowding_out() if len(self) >= self._limit else None
         self._by_address.setdefault(address, {})[connection] = None
         self._addresses[connection] = address
         return gone
 
     def discard(self, connection: Connection) -> None:
-        """Forget a connection that is proven or over; one that is not here is fine."""
+        """Remove a connection that is proven or closed; it may be missing."""
         address = self._addresses.pop(connection, None)
         if address is None:
             return

@@ -1,13 +1,15 @@
-"""Where the blocks of a node lie, who makes room for whom, and what the memory and the watchers have to learn of it. Pure.
+"""Pool allocator: decides where blocks lie and which blocks make room for others. Pure.
 
-Part of `kvstore.pool.machine`, whose rules hold here; only the machine calls it. What it does not know is why a block has
-pins, or for how long it is reserved.
+The allocator is a part of `kvstore.pool.machine`, whose rules hold here; only the machine calls it. It collects the
+commands for the pool's memory and the changes for the watchers. It does not know why a block is pinned, or how long it
+is reserved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.block import BlockHash
 from kvstore.clock import Nanos
+from kvstore.eviction.policy import EvictionPolicy
 from kvstore.messages import (
     SLOT,
     Address,
@@ -23,18 +25,19 @@ from kvstore.pool.extents import FreeExtents, occupied_bytes
 from kvstore.pool.lifecycle import READABLE, BlockState, BlockTransition, advance
 from kvstore.pool.open_namespaces import OpenNamespace, OpenNamespaces, StoredBlock
 from kvstore.pool.quotas import TenantAccount
-from kvstore.ports import Eviction
 
 RESERVED, HELD = BlockState.RESERVED, BlockState.HELD
-"""Looked up once: finding a member of an enumeration takes longer than what is done with it for each block."""
+"""Enum members, looked up once: the look-up takes longer than the work that follows it for each block."""
 
 EVICTED = advance(BlockState.HELD, BlockTransition.EVICT)
 
 
 class PoolAllocator:
-    """See the module."""
+    """Places of all blocks in one pool."""
 
-    def __init__(self, capacity_bytes: int, eviction: Eviction, max_namespaces: int, table_key: tuple[int, int]):
+    def __init__(
+        self, capacity_bytes: int, eviction: EvictionPolicy[BlockKey], max_namespaces: int, table_key: tuple[int, int]
+    ):
         self._extents = FreeExtents(capacity_bytes)
         self._eviction = eviction
         self._by_offset: dict[int, StoredBlock] = {}
@@ -57,7 +60,7 @@ class PoolAllocator:
             return None
         return block
 
-    # A block's life
+    # Life of a block
 
     def place_missing(
         self,
@@ -66,11 +69,10 @@ class PoolAllocator:
         account: TenantAccount | None,
         next_id: Callable[[], int],
     ) -> tuple[dict[int, StoredBlock], list[ReservedSlot], int]:
-        """Places for those blocks of a chain that are neither readable nor being written.
+        """Find places for those blocks of a chain that are neither readable nor being written.
 
-        Returns:
-            New blocks by index, from the start of the chain as far as there is space; the same as clients see them;
-            and how many found no space.
+        Return the new blocks by index, from the start of the chain as far as there is space; the same blocks as clients
+        see them; and the number of blocks that found no space.
         """
         blocks: dict[int, StoredBlock] = {}
         reserved: list[ReservedSlot] = []
@@ -102,11 +104,10 @@ class PoolAllocator:
         return blocks, reserved, refused
 
     def publish(self, opened: OpenNamespace, written: Iterable[tuple[StoredBlock, int]]) -> None:
-        """The bytes of these blocks are there, and that are their checksums: they can be found.
-
-        The policy does not know them yet.
-        """
-        published = advance(RESERVED, BlockTransition.PUBLISH)  # looked up once: what is being written is reserved
+        """Make written blocks readable, given with their checksums. The eviction policy does not know them yet."""
+        published = advance(
+            RESERVED, BlockTransition.PUBLISH
+        )  # looked up once: a block that is being written is reserved
         writing, put = opened.writing, opened.readable.put
         changed = self._changed.setdefault(opened.digest, {})
         for block, crc32c in written:
@@ -119,13 +120,13 @@ class PoolAllocator:
             changed[name] = True
 
     def abandon(self, opened: OpenNamespace, block: StoredBlock) -> None:
-        """It was never written."""
+        """Free the place of a block that was never written."""
         block.state = advance(block.state, BlockTransition.ABANDON)
         del opened.writing[block.key.name]
         self.free(block)
 
     def forget(self, opened: OpenNamespace, block: StoredBlock) -> None:
-        """A readable block is not found any more, nor may it be chosen, and watchers learn it."""
+        """Remove a readable block from the look-up table and from the policies, and tell the watchers."""
         key = block.key
         if key in self._eviction:
             self._eviction.withdraw(key)
@@ -137,7 +138,7 @@ class PoolAllocator:
     def free(self, block: StoredBlock) -> None:
         self._extents.give_back(self._vacate(block), block.length)
 
-    # The policies
+    # Eviction policies
 
     def admit(self, block: StoredBlock, now: Nanos) -> None:
         self._eviction.admit(block.key, block.length, now)
@@ -145,20 +146,20 @@ class PoolAllocator:
             block.account.eviction.admit(block.key, block.length, now)
 
     def readmit(self, block: StoredBlock, now: Nanos) -> None:
-        """To the policies that chose it while it was pinned; for the others nothing has happened."""
+        """Admit a block again to those policies that chose it while it was pinned."""
         for policy in self._policies(block):
             if block.key not in policy:
                 policy.admit(block.key, block.length, now)
 
-    # What others have to learn
+    # Output
 
     def commands(self) -> list[TierCommand]:
-        """What has to be done to the pool's memory, in order; each is handed out once."""
+        """Return the commands for the pool's memory, in order; each is handed out once."""
         commands, self._commands = self._commands, []
         return commands
 
     def changes(self) -> list[BlockChanges]:
-        """What watchers have to learn; each change is handed out once."""
+        """Return the changes that watchers have to learn; each is handed out once."""
         changed, self._changed = self._changed, {}
         return [
             BlockChanges(
@@ -174,7 +175,7 @@ class PoolAllocator:
         return iter(self._by_offset.values())
 
     def check(self, accounts: Iterable[TenantAccount]) -> None:
-        """Asserts that space is neither lost nor given away twice, and who knows which block."""
+        """Assert that no space is lost or used twice, and that the policies know the right blocks."""
         self._extents.check()
         areas = self._extents.free_extents()
         charged: dict[int, int] = {}
@@ -188,29 +189,29 @@ class PoolAllocator:
             assert state is not BlockState.GONE
             for policy in self._policies(block):
                 known = state in READABLE and block.key in policy
-                assert known or state is not BlockState.HELD, "a block that never goes"
+                assert known or state is not BlockState.HELD, "a block that no policy can evict"
                 admitted[id(policy)] = admitted.get(id(policy), 0) + known
             if block.account is not None:
                 charged[id(block.account)] = charged.get(id(block.account), 0) + occupied_bytes(block.length)
-        assert admitted.get(id(self._eviction), 0) == len(self._eviction), "the policy knows blocks that are not there"
+        assert admitted.get(id(self._eviction), 0) == len(self._eviction), "the policy knows blocks that do not exist"
         for account in accounts:
             assert account.bytes == charged.pop(id(account), 0) <= account.limit_bytes
             assert admitted.get(id(account.eviction), 0) == len(account.eviction)
-        assert not charged, "an account was forgotten that has blocks"
+        assert not charged, "an account with blocks was forgotten"
         for opened in self.namespaces:
             assert not any(name in opened.readable for name in opened.writing)
             for name in opened.readable.names():
                 (block,) = opened.readable.blocks(name)
                 assert self._by_offset[block.address.offset] is block
-                assert opened.readable.slots(name) == block.slot, "a look-up would send its readers elsewhere"
+                assert opened.readable.slots(name) == block.slot, "a look-up would return the wrong place"
         end = 0
         for offset, length in sorted(areas):
-            assert offset == end, "space is lost, or given away twice"
+            assert offset == end, "space is lost or used twice"
             end = offset + length
         assert end == self._extents.capacity_bytes
 
     def _find_room(self, length: int, account: TenantAccount | None) -> int | None:
-        """Offset of a free extent; makes room if it must. None when nothing more may go."""
+        """Return the offset of a free extent, after evicting blocks if necessary; None when nothing more may be evicted."""
         if account is not None and not self._make_room_within(account, length):
             return None
         while (offset := self._extents.take(length)) is None:
@@ -219,15 +220,15 @@ class PoolAllocator:
                 return None
             vacant = self._evict(victim)
             if occupied_bytes(victim.length) == occupied_bytes(length):
-                return vacant  # the common case: no need to look for it
+                return vacant  # the common case: the freed place fits exactly
             self._extents.give_back(vacant, victim.length)
         return offset
 
     def _make_room_within(self, account: TenantAccount, length: int) -> bool:
-        """Have a tenant give up its own until a block more fits its quota."""
+        """Evict blocks of a tenant until one more block fits its quota; return False when that is impossible."""
         size_bytes = occupied_bytes(length)
         if size_bytes > account.limit_bytes:
-            return False  # it never will
+            return False  # the block is larger than the quota
         while account.bytes + size_bytes > account.limit_bytes:
             victim = self._choose(account.eviction)
             if victim is None:
@@ -236,18 +237,18 @@ class PoolAllocator:
             account.evicted += 1
         return True
 
-    def _choose(self, policy: Eviction) -> StoredBlock | None:
-        """The next to go, which has no pin; None when nothing may go."""
+    def _choose(self, policy: EvictionPolicy[BlockKey]) -> StoredBlock | None:
+        """Return the next unpinned block that a policy gives up, or None."""
         while (key := policy.choose()) is not None:
             block = self.namespaces.find(key)
-            assert block is not None, "the policy knows a block that is not there"
+            assert block is not None, "the policy knows a block that does not exist"
             if not block.pins:
                 return block
             policy.withdraw(key)  # admitted again with its last pin (rule 8)
         return None
 
     def _evict(self, block: StoredBlock) -> int:
-        """Drop a block to make room; returns the offset of its extent, which is the caller's to give back."""
+        """Drop a block to make room; return the offset of its extent, which the caller has to give back."""
         assert block.state is HELD, block.state
         block.state = EVICTED
         self.forget(self.namespaces.get(block.key.digest), block)
@@ -255,7 +256,7 @@ class PoolAllocator:
         return self._vacate(block)
 
     def _vacate(self, block: StoredBlock) -> int:
-        """The block is at its place no more; returns the offset of its extent."""
+        """Remove a block from its place; return the offset of its extent."""
         address = block.address
         del self._by_offset[address.offset]
         if block.account is not None:
@@ -263,6 +264,6 @@ class PoolAllocator:
         self._commands.append(Discard(address))
         return address.offset
 
-    def _policies(self, block: StoredBlock) -> tuple[Eviction, ...]:
-        """Those that may choose the block."""
+    def _policies(self, block: StoredBlock) -> tuple[EvictionPolicy[BlockKey], ...]:
+        """Return the policies that may choose the block."""
         return (self._eviction,) if block.account is None else (self._eviction, block.account.eviction)

@@ -1,28 +1,28 @@
-"""Free space of a pool: best fit with coalescing.
+"""Free extents of a pool: best-fit allocation with coalescing.
 
 Rules:
 
-1. Space is counted in pages; every extent begins on a page boundary, whatever its namespace's block size.
-2. Neighbouring free extents are always one, so that blocks of one size leave room for blocks of another.
-3. An extent is taken from the smallest free one that is large enough: blocks of one size refill their own holes.
-   Taking and giving back cost O(log n) in the number of distinct sizes of holes, which is small.
+1. Space is counted in pages. Each extent begins at a page boundary, whatever the block size of its namespace.
+2. Neighbouring free extents are always merged, so that blocks of one size leave room for blocks of another.
+3. An extent is taken from the smallest free one that is large enough, so blocks of one size refill their own holes.
+   Both operations take O(log n) in the number of distinct sizes of free extents, which is small.
 """
 
 from bisect import bisect_left, insort
 
 PAGE_BYTES = 4096
-"""Blocks begin on page boundaries: O_DIRECT, huge pages and DMA all want it."""
+"""Size of a page. Blocks begin at page boundaries because O_DIRECT, huge pages and DMA require it."""
 
 
 class FreeExtents:
-    """Which bytes of a space are free."""
+    """The free part of a byte range."""
 
     def __init__(self, capacity_bytes: int):
         pages = capacity_bytes // PAGE_BYTES
         self._pages = pages
         self._free_pages = 0
         self._starts: dict[int, int] = {}  # first page of a free extent -> pages
-        self._ends: dict[int, int] = {}  # page after it -> first page
+        self._ends: dict[int, int] = {}  # first page after a free extent -> its first page
         self._by_size: dict[int, dict[int, None]] = {}  # pages -> first pages, an ordered set
         self._sizes: list[int] = []  # keys of _by_size, ascending
         if pages:
@@ -37,7 +37,7 @@ class FreeExtents:
         return self._free_pages * PAGE_BYTES
 
     def take(self, length: int) -> int | None:
-        """Offset in bytes of an extent of `length` bytes; None when there is no hole that large."""
+        """Return the offset of a free extent of `length` bytes; None when no free extent is that large."""
         pages = pages_for(length)
         if self._free_pages < pages:
             return None
@@ -52,7 +52,7 @@ class FreeExtents:
         return first * PAGE_BYTES
 
     def take_several(self, length: int, count: int) -> list[int]:
-        """Offsets of up to `count` extents of `length` bytes: those that as many calls of `take` would give, in that order."""
+        """Return the offsets of up to `count` extents, equal to those of as many calls of `take`."""
         pages = pages_for(length)
         offsets: list[int] = []
         while len(offsets) < count and (place := bisect_left(self._sizes, pages)) < len(self._sizes):
@@ -66,7 +66,7 @@ class FreeExtents:
         return offsets
 
     def give_back(self, offset: int, length: int) -> None:
-        """Frees what `take` gave."""
+        """Free an extent that `take` returned."""
         first, pages = offset // PAGE_BYTES, pages_for(length)
         assert offset % PAGE_BYTES == 0, offset
         assert 0 <= first <= self._pages - pages, (offset, length)
@@ -82,7 +82,7 @@ class FreeExtents:
         self._add(first, pages)
 
     def check(self) -> None:
-        """Asserts the rules; `_starts` is the truth that the others are compared with."""
+        """Assert the rules, comparing all structures with `_starts`."""
         assert sum(self._starts.values()) == self._free_pages
         assert self._ends == {first + size: first for first, size in self._starts.items()}
         assert self._sizes == sorted(set(self._starts.values()))
@@ -96,7 +96,7 @@ class FreeExtents:
         assert end <= self._pages
 
     def free_extents(self) -> list[tuple[int, int]]:
-        """Offsets and lengths in bytes, ascending."""
+        """Return offsets and lengths of the free extents in bytes, ascending."""
         return [(first * PAGE_BYTES, size * PAGE_BYTES) for first, size in sorted(self._starts.items())]
 
     def _add(self, first: int, pages: int) -> None:
@@ -119,10 +119,10 @@ class FreeExtents:
 
 
 def pages_for(length: int) -> int:
-    """Pages that `length` bytes occupy."""
+    """Return the number of pages that `length` bytes occupy."""
     return -(-length // PAGE_BYTES)
 
 
 def occupied_bytes(length: int) -> int:
-    """What `length` bytes take away from the free ones."""
+    """Return the bytes of the pages that `length` bytes occupy."""
     return pages_for(length) * PAGE_BYTES

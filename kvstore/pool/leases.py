@@ -1,35 +1,38 @@
-"""What was granted until when: leases, and reservations. Pure.
+"""Lease table: open leases and write reservations with their deadlines. Pure.
 
 Rules:
 
-1. Whatever is granted has a deadline, and is in a heap until then. Only the node grants itself something without one,
-   and ends it itself (rule 1 of `kvstore.hierarchy.machine`).
-2. A limit holds for what clients were granted; what the node grants itself is bounded by whoever asks for it.
-3. Ids go up by one, from a number that differs between two starts of a node. Generations are taken from the same row.
+1. Each lease and reservation has a deadline and is in a heap until then. Only those of the node itself have none; the
+   node ends them (rule 1 of `kvstore.hierarchy.machine`).
+2. The limit counts what clients were granted. The parts of the node limit their own leases.
+3. Ids increase by one, from a number that differs between two starts of a node. Slot generations come from the same
+   sequence.
 """
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Container, Iterator
 
 from kvstore.block import BlockHash
 from kvstore.clock import Nanos
 from kvstore.errors import Exhausted
-from kvstore.pool.deadlines import Deadlines
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
+
+SLACK = 64  # number of ended entries that are not worth a sweep
 
 
 class BlockLease:
-    """Blocks that stay where they are. Of some, the end counts as a use for the eviction policy (`is_use`)."""
+    """Blocks that stay in place. `is_use` says whether the end of the lease counts as a use for the eviction policy."""
 
     __slots__ = ("blocks", "hold", "is_use")
 
     def __init__(self, blocks: list[StoredBlock], *, is_use: bool, hold: tuple[bytes, str] | None = None):
         self.blocks = blocks
         self.is_use = is_use
-        self.hold = hold  # namespace and session, when a session holds them
+        self.hold = hold  # key of the session pin, if this lease is one
 
 
 class PendingWrite:
-    """One reservation: the chain that was asked for, and the blocks to write by index into it."""
+    """One write reservation: the requested chain, and the blocks to write by their index in it."""
 
     __slots__ = ("blocks", "names", "opened", "owner")
 
@@ -48,24 +51,20 @@ class LeaseTable:
         self._limit = limit
         self._open: dict[int, BlockLease | PendingWrite] = {}
         self._unending: set[int] = set()
-        self._deadlines = Deadlines()
-        self.reservations = 0  # open ones
+        self._deadlines = _Deadlines()
+        self.reservations = 0  # number of open reservations
 
     def next_id(self) -> int:
         self._last_id += 1
         return self._last_id
 
     def require_room(self) -> None:
-        """Before a client is granted something.
-
-        Raises:
-            Exhausted: Too much is open.
-        """
+        """Raise Exhausted if clients have as many leases and reservations as they may."""
         if len(self._open) - len(self._unending) >= self._limit:
             raise Exhausted(f"{self._limit} leases and reservations are open (max_leases)")
 
     def grant(self, what: BlockLease | PendingWrite, until: Nanos | None) -> int:
-        """Its id; None: until it is ended."""
+        """Open a lease or a reservation and return its id. Without `until` it stays open until `end`."""
         granted = self.next_id()
         self._open[granted] = what
         self.reservations += isinstance(what, PendingWrite)
@@ -76,26 +75,26 @@ class LeaseTable:
         return granted
 
     def lease(self, granted: int) -> BlockLease | None:
-        """The open lease with that id."""
+        """Return the open lease with that id, or None."""
         found = self._open.get(granted)
         return found if isinstance(found, BlockLease) else None
 
     def is_unending(self, granted: int) -> bool:
-        """Whether the node has granted it to itself, and nobody else may end it."""
+        """Return whether the id belongs to a lease of the node itself, which clients must not end."""
         return granted in self._unending
 
     def writing(self, granted: int) -> PendingWrite | None:
-        """The open reservation with that id."""
+        """Return the open reservation with that id, or None."""
         found = self._open.get(granted)
         return found if isinstance(found, PendingWrite) else None
 
     def end(self, granted: int) -> None:
-        """Over before its time; its deadline stays in the heap for a while, and means nothing."""
+        """Close a lease or reservation early. Its deadline stays in the heap for a while without effect."""
         self.reservations -= isinstance(self._open.pop(granted), PendingWrite)
         self._unending.discard(granted)
 
     def due(self, now: Nanos) -> Iterator[BlockLease | PendingWrite]:
-        """What ended by itself until now; it is not open any more."""
+        """Close and yield what has ended by now."""
         for granted in self._deadlines.due(now):
             if (what := self._open.get(granted)) is not None:
                 self.end(granted)
@@ -104,10 +103,10 @@ class LeaseTable:
             self._deadlines.keep(self._open.keys())
 
     def check(self) -> None:
-        """Asserts the rules, and what each kind of grant holds."""
+        """Assert the rules."""
         assert self._unending <= self._open.keys()
         assert all(granted in self._deadlines or granted in self._unending for granted in self._open), (
-            "something would never end"
+            "a lease has no deadline"
         )
         assert len(self._open) - len(self._unending) <= self._limit
         assert self.reservations == sum(isinstance(what, PendingWrite) for what in self)
@@ -117,3 +116,33 @@ class LeaseTable:
 
     def __len__(self) -> int:
         return len(self._open)
+
+
+class _Deadlines:
+    """Heap of ids by deadline. An id that ends early stays in the heap until its deadline, or until it is swept out."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Nanos, int]] = []
+
+    def add(self, deadline: Nanos, ends: int) -> None:
+        heapq.heappush(self._heap, (deadline, ends))
+
+    def due(self, now: Nanos) -> Iterator[int]:
+        """Yield the ids whose deadline has come, earliest first, including ids that ended early."""
+        while self._heap and self._heap[0][0] <= now:
+            yield heapq.heappop(self._heap)[1]
+
+    def is_cluttered(self, open_ids: int) -> bool:
+        """Return whether most entries have ended early, given the number of open ids."""
+        return len(self._heap) > 2 * open_ids + SLACK
+
+    def keep(self, open_ids: Container[int]) -> None:
+        """Forget the ids that are not open any more."""
+        self._heap = [entry for entry in self._heap if entry[1] in open_ids]
+        heapq.heapify(self._heap)
+
+    def __contains__(self, ends: int) -> bool:
+        return any(entry[1] == ends for entry in self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)

@@ -1,24 +1,22 @@
-"""The life of a block, as data: what may follow what."""
+"""Life cycle of a block as a table of transitions."""
 
 from collections.abc import Mapping
 from enum import StrEnum
 
 
 class BlockState(StrEnum):
-    RESERVED = "reserved"  # its writer is at work
+    RESERVED = "reserved"  # a writer is writing its bytes
     HELD = "held"  # readable; may be evicted
-    PINNED = "pinned"  # readable; a lease counts on it
-    CONDEMNED = "condemned"  # bad bytes; the place waits for its readers to go
+    PINNED = "pinned"  # readable; a lease keeps it in place
+    CONDEMNED = "condemned"  # its bytes are wrong; the place is reused after the last reader has gone
     GONE = "gone"
 
 
 class BlockTransition(StrEnum):
-    """What happens to a block."""
-
     PUBLISH = "publish"
     ABANDON = "abandon"
-    PIN = "pin"  # the first
-    UNPIN = "unpin"  # the last
+    PIN = "pin"  # the first pin
+    UNPIN = "unpin"  # the end of the last pin
     EVICT = "evict"
     CONDEMN = "condemn"
 
@@ -38,16 +36,12 @@ READABLE = frozenset({BlockState.HELD, BlockState.PINNED})
 
 
 class IllegalBlockTransition(AssertionError):
-    """A bug in the machine."""
+    """A transition that the table does not have; it means a bug in the machine."""
 
 
 def advance(state: BlockState, step: BlockTransition) -> BlockState:
-    """The state after a step; the missing pairs are the specification.
-
-    Raises:
-        IllegalTransition: A bug in the machine.
-    """
+    """Return the state that follows a transition; raise IllegalBlockTransition if the table has none."""
     following = NEXT.get((state, step))
     if following is None:
-        raise IllegalBlockTransition(f"{step} of a block that is {state}")
+        raise IllegalBlockTransition(f"a block in state {state} cannot {step}")
     return following

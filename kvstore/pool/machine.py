@@ -1,34 +1,37 @@
-"""The blocks in a node's pool: who writes, who reads, what goes. Pure; the server performs its commands.
+"""Pool machine: decides which blocks a node's pool holds, who may read or write them, and which ones leave. Pure.
 
-Rules:
+The server performs the commands of the machine. Rules:
 
-1. A block is reserved by one writer, becomes readable when published (its checksum is known by then), is pinned while
-   matched under a lease, and goes by eviction or because its bytes were found bad. `kvstore.pool.lifecycle` says what may follow what.
-2. Every reservation and every lease has an owner and a deadline. What is not published or released by then is
-   reclaimed, so a process that died holds nothing for longer. Only the owner of a reservation can publish it; a lease
-   may be released by anyone who knows its id, since the process that reads is often not the one that matched. Only what
-   the node itself reserves or pins may have no deadline: its own threads move bytes there, and say when they are through.
-3. A publication ends its reservation: places that it does not name are free again.
-4. A place gets a new generation each time it is given to a block. Generations and ids begin at a number that differs
-   between two starts of a node, so those of an earlier start never fit.
+1. A writer reserves a block and publishes it with its checksum. A published block is readable. A match under a lease
+   pins it. It leaves by eviction, or because its bytes were found wrong. `kvstore.pool.lifecycle` has the table of
+   transitions.
+2. Each reservation and each lease has an owner and a deadline. The machine reclaims whatever has not been published or
+   released by then, so a dead process holds nothing for longer. Only the owner of a reservation can publish it. Anybody
+   who knows the id of a lease may release it, because the reader is often another process than the one that matched.
+   Only the node's own reservations and pins may have no deadline: its threads copy bytes there and report when they are
+   done.
+3. A publication ends its reservation. The places of blocks that it does not name become free.
+4. A place gets a new slot generation each time it is given to a block. Generations and ids start at a number that
+   differs between two starts of a node, so those of an earlier start never match.
 5. Only published blocks without a pin can be evicted. A block that is condemned while pinned is no longer found, but
-   its place is not reused until the last pin is gone.
-6. Chains are handed over from their start. What a match or a publication names is used in reverse order, tail first,
-   so that a policy which evicts the oldest takes the tail of a chain before what the tail depends on. Holes are
-   possible nevertheless; a match stops at the first.
-7. Namespaces keep apart what may not be mixed. One set of weights (model, revision, LoRA) in two layouts at a time is
-   a configuration error that would only show as a cache that never hits, so the second is refused.
-8. The policy learns of a use when it is over. A block that it chooses while it is pinned is withdrawn, and admitted
-   again with its last pin; so pinning a chain costs nothing there, unless space is short.
-9. A tenant beyond its quota makes room among its own blocks, or is refused (`kvstore.pool.quotas`). A session that waits may
-   hold its blocks, as far as holds may (`kvstore.pool.session_pins`).
+   its place is not reused before the last pin is gone.
+6. Chains are passed from their first block on. The blocks that a match or a publication names are used in reverse
+   order, so a policy that evicts the oldest block takes the end of a chain first. Holes can still occur; a match stops
+   at the first one.
+7. Blocks of different namespaces are never mixed. One set of weights (model, revision, LoRA) in two layouts is a
+   configuration error that would only show as a cache that never hits, so the machine refuses the second layout.
+8. The eviction policy learns of a use when the use ends. If the policy chooses a pinned block, the block is withdrawn
+   from the policy and admitted again when its last pin ends. Pinning a chain therefore costs the policy nothing unless
+   space is short.
+9. A tenant above its quota makes room among its own blocks, or is refused (`kvstore.pool.quotas`). A session that waits
+   may keep its blocks pinned within a limit (`kvstore.pool.session_pins`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.block import HASH_BYTES, BlockHash
 from kvstore.clock import Nanos
-from kvstore.hierarchy.transfers import PinnedBlocks
+from kvstore.eviction.policy import EvictionPolicy
 from kvstore.messages import (
     NO_LEASE,
     NO_RESERVATION,
@@ -38,6 +41,7 @@ from kvstore.messages import (
     BlockKey,
     LeasedSlots,
     LeaseId,
+    PinnedBlocks,
     ReservationId,
     SessionPinResult,
     Slot,
@@ -53,26 +57,27 @@ from kvstore.pool.lifecycle import READABLE, BlockState, BlockTransition, advanc
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
 from kvstore.pool.quotas import TenantQuotas
 from kvstore.pool.session_pins import SessionPins
-from kvstore.ports import Eviction
 
 KNOWN_KEY = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
-"""Of the look-up table where nobody chooses names to make them collide, and the same history has to give the same order: in
-replays and tests."""
+"""Hash key of the block table in replays and tests, where nobody forges colliding hashes and equal histories must give
+equal orders.
+"""
 
 PINNED, CONDEMNED, GONE = BlockState.PINNED, BlockState.CONDEMNED, BlockState.GONE
-"""Looked up once, as in `kvstore.pool.allocator`."""
+"""Enum members, looked up once as in `kvstore.pool.allocator`."""
 
 
 class BlockMachine:
-    """See the module. Methods that take `now` first reclaim what has ended by then.
+    """State of one node's pool; the module lists the rules.
 
-    After every call, `commands()` has to be performed on the pool's memory before anyone learns of the call's result.
+    Methods that take `now` first reclaim what has ended by then. After each call, perform `commands()` on the pool's
+    memory before anyone learns the call's result.
     """
 
     def __init__(
         self,
         capacity_bytes: int,
-        eviction: Eviction,
+        eviction: EvictionPolicy[BlockKey],
         *,
         epoch: int,
         max_leases: int = 65_536,
@@ -81,23 +86,23 @@ class BlockMachine:
         quotas: TenantQuotas | None = None,
         table_key: tuple[int, int] = KNOWN_KEY,
     ):
-        """Starts empty.
+        """Start with an empty pool.
 
         Args:
-            capacity_bytes: Size of the pool; a rest that fills no page stays unused.
-            eviction: Has admitted nothing yet.
-            epoch: 1 to 2³¹-1, different at every start of the node (rule 4).
-            max_leases: Leases, holds and reservations of clients at a time.
-            max_namespaces: Open at a time.
-            max_held_bytes: That all holds together may keep.
-            quotas: Of tenants; none by default.
-            table_key: Of `kvstore.native.tables`; a secret where clients choose names.
+            capacity_bytes: Size of the pool; a remainder that fills no page stays unused.
+            eviction: Policy that has not admitted anything yet.
+            epoch: 1 to 2³¹-1, different at each start of the node (rule 4).
+            max_leases: Most leases, session pins and reservations of clients.
+            max_namespaces: Most open namespaces.
+            max_held_bytes: Limit of all session pins together.
+            quotas: Quotas of tenants; none by default.
+            table_key: Hash key of `kvstore.native.tables`; a secret where clients choose the hashes.
         """
         assert 0 < epoch < 1 << 31, epoch
         self._allocator = PoolAllocator(capacity_bytes, eviction, max_namespaces, table_key)
         self._namespaces = self._allocator.namespaces
         self._quotas = quotas
-        self._holds = SessionPins(max_held_bytes)
+        self._pins = SessionPins(max_held_bytes)
         self._leases = LeaseTable(epoch, max_leases)
         self._pinned = self._hits = self._misses = self._written = self._corrupt = self._expired = 0
         self._refused = self._bytes_matched = self._bytes_written = 0
@@ -105,20 +110,16 @@ class BlockMachine:
     # Namespaces
 
     def open(self, namespace: KvNamespace, now: Nanos) -> None:
-        """Make a namespace known; see `Namespaces.open`."""
+        """Open a namespace; see `OpenNamespaces.open`."""
         self.expire(now)
         self._namespaces.open(namespace, now)
 
     def namespace(self, digest: bytes) -> KvNamespace:
-        """The namespace with that digest.
-
-        Raises:
-            NamespaceUnknown: It was never opened.
-        """
+        """Return the namespace with that digest; raise NamespaceUnknown if it is not open."""
         return self._namespaces.get(digest).namespace
 
     def block_bytes(self, digest: bytes) -> int:
-        """Of each block of that namespace. Raises as `namespace` does."""
+        """Return the size of the namespace's blocks. Raises as `namespace` does."""
         return self.namespace(digest).block_bytes
 
     # Reading
@@ -126,18 +127,10 @@ class BlockMachine:
     def match(
         self, digest: bytes, names: Sequence[BlockHash] | bytes, *, lease: Nanos, now: Nanos, tenant: bytes = b""
     ) -> LeasedSlots:
-        """Slots of the longest readable prefix, pinned for `lease` nanoseconds; 0 looks only.
+        """Find the longest readable prefix of a chain and pin it for `lease` nanoseconds; 0 only looks and counts nothing.
 
-        Args:
-            digest: Of the namespace.
-            names: The chain from its start; as bytes, its names follow each other.
-            lease: See above.
-            now: The present.
-            tenant: Who is counted.
-
-        Raises:
-            NamespaceUnknown: It was never opened; nothing was pinned.
-            Exhausted: Too many leases; nothing was pinned.
+        `names` has the block hashes in order, also as concatenated bytes. The hits and misses of `tenant` are counted.
+        Raise NamespaceUnknown or Exhausted (too many leases) without pinning anything.
         """
         self.expire(now)
         opened = self._namespaces.use(digest, now)
@@ -154,17 +147,17 @@ class BlockMachine:
         return LeasedSlots(lease_id=self._lease(BlockLease(found, is_use=True), Nanos(now + lease)), slots=slots)
 
     def release(self, lease_ids: Iterable[LeaseId], now: Nanos) -> None:
-        """End leases early; those that have ended already are ignored, and so is what the node pins for itself."""
+        """End leases early. Ignores leases that have ended, and the node's own pins."""
         self.expire(now)
         for lease_id in lease_ids:
             if self._leases.is_unending(lease_id):
-                continue  # ids can be guessed, and its own threads are copying there
+                continue  # ids can be guessed, and the node's threads may be copying there
             if (lease := self._leases.lease(lease_id)) is not None and lease.hold is None:
                 self._leases.end(lease_id)
                 self._end(lease, now)
 
     def readable(self, digest: bytes, slot: Slot) -> Address | None:
-        """Where to read; None when the slot is another block's by now, or not of this namespace."""
+        """Return the address to read from, or None when the slot belongs to another block or namespace by now."""
         block = self._allocator.at(digest, slot)
         return block.address if block is not None and block.state in READABLE else None
 
@@ -173,32 +166,29 @@ class BlockMachine:
     def hold(
         self, digest: bytes, names: Sequence[BlockHash], *, session: str, span: Nanos, now: Nanos
     ) -> SessionPinResult:
-        """Keep the longest readable prefix from eviction for a session that waits, as far as holds may.
+        """Pin the longest readable prefix for a waiting session, as far as the limit of session pins allows.
 
-        Takes the place of the session's former hold in that namespace, if there is one.
-
-        Raises:
-            NamespaceUnknown: It was never opened; nothing is held.
-            Exhausted: Too many leases; the former hold is over, and nothing is held.
+        The session's former pin in that namespace ends. Raise NamespaceUnknown or Exhausted (too many leases) without
+        pinning.
         """
         assert span > 0, span
         self.release_hold(digest, session, now)
         opened = self._namespaces.use(digest, now)
         found = opened.readable.blocks(b"".join(names))
-        fitting = self._holds.fitting(found)
+        fitting = self._pins.fitting(found)
         refused = len(found) - fitting
         del found[fitting:]
         if found:
             self._leases.require_room()
             key = (digest, session)
             lease_id = self._lease(BlockLease(found, is_use=False, hold=key), Nanos(now + span))
-            self._holds.begin(key, found, lease_id)
+            self._pins.begin(key, found, lease_id)
         return SessionPinResult(blocks=len(found), refused=refused)
 
     def release_hold(self, digest: bytes, session: str, now: Nanos) -> int:
-        """End a session's hold early; returns of how many blocks, 0 when it has ended."""
+        """End a session's pin early; return the number of its blocks, or 0 when it has ended already."""
         self.expire(now)
-        lease_id = self._holds.lease_of((digest, session))
+        lease_id = self._pins.lease_of((digest, session))
         if lease_id is None:
             return 0
         lease = self._leases.lease(lease_id)
@@ -219,19 +209,10 @@ class BlockMachine:
         now: Nanos,
         tenant: bytes = b"",
     ) -> WriteReservation:
-        """Places for those blocks of a chain that nobody holds or writes, as far as there is space (rule 6).
+        """Reserve places for those blocks of a chain that nobody holds or writes, while there is space (rule 6).
 
-        Args:
-            digest: Of the namespace.
-            names: The chain from its start.
-            owner: Who writes.
-            lease: For how long at most; None, for the node only: until it publishes.
-            now: The present.
-            tenant: Whose quota the new blocks count against.
-
-        Raises:
-            NamespaceUnknown: It was never opened; nothing was reserved.
-            Exhausted: Too many reservations; nothing was reserved.
+        `lease` is the longest duration; None, for the node only, means until it publishes. The quota of `tenant` pays
+        for the blocks. Raise NamespaceUnknown or Exhausted (too many reservations) without reserving anything.
         """
         assert lease is None or lease > 0, lease
         self.expire(now)
@@ -242,7 +223,7 @@ class BlockMachine:
             self._leases.require_room()
         account = self._quotas.account(tenant) if self._quotas is not None else None
         held = [block for block in map(opened.readable.get, names) if block is not None]
-        self._pin(held)  # while the rest of the chain looks for space, it must not push out its own beginning
+        self._pin(held)  # the rest of the chain must not evict its own beginning
         blocks, reserved, refused = self._allocator.place_missing(opened, names, account, self._leases.next_id)
         self._unpin(held, now, is_use=False)
         self._refused += refused
@@ -255,14 +236,8 @@ class BlockMachine:
     def publish(self, reservation_id: ReservationId, checksums: Mapping[int, int], *, owner: str, now: Nanos) -> int:
         """Make written blocks readable and end their reservation (rule 3).
 
-        Args:
-            reservation_id: From `reserve`.
-            checksums: CRC-32C of the blocks that were written, by index; indexes that were not reserved are ignored.
-            owner: Must be the one that reserved.
-            now: The present.
-
-        Returns:
-            Blocks published; 0 when the reservation has ended or is another's.
+        `checksums` has the CRC-32C of the written blocks by index; indices that were not reserved are ignored. Return
+        the number of published blocks: 0 if the reservation has ended or belongs to another owner.
         """
         self.expire(now)
         writing = self._leases.writing(reservation_id)
@@ -278,7 +253,9 @@ class BlockMachine:
                 if index not in checksums:
                     self._allocator.abandon(opened, block)
         find, admit = opened.readable.get, self._allocator.admit
-        for name in reversed(writing.names):  # the new blocks, and the use of those they continue (rule 6)
+        for name in reversed(
+            writing.names
+        ):  # admits the new blocks, and counts a use of the blocks before them (rule 6)
             there = find(name)
             if there is not None and not there.pins:
                 admit(there, now)
@@ -287,14 +264,14 @@ class BlockMachine:
         return published
 
     def writable(self, digest: bytes, slot: Slot) -> Address | None:
-        """Where to write; None when the reservation has ended, or is not of this namespace."""
+        """Return the address to write to, or None when the reservation has ended or belongs to another namespace."""
         block = self._allocator.at(digest, slot)
         return block.address if block is not None and block.state is BlockState.RESERVED else None
 
-    # For the node itself
+    # Used by the node itself
 
     def pin(self, keys: Sequence[BlockKey], now: Nanos) -> PinnedBlocks:
-        """Keep those of the blocks that are readable where they are until `unpin`; that is no use of them."""
+        """Keep the readable ones among these blocks in place until `unpin`. The policy does not count it as a use."""
         self.expire(now)
         found = [block for key in keys if (block := self._namespaces.find(key)) is not None]
         pin_id = self._lease(BlockLease(found, is_use=False), None)
@@ -303,7 +280,7 @@ class BlockMachine:
         )
 
     def unpin(self, pin_id: int, now: Nanos) -> None:
-        """What was pinned may go again."""
+        """End a pin of the node."""
         self.expire(now)
         lease = self._leases.lease(pin_id)
         assert lease is not None, f"{pin_id} is not pinned"
@@ -311,19 +288,19 @@ class BlockMachine:
         self._end(lease, now)
 
     def is_present(self, key: BlockKey) -> bool:
-        """Whether a block is readable, or being written."""
+        """Return whether a block is readable or is being written."""
         return self._namespaces.find(key) is not None or self._namespaces.written(key) is not None
 
     # Upkeep
 
     def condemn(self, digest: bytes, name: BlockHash, generation: int, now: Nanos) -> bool:
-        """Drop a block whose bytes are bad; False when it is not that block's generation any more."""
+        """Drop a block whose bytes are wrong; return False when it has another generation by now."""
         self.expire(now)
         opened = self._namespaces.get(digest)
         block = opened.readable.get(name)
         if block is None or block.generation != generation:
             return False
-        if block in self._holds:
+        if block in self._pins:
             self._let_go(block, now)
         block.state = advance(block.state, BlockTransition.CONDEMN)
         self._allocator.forget(opened, block)
@@ -333,11 +310,7 @@ class BlockMachine:
         return True
 
     def find(self, digest: bytes, name: BlockHash) -> Slot | None:
-        """The slot of a readable block.
-
-        Raises:
-            NamespaceUnknown: It was never opened.
-        """
+        """Return the slot of a readable block, or None; raise NamespaceUnknown if the namespace is not open."""
         block = self._namespaces.get(digest).readable.get(name)
         return block.unpacked if block is not None else None
 
@@ -348,15 +321,15 @@ class BlockMachine:
             self._expired += 1
 
     def commands(self) -> list[TierCommand]:
-        """What has to be done to the pool's memory, in order; each is handed out once."""
+        """Return the commands for the pool's memory, in order; each is handed out once."""
         return self._allocator.commands()
 
     def changes(self) -> list[BlockChanges]:
-        """What watchers have to learn; each change is handed out once."""
+        """Return the changes that watchers have to learn; each is handed out once."""
         return self._allocator.changes()
 
     def held(self) -> list[BlockChanges]:
-        """All readable blocks, one item a namespace: the dump that a watcher begins with."""
+        """Return all readable blocks, one item for each namespace: the first message of a watch."""
         return [
             BlockChanges(digest=opened.digest, stored=tuple(opened.readable.names())) for opened in self._namespaces
         ]
@@ -378,12 +351,12 @@ class BlockMachine:
             refused=self._refused,
             leases=len(self._leases) - self._leases.reservations,
             reservations=self._leases.reservations,
-            held_bytes=self._holds.bytes,
+            held_bytes=self._pins.bytes,
             tenants=tuple(account.stats for account in self._quotas) if self._quotas is not None else (),
         )
 
     def check(self) -> None:
-        """Asserts the rules, over everything there is. Slow: for tests, and for idle moments."""
+        """Assert the rules over the whole state. This is slow: call it in tests and when the node is idle."""
         self._leases.check()
         pins: dict[int, int] = {}
         reserved: set[int] = set()
@@ -400,7 +373,7 @@ class BlockMachine:
             assert (block.pins > 0) == (block.state in (BlockState.PINNED, BlockState.CONDEMNED))
             assert (block.generation in reserved) == (block.state is BlockState.RESERVED)
         assert sum(block.pins > 0 for block in self._allocator) == self._pinned
-        self._holds.check(held)
+        self._pins.check(held)
         self._allocator.check(self._quotas or ())
 
     # Leases and reservations
@@ -410,19 +383,17 @@ class BlockMachine:
         return LeaseId(self._leases.grant(lease, until))
 
     def _end(self, what: BlockLease | PendingWrite, now: Nanos) -> None:
-        """What was granted is over."""
+        """Free what an ended lease or reservation held."""
         if isinstance(what, PendingWrite):
             for block in what.blocks.values():
                 self._allocator.abandon(what.opened, block)
             return
         if what.hold is not None:
-            self._holds.end(what.hold, what.blocks)
+            self._pins.end(what.hold, what.blocks)
         self._unpin(what.blocks, now, is_use=what.is_use)
 
     def _pin(self, blocks: Iterable[StoredBlock]) -> None:
-        pinned = advance(
-            BlockState.HELD, BlockTransition.PIN
-        )  # looked up once: what is readable and has no pin is held
+        pinned = advance(BlockState.HELD, BlockTransition.PIN)  # looked up once: a readable block without a pin is held
         fresh = 0
         for block in blocks:
             if not block.pins:
@@ -432,8 +403,8 @@ class BlockMachine:
         self._pinned += fresh
 
     def _unpin(self, blocks: Sequence[StoredBlock], now: Nanos, *, is_use: bool) -> None:
-        """Tail first (rule 6)."""
-        unpinned = advance(PINNED, BlockTransition.UNPIN)  # looked up once, as in `_pin`
+        """Unpin blocks from the end of the chain on (rule 6)."""
+        unpinned = advance(PINNED, BlockTransition.UNPIN)  # looked up once
         for block in reversed(blocks):
             block.pins -= 1
             if not block.pins:
@@ -449,13 +420,13 @@ class BlockMachine:
                 self._allocator.readmit(block, now)
 
     def _let_go(self, block: StoredBlock, now: Nanos) -> None:
-        """Nobody wants to hold bad bytes."""
-        for lease_id in self._holds.leases():
+        """Remove a condemned block from all session pins."""
+        for lease_id in self._pins.leases():
             lease = self._leases.lease(lease_id)
             assert lease is not None
             while block in lease.blocks:
                 lease.blocks.remove(block)
-                self._holds.let_go(block)
+                self._pins.let_go(block)
                 self._unpin([block], now, is_use=False)
 
     def _count_match(self, opened: OpenNamespace, hits: int, misses: int, tenant: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Which namespaces are open on a node, and which may not be opened beside them (rule 7 of `kvstore.pool.machine`)."""
+"""Open namespaces of a node, with their blocks (rule 7 of `kvstore.pool.machine`)."""
 
 from collections.abc import Iterator
 
@@ -9,25 +9,27 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.errors import Exhausted, InvalidArgument, NamespaceInUse, NamespaceUnknown
 from kvstore.messages import SLOT, Address, BlockKey, Slot
 from kvstore.namespace import KvNamespace
-from kvstore.native.tables import Table
+from kvstore.native.tables import BlockTable
 from kvstore.pool.lifecycle import BlockState
 from kvstore.pool.quotas import TenantAccount
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
-"""A layout that nobody used for this long no longer stands in the way of another; covers a worker's restart."""
+"""A namespace that was unused for this long no longer blocks another layout of its weights. The time covers a worker's
+restart.
+"""
 
 
 class StoredBlock(Struct, gc=False, eq=False):
-    """One block, from its reservation to its end. Only the machine changes it.
+    """One block from its reservation to its end. Only the machine changes it.
 
-    There are millions: hence one string for the slot, in the form in which it travels, and nothing for the garbage
-    collector to walk through (it refers to no block, so there are no cycles).
+    A node has millions of blocks. Therefore the slot is one string in its wire form, and the garbage collector skips
+    these objects: a block refers to no other block, so there are no cycles.
     """
 
     key: BlockKey
     slot: bytes  # `kvstore.messages.SLOT`
     length: int  # bytes
-    account: TenantAccount | None  # that pays for it
+    account: TenantAccount | None  # of the tenant whose quota pays for the block
     state: BlockState = BlockState.RESERVED
     pins: int = 0
 
@@ -45,12 +47,12 @@ class StoredBlock(Struct, gc=False, eq=False):
         return Address(key=self.key, offset=offset, length=self.length, generation=generation)
 
     def has_bytes(self, crc32c: int) -> None:
-        """They are there, and that is their checksum."""
+        """Record the checksum of the block's bytes, which are written now."""
         self.slot = self.slot[:-4] + crc32c.to_bytes(4, "little")
 
 
 class OpenNamespace:
-    """One namespace and the blocks that can be found in it, or are being written."""
+    """One namespace with its readable blocks and those that are being written."""
 
     __slots__ = ("digest", "namespace", "readable", "used", "writing")
 
@@ -58,7 +60,7 @@ class OpenNamespace:
         self.namespace = namespace
         self.digest = namespace.digest
         self.used = used
-        self.readable: Table[StoredBlock] = Table(key)
+        self.readable: BlockTable[StoredBlock] = BlockTable(key)
         self.writing: dict[BlockHash, StoredBlock] = {}
 
     @property
@@ -67,7 +69,7 @@ class OpenNamespace:
 
 
 class OpenNamespaces:
-    """By digest."""
+    """All open namespaces by digest."""
 
     def __init__(self, capacity_bytes: int, limit: int, table_key: tuple[int, int]):
         self._capacity_bytes = capacity_bytes
@@ -76,7 +78,7 @@ class OpenNamespaces:
         self._opened: dict[bytes, OpenNamespace] = {}
 
     def open(self, namespace: KvNamespace, now: Nanos) -> None:
-        """Make a namespace known; again is fine.
+        """Open a namespace; opening it again is harmless.
 
         Raises:
             InvalidArgument: A block would not fit into the pool.
@@ -98,29 +100,25 @@ class OpenNamespaces:
         self._opened[digest] = OpenNamespace(namespace, now, self._table_key)
 
     def get(self, digest: bytes) -> OpenNamespace:
-        """The namespace with that digest.
-
-        Raises:
-            NamespaceUnknown: It is not open.
-        """
+        """Return the namespace with that digest; raise NamespaceUnknown if it is not open."""
         opened = self._opened.get(digest)
         if opened is None:
             raise NamespaceUnknown(digest)
         return opened
 
     def use(self, digest: bytes, now: Nanos) -> OpenNamespace:
-        """As `get`; it counts as used."""
+        """Return the namespace as `get` does, and mark it as used."""
         opened = self.get(digest)
         opened.used = now
         return opened
 
     def find(self, key: BlockKey) -> StoredBlock | None:
-        """The readable block of that name."""
+        """Return the readable block of that hash, or None."""
         opened = self._opened.get(key.digest)
         return opened.readable.get(key.name) if opened is not None else None
 
     def written(self, key: BlockKey) -> StoredBlock | None:
-        """The block of that name that is being written."""
+        """Return the block of that hash that is being written, or None."""
         opened = self._opened.get(key.digest)
         return opened.writing.get(key.name) if opened is not None else None
 

@@ -1,31 +1,31 @@
-"""What the blocks of one tenant may occupy, and which of them go first. Pure.
+"""Tenant quotas: the most bytes that the blocks of one tenant may occupy in the pool. Pure.
 
 Rules:
 
 1. A tenant is known by the salt of its chains. Blocks without a salt belong to no tenant and have no quota.
 2. Space is charged in whole pages from the reservation on, and credited when the place is free again.
-3. An account has an eviction policy of its own, of the same kind as the node's, over this tenant's blocks only: over
-   its quota a tenant makes room for itself, in the order in which the node would have chosen among its blocks. The
-   node's policy knows the blocks too; where the pool is full, whoever has the oldest block loses it.
-4. An account without blocks is forgotten when there are too many, the longest unused first, and its counters with it.
+3. Each account has its own eviction policy of the node's kind, over the tenant's blocks only. A tenant above its quota
+   evicts its own blocks, in the order in which the node would evict them. The node's policy knows these blocks too: in
+   a full pool the owner of the oldest block loses it.
+4. When there are too many accounts, those without blocks are forgotten with their counters, the longest unused first.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 
-from kvstore.messages import TenantStats
-from kvstore.ports import Eviction
+from kvstore.eviction.policy import EvictionPolicy
+from kvstore.messages import BlockKey, TenantStats
 
 MAX_ACCOUNTS = 1024
-"""That may be remembered without a block: counters of tenants that have just gone. Those with blocks are never forgotten."""
+"""Most accounts without blocks that are remembered for their counters. Accounts with blocks are never forgotten."""
 
 
 class TenantAccount:
-    """One tenant's. Only the machine changes it."""
+    """Account of one tenant. Only the machine changes it."""
 
     __slots__ = ("bytes", "evicted", "eviction", "hits", "limit_bytes", "misses", "refused", "tenant")
 
-    def __init__(self, tenant: bytes, limit_bytes: int, eviction: Eviction):
+    def __init__(self, tenant: bytes, limit_bytes: int, eviction: EvictionPolicy[BlockKey]):
         self.tenant = tenant
         self.limit_bytes = limit_bytes
         self.eviction = eviction
@@ -46,29 +46,22 @@ class TenantAccount:
 
 
 class TenantQuotas:
-    """All accounts of a node."""
+    """Accounts of all tenants of a node. Tenants that `by_tenant` does not name have `default_bytes`; 0 means no quota."""
 
     def __init__(
         self,
-        make_eviction: Callable[[int], Eviction],
+        make_eviction: Callable[[int], EvictionPolicy[BlockKey]],
         *,
         default_bytes: int = 0,
         by_tenant: Mapping[bytes, int] | None = None,
     ):
-        """No accounts yet.
-
-        Args:
-            make_eviction: A policy for a space of that many bytes, as the node's own.
-            default_bytes: Quota of a tenant that is not named; 0: none.
-            by_tenant: Quotas by salt; 0: none.
-        """
         self._make_eviction = make_eviction
         self._default_bytes = default_bytes
         self._by_tenant = dict(by_tenant or {})
         self._accounts: dict[bytes, TenantAccount] = {}  # longest unused first
 
     def account(self, tenant: bytes) -> TenantAccount | None:
-        """The account of a tenant; None when it has no quota. It counts as used."""
+        """Return the account of a tenant and mark it as used; None when the tenant has no quota."""
         if not tenant or not (limit_bytes := self._by_tenant.get(tenant, self._default_bytes)):
             return None
         account = self._accounts.pop(tenant, None)
@@ -85,5 +78,5 @@ class TenantQuotas:
         if len(self._accounts) < MAX_ACCOUNTS:
             return
         empty = [tenant for tenant, account in self._accounts.items() if not account.bytes]
-        for tenant in empty[: MAX_ACCOUNTS // 2]:  # half at a time: not a search at each new tenant
+        for tenant in empty[: MAX_ACCOUNTS // 2]:  # half of them at once, so that not every new tenant costs a search
             del self._accounts[tenant]

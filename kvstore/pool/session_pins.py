@@ -1,11 +1,11 @@
-"""Which blocks sessions keep while they wait for something else, and how much that may be. Pure.
+"""Session pins: blocks that waiting sessions keep in the pool, within a limit. Pure.
 
 Rules:
 
-1. A session has one hold a namespace; a new one takes the place of the old one.
-2. A block is charged once, in whole pages, however many sessions hold it. All holds together have a limit: what would
-   exceed it is refused, from the end of the chain, since the start is what every continuation needs.
-3. A hold is a lease of the machine: it has a deadline, and its blocks are pinned until then. Bad blocks are let go.
+1. A session has one pin in each namespace; a new one replaces it.
+2. A block is charged once, in whole pages, however many sessions pin it. All pins together have a limit. Blocks that
+   would exceed it are refused from the end of the chain, because every continuation needs the start.
+3. A pin is a lease of the machine: it has a deadline, and its blocks are pinned until then. Condemned blocks leave it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from kvstore.pool.extents import occupied_bytes
 from kvstore.pool.open_namespaces import StoredBlock
 
 SessionPinKey = tuple[bytes, str]
-"""Digest of the namespace, and session."""
+"""Digest of the namespace, and name of the session."""
 
 
 class SessionPins:
-    """All holds of a node."""
+    """All session pins of a node."""
 
     def __init__(self, limit_bytes: int):
         self._limit_bytes = limit_bytes
@@ -28,7 +28,7 @@ class SessionPins:
         self.bytes = 0
 
     def fitting(self, blocks: Sequence[StoredBlock]) -> int:
-        """How many leading blocks may be held beside what is."""
+        """Return how many leading blocks may be pinned in addition to those that are pinned now."""
         left = self._limit_bytes - self.bytes
         for count, block in enumerate(blocks):
             if block not in self._holders:
@@ -38,7 +38,7 @@ class SessionPins:
         return len(blocks)
 
     def begin(self, key: SessionPinKey, blocks: Sequence[StoredBlock], lease_id: LeaseId) -> None:
-        """Those blocks are held under that lease."""
+        """Record that a lease pins these blocks for a session."""
         assert key not in self._by_session, "the former hold of the session has not ended"
         self._by_session[key] = lease_id
         for block in blocks:
@@ -47,13 +47,13 @@ class SessionPins:
             self._holders[block] = self._holders.get(block, 0) + 1
 
     def end(self, key: SessionPinKey, blocks: Sequence[StoredBlock]) -> None:
-        """The lease is over."""
+        """Record that a session's lease is over."""
         del self._by_session[key]
         for block in blocks:
             self.let_go(block)
 
     def let_go(self, block: StoredBlock) -> None:
-        """One of its holders does not keep the block any more."""
+        """Remove one holder of a block."""
         if self._holders[block] > 1:
             self._holders[block] -= 1
             return
@@ -67,7 +67,7 @@ class SessionPins:
         return iter(self._by_session.values())
 
     def check(self, held: set[StoredBlock]) -> None:
-        """Asserts that these are the blocks, and within the limit."""
+        """Assert that exactly these blocks are pinned, within the limit."""
         assert held == self._holders.keys()
         assert self.bytes == sum(occupied_bytes(block.length) for block in held) <= self._limit_bytes
         assert all(count > 0 for count in self._holders.values())

@@ -1,21 +1,21 @@
-"""What a client asks of a node all the time: by gRPC, or by frames where the node is on the same host.
+"""Frequent calls of a client to its node: by gRPC, or by frames if the node is on the same host.
 
-A framed call costs a tenth of one by gRPC. What happens now and then (Hello, Hold, Condemn, Stats, Watch) stays with gRPC.
+A framed call costs a tenth of a gRPC call. Rare calls (Hello, Hold, Condemn, Stats, Watch) use gRPC.
 
 Rules:
 
-1. A connection goes to the socket that hands out the memory, and begins with that socket's QUESTION under another magic
-   (`kvstore.transports.shared_memory.CALLS`). Frames follow, both ways (`kvstore.net.frames`); the node's first is empty, and
-   says that it takes the connection.
-2. A request is a method (1 byte) and its message. An answer is a status (1 byte, a code of gRPC) and the message; or, where
-   the status is not 0, the field that is to blame, a zero byte, and the reason.
-3. Answers come in the order of the requests. This client has one call at a time on a connection, and as many connections
-   as it has threads that call at the same time. For the answer to a release nobody waits: it is read before the next
-   request is sent.
-4. Whoever breaks these rules, or misses a deadline in the middle of a call, loses the connection; nothing else is affected.
-5. Where no such connection can be had (containers that share a host and no sockets, a node that is full or of another
-   version, or away), calls go by gRPC. A connection that the node has ended is noticed before a request is sent, so that
-   none is sent twice.
+1. A connection goes to the memory handout socket and begins with that socket's QUESTION under another magic
+   (`kvstore.transports.shared_memory.CALLS`). Frames follow in both directions (`kvstore.net.frames`). The node's first
+   frame is empty and says that it accepts the connection.
+2. A request is a method (1 byte) and its message. An answer is a status (1 byte, a gRPC code) and the message. If the
+   status is not 0, the message is replaced by the offending field, a zero byte, and the reason.
+3. Answers have the order of the requests. This client makes one call at a time on a connection, and has as many
+   connections as threads that call at the same time. Nobody waits for the answer to a release: it is read before the
+   next request is sent.
+4. A peer that violates these rules, or misses a deadline within a call, loses the connection. Nothing else is affected.
+5. Calls use gRPC when no such connection is possible: containers that share a host but no sockets, or a node that is
+   full, away or of another version. A client notices an ended connection before it sends a request, so no request is
+   sent twice.
 """
 
 import select
@@ -40,16 +40,16 @@ OPENING = QUESTION.pack(CALLS, bytes(16))
 TAKEN = HEAD.pack(0)
 
 FRAME_BYTES = 2 << 20
-"""The longest: the slots of `wire.MAX_HASHES` blocks take 1.3 MiB."""
+"""Longest frame: the slots of `wire.MAX_HASHES` blocks take 1.3 MiB."""
 
 REQUEST = struct.Struct("<IB")  # bytes of the frame, method
 ANSWER = struct.Struct("<IB")  # bytes of the frame, status
 OK = 0
 
-ROOM_BYTES = 64 << 10  # for answers; longer ones are rare
-AT_ONCE_BYTES = 32 << 10  # that fit into the socket's buffer, so that sending them takes no time
-GOODBYE_SECONDS = 0.1  # for what was to be released soon
-IDLE_LINES = 8  # that are kept: more threads at a time are rare
+ROOM_BYTES = 64 << 10  # buffer for answers; longer ones are rare
+AT_ONCE_BYTES = 32 << 10  # bytes that fit into the socket's buffer, so that sending them does not block
+GOODBYE_SECONDS = 0.1  # longest wait for pending releases when a client closes
+IDLE_CONNECTIONS = 8  # idle connections that are kept; more threads at a time are rare
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -62,7 +62,7 @@ class Method(IntEnum):
 
 
 class CallRefused(grpc.RpcError):
-    """A framed call that came to nothing; looks like one by gRPC."""
+    """A framed call that failed; the error looks like one of gRPC."""
 
     def __init__(self, code: grpc.StatusCode, details: str, field: str = ""):
         super().__init__(details)
@@ -76,17 +76,17 @@ class CallRefused(grpc.RpcError):
     def details(self) -> str:
         return self._details
 
-    def trailing_metadata(self) -> Any:  # pairs, as gRPC has them
+    def trailing_metadata(self) -> Any:  # pairs, as in gRPC
         return ((wire.FIELD_KEY, self._field),) if self._field else ()
 
 
 def refusal_message(code: grpc.StatusCode, field: str, reason: str) -> bytes:
-    """The payload of an answer that says no (rule 2)."""
+    """Return the payload of an answer that refuses the call (rule 2)."""
     return bytes((number_of(code),)) + f"{field}\0{reason}".encode()
 
 
 def number_of(code: grpc.StatusCode) -> int:
-    """As it travels."""
+    """Return the number of a gRPC code on the wire."""
     number: int = code.value[0]
     return number
 
@@ -95,21 +95,14 @@ _CODES = {number_of(code): code for code in grpc.StatusCode}
 
 
 class NodeCalls:
-    """One client's calls to one node. Thread-safe. All raise `grpc.RpcError`."""
+    """Calls of one client to one node; it connects at the first call. Thread-safe. All methods raise `grpc.RpcError`."""
 
     def __init__(self, stub: pb_grpc.BlockStoreStub, path: str, clock: Clock):
-        """Connects when it is needed.
-
-        Args:
-            stub: Of the node.
-            path: Of the socket that hands out its memory, where that is on this host; empty: gRPC only.
-            clock: For deadlines.
-        """
         self._stub = stub
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
-        self._lines: set[_CallConnection] = set()
+        self.connections: set[_CallConnection] = set()
         self._idle: list[_CallConnection] = []
         self._over = False
 
@@ -120,29 +113,29 @@ class NodeCalls:
         return self._ask(Method.RELEASE, request, pb.ReleaseResponse, self._stub.Release, timeout_seconds)
 
     def release_soon(self, request: pb.ReleaseRequest, timeout_seconds: float) -> None:
-        """As `release`, without waiting for the node where that is possible; `settle` does."""
+        """Release leases without waiting for the node, if possible; `settle` waits for it."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
-        line = self._line(deadline) if self._path else None
-        if line is None:
+        connection = self._connection(deadline) if self._path else None
+        if connection is None:
             self._stub.Release(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
             return
         whole = False
         try:
-            line.tell(Method.RELEASE, request.SerializeToString(), deadline)
+            connection.tell(Method.RELEASE, request.SerializeToString(), deadline)
             whole = True
         except OSError as error:
             raise _failed(error) from error
         finally:
-            self._give_back(line, whole=whole)
+            self._give_back(connection, whole=whole)
 
     def settle(self, timeout_seconds: float) -> None:
-        """What was to be released soon has been released, unless the node does not answer in time."""
+        """Wait until the node has released what `release_soon` sent, or the time is over."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
         with self._lock:
-            owing = [line for line in self._idle if line.is_owed]
-            self._idle = [line for line in self._idle if not line.is_owed]
-        for line in owing:
-            self._give_back(line, whole=line.settle(deadline))
+            owing = [connection for connection in self._idle if connection.is_owed]
+            self._idle = [connection for connection in self._idle if not connection.is_owed]
+        for connection in owing:
+            self._give_back(connection, whole=connection.settle(deadline))
 
     def reserve(self, request: pb.ReserveRequest, timeout_seconds: float) -> pb.ReserveResponse:
         return self._ask(Method.RESERVE, request, pb.ReserveResponse, self._stub.Reserve, timeout_seconds)
@@ -151,21 +144,21 @@ class NodeCalls:
         return self._ask(Method.PUBLISH, request, pb.PublishResponse, self._stub.Publish, timeout_seconds)
 
     def retire(self) -> None:
-        """Let the connections go, those in use after their calls."""
+        """Close the connections; those in use are closed after their calls."""
         self.settle(GOODBYE_SECONDS)
         with self._lock:
             self._over = True
             idle, self._idle = self._idle, []
-            self._lines.difference_update(idle)
-        for line in idle:
-            line.close()
+            self.connections.difference_update(idle)
+        for connection in idle:
+            connection.close()
 
     def close(self) -> None:
-        """As `retire`; calls in progress end now."""
+        """Close as `retire` does, and end the calls in progress now."""
         self.retire()
         with self._lock:
-            for line in self._lines:
-                line.hang_up()
+            for connection in self.connections:
+                connection.hang_up()
 
     def _ask(
         self,
@@ -176,39 +169,39 @@ class NodeCalls:
         timeout_seconds: float,
     ) -> Answer:
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
-        line = self._line(deadline) if self._path else None
-        if line is None:
+        connection = self._connection(deadline) if self._path else None
+        if connection is None:
             return by_grpc(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
         whole = False
         try:
-            status, body = line.exchange(method, request.SerializeToString(), deadline)
+            status, body = connection.exchange(method, request.SerializeToString(), deadline)
             answer = kind.FromString(body) if status == OK else None
             whole = True
         except (OSError, DecodeError) as error:
             raise _failed(error) from error
         finally:
-            self._give_back(line, whole=whole)
+            self._give_back(connection, whole=whole)
         if answer is None:
             field, _, reason = body.decode(errors="replace").partition("\0")
             raise CallRefused(_CODES.get(status, grpc.StatusCode.UNKNOWN), reason, field)
         return answer
 
-    def _line(self, deadline: Nanos) -> "_CallConnection | None":
-        """A connection for one call; None where there is none to be had."""
+    def _connection(self, deadline: Nanos) -> "_CallConnection | None":
+        """Return a connection for one call; None if there is none."""
         while True:
             with self._lock:
                 if self._over:
                     raise CallRefused(grpc.StatusCode.CANCELLED, "the client has closed this session")
                 if not self._idle:
                     break
-                line = self._idle.pop()
-            if line.settle(deadline) and line.is_silent():
-                return line
-            self._give_back(line, whole=False)
+                connection = self._idle.pop()
+            if connection.settle(deadline) and connection.is_silent():
+                return connection
+            self._give_back(connection, whole=False)
             if self._clock.now() >= deadline:
                 raise CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         try:
-            line = _CallConnection(self._path, self._clock, deadline)
+            connection = _CallConnection(self._path, self._clock, deadline)
         except TimeoutError as error:
             raise CallRefused(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "the node does not take a connection in time"
@@ -216,16 +209,16 @@ class NodeCalls:
         except OSError:
             return None
         with self._lock:
-            self._lines.add(line)
-        return line
+            self.connections.add(connection)
+        return connection
 
-    def _give_back(self, line: "_CallConnection", *, whole: bool) -> None:
+    def _give_back(self, connection: "_CallConnection", *, whole: bool) -> None:
         with self._lock:
-            if whole and not self._over and len(self._idle) < IDLE_LINES:
-                self._idle.append(line)
+            if whole and not self._over and len(self._idle) < IDLE_CONNECTIONS:
+                self._idle.append(connection)
                 return
-            self._lines.discard(line)
-        line.close()
+            self.connections.discard(connection)
+        connection.close()
 
 
 def _failed(error: Exception) -> CallRefused:
@@ -235,18 +228,13 @@ def _failed(error: Exception) -> CallRefused:
 
 
 class _CallConnection:
-    """One connection; for one thread at a time."""
+    """One connection, used by one thread at a time."""
 
     def __init__(self, path: str, clock: Clock, deadline: Nanos):
-        """Connects.
-
-        Raises:
-            TimeoutError: Nobody takes the connection by the deadline.
-            OSError: Nobody will.
-        """
+        """Connect; raise TimeoutError at the deadline, or OSError if the node refuses the connection or is not there."""
         self._clock = clock
         self._room = memoryview(bytearray(ROOM_BYTES))
-        self.is_owed = False  # an answer, for which nobody has waited
+        self.is_owed = False  # an answer is pending that nobody has waited for
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._hurry(deadline)
@@ -261,15 +249,14 @@ class _CallConnection:
         self._events.register(self._socket, select.POLLIN)
 
     def is_silent(self) -> bool:
-        """Whether nothing came, not even its end, since the last answer."""
+        """Return whether nothing has come since the last answer, not even the end of the stream."""
         return not self._events.poll(0)
 
     def exchange(self, method: Method, message: bytes, deadline: Nanos) -> tuple[int, bytes]:
-        """Status and body of the answer.
+        """Send a request; return status and body of the answer.
 
-        Raises:
-            TimeoutError: It has not come by the deadline.
-            OSError: The connection is over, or what came is no answer. After all of these only `close` is left.
+        Raise TimeoutError at the deadline, or OSError if the connection is over or the answer invalid. Then only close
+        it.
         """
         self._send(method, message, deadline)
         if len(message) > AT_ONCE_BYTES:
@@ -282,7 +269,7 @@ class _CallConnection:
         self.is_owed = True
 
     def settle(self, deadline: Nanos) -> bool:
-        """Read the answer that is owed; whether the connection is still of use."""
+        """Read the answer that nobody has waited for; return whether the connection can still be used."""
         try:
             if self.is_owed:
                 self._hurry(deadline)
@@ -293,7 +280,7 @@ class _CallConnection:
         return True
 
     def _send(self, method: Method, message: bytes, deadline: Nanos) -> None:
-        assert not self.is_owed, "two answers at a time cannot be told apart"
+        assert not self.is_owed, "two pending answers cannot be told apart"
         if len(message) >= FRAME_BYTES:
             raise ConnectionError(f"a request of {len(message)} bytes is longer than {FRAME_BYTES}")
         self._hurry(deadline)
@@ -321,21 +308,17 @@ class _CallConnection:
         return room[ANSWER.size - 1], bytes(room[ANSWER.size : size])
 
     def hang_up(self) -> None:
-        """Whoever waits for an answer waits no longer."""
+        """Shut the connection down, so that a waiting thread stops waiting."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the node was faster, or the call is over
+            return  # the node has closed it, or the call is over
 
     def close(self) -> None:
         self._socket.close()
 
     def _hurry(self, deadline: Nanos) -> None:
-        """Have the next step end by the deadline.
-
-        Raises:
-            TimeoutError: That is over.
-        """
+        """Set the timeout of the next socket operation to the time left; raise TimeoutError if the deadline has passed."""
         left = seconds(deadline - self._clock.now())
         if left <= 0:
             raise TimeoutError("the deadline has passed")

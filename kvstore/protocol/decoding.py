@@ -1,6 +1,6 @@
-"""Requests that are no messages: refused like other bad requests, told in one line, and counted.
+"""Decoding interceptor: refuses requests that are not valid messages, logs each in one line, and counts them.
 
-gRPC itself would log a traceback for each and answer UNKNOWN, so that whoever reaches a port could fill the node's log.
+gRPC itself would log a traceback for each and answer UNKNOWN, so anybody who reaches a port could fill the node's log.
 """
 
 import inspect
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 
 
 class _Undecodable(Struct, frozen=True):
-    """In the place of a message."""
+    """Placeholder for a message that could not be decoded."""
 
 
 UNDECODABLE = _Undecodable()
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
-    """For all methods of a server, streams included. Put it last, so that strangers are turned away before."""
+    """Checks all methods of a server, including streams. Add it last, so that strangers are refused before."""
 
     def __init__(self) -> None:
         self.refused = 0
-        """Requests, since the server started."""
+        """Number of refused requests since the server started."""
 
     async def intercept_service(
         self,
@@ -79,9 +79,9 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):
 
     async def _refuse(self, method: str, context: AioContext) -> Never:
         self.refused += 1
-        log.warning("a request is no message; refused", extra={"method": method, "peer": context.peer()})
+        log.warning("request refused: not a valid message", extra={"method": method, "peer": context.peer()})
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, CAUSE, ((FIELD_KEY, FIELD),))
-        raise AssertionError  # aborting raises
+        raise AssertionError  # abort raises
 
 
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

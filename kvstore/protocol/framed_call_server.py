@@ -1,13 +1,14 @@
-"""The node's end of framed calls (`kvstore.protocol.calls`): many connections, on the event loop on which everything is decided.
+"""Server of framed calls (`kvstore.protocol.calls`): many connections on the node's event loop.
 
 Rules:
 
-1. A request is answered at once, in the order in which it came: nothing is kept of it, and nothing waits.
-2. Of the requests that came together, a connection has `TURN_REQUESTS` answered; then others have their turn.
-3. What a client does not take is kept up to `SEND_BYTES`; nothing more is read from it meanwhile.
-4. Who stops in the middle of a request, or does not take its answers, for `STALLED`, is cut. Quiet connections cost a
-   descriptor, and there are at most `CONNECTIONS`.
-5. What is no request ends the connection that it came by, and no other; it is counted.
+1. Each request is answered at once, in the order of arrival; no request is stored, and none waits.
+2. When many requests arrive together, a connection has `TURN_REQUESTS` of them answered; then other connections get
+   their turn.
+3. Answers that a client does not take are kept up to `SEND_BYTES`; nothing more is read from that client meanwhile.
+4. A client that stops within a request, or does not take its answers, for `STALLED` is cut. Quiet connections only cost
+   a descriptor. There are at most `CONNECTIONS`.
+5. Bytes that are not a request end their connection, and no other one. They are counted.
 """
 
 import asyncio
@@ -26,26 +27,26 @@ from kvstore.protocol.calls import FRAME_BYTES, OK, Method, refusal_message
 CONNECTIONS = 1024
 SEND_BYTES = 4 * FRAME_BYTES
 STALLED = Nanos(10 * SECOND)
-TURN_REQUESTS = 8  # half a millisecond, for look-ups of a usual size
+TURN_REQUESTS = 8  # half a millisecond for look-ups of the usual size
 
 Act = Callable[[bytes], Message]
-"""From the bytes of a request to its answer; raises `StoreError`, or `DecodeError` where they are none."""
+"""Turns the bytes of a request into its answer; raises `StoreError`, or `DecodeError` if they are not a request."""
 
 log = logging.getLogger(__name__)
 
 
 class FramedCallServer:
-    """See the module."""
+    """Server of framed calls; the module lists the rules."""
 
     def __init__(self, acts: Mapping[Method, Act]):
-        """Serves whom `take` is given."""
+        """Serve the connections that `take` gets."""
         self._acts = {bytes((method,)): act for method, act in acts.items()}
         self._callers: set[_CallerConnection] = set()
         self.undecodable = 0
-        """What was no request, since the node started."""
+        """Number of requests that could not be decoded since the node started."""
 
     async def take(self, accepted: socket.socket) -> None:
-        """Serve a connection whose opening has been read; takes the socket over."""
+        """Serve a connection whose opening has been read; the server now owns the socket."""
         if len(self._callers) >= CONNECTIONS:
             accepted.close()
             return
@@ -62,11 +63,7 @@ class FramedCallServer:
             raise
 
     def answer(self, payload: bytes) -> tuple[bytes, bytes]:
-        """Head and body of the answer.
-
-        Raises:
-            DecodeError: That is no request.
-        """
+        """Return head and body of the answer; raise DecodeError if the payload is not a request."""
         act = self._acts.get(payload[:1])
         if act is None:
             raise DecodeError("no such method")
@@ -77,7 +74,7 @@ class FramedCallServer:
             return b"", refusal_message(code, field, str(error))
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Ends connections whose other end has stopped in the middle of something. To be called now and then."""
+        """Close connections whose peer has stopped within a request or an answer; call this periodically."""
         for caller in list(self._callers):
             caller.cut_if_stalled(now)
 
@@ -88,13 +85,13 @@ class FramedCallServer:
     def _accept(self, connection: FrameConnection) -> "_CallerConnection":
         caller = _CallerConnection(self, connection)
         self._callers.add(caller)
-        connection.send()  # it is taken
+        connection.send()  # the empty frame accepts the connection
         return caller
 
     def garbled(self, error: Exception) -> None:
-        """A connection brought what is no request."""
+        """Count and log a connection that brought something other than a request."""
         self.undecodable += 1
-        log.warning("a local connection brought what is no request; cut", extra={"reason": str(error)})
+        log.warning("local connection cut: not a request", extra={"reason": str(error)})
 
     def forget(self, caller: "_CallerConnection") -> None:
         self._callers.discard(caller)
@@ -104,25 +101,25 @@ _WELL = bytes((OK,))
 
 
 class _CallerConnection:
-    """A `kvstore.net.frames.FrameReceiver`: one connection."""
+    """One connection, as a `kvstore.net.frames.FrameReceiver`."""
 
     def __init__(self, server: FramedCallServer, connection: FrameConnection):
         self.connection = connection
         self._server = server
-        self._held_up = False  # reading, until what was answered is taken
+        self._held_up = False  # reading is paused until the client has taken its answers
         self._stuck_since: Nanos | None = None
 
     def received(self, payload: bytes) -> None:
         self._stuck_since = None
         try:
             self.connection.send(*self._server.answer(payload))
-            self.connection.flush()  # before the uses are noted, which takes longer than the answer
+            self.connection.flush()  # before the uses are counted, which takes longer than the answer
         except DecodeError as error:
             self._server.garbled(error)
             self.connection.abort()
             return
         except ConnectionError as error:
-            log.warning("a local connection was cut", extra={"reason": str(error)})
+            log.warning("local connection cut", extra={"reason": str(error)})
             self.connection.abort()
             return
         if self.connection.full and not self._held_up:
@@ -138,7 +135,7 @@ class _CallerConnection:
     def lost(self, cause: Exception | None) -> None:
         if isinstance(cause, FrameTooLong):
             self._server.garbled(cause)
-        self._server.forget(self)  # clients come and go as they like
+        self._server.forget(self)  # a client may leave at any time
 
     def cut_if_stalled(self, now: Nanos) -> None:
         if not (self.connection.full or self.connection.torn):

@@ -1,4 +1,4 @@
-"""Between `kvstore.v1` messages and the values of this package; checks what comes in, field by field."""
+"""Wire conversion: between `kvstore.v1` messages and the values of this package. It checks each field of what comes in."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -41,23 +41,23 @@ from kvstore.transports.nixl import NixlOffer
 from kvstore.v1 import blocks_pb2 as pb
 
 MAX_HASHES = 65_536
-"""In one request: 1 MiB of names, 2 million tokens at 32 a block."""
+"""Most block hashes in one request: 1 MiB, or 2 million tokens at 32 per block."""
 
-NOTHING_ROSE: Mapping[str, int] = MappingProxyType({})
+NOTHING_PROMOTED: Mapping[str, int] = MappingProxyType({})
 
 MAX_LEASES = 1024
-"""Released in one request, each of many blocks perhaps: everybody else waits meanwhile."""
+"""Most leases that one request releases. Each may have many blocks, and other clients wait meanwhile."""
 
 MAX_EVACUATED = 4096
-"""Blocks that are brought away by one request: each is looked up before anything else happens."""
+"""Most blocks that one request evacuates; each is looked up before anything else happens."""
 
-MAX_TEXT = 512  # characters of a name
+MAX_TEXT = 512  # characters of a text field
 MAX_WAIT_MS = 60_000
 MAX_MESSAGE_BYTES = 16 << 20
-"""Of a gRPC message: 65,536 slots take 1.3 MiB, and a dump is cut into pieces."""
+"""Longest gRPC message: 65,536 slots take 1.3 MiB, and a cache dump is divided into several messages."""
 
 FIELD_KEY = "kvstore-field"
-"""Trailing metadata that names the offending field."""
+"""Key of the trailing metadata that names the offending field."""
 
 _CODES: dict[type[StoreError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -70,7 +70,7 @@ _CODES: dict[type[StoreError], grpc.StatusCode] = {
 
 
 def status_of(error: StoreError) -> tuple[grpc.StatusCode, str]:
-    """The gRPC code, and the offending field or an empty string."""
+    """Return the gRPC code of an error, and the offending field or an empty string."""
     field = error.fields[0] if isinstance(error, NamespaceInUse) else getattr(error, "field", "")
     return _CODES[type(error)], field
 
@@ -80,11 +80,9 @@ def namespace_message(namespace: KvNamespace) -> pb.Namespace:
 
 
 def parse_hello(request: pb.HelloRequest) -> KvNamespace:
-    """The namespace that a client means.
+    """Return the namespace of a client.
 
-    Raises:
-        InvalidArgument: A field is out of range.
-        LayoutMismatch: Client and node are of versions that do not understand each other.
+    Raise InvalidArgument if a field is out of range, and LayoutMismatch if the versions of client and node differ.
     """
     message = request.namespace
     for field in ("model", "revision", "dtype", "layout", "lora"):
@@ -128,22 +126,14 @@ def parse_hello(request: pb.HelloRequest) -> KvNamespace:
 
 
 def parse_digest(digest: bytes) -> bytes:
-    """A namespace digest.
-
-    Raises:
-        InvalidArgument: It has not 16 bytes.
-    """
+    """Return a namespace digest; raise InvalidArgument unless it has 16 bytes."""
     if len(digest) != DIGEST_BYTES:
         raise InvalidArgument("digest", f"{len(digest)} bytes instead of {DIGEST_BYTES}")
     return digest
 
 
 def check_hashes(hashes: bytes) -> bytes:
-    """Block names, as they come: one after the other.
-
-    Raises:
-        InvalidArgument: None, too many, or a torn one.
-    """
+    """Return concatenated block hashes unchanged; raise InvalidArgument if there are none, too many, or incomplete ones."""
     if not hashes:
         raise InvalidArgument("hashes", "must not be empty")
     if len(hashes) > MAX_HASHES * HASH_BYTES:
@@ -154,16 +144,12 @@ def check_hashes(hashes: bytes) -> bytes:
 
 
 def parse_hashes(hashes: bytes) -> list[BlockHash]:
-    """Block names. Raises as `check_hashes` does."""
+    """Return block hashes, checked as by `check_hashes`."""
     return split(check_hashes(hashes))
 
 
 def parse_lease(lease_ms: int, least_ms: int, limit: Nanos, field: str = "lease_ms") -> Nanos:
-    """How long to hold.
-
-    Raises:
-        InvalidArgument: Longer than the node allows, or too short.
-    """
+    """Return the duration of a lease; raise InvalidArgument if it is too short, or longer than the node allows."""
     limit_ms = limit // MILLISECOND
     if not least_ms <= lease_ms <= limit_ms:
         raise InvalidArgument(field, f"{lease_ms} is not within {least_ms}..{limit_ms}")
@@ -171,60 +157,40 @@ def parse_lease(lease_ms: int, least_ms: int, limit: Nanos, field: str = "lease_
 
 
 def parse_leases(lease_ids: Sequence[int]) -> list[LeaseId]:
-    """What to release.
-
-    Raises:
-        InvalidArgument: Too many at a time.
-    """
+    """Return the leases to release; raise InvalidArgument if there are too many."""
     if len(lease_ids) > MAX_LEASES:
         raise InvalidArgument("lease_ids", f"{len(lease_ids)} are more than {MAX_LEASES} at a time")
     return [LeaseId(lease_id) for lease_id in lease_ids]
 
 
 def parse_max_wait(patience_ms: int) -> Nanos:
-    """How long blocks of lower tiers are worth waiting for; more than any tier could make use of is as good as this."""
+    """Return the max wait of a request, limited to a time that is longer than any promotion."""
     return Nanos(min(patience_ms, MAX_WAIT_MS) * MILLISECOND)
 
 
 def parse_tenant(tenant: bytes) -> bytes:
-    """The salt of a tenant's chains, or nothing.
-
-    Raises:
-        InvalidArgument: It has neither 0 nor 32 bytes.
-    """
+    """Return the salt of a tenant's chains, or nothing; raise InvalidArgument unless it has 0 or 32 bytes."""
     if len(tenant) not in (0, SALT_BYTES):
         raise InvalidArgument("tenant", f"{len(tenant)} bytes instead of 0 or {SALT_BYTES}")
     return tenant
 
 
 def parse_owner(owner: str) -> str:
-    """Who reserves.
-
-    Raises:
-        InvalidArgument: It is too long, or says that it is the node itself.
-    """
+    """Return the owner of a reservation; raise InvalidArgument if it is too long, or is the name of the node."""
     if len(owner) > MAX_TEXT or owner == NODE:
         raise InvalidArgument("owner", f"must have at most {MAX_TEXT} characters and not be {NODE!r}")
     return owner
 
 
 def parse_session(session: str) -> str:
-    """For whom to hold.
-
-    Raises:
-        InvalidArgument: It is empty or too long.
-    """
+    """Return the session of a pin; raise InvalidArgument if it is empty or too long."""
     if not 0 < len(session) <= MAX_TEXT:
         raise InvalidArgument("session", f"must have 1 to {MAX_TEXT} characters, not {len(session)}")
     return session
 
 
 def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
-    """CRC-32C by index.
-
-    Raises:
-        InvalidArgument: An index twice, or not as many checksums as indices.
-    """
+    """Return the CRC-32C by index; raise InvalidArgument unless each index occurs once and has a checksum."""
     if len(request.crc32c) != len(request.indices):
         raise InvalidArgument("crc32c", f"{len(request.crc32c)} for {len(request.indices)} indices")
     checksums = dict(zip(request.indices, request.crc32c, strict=True))
@@ -234,18 +200,16 @@ def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
 
 
 def parse_condemned(request: pb.CondemnRequest) -> list[tuple[BlockHash, int]]:
-    """Names and generations.
-
-    Raises:
-        InvalidArgument: Not as many of the one as of the other.
-    """
+    """Return block hashes and generations; raise InvalidArgument if their numbers differ."""
     names = parse_hashes(request.hashes)
     if len(names) != len(request.generations):
         raise InvalidArgument("generations", f"{len(request.generations)} for {len(names)} hashes")
     return list(zip(names, request.generations, strict=True))
 
 
-def match_message(leased: LeasedSlots, loading: int = 0, risen: Mapping[str, int] = NOTHING_ROSE) -> pb.MatchResponse:
+def match_message(
+    leased: LeasedSlots, loading: int = 0, risen: Mapping[str, int] = NOTHING_PROMOTED
+) -> pb.MatchResponse:
     response = pb.MatchResponse(lease_id=leased.lease_id, slots=leased.slots.packed, loading=loading)
     for tier, blocks in risen.items():
         response.risen.add(tier=tier, blocks=blocks)
@@ -294,11 +258,7 @@ def parse_hold(response: pb.HoldResponse) -> SessionPinResult:
 
 
 def parse_evacuated(hashes: bytes) -> list[BlockHash]:
-    """What is to be brought away.
-
-    Raises:
-        InvalidArgument: None, too many at a time, or a torn name.
-    """
+    """Return the blocks to evacuate; raise InvalidArgument if there are none, too many, or an incomplete hash."""
     if len(hashes) > MAX_EVACUATED * HASH_BYTES:
         raise InvalidArgument("hashes", f"more than {MAX_EVACUATED} at a time")
     return parse_hashes(hashes)
@@ -327,7 +287,7 @@ def nixl_message(offer: NixlOffer | None) -> pb.NixlOffer | None:
 
 
 def parse_nixl(hello: pb.HelloResponse) -> NixlOffer | None:
-    """None: the node has no agent."""
+    """Return the node's NIXL offer; None if the node has no agent."""
     message = hello.nixl
     return NixlOffer(message.metadata, message.blocks, message.stamps) if hello.HasField("nixl") else None
 
@@ -361,5 +321,5 @@ def _named(message: Message, kind: type[Struct]) -> dict[str, Any]:
 
 
 def _whole(slots: bytes) -> bytes:
-    """A node that sends torn records is another version's: nothing is to be had from it."""
+    """Return the complete slots. A node that sends incomplete ones is of another version, and nothing can be read from it."""
     return slots[: len(slots) - len(slots) % SLOT.size]

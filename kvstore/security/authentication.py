@@ -1,16 +1,19 @@
-"""Who may speak to a node over a network, and whether it is that node: both ends prove that they have a secret.
+"""Authentication between a node and its peers: both ends prove that they have the same secret.
 
 Rules:
 
-1. Proofs are HMAC-SHA-256 under a key that is derived from the deployment's secret, a different one for each purpose,
-   and are compared in constant time. What is signed begins with who signs: no proof can be handed back as the other end's.
-2. On the data plane a connection's proofs are over nonces of both ends and its namespace, so that one that was overheard
-   opens nothing. The client proves first; a node that cannot answer with its own proof gets no request.
-3. On the control plane a call's proof is over its method, the digest of the very bytes of its request, its time, and who
-   calls with a number that counts that caller's calls. The node's proof is over the same. A proof therefore holds for that
-   request only, is accepted once (`kvstore.security.call_replays`), and is refused when the clocks differ by more than `SKEW_SECONDS`.
-4. This keeps strangers out, and nothing else: bytes are neither hidden nor sealed, and whoever can change what is on the
-   wire can take a connection over. Networks where that can happen want TLS, and IPsec or WireGuard under the data plane.
+1. Proofs are HMAC-SHA-256 under a key that is derived from the deployment's secret, another key for each purpose. They
+   are compared in constant time. The signed bytes begin with the side that signs, so a proof cannot be returned as the
+   other end's.
+2. On the data plane, the proofs of a connection cover nonces of both ends and the namespace, so an overheard proof is
+   useless. The client proves first. A node that cannot answer with its own proof gets no request.
+3. On the control plane, the proof of a call covers its method, the digest of the request's bytes, the time, the caller,
+   and a number that counts the caller's calls. The node's proof covers the same. A proof is therefore valid for one
+   request, is accepted once (`kvstore.security.call_replays`), and is refused when the clocks differ by more than
+   `SKEW_SECONDS`.
+4. This keeps strangers out and does nothing else: bytes are neither encrypted nor protected against changes. An
+   attacker who can change bytes on the wire can take over a connection. A network where that can happen needs TLS, and
+   IPsec or WireGuard for the data plane.
 """
 
 import hashlib
@@ -25,13 +28,15 @@ from msgspec import Struct
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 SECRET_BYTES = 16
-"""The least that a secret may have: it can be guessed offline by whoever overhears a proof."""
+"""Least length of a secret. An attacker who overhears a proof can try secrets offline."""
 
 SKEW_SECONDS = 300
-"""The clocks of a client and a node may be this far apart. A node remembers accepted proofs for as long as this makes them valid."""
+"""Largest difference between the clocks of client and node. A node remembers accepted proofs for as long as they stay
+valid.
+"""
 
 CALL_PROOF_VERSION = "2"
-"""The first word of a call's proof. Proofs without it are of versions that did not cover the request's bytes."""
+"""First word of a call's proof. Proofs without it come from versions whose proofs did not cover the request's bytes."""
 
 
 class Purpose(StrEnum):
@@ -47,14 +52,14 @@ class ProofSide(StrEnum):
 
 
 class AuthenticationKey:
-    """A secret, made ready for one purpose."""
+    """A secret, prepared for one purpose."""
 
     def __init__(self, secret: bytes, purpose: Purpose):
         assert len(secret) >= SECRET_BYTES, f"a secret has {SECRET_BYTES} bytes or more, not {len(secret)}"
         self._key = hmac.digest(secret, purpose.encode(), hashlib.sha256)
 
     def proof(self, side: ProofSide, *words: bytes) -> bytes:
-        """32 bytes that only who has the secret can make. Words are told apart by their lengths, which go in too."""
+        """Return 32 bytes that only an owner of the secret can compute. The lengths of the words are signed as well."""
         said = b"".join(len(word).to_bytes(4, "big") + word for word in (side.encode(), *words))
         return hmac.digest(self._key, said, hashlib.sha256)
 
@@ -63,14 +68,14 @@ class AuthenticationKey:
 
 
 def nonce() -> bytes:
-    """16 bytes that never come twice."""
+    """Return 16 random bytes that never repeat."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 class CallProof(Struct, frozen=True, kw_only=True):
     """Proof of one call of the control plane; it travels in the call's metadata."""
 
-    unix_seconds: int  # by the caller's clock
+    unix_seconds: int  # time by the caller's clock
     caller: bytes  # drawn at random, once for each channel
     number: int  # counts the calls of that caller
     proof: bytes
@@ -79,27 +84,13 @@ class CallProof(Struct, frozen=True, kw_only=True):
     def of(
         cls, key: AuthenticationKey, method: str, request: bytes, *, unix_seconds: int, caller: bytes, number: int
     ) -> Self:
-        """Prove a call.
-
-        Args:
-            key: What both ends have.
-            method: As in ``/kvstore.v1.BlockStore/Match``.
-            request: The bytes of the request as they are sent.
-            unix_seconds: The caller's time.
-            caller: 16 bytes that name the caller.
-            number: Another one for each call of that caller, at most 2**64 - 1.
-        """
+        """Prove a call to a method such as ``/kvstore.v1.BlockStore/Match``; each call of a caller needs another number."""
         words = _words(method, request, unix_seconds, caller, number)
         return cls(unix_seconds=unix_seconds, caller=caller, number=number, proof=key.proof(ProofSide.CLIENT, *words))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `text`.
-
-        Raises:
-            OutdatedProof: It is of an earlier version of this software.
-            ValueError: It is no proof.
-        """
+        """Read `text`; raise OutdatedProof for a proof of an earlier version, and ValueError for other text."""
         if OUTDATED.fullmatch(text):
             raise OutdatedProof("a proof that does not cover its request")
         version, time, caller, number, proof = text.split(".")
@@ -113,7 +104,7 @@ class CallProof(Struct, frozen=True, kw_only=True):
         return ".".join(map(str, words))
 
     def refusal(self, key: AuthenticationKey, method: str, request: bytes, now_unix_seconds: int) -> str:
-        """Return why the call is not served, or an empty string."""
+        """Return why the call is refused, or an empty string."""
         words = _words(method, request, self.unix_seconds, self.caller, self.number)
         if not key.proves(self.proof, ProofSide.CLIENT, *words):
             return "the proof is not of this port's secret, or was made for another call: set the caller's secret to that of this port"
@@ -122,7 +113,7 @@ class CallProof(Struct, frozen=True, kw_only=True):
         return ""
 
     def answer(self, key: AuthenticationKey, method: str, request: bytes) -> bytes:
-        """Return the node's own proof, over the same words."""
+        """Return the node's own proof over the same words."""
         return key.proof(ProofSide.NODE, *_words(method, request, self.unix_seconds, self.caller, self.number))
 
     def is_answered_by(self, key: AuthenticationKey, method: str, request: bytes, proof: bytes) -> bool:
@@ -131,7 +122,7 @@ class CallProof(Struct, frozen=True, kw_only=True):
 
 
 class OutdatedProof(ValueError):
-    """The proof of a caller whose software is older than proofs over requests."""
+    """Proof of a caller whose software is older than proofs that cover the request."""
 
 
 OUTDATED = re.compile(rf"\d+\.[0-9a-f]{{{2 * NONCE_BYTES}}}\.[0-9a-f]{{{2 * PROOF_BYTES}}}")  # time, nonce, proof

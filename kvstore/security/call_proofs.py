@@ -1,12 +1,12 @@
-"""Proofs of the secret on the calls of the control plane, put there and asked for by interceptors.
+"""Proofs of the secret on the calls of the control plane, added and checked by gRPC interceptors.
 
 Rules:
 
-1. A client's proof travels in a call's metadata and covers the method and the very bytes of the request. The server
-   looks at it before it parses the request, and accepts it once (`kvstore.security.call_replays`).
-2. The node's proof travels in what trails the answer. A stream, which has no end to look at, carries the client's only:
-   ask something else first. Answers are not covered; TLS protects them.
-3. Calls that stream requests cannot be proven, and are refused: the proof leaves before their bytes are known.
+1. A client's proof travels in the metadata of a call and covers the method and the exact bytes of the request. The
+   server checks it before it parses the request, and accepts it once (`kvstore.security.call_replays`).
+2. The node's proof travels in the trailing metadata of the answer. A stream has no end to check, so it carries only the
+   client's proof; make another call first. Proofs do not cover answers; TLS protects those.
+3. Calls that stream requests cannot be proven, because the proof leaves before their bytes are known. They are refused.
 """
 
 import itertools
@@ -29,7 +29,7 @@ OUTDATED = "this proof does not cover the request, as those of older versions: u
 STREAMED = "this port asks for a proof, and a call that streams requests cannot be proven: use its Unix socket"
 
 Calendar = Callable[[], int]
-"""Seconds since 1970."""
+"""Returns the seconds since 1970."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -37,7 +37,7 @@ AioContext = grpc.aio.ServicerContext[Any, Any]
 
 
 class UnprovenAnswer(grpc.RpcError):
-    """An answer whose sender did not prove the secret; looks like a refusal by the node."""
+    """The sender of the answer did not prove the secret; the error looks like a refusal by the node."""
 
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAUTHENTICATED
@@ -50,7 +50,7 @@ class UnprovenAnswer(grpc.RpcError):
 
 
 class ProofServerInterceptor(grpc.aio.ServerInterceptor):
-    """The node's end. Calls over Unix sockets are let through: their files' mode protects them."""
+    """Checks the proofs of callers. Calls over Unix sockets pass, because the mode of their files protects them."""
 
     def __init__(self, key: AuthenticationKey, now: Calendar = unix_seconds):
         self._key = key
@@ -76,7 +76,7 @@ class ProofServerInterceptor(grpc.aio.ServerInterceptor):
             proven = grpc.unary_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
         return cast("grpc.RpcMethodHandler[Request, Response]", proven)
 
-    # The handlers below take a request's bytes, since a handler without a deserializer is given them.
+    # The handlers below have no deserializer, so they get the bytes of a request.
 
     def _asking(self, method: str, behaviour: Any, deserialize: Any) -> Any:
         async def answer(request: bytes, context: AioContext) -> Any:
@@ -152,9 +152,10 @@ class _ProofClient:
         self._numbers = itertools.count()
 
     def _proven(self, details: Any, request: Any) -> tuple[Any, Callable[[Any], bool]]:
-        """Return the details of a call with its proof, and what tells of an answer's trailing metadata whether it is proven.
+        """Return the details of a call with its proof, and a check of the answer's trailing metadata.
 
-        gRPC serializes the request right after this, in the same way, so that these are the bytes that are sent.
+        gRPC serializes the request right after this call and in the same way, so the proof covers the bytes that are
+        sent.
         """
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         body = request if isinstance(request, bytes) else request.SerializeToString()
@@ -180,7 +181,7 @@ class _ProofClient:
 
 
 class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor):
-    """The client's end, for synchronous calls."""
+    """Proves synchronous calls, and checks the node's proof."""
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, is_answered = self._proven(client_call_details, request)
@@ -191,7 +192,7 @@ class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor):
 
 
 class ProofAioUnaryInterceptor(_ProofClient, grpc.aio.UnaryUnaryClientInterceptor):
-    """The client's end, for calls on an event loop."""
+    """Proves calls on an event loop, and checks the node's proof."""
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, is_answered = self._proven(client_call_details, request)
@@ -206,7 +207,7 @@ class ProofAioUnaryInterceptor(_ProofClient, grpc.aio.UnaryUnaryClientIntercepto
 
 
 class ProofStreamInterceptor(_ProofClient, grpc.aio.UnaryStreamClientInterceptor):
-    """The client's end, for streams of answers on an event loop."""
+    """Proves calls on an event loop whose answer is a stream."""
 
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, _ = self._proven(client_call_details, request)

@@ -1,29 +1,30 @@
-"""Replay protection: which proven calls were accepted already, so that none is accepted twice.
+"""Replay protection: remembers which proven calls were accepted, so that none is accepted twice.
 
 Rules:
 
-1. A caller numbers its calls. Of each caller the highest number is kept, and which of the `WINDOW` numbers below it came.
-   What is lower than that is refused, since nobody knows any more whether it came.
+1. A caller numbers its calls. For each caller, the highest number is kept, and which of the `WINDOW` numbers below it
+   have come. Lower numbers are refused, because nothing is known about them any more.
 2. A caller is forgotten only when each proof that was accepted from it is too old to be accepted again.
-3. At most `CALLERS` are remembered. Where there are that many, calls of another caller are refused: to forget one would
-   open its calls to replay. Only who has the secret is remembered, so that strangers cannot fill the memory.
+3. At most `CALLERS` callers are remembered. When that many are known, the calls of another caller are refused, because
+   forgetting a caller would allow replays of its calls. Only callers with the secret are remembered, so strangers
+   cannot fill the memory.
 """
 
 from kvstore.security.authentication import SKEW_SECONDS
 
 WINDOW = 1024
-"""A call may be overtaken on its way by this many later calls of the same caller."""
+"""Number of later calls of the same caller that may overtake a call."""
 
 CALLERS = 1 << 16
-"""Channels that called within the last ten minutes: 110 new ones each second. With all of them the memory takes some 20 MB."""
+"""Channels that called within the last ten minutes: 110 new ones per second. This many take 20 MB of memory."""
 
-SWEEP_SECONDS = 1  # between two searches for callers that can be forgotten
+SWEEP_SECONDS = 1  # least time between two searches for callers that can be forgotten
 
 _SEEN = (1 << WINDOW) - 1
 
 
 class _CallerWindow:
-    """The numbers that came from one caller."""
+    """Numbers that came from one caller."""
 
     __slots__ = ("expires", "highest", "seen")
 
@@ -34,7 +35,7 @@ class _CallerWindow:
 
 
 class CallReplays:
-    """Remembers which proven calls were accepted, by caller."""
+    """Accepted calls by caller."""
 
     def __init__(self, callers: int = CALLERS):
         self._limit = callers
@@ -45,14 +46,7 @@ class CallReplays:
         return len(self._callers)
 
     def refusal(self, name: bytes, number: int, unix_seconds: int, now: int) -> str:
-        """Note a proven call, and return why it is not served, or an empty string.
-
-        Args:
-            name: The caller.
-            number: Which of its calls this is.
-            unix_seconds: The time in the call's proof, which has been found valid.
-            now: Seconds since 1970.
-        """
+        """Note a call whose proof is valid; return why it is refused, or an empty string."""
         expires = unix_seconds + SKEW_SECONDS
         caller = self._callers.get(name)
         if caller is None:

@@ -1,13 +1,13 @@
-"""How the control plane is protected where it leaves a host: TLS with certificates on both ends, proofs of a secret, or both.
+"""Secure channels: TLS with certificates on both ends, proofs of a secret, or both, for the control plane between hosts.
 
 Rules:
 
-1. Unix sockets are for the node's own user (their mode is 0600), and need nothing more.
-2. A node listens beyond loopback only when whoever calls has to prove something: a certificate of the authority
-   (`certificate`, `key` and `authority` are set), or the secret. The TCP data plane knows the secret only. Whoever wants
-   neither says so (`insecure`).
-3. Where there is a secret, every call over TCP carries a proof and every answer another one, loopback included; with
-   certificates on both ends TLS has done that. Health checks are exempt: they tell nothing but that the node lives.
+1. Unix sockets are for the node's own user (mode 0600) and need no further protection.
+2. A node listens beyond loopback only if its callers have to prove something: a certificate of the authority
+   (`certificate`, `key` and `authority` are set), or the secret. The TCP data plane only supports the secret.
+   `insecure` allows a node to listen without either.
+3. With a secret, each call over TCP carries a proof and each answer another one, also on loopback. With certificates on
+   both ends, TLS has done that already. Health checks are exempt: they only tell that the node lives.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ Options = Sequence[tuple[str, Any]]
 
 
 class LoadedCredentials(Struct, frozen=True, kw_only=True):
-    """`Credentials`, read."""
+    """Contents of the files in `Credentials`."""
 
     secret: bytes = b""
     certificate: bytes = b""
@@ -45,21 +45,21 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     authority: bytes = b""
     insecure: bool = False
     files: Credentials = Credentials()
-    """The files that all this was read from; error messages name the one that is wrong."""
+    """The files that were read; error messages name the wrong one."""
     purpose: Purpose = Purpose.CONTROL
-    """The proofs on calls are made for this purpose: a proof for one kind of port is of no use at another."""
+    """Purpose of the proofs on calls: a proof for one kind of port is useless at another."""
 
     def __repr__(self) -> str:
         return "Access(…)"  # secrets are not for logs
 
     @property
     def data_key(self) -> AuthenticationKey | None:
-        """What both ends of the data plane prove; None: nothing."""
+        """Key that both ends of the data plane prove; None: they prove nothing."""
         return AuthenticationKey(self.secret, Purpose.DATA) if self.secret else None
 
     @property
     def control_key(self) -> AuthenticationKey | None:
-        """What both ends of a call over TCP prove; None: nothing, or TLS does."""
+        """Key that both ends of a call over TCP prove; None if there is no secret, or if TLS has proven both ends."""
         return AuthenticationKey(self.secret, self.purpose) if self.secret and not self._certified else None
 
     @property
@@ -67,11 +67,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return bool(self.certificate and self.authority)
 
     def require(self, listen: Sequence[str], data_listen: str) -> None:
-        """Refuse to serve whoever comes by (rule 2).
-
-        Raises:
-            StoreNotStarted: An address beyond loopback is not protected; names it.
-        """
+        """Refuse to listen without protection (rule 2): raise StoreNotStarted, which names the address."""
         if self.insecure:
             return
         remedy = "or credentials.insecure = true on a network that nobody else is on"
@@ -86,11 +82,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
             )
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Have a server listen; returns the port.
-
-        Raises:
-            RuntimeError: It cannot be bound.
-        """
+        """Make a server listen and return the port; raise RuntimeError if the address cannot be bound."""
         if address.startswith("unix:") or not self.certificate:
             return server.add_insecure_port(address)
         authority = self.authority or None
@@ -100,11 +92,11 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return server.add_secure_port(address, credentials)
 
     def interceptors(self, now: Calendar = unix_seconds) -> list[grpc.aio.ServerInterceptor]:
-        """What a server needs to ask for proofs, and to give its own."""
+        """Return the interceptors with which a server checks and gives proofs."""
         return [ProofServerInterceptor(self.control_key, now)] if self.control_key else []
 
     def channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.Channel:
-        """To a node, for synchronous calls."""
+        """Open a channel to a node for synchronous calls."""
         if address.startswith("unix:"):
             return grpc.insecure_channel(address, options=options)
         if self.authority:
@@ -115,7 +107,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return grpc.intercept_channel(channel, ProofUnaryInterceptor(key, now)) if key else channel
 
     def aio_channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.aio.Channel:
-        """To a node, for calls on an event loop."""
+        """Open a channel to a node for calls on an event loop."""
         key = None if address.startswith("unix:") else self.control_key
         interceptors: list[grpc.aio.ClientInterceptor] = (
             [ProofStreamInterceptor(key, now), ProofAioUnaryInterceptor(key, now)] if key else []
@@ -125,9 +117,10 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         return grpc.aio.secure_channel(address, self._for_channels(), options=options, interceptors=interceptors)
 
     def diagnose(self, address: str) -> str:
-        """Return why a client has no connection over TLS to a node, or nothing; see `kvstore.security.tls_diagnosis`. Takes a second or two.
+        """Return why a client gets no TLS connection to a node, or an empty string; see `kvstore.security.tls_diagnosis`.
 
-        A client without TLS waits but a moment for the answer, since most nodes that do not answer have no TLS.
+        It takes a second or two. A client without TLS waits only a moment, because most nodes that do not answer have
+        no TLS.
         """
         timeout_seconds = TIMEOUT_SECONDS if self.authority else PLAIN_TIMEOUT_SECONDS
         return diagnose_address(address, self.files, timeout_seconds=timeout_seconds)
@@ -143,8 +136,7 @@ OPEN = LoadedCredentials()
 def load(credentials: Credentials, purpose: Purpose = Purpose.CONTROL) -> LoadedCredentials:
     """Read the files; `purpose` is that of the proofs on calls.
 
-    Raises:
-        BadCredentials: One cannot be read, or holds nothing that protects; names the field.
+    Raise BadCredentials, which names the field, if a file cannot be read or its content protects nothing.
     """
     secret = _read("secret_file", credentials.secret_file).strip()
     if credentials.secret_file and len(secret) < SECRET_BYTES:

@@ -1,24 +1,27 @@
-"""Settings that say how one proves who one is; `kvstore.security.channels` obeys them."""
+"""Settings of the credentials that a node or a client shows; `kvstore.security.channels` loads them."""
 
 from msgspec import Struct
 
 
 class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which files prove who one is: the same on a node and on its clients, but for the certificate."""
+    """Files with the credentials: equal on a node and its clients, except for the certificate."""
 
     secret_file: str = ""
-    """File whose content, without white space around it, is the deployment's secret; 16 bytes or more. ``openssl rand -hex 32``
-    makes one. Empty: none."""
+    """File whose content, without surrounding white space, is the deployment's secret of 16 bytes or more. ``openssl rand
+    -hex 32`` makes one. Empty: no secret.
+    """
 
     certificate: str = ""
-    """PEM file of this end's certificate, and of those between it and the authority. Empty: no TLS on a node; on a
-    client, no certificate to show."""
+    """PEM file of this end's certificate and of the certificates between it and the authority. Empty: no TLS on a node; on
+    a client, no certificate.
+    """
 
     key: str = ""
     """PEM file of the certificate's private key."""
 
     authority: str = ""
-    """PEM file of the certificates that the other end's must be signed by. On a node: clients must show one."""
+    """PEM file of the certificates that must have signed the other end's certificate. On a node: clients must show one.
+    """
 
     insecure: bool = False
     """Listen beyond loopback although anybody there can read and write everything. For closed networks."""

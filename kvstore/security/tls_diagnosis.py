@@ -1,12 +1,13 @@
-"""TLS diagnosis: why a connection over TLS cannot be had, in words that name the file or setting to mend.
+"""TLS diagnosis: why a TLS connection fails, in words that name the file or setting to correct.
 
 Rules:
 
-1. gRPC says "Socket closed" to a client whose certificate is refused, and "Deadline Exceeded" to one that waits for the node.
-   After such a failure `diagnose` connects once more, with Python's TLS, and says what is wrong with that connection.
-2. `explain` says what an exception of Python's TLS means, on either end, for those who have one at hand.
-3. Both describe, and let nobody in: where a certificate is looked at without being verified, nothing is sent after it.
-4. A diagnosis takes at most three connections, one after the other, and each step of one at most the timeout.
+1. gRPC reports "Socket closed" to a client whose certificate is refused, and "Deadline Exceeded" to one that waits for
+   the node. After such a failure, `diagnose` connects once more with Python's TLS and describes what is wrong.
+2. `explain` describes an exception of Python's TLS on either end.
+3. Both only describe and never admit a peer: after a certificate was read without verification, nothing is sent.
+4. A diagnosis makes at most three connections, one after the other. Each step of a connection takes at most the
+   timeout.
 """
 
 import contextlib
@@ -21,16 +22,16 @@ from kvstore.security.credentials import Credentials
 
 TIMEOUT_SECONDS = 1.0
 GRPC = ("h2",)
-"""The protocols that gRPC's servers want to be asked for (ALPN); servers of other protocols do not mind."""
+"""Application protocols (ALPN) that gRPC servers require; servers of other protocols ignore them."""
 
-NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which Python has no name for
+NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME; Python has no name for it
 NOT_YET_VALID, EXPIRED, WRONG_HOST, WRONG_IP = 9, 10, 62, 64  # X509_V_ERR_…; openssl-verification-options(1)
 UNKNOWN_ISSUER = (2, 18, 19, 20, 21)
 
 PLAIN = frozenset(
     {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE"}
 )
-"""OpenSSL gives these names to bytes that are no TLS."""
+"""OpenSSL's names for bytes that are not TLS."""
 
 ALERTS = {
     "CERTIFICATE_REQUIRED": "it asks for a certificate",
@@ -50,7 +51,7 @@ ALERTS = {
 
 
 def explain(error: Exception) -> str:
-    """Return what a failed handshake means, as seen by the end that has the exception."""
+    """Return the meaning of a failed handshake for the end that has the exception."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer's certificate is not accepted: {error.verify_message}"
     name = str(getattr(error, "reason", None) or "")
@@ -69,7 +70,7 @@ def explain(error: Exception) -> str:
 
 
 def diagnose_address(address: str, credentials: Credentials, **how: Any) -> str:
-    """Return `diagnose` for ``host:port``, and nothing for other addresses."""
+    """Return the result of `diagnose` for ``host:port``, and an empty string for other addresses."""
     try:
         host, port = host_port(address)
     except ValueError:
@@ -87,26 +88,20 @@ def diagnose(
     protocols: Sequence[str] = GRPC,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> str:
-    """Return why a client with these credentials gets no connection over TLS; empty where TLS is not the cause.
+    """Return why a client with these credentials gets no TLS connection; empty if TLS is not the cause.
 
-    Args:
-        host: Where the server listens.
-        port: Likewise.
-        credentials: Of the client. Without an authority it speaks without TLS.
-        field: Of the settings, where the credentials stand; the answer names fields in it.
-        server_name: For which the server's certificate has to be; the host where it is empty.
-        protocols: To ask for (ALPN).
-        timeout_seconds: For each step; the whole takes a few times that at the longest.
+    Credentials without an authority mean a client without TLS. `field` names the credentials' settings in the answer,
+    `server_name` the expected certificate (by default the host), and `timeout_seconds` limits each step.
     """
     asked = _TlsProbe(host, port, credentials, field, server_name or host, tuple(protocols), timeout_seconds)
     try:
         return asked.cause()
     except _Unconnected:
-        return ""  # nothing of TLS, and the caller knows
+        return ""  # TLS is not the cause
 
 
 def fault_of_own(credentials: Credentials, *, field: str = "credentials") -> str:
-    """Return why the other ends will not accept our own certificate, as far as our own authority can tell; else nothing."""
+    """Return why other ends will refuse our certificate, as far as our own authority can tell; otherwise an empty string."""
     if not (credentials.certificate and credentials.authority):
         return ""
     refused = _refusal_of_own(credentials)
@@ -120,7 +115,7 @@ def fault_of_own(credentials: Credentials, *, field: str = "credentials") -> str
 
 
 class _Unconnected(Exception):
-    """Nobody listens there, or nobody answers."""
+    """Nobody listens at the address, or nobody answers."""
 
 
 class _TlsProbe:
@@ -156,7 +151,7 @@ class _TlsProbe:
                 return self._cause_after_handshake(connection)
         except ssl.SSLCertVerificationError as error:
             return self._cause_of_refusal(error)
-        except (OSError, ValueError) as error:  # ValueError: the peer left in the middle of it
+        except (OSError, ValueError) as error:  # ValueError: the peer ended the connection during the handshake
             if _is_plain(error):
                 return f"{self._place} does not speak TLS, and this client does: {self._field}.authority is set"
             return f"{self._place}: {explain(error)}{self._own_certificate() if _is_alert(error) else ''}"
@@ -173,7 +168,7 @@ class _TlsProbe:
             return ""
 
     def _context(self) -> tuple[ssl.SSLContext | None, str]:
-        """Return the context to connect with, or else which file keeps one from being made."""
+        """Return the context to connect with, or which file prevents one."""
         files = self._credentials
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_alpn_protocols(list(self._protocols))
@@ -205,11 +200,14 @@ class _TlsProbe:
             yield connection
 
     def _cause_after_handshake(self, connection: ssl.SSLSocket) -> str:
-        """A server that refuses the client's certificate says so after the client's handshake is over (TLS 1.3)."""
+        """Return why the server ended the connection after the handshake.
+
+        With TLS 1.3, a server refuses the client's certificate only then.
+        """
         try:
             ended = not connection.recv(1)
         except TimeoutError:
-            return ""  # it waits for us to begin
+            return ""  # the server waits for a request
         except ssl.SSLError as error:
             return f"{self._place}: {explain(error)}{self._own_certificate()}"
         except ConnectionError:
@@ -219,7 +217,7 @@ class _TlsProbe:
         return f"{self._place} has ended the connection right after the handshake{self._own_certificate()}"
 
     def _own_certificate(self) -> str:
-        """Return what may be wrong with the client's own certificate, to follow a sentence."""
+        """Return what may be wrong with the client's own certificate, as the end of a sentence."""
         files = self._credentials
         if not files.certificate:
             return f"; this client shows no certificate: set {self._field}.certificate and {self._field}.key"
@@ -235,7 +233,7 @@ class _TlsProbe:
         return f"; {self._field}.certificate: {files.certificate}: {refused.verify_message}"
 
     def _cause_of_refusal(self, error: ssl.SSLCertVerificationError) -> str:
-        """Return why this client does not accept the server's certificate."""
+        """Return why this client refuses the server's certificate."""
         shown = self._shown()
         whose = f"the certificate of {self._place}"
         match error.verify_code:
@@ -254,7 +252,7 @@ class _TlsProbe:
                 return f"{whose} is not accepted: {error.verify_message}"
 
     def _shown(self) -> dict[str, Any]:
-        """The server's certificate as Python tells it, which it does only of one that it was told to trust."""
+        """Return the server's certificate as Python decodes it, which it does only for a trusted certificate."""
         try:
             pem = self._unverified()
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -269,7 +267,7 @@ class _TlsProbe:
             return {}
 
     def _show_own(self, context: ssl.SSLContext) -> None:
-        """Have the client's certificate shown, lest the server's log tell of one that is missing."""
+        """Show the client's certificate, so that the server does not log a missing one."""
         if self._credentials.certificate:
             context.load_cert_chain(self._credentials.certificate, self._credentials.key)
 
@@ -293,7 +291,7 @@ def _name(parts: Sequence[Sequence[tuple[str, str]]]) -> str:
 
 
 def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
-    """Return why the client's own authority does not accept its certificate: a handshake in memory tells."""
+    """Return why the client's own authority refuses its certificate, found by a handshake in memory."""
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     shows = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     shows.check_hostname, shows.verify_mode = False, ssl.CERT_NONE

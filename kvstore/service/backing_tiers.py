@@ -1,4 +1,4 @@
-"""The tiers below a node's memory, made from its settings: the one place that knows them all."""
+"""Backing tiers of a node, opened from its settings: the only module that knows all kinds of tiers."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ from kvstore.tiers.settings import KeepPolicy, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
 
-HOURS = 24  # of a day: what may be saved up is an hour's share
+HOURS = 24  # per day; a budget holds at most the share of one hour
 LEAST_BURST_BYTES = 1 << 30
 
 
 class _SharedBudget(WriteBudget):
-    """One that the event loop and a tier's threads draw on."""
+    """Write budget that the event loop and the threads of a tier share."""
 
     def __init__(self, bytes_per_day: int, burst_bytes: int, *, now: Nanos):
         super().__init__(bytes_per_day, burst_bytes, now=now)
@@ -44,18 +44,18 @@ class _SharedBudget(WriteBudget):
 
 
 class _OpenTier(Struct, frozen=True, kw_only=True):
-    """A tier, and what is known of it here."""
+    """One tier with its rule, codecs and budget."""
 
     tier: BackingTier
     rule: TierRule
     codecs: Codecs
     settings: AnyTier
     spend: Callable[[int], bool]
-    """Charge its budget of writes so many bytes; False where they are not left."""
+    """Charges the tier's write budget; returns False if it is used up."""
 
 
 class BackingTiers:
-    """All tiers of a node, in the order in which they are asked."""
+    """All backing tiers of a node, in the order in which they are asked."""
 
     def __init__(self, opened: Sequence[_OpenTier]):
         self.tiers = [each.tier for each in opened]
@@ -71,17 +71,12 @@ class BackingTiers:
         clock: Clock,
         held: ExitStack,
     ) -> "BackingTiers":
-        """Open every tier; may take seconds, for an SSD that holds much.
+        """Open all tiers, which may take seconds for a large SSD tier; `held` closes them.
 
-        Args:
-            settings: One each.
-            namespaces: By digest; raises `NamespaceUnknown`.
-            credentials: What this node proves to its peers.
-            clock: Of deadlines.
-            held: Closes what was opened.
+        `namespaces` returns a namespace by its digest or raises NamespaceUnknown. `credentials` are shown to peers.
 
         Raises:
-            StoreNotStarted: A tier cannot be had; the message begins with the setting, as in ``tiers[0].url: …``.
+            StoreNotStarted: A tier cannot be opened; the message begins with the setting, such as ``tiers[0].url: …``.
         """
         opened = []
         for index, each in enumerate(settings):
@@ -99,20 +94,15 @@ class BackingTiers:
         return cls(opened)
 
     def open_namespace(self, namespace: KvNamespace) -> None:
-        """Blocks of this kind may come.
-
-        Raises:
-            InvalidArgument: A tier's compression is not for values of this kind; names the field.
-        """
+        """Prepare the tiers for a namespace; raise InvalidArgument if a tier's compression does not support its blocks."""
         for each in self._opened:
             each.codecs.open(namespace)
 
     def refuge(self, *, leaving: bool, is_given_up: Callable[[int], bool]) -> int | None:
-        """Where blocks go that other nodes are to find; None: nowhere, or they need not (`kvstore.service.evacuation`).
+        """Return the tier to which blocks are evacuated; None if there is none, or no need (`kvstore.service.evacuation`).
 
-        Args:
-            leaving: Whether the node goes, which is then its blocks' last way out.
-            is_given_up: Whether a tier fails. Where all do, the first is meant nevertheless: it may come back.
+        If the node is `leaving`, its own tiers count too. If all suitable tiers are given up, return the first, which
+        may recover.
         """
         kinds: tuple[type[TierSettings], ...] = (RedisSettings, S3Settings)
         if leaving:
@@ -126,19 +116,19 @@ class BackingTiers:
         return next((index for index in fitting if not is_given_up(index)), next(iter(fitting), None))
 
     def depart_to(self, tier: int) -> None:
-        """Blocks go to a `refuge` now. A node whose blocks go to its peers has left them from then on."""
+        """Note that blocks are evacuated to this tier. A node that evacuates to its peers leaves their group."""
         refuge = self.tiers[tier]
-        if isinstance(refuge, RemoteTier) and isinstance(refuge.shelf, PeerBackend):
-            refuge.shelf.leave()
+        if isinstance(refuge, RemoteTier) and isinstance(refuge.backend, PeerBackend):
+            refuge.backend.leave()
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
-        """Charge the tier's budget of writes; False where nothing is left of it."""
+        """Charge the tier's write budget; return False if it is used up."""
         return self._opened[tier].spend(size_bytes)
 
 
 @contextmanager
 def _within(path: str) -> Iterator[None]:
-    """What is refused is a field of the settings at that path."""
+    """Prefix the error of a tier's settings with their path."""
     try:
         yield
     except StoreNotStarted as error:
@@ -171,7 +161,7 @@ def _open(
 
 
 def _codec_of(codecs: Codecs, namespaces: Callable[[bytes], KvNamespace]) -> Callable[[bytes], Codec]:
-    """By digest; a namespace that is open on the node is never forgotten here."""
+    """Return the codec of a namespace by its digest; a namespace that is open on the node always has one."""
 
     def codec(digest: bytes) -> Codec:
         try:
@@ -198,5 +188,5 @@ def _budget(settings: TierSettings, clock: Clock) -> WriteBudget | None:
 
 
 def _rewriting(budget: WriteBudget | None, clock: Clock) -> Callable[[int], bool]:
-    """Copying blocks out of a segment that goes costs writes as well; so does what is written for another reason than reuse."""
+    """Return the charge for writes that do not come from admission, such as blocks rescued from a segment that is removed."""
     return lambda num_bytes: budget is None or budget.take(num_bytes, clock.now())

@@ -1,8 +1,8 @@
-"""The BlockStore service: asks the machine, has the pool do what it says, tells the watchers, answers.
+"""BlockStore service: calls the pool machine, performs its commands, tells the watchers, and answers.
 
-What happens in the pool also goes to the hierarchy of the tiers below it, and what clients miss is asked of them. Everything
-runs on one event loop and nothing waits between a decision and its performance, so a client never learns of
-a slot before the slot is stamped.
+Changes in the pool are also reported to the hierarchy of the backing tiers, which promotes the blocks that clients
+miss. Everything runs on one event loop, and nothing waits between a decision and its execution. A client therefore
+never learns of a slot before the slot is stamped.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from kvstore.block import HASH_BYTES, BlockHash, split
 from kvstore.buffers import crc32c
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import LayoutMismatch, NamespaceInUse, Restarted, StoreError
-from kvstore.eviction.ghost_caches import GhostCaches
+from kvstore.eviction.ghost_cache import GhostCaches
 from kvstore.eviction.hit_savings import HitSavings
 from kvstore.hierarchy.machine import Hierarchy
 from kvstore.messages import Claim, EvacuationResult, ReservationId, Slot, Stats
@@ -49,18 +49,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 CONDEMNED_BYTES = 8 << 20
-"""Summed up in one turn of the event loop, to see whether a client is right: a millisecond."""
+"""Bytes that are checked in one turn of the event loop when a client condemns blocks: a millisecond."""
 
-CONDEMNED_NAMES = 64  # at most in such a turn
+CONDEMNED_NAMES = 64  # most blocks that are checked in one turn
 
-NOTED_AT_ONCE = 64  # uses, in one turn of the loop
+NOTED_AT_ONCE = 64  # uses that are counted in one turn of the event loop
 
 MAX_UNNOTED = 4096
-"""Uses that may wait to be counted; only a node that is overwhelmed loses some, and what goes down is a matter of taste."""
+"""Most uses that wait to be counted. Only an overloaded node loses some, and they only influence which blocks are demoted.
+"""
 
 
 class NodeIdentity(Struct, frozen=True, kw_only=True):
-    """What a node says of itself in the handshake."""
+    """Data about a node for the handshake."""
 
     store_id: str
     incarnation: str
@@ -70,16 +71,16 @@ class NodeIdentity(Struct, frozen=True, kw_only=True):
 
 
 class _ChainUse(Struct, frozen=True):
-    """A chain that was asked for, or is being written."""
+    """A chain that a client asked for, or is writing."""
 
     digest: bytes
-    hashes: bytes  # its names, one after the other
+    hashes: bytes  # concatenated block hashes
     held: int = 0
     is_write: bool = False
 
 
 class BlockStoreService(pb_grpc.BlockStoreServicer):
-    """One node's control plane."""
+    """Control plane of one node."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         nixl_offer: Callable[[], NixlOffer | None],
         clock: Clock,
     ):
-        """Serves once a mover is attached, who carries out what the hierarchy decides."""
+        """Prepare the service; it serves after `attach`."""
         self._identity = identity
         self._machine = machine
         self._tier = tier
@@ -109,44 +110,45 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
         self._watchers = Watchers(settings.watch_queue)
-        self._condemning = asyncio.Lock()  # one client at a time: each has the loop for a turn
+        self._condemning = asyncio.Lock()  # one client at a time, because each takes whole turns of the event loop
         self._mismatches = 0
 
-    def attach(self, mover: TransferExecutor) -> None:
-        self._executor = mover
+    def attach(self, executor: TransferExecutor) -> None:
+        """Set the executor of the hierarchy's transfers."""
+        self._executor = executor
 
     def tick(self) -> None:
-        """Time has passed: reclaim what has ended."""
+        """Reclaim what has ended; call this periodically."""
         now = self._clock.now()
         self._machine.expire(now)
         self._hierarchy.tick(now)
         self.settle()
 
     def settle(self) -> None:
-        """Do what machine and hierarchy have decided, until nothing is left to do."""
+        """Perform what machine and hierarchy have decided, until nothing is left."""
         self._perform()
         self._executor.settle()
-        self._perform()  # a tier that answered at once has had places reserved
+        self._perform()  # a tier that answered at once may have caused new reservations
 
     def stats(self) -> Stats:
-        """Of this moment."""
+        """Return the current state."""
         self._machine.expire(self._clock.now())
         return replace(self._machine.stats(), tiers=self._executor.status())
 
     def snapshot(self) -> NodeSnapshot:
-        """All that metrics tell."""
+        """Return the data of the metrics."""
         stats = self.stats()
         return NodeSnapshot(
             stats=stats,
-            movements=tuple(self._hierarchy.counters(index) for index in range(len(stats.tiers))),
+            transfers=tuple(self._hierarchy.counters(index) for index in range(len(stats.tiers))),
             refused_loads=self._hierarchy.refused,
-            shadows=self._ghost_caches.estimates(),
+            ghost_caches=self._ghost_caches.estimates(),
             mismatches=self._mismatches,
         )
 
     @property
     def acts(self) -> Mapping[Method, Act]:
-        """What is called all the time, for clients of this host (`kvstore.protocol.calls`)."""
+        """Frequent calls by method, for clients of this host (`kvstore.protocol.calls`)."""
 
         def framed(kind: type[Request], act: Callable[[Request, Nanos], Message]) -> Act:
             return lambda message: self._settled(partial(act, kind.FromString(message)))
@@ -188,14 +190,14 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         async with self._condemning:
             for batch in await self._answer(context, lambda _: self._condemned(request)):
                 dropped += await self._answer(context, partial(self._condemn, request.digest, batch))
-                await asyncio.sleep(0)  # others have their turn
+                await asyncio.sleep(0)  # other clients get their turn
         return pb.CondemnResponse(dropped=dropped)
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: ARG002, N802 - the protocol
         return await self._answer(context, self._stats)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.BlockChanges]:  # noqa: ARG002, N802 - the protocol
-        await context.send_initial_metadata(())  # an empty store says nothing else for a while
+        await context.send_initial_metadata(())  # an empty store sends nothing else for a while
         sequence = 0
         try:
             async with aclosing(self._watchers.watch([*self._machine.held(), *self._executor.held()])) as stream:
@@ -207,7 +209,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     def _hello(self, request: pb.HelloRequest, now: Nanos) -> pb.HelloResponse:
         namespace = wire.parse_hello(request)
-        self._on_open(namespace)  # first: a layout that a tier refuses must not stand in the way of one that fits
+        self._on_open(namespace)  # first, because a layout that a tier refuses must not block one that fits
         self._machine.open(namespace, now)
         self._ghost_caches.open(namespace)
         return pb.HelloResponse(
@@ -235,10 +237,12 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             names = split(hashes)
             self._savings.told(digest, len(names), seconds(max_wait))
             self._hierarchy.prefetch(digest, names, held, max_wait, now, tenant)
-            self.settle()  # a tier that knows at once that it has nothing keeps nobody waiting
+            self.settle()  # a tier that finds in memory may answer now
         loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))
         tell = lease and self._hierarchy.has_promoted
-        promoted = self._hierarchy.promoted(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_ROSE
+        promoted = (
+            self._hierarchy.promoted(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_PROMOTED
+        )
         return wire.match_message(leased, loading, promoted)
 
     def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:
@@ -282,33 +286,33 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return pb.ReleaseHoldResponse(released=self._machine.release_hold(digest, session, now))
 
     def _evacuation(self, request: pb.EvacuateRequest, now: Nanos) -> Coroutine[Any, Any, EvacuationResult]:
-        """Nothing is done before it is awaited."""
+        """Check an evacuation and return it; nothing happens before it is awaited."""
         self._require_incarnation(request.incarnation)
         digest, names = wire.parse_digest(request.digest), wire.parse_evacuated(request.hashes)
         deadline = Nanos(now + wire.parse_max_wait(request.timeout_ms))
-        self._machine.block_bytes(digest)  # refused before it begins
+        self._machine.block_bytes(digest)  # raises before the evacuation begins
         return self._evacuations.evacuate(digest, names, leaving=request.leaving, deadline=deadline)
 
     def _condemned(self, request: pb.CondemnRequest) -> list[list[tuple[BlockHash, int]]]:
-        """What a client finds bad, each block once, as much at a time as is looked at in a turn."""
+        """Return the blocks that a client condemns, each once, in batches for one turn of the event loop."""
         block_bytes = self._machine.block_bytes(wire.parse_digest(request.digest))
         blocks = list(dict.fromkeys(wire.parse_condemned(request)))
         step = max(1, min(CONDEMNED_NAMES, CONDEMNED_BYTES // block_bytes))
         return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
     def _condemn(self, digest: bytes, blocks: Sequence[tuple[BlockHash, int]], now: Nanos) -> int:
-        """How many of the blocks are bad indeed, and gone now."""
+        """Drop those of the blocks that are really corrupt; return their number."""
         return sum(
             self._machine.condemn(digest, name, generation, now)
             for name, generation in blocks
             if self._is_bad(digest, name, generation)
         )
 
-    def _stats(self, now: Nanos) -> pb.StatsResponse:  # noqa: ARG002 - as all answers
+    def _stats(self, now: Nanos) -> pb.StatsResponse:  # noqa: ARG002 - the signature of all answers
         return wire.stats_message(self.stats(), self._identity.store_id)
 
     def _is_bad(self, digest: bytes, name: BlockHash, generation: int) -> bool:
-        """A client that read badly, or lies, costs nobody a good block."""
+        """Return whether a block is corrupt. A client that misread or lies must not cost others a good block."""
         slot = self._machine.find(digest, name)
         if slot is None or slot.generation != generation:
             return False
@@ -326,19 +330,19 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         except StoreError as error:
             if isinstance(error, LayoutMismatch | NamespaceInUse):
                 self._mismatches += 1
-                log.warning("a client's blocks are not like those here; refused", extra={"reason": str(error)})
+                log.warning("client refused: incompatible blocks", extra={"reason": str(error)})
             code, field = wire.status_of(error)
             await context.abort(code, str(error), ((wire.FIELD_KEY, field),) if field else ())
 
     def _settled(self, act: Callable[[Nanos], Answer]) -> Answer:
-        """The answer; what was decided on the way to it has been done by then."""
+        """Return the answer after everything that was decided on the way has been performed."""
         try:
             return act(self._clock.now())
         finally:
             self.settle()
 
     def _note(self, use: "_ChainUse") -> None:
-        """Have hierarchy and shadows learn of a use after whoever waits has its answer."""
+        """Report a use to the hierarchy and the ghost caches, after the client has its answer."""
         if not self._used:
             asyncio.get_running_loop().call_soon(self._note_some)
         self._used.append(use)

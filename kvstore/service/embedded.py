@@ -1,15 +1,15 @@
-"""A node inside another process: a thread, and an event loop of its own.
+"""Embedded node: a store node inside another process, with its own thread and event loop.
 
 Rules:
 
-1. It is a node like any other: the same settings, sockets, metrics and health, and whoever uses it may run in any process of
-   the host. It shares nothing with the process that it is in but that.
-2. Nothing of the node runs on its host's event loop, and nothing of the host on the node's: an engine that computes for
-   long holds up no look-up, and a node that is busy takes from its host no more than threads of one interpreter take from
-   each other (docs/kvstore.md has figures).
-3. It serves from the beginning of the context to its end. Whoever uses it is closed before.
-4. A node that ends by itself, which is a bug, ends the work of its host: the context is cancelled and raises `NodeEnded`. A
-   process that went on without would be a worker whose blocks nobody gets, and nobody would know.
+1. It is a normal node with the same settings, sockets, metrics and health. Its clients may run in any process of the
+   host. It shares only the process with its host.
+2. Nothing of the node runs on the host's event loop, and nothing of the host on the node's. An engine that computes for
+   long delays no look-up. A busy node slows its host only as threads of one interpreter slow each other
+   (docs/kvstore.md has figures).
+3. It serves from the beginning of the context to its end. Its clients must be closed before the context ends.
+4. A node that ends by itself, which is a bug, ends its host: the context is cancelled and raises `NodeEnded`. Otherwise
+   the process would be a worker whose blocks nobody gets, unnoticed.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from kvstore.messages import StoreEndpoints
 from kvstore.service.server import serve
 from kvstore.service.settings import StoreSettings
 
-STOP_SECONDS = 15.0  # for a node to end; longest takes an SSD that is being written to
+STOP_SECONDS = 15.0  # limit for a node to stop; an SSD tier with pending writes takes the longest
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
@@ -38,15 +38,10 @@ log = logging.getLogger(__name__)
 async def open_embedded(
     settings: StoreSettings, clock: Clock, *, new_loop: NewLoop = asyncio.new_event_loop
 ) -> AsyncIterator[StoreEndpoints]:
-    """A node that serves while the context is open, on a thread of its own.
-
-    Args:
-        settings: What the node is told.
-        clock: Of leases and deadlines.
-        new_loop: Makes the node's event loop.
+    """Run a node on its own thread, with an event loop from `new_loop`, while the context is open.
 
     Raises:
-        StoreNotStarted: The settings cannot be obeyed here; nothing is left running.
+        StoreNotStarted: The settings cannot be met here; nothing is left running.
         NodeEnded: The node ended by itself while the context was open.
     """
     node = _EmbeddedNode(settings, clock, new_loop())
@@ -63,13 +58,13 @@ async def open_embedded(
         node.stop()
         await asyncio.wait([ended], timeout=STOP_SECONDS)
         if ended.done():
-            node.thread.join()  # that was its last step
+            node.thread.join()  # setting `ended` was its last step
         else:
-            log.error("the store node does not end; its thread is left behind", extra={"store": settings.store_id})
+            log.error("store node does not stop; its thread is left behind", extra={"store": settings.store_id})
 
 
 class _EmbeddedNode:
-    """The thread, as its host sees it. Its futures only ever get results: nobody cancels them, nobody has to look."""
+    """Thread of the node, as its host sees it. Its futures only get results, which nobody has to read."""
 
     def __init__(self, settings: StoreSettings, clock: Clock, loop: asyncio.AbstractEventLoop):
         self._settings = settings
@@ -80,10 +75,10 @@ class _EmbeddedNode:
         self.thread = threading.Thread(target=self._run, name="kvstore-node", daemon=True)
         self.ready: Future[StoreEndpoints] = Future()
         self.ended: Future[BaseException | None] = Future()
-        """Set last, to what it ended with; None where it was asked to."""
+        """Exception with which the node ended, or None if it was asked to stop. It is set last."""
 
     def start(self) -> None:
-        """Nothing is left where no thread can be had."""
+        """Start the thread; nothing is left if no thread can be started."""
         try:
             self.thread.start()
         except RuntimeError:
@@ -91,8 +86,8 @@ class _EmbeddedNode:
             raise
 
     def stop(self) -> None:
-        """Have it end, if it has not."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed already
+        """Stop the node if it still runs."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed already
             self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
@@ -105,9 +100,9 @@ class _EmbeddedNode:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - supervisor: handed to the host, which ends with it
+        except BaseException as error:  # noqa: BLE001 - supervisor: given to the host, which ends with it
             cause = None if self._asked_to_stop and isinstance(error, asyncio.CancelledError) else error
-        gc.collect()  # the parts of a node know each other: else its pool stayed until somebody has the interpreter look
+        gc.collect()  # the parts of a node refer to each other, so without this its pool would stay for an unknown time
         self.ended.set_result(cause)
 
     async def _serve(self) -> None:
@@ -118,11 +113,7 @@ class _EmbeddedNode:
 
 @contextlib.asynccontextmanager
 async def _cancelled_with(ended: "asyncio.Future[BaseException | None]") -> AsyncIterator[None]:
-    """Cancels the context when the node ends by itself.
-
-    Raises:
-        NodeEnded: It did.
-    """
+    """Cancel the context and raise NodeEnded when the node ends by itself."""
 
     async def watch() -> None:
         await asyncio.wait([ended])
@@ -138,4 +129,4 @@ async def _cancelled_with(ended: "asyncio.Future[BaseException | None]") -> Asyn
     except BaseExceptionGroup as group:
         if len(group.exceptions) > 1:
             raise
-        raise group.exceptions[0] from group.exceptions[0].__cause__  # as it was
+        raise group.exceptions[0] from group.exceptions[0].__cause__  # with its original cause

@@ -1,16 +1,18 @@
-"""Bringing blocks of a node's pool to where other nodes find them, because the worker that warmed them goes.
+"""Evacuation: copies blocks of a node's pool to where other nodes find them, because their worker goes.
 
 Rules:
 
-1. They go to the first tier that others read: Redis, then S3. A node that stays needs nothing more: its memory and its disk stay
-   too. One that goes as well writes to its peers' memory (`PeerShelf.leave`), else to its disk, for its successor. A tier with
-   `keep = "none"` is only read, and a budget of writes counts here too. Where one fails again and again, the next is taken.
-2. They go the way of all blocks that go down (`kvstore.hierarchy.machine`): the bounded queue of the tier, its breaker, its checksums, and
-   the same events for watchers. Only whether they are worth it has been decided by who asks.
-3. Nobody waits for it but who asks, and until his time is over. Passed over is what is not in the pool, and what the tier has. One
-   that may have lost it without a word (evicted, expired, flushed) is asked again before that counts, many blocks at a time.
-4. What fails is offered again once the tier's breaker lets somebody try, as long as there is time. Who asks learns how many
-   batches have failed, and says when that is enough. Only what fails `STRIKES` times more once others have arrived is left.
+1. Blocks go to the first tier that other nodes read: Redis, then S3. A node that stays needs nothing else, because its
+   memory and its disk stay too. A node that goes as well writes to its peers' memory (`PeerBackend.leave`), otherwise
+   to its disk for its successor. A tier with `keep = "none"` is never written, and the write budget applies. If a tier
+   fails repeatedly, the next one is used.
+2. Blocks are demoted as usual (`kvstore.hierarchy.machine`): through the tier's bounded queue, its circuit breaker and
+   its checksums, with the same events for watchers. Only the admission has been decided by the requester.
+3. Only the requester waits, until its deadline. Blocks that are not in the pool, or that the tier has, are skipped. A
+   tier that may have lost a block without reporting it is asked again, about many blocks at a time.
+4. Blocks whose write fails are offered again when the tier's circuit breaker allows it, until the deadline. The
+   requester learns how many batches failed and decides when to stop. A block is given up if it fails `STRIKES` times
+   more after others have arrived.
 """
 
 import asyncio
@@ -26,14 +28,19 @@ from kvstore.messages import BlockKey, EvacuationResult
 from kvstore.pool.machine import BlockMachine
 from kvstore.service.backing_tiers import BackingTiers
 
-LOOK_AGAIN_SECONDS = 0.01  # at a tier that writes; a batch takes longer
-ASKED_AT_ONCE = 256  # blocks: one round trip to Redis, half a second of requests to an object store
+LOOK_AGAIN_SECONDS = 0.01  # between two looks at a tier that writes; a batch takes longer
+ASKED_AT_ONCE = (
+    256  # blocks in one confirmation: one round trip to Redis, or half a second of requests to an object store
+)
 STRIKES = 3
-GIVEN_UP_AFTER = 3  # writes to a tier that have failed in a row: a third of a second, if it fails at once
+GIVEN_UP_AFTER = 3  # failed writes in a row; a third of a second if each fails at once
 
 
 class Evacuations:
-    """Of one node. Any number at a time: they share the tier's queue, and what is on its way for one is for all."""
+    """Evacuations of one node. Several may run at a time: they share the tier's queue and the transfers under way.
+
+    `settle` performs the hierarchy's decisions.
+    """
 
     def __init__(
         self,
@@ -43,15 +50,6 @@ class Evacuations:
         settle: Callable[[], None],
         clock: Clock,
     ):
-        """Nothing goes yet.
-
-        Args:
-            machine: Has the blocks.
-            hierarchy: Moves them.
-            backing: Knows the tiers.
-            settle: Has done what the hierarchy decided.
-            clock: Of the deadlines.
-        """
         self._machine = machine
         self._hierarchy = hierarchy
         self._backing = backing
@@ -61,16 +59,10 @@ class Evacuations:
     async def evacuate(
         self, digest: bytes, names: Sequence[BlockHash], *, leaving: bool, deadline: Nanos
     ) -> EvacuationResult:
-        """Bring away those of these blocks that are in the pool, in this order.
+        """Evacuate those of these blocks that are in the pool, in this order, and answer by the deadline.
 
-        Args:
-            digest: Of the namespace.
-            names: Of the blocks, what is worth most first.
-            leaving: Whether the node goes as well.
-            deadline: When to answer at the latest.
-
-        Raises:
-            NamespaceUnknown: It was never opened.
+        The most valuable blocks come first in `names`; `leaving` says whether the node goes as well. Raise
+        NamespaceUnknown if the namespace was never opened.
         """
         block_bytes = self._machine.block_bytes(digest)
         refuge = self._backing.refuge(leaving=leaving, is_given_up=self._is_given_up)
@@ -110,7 +102,7 @@ class Evacuations:
 
 
 class Evacuation:
-    """Blocks that are to go to one tier: each is doubted, or waits, or is under way, or dealt with."""
+    """Evacuation of blocks to one tier. Each block is being confirmed, or waits, or is under way, or is done."""
 
     def __init__(
         self,
@@ -121,28 +113,24 @@ class Evacuation:
         pay: Callable[[], bool],
         failures: Callable[[], int],
     ):
-        """Nothing goes yet.
+        """Start; nothing is copied yet.
 
-        Args:
-            hierarchy: Moves them.
-            refuge: Where to.
-            keys: Of the blocks, each once, what is worth most first.
-            pay: Takes the price of one write; False where it cannot be paid.
-            failures: Of the tier, since it was opened.
+        `pay` charges one write and returns False if the budget is used up. `failures` returns the failures of the tier
+        since it was opened.
         """
-        self.moved = self.there = self.refused = 0  # blocks that are dealt with
+        self.moved = self.there = self.refused = 0  # finished blocks
         self._hierarchy = hierarchy
         self._refuge = refuge
         self._keys = keys
         self._pay = pay
         self._failures = failures
-        # From here on blocks by their index, which is their order.
-        self._unsure: list[int] = []  # known to be there, and not asked about yet
-        self._doubted: list[int] = []  # being asked about
+        # The fields below hold the indices of blocks in `keys`.
+        self._unsure: list[int] = []  # blocks that the tier should have and was not asked about
+        self._confirming: list[int] = []  # blocks that are being confirmed
         self._waiting: list[int] = []
-        self._under_way: dict[int, int] = {}  # with the tier's failures before it was handed down
+        self._under_way: dict[int, int] = {}  # blocks under way, with the tier's failures before their demotion
         self._paid: set[int] = set()
-        self._failed_at: dict[int, int] = {}  # with what had been moved when it failed first
+        self._failed_at: dict[int, int] = {}  # number of moved blocks at a block's first failure
         self._strikes: dict[int, int] = {}
         for index, key in enumerate(keys):
             if not hierarchy.has(refuge, key):
@@ -154,17 +142,17 @@ class Evacuation:
 
     @property
     def is_over(self) -> bool:
-        return not (self._unsure or self._doubted or self._waiting or self._under_way)
+        return not (self._unsure or self._confirming or self._waiting or self._under_way)
 
     def still_here(self) -> set[BlockKey]:
-        """Blocks that are not dealt with."""
-        return {self._keys[index] for index in (*self._unsure, *self._doubted, *self._waiting, *self._under_way)}
+        """Return the blocks that are not done."""
+        return {self._keys[index] for index in (*self._unsure, *self._confirming, *self._waiting, *self._under_way)}
 
     def go_on(self, now: Nanos) -> None:
-        """Ask about what is known, and hand down what is not there, as far as there is room."""
+        """Confirm blocks that the tier should have, and demote those that it lacks, as far as its queue has room."""
         can_be_asked = self._ask(now)
-        unclear = [*self._doubted[:1], *self._unsure[:1]] if can_be_asked else []
-        until = min(unclear, default=len(self._keys))  # what is worth more may have to go before the rest
+        unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
+        until = min(unclear, default=len(self._keys))  # a more valuable block may have to be copied first
         due = [index for index in self._waiting[: self._hierarchy.room(self._refuge)] if index < until]
         del self._waiting[: len(due)]
         failures = self._failures()
@@ -184,17 +172,17 @@ class Evacuation:
         self._hierarchy.demote_now(self._refuge, handed, now)
 
     def look(self) -> None:
-        """What has come of it."""
-        doubted, self._doubted = self._doubted, []
-        for index in doubted:
+        """Note the results of confirmations and demotions."""
+        confirming, self._confirming = self._confirming, []
+        for index in confirming:
             if self._hierarchy.is_being_confirmed(self._refuge, self._keys[index]):
-                self._doubted.append(index)
+                self._confirming.append(index)
             elif self._hierarchy.has(self._refuge, self._keys[index]):
                 self.there += 1
             else:
                 insort(self._waiting, index)
         failures = self._failures()
-        # In the order in which they were handed down, which is that in which they come back: a look costs no more than what is new.
+        # Demotions end in the order in which they began, so a look costs no more than the new results.
         back = list(takewhile(lambda index: not self._is_going_down(index), self._under_way))
         arrived = {index for index in back if self._hierarchy.has(self._refuge, self._keys[index])}
         for index in back:
@@ -203,24 +191,24 @@ class Evacuation:
                 continue
             if has_failed and not self._is_out(index):
                 insort(self._waiting, index)
-            else:  # be it that the tier does not take it, or that it is not in the pool any more
+            else:  # the tier refuses it, or it is not in the pool any more
                 self.refused += 1
         self.moved += len(arrived)
 
     def _is_out(self, index: int) -> bool:
-        """Whether it is the block that fails, and not the tier: note that it has failed once more."""
+        """Count a failure of a block; return whether the block fails although others arrive."""
         others_arrived = self.moved > self._failed_at.setdefault(index, self.moved)
         self._strikes[index] = self._strikes.get(index, 0) + others_arrived
         return self._strikes[index] >= STRIKES
 
     def _ask(self, now: Nanos) -> bool:
-        """Whether what is known to be there can be found out about now."""
-        if self._doubted or not self._unsure:
+        """Confirm the next blocks that the tier should have; return False if it cannot be asked now."""
+        if self._confirming or not self._unsure:
             return True
         asked = self._unsure[:ASKED_AT_ONCE]
         if not self._hierarchy.confirm(self._refuge, [self._keys[index] for index in asked], now):
             return False
-        self._doubted = asked
+        self._confirming = asked
         del self._unsure[:ASKED_AT_ONCE]
         return True
 

@@ -1,7 +1,7 @@
-"""What a node says of itself to Prometheus: its counters by tier, and how long its tiers take.
+"""Prometheus metrics of a node: counters by tier, and durations of tier operations.
 
-Names follow Prometheus' rules: base units, `_total` for counters. The pool is the tier "cpu". Nothing is counted twice:
-counters are read from the machine and the tiers when somebody asks.
+Names follow the rules of Prometheus: base units, and `_total` for counters. The pool is the tier "cpu". Nothing is
+counted twice: counters are read from the machine and the tiers at each scrape.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,34 +10,34 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvstore.eviction.ghost_caches import NamespaceEstimates
+from kvstore.eviction.ghost_cache import NamespaceEstimates
 from kvstore.hierarchy.transfers import TierCounters
 from kvstore.messages import POOL_TIER, Stats, TierStatus
 
-MOVEMENTS = {
-    "loaded": "Blocks that came up to the pool",
-    "kept": "Blocks that went down to the tier",
-    "dropped": "Blocks that should have gone down, and for which the queue had no room",
-    "too_slow": "Loads not begun, because computing the blocks again was predicted to be faster",
-    "failures": "Movements that failed, or did not come back in time",
-    "fenced": "Times that a failure closed the tier for a while",
+TRANSFERS = {
+    "loaded": "Blocks promoted to the pool",
+    "kept": "Blocks demoted to the tier",
+    "dropped": "Blocks not demoted because the queue was full",
+    "too_slow": "Promotions not begun because computing the blocks was predicted to be faster",
+    "failures": "Transfers that failed or missed their deadline",
+    "fenced": "Times that a failure opened the tier's circuit breaker",
 }
 
 
 class NodeSnapshot(Struct, frozen=True, kw_only=True):
-    """What a node knows of itself at one moment."""
+    """State of a node at one moment."""
 
     stats: Stats
-    movements: tuple[TierCounters, ...]  # of the tiers below the pool, in the order of `stats.tiers`
+    transfers: tuple[TierCounters, ...]  # of the backing tiers, in the order of `stats.tiers`
     refused_loads: int
-    shadows: tuple[NamespaceEstimates, ...]
-    mismatches: int = 0  # clients refused, because their blocks are not like those here
-    undecodable: int = 0  # requests refused, because they are no messages
-    unproven: int = 0  # connections of the data plane that could not prove the secret
-    crowded_out: int = 0  # connections of the data plane that were silent, and gave way to the next
+    ghost_caches: tuple[NamespaceEstimates, ...]
+    mismatches: int = 0  # clients refused because of incompatible blocks
+    undecodable: int = 0  # requests refused because they were not valid messages
+    unproven: int = 0  # data plane connections that could not prove the secret
+    crowded_out: int = 0  # silent data plane connections that gave way to new ones
 
 
-# Seconds, three steps a decade: from a look into an index in memory to a disk that hangs.
+# Seconds, three steps per decade: from a look-up in memory to a hanging disk.
 LATENCY_BUCKETS = (
     0.0001,
     0.00025,
@@ -59,21 +59,21 @@ LATENCY_BUCKETS = (
 )
 
 COUNTERS = {
-    "hits": "Blocks that were asked for and there",
-    "misses": "Blocks that were asked for and not there, corrupt ones included",
-    "bytes_read": "Bytes of the blocks that were there",
-    "bytes_written": "Bytes of the blocks that were taken",
-    "refused": "Blocks that were not taken: no space, no quota, no budget",
-    "evicted": "Blocks that made room for others",
-    "corrupt": "Blocks whose bytes were found bad",
-    "failures": "Calls of the tier that failed or ended past their deadline, as it counts them",
-    "damaged": "Blocks that were damaged on their way from the tier, which keeps them",
+    "hits": "Blocks that were asked for and found",
+    "misses": "Blocks that were asked for and not found, including corrupt ones",
+    "bytes_read": "Bytes of the blocks that were found",
+    "bytes_written": "Bytes of the blocks that were stored",
+    "refused": "Blocks that were not stored: no space, no quota or no budget",
+    "evicted": "Blocks evicted to make room for others",
+    "corrupt": "Blocks whose bytes were found wrong",
+    "failures": "Calls of the tier that failed or missed their deadline, as the tier counts them",
+    "damaged": "Blocks that were damaged in transit; the tier keeps them",
 }
 GAUGES = {
     "blocks": "Blocks held now",
     "bytes": "Bytes that they occupy",
-    "capacity_bytes": "Room for them; 0 where it is not known",
-    "fenced": "Servers of the tier that are left alone now, because their answers are damaged often",
+    "capacity_bytes": "Capacity in bytes; 0 if unknown",
+    "fenced": "Servers of the tier that are fenced now because their answers are damaged often",
 }
 
 
@@ -81,16 +81,11 @@ class NodeMetrics:
     """All metrics of one node process."""
 
     def __init__(self, registry: CollectorRegistry, look: Callable[[], NodeSnapshot]):
-        """Registers everything.
-
-        Args:
-            registry: Whoever serves it may call from another thread.
-            look: Takes a snapshot, safe to call from there; raises TimeoutError when the node has no time.
-        """
+        """Register all metrics; `look` is called from a scrape's thread and raises TimeoutError if the node has no time."""
         self.registry = registry
         self._seconds = Histogram(
             "kvstore_tier_operation_seconds",
-            "Batches of blocks looked for, fetched or kept in a tier below the pool",
+            "Duration of a batch operation on a backing tier: find, fetch, keep or confirm",
             ["tier", "operation"],
             buckets=LATENCY_BUCKETS,
             registry=registry,
@@ -98,7 +93,7 @@ class NodeMetrics:
         registry.register(_SnapshotCollector(look))
 
     def moved(self, tier: str, operation: str, seconds: float) -> None:
-        """A tier has answered."""
+        """Record the duration of a tier's operation."""
         self._seconds.labels(tier, operation).observe(seconds)
 
 
@@ -107,7 +102,7 @@ class _SnapshotCollector:
         self._look = look
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names would have to be known before the node runs."""
+        """Return nothing, because the names would have to be known before the node runs."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -124,40 +119,44 @@ class _SnapshotCollector:
             for tier in tiers:
                 family.add_metric([tier.name], getattr(tier, name))
             yield family
-        for name, about in MOVEMENTS.items():
+        for name, about in TRANSFERS.items():
             family = CounterMetricFamily(f"kvstore_hierarchy_{name}", about, labels=["tier"])
-            for tier, counters in zip(stats.tiers, found.movements, strict=True):
+            for tier, counters in zip(stats.tiers, found.transfers, strict=True):
                 family.add_metric([tier.name], getattr(counters, name))
             yield family
         yield CounterMetricFamily(
-            "kvstore_hierarchy_refused_loads", "Loads not begun, because too many were under way", found.refused_loads
+            "kvstore_hierarchy_refused_loads",
+            "Promotions not begun because too many were under way",
+            found.refused_loads,
         )
-        shadow = GaugeMetricFamily(
+        hit_rates = GaugeMetricFamily(
             "kvstore_shadow_hit_rate",
-            "What the pool's hit rate of late would have been under a policy, at a multiple of its size",
+            "Estimated recent hit rate of the pool under a policy, at a multiple of its size",
             labels=["namespace", "policy", "scale"],
         )
-        for each in found.shadows:
+        for each in found.ghost_caches:
             for estimate in each.estimates:
-                shadow.add_metric([each.fingerprint, estimate.policy, str(estimate.scale)], estimate.hit_rate)
-        yield shadow
-        yield GaugeMetricFamily("kvstore_pinned_blocks", "Blocks that a lease or a hold keeps in place", stats.pinned)
-        yield GaugeMetricFamily("kvstore_held_bytes", "Bytes that sessions hold while they wait", stats.held_bytes)
+                hit_rates.add_metric([each.fingerprint, estimate.policy, str(estimate.scale)], estimate.hit_rate)
+        yield hit_rates
+        yield GaugeMetricFamily("kvstore_pinned_blocks", "Blocks pinned by a lease or by a session", stats.pinned)
+        yield GaugeMetricFamily("kvstore_held_bytes", "Bytes pinned by waiting sessions", stats.held_bytes)
         yield CounterMetricFamily(
-            "kvstore_mismatches", "Clients refused, because their blocks are not like those here", found.mismatches
+            "kvstore_mismatches", "Clients refused because of incompatible blocks", found.mismatches
         )
         yield CounterMetricFamily(
-            "kvstore_undecodable", "Requests refused, because they were no messages", found.undecodable
+            "kvstore_undecodable", "Requests refused because they were not valid messages", found.undecodable
         )
         yield CounterMetricFamily(
-            "kvstore_data_unproven", "Connections of the data plane that could not prove the secret", found.unproven
+            "kvstore_data_unproven", "Data plane connections that could not prove the secret", found.unproven
         )
         yield CounterMetricFamily(
             "kvstore_data_crowded_out",
-            "Connections of the data plane that had proven nothing, and gave way to the next",
+            "Unproven data plane connections that gave way to new ones",
             found.crowded_out,
         )
-        yield CounterMetricFamily("kvstore_expired", "Leases and reservations that ended by themselves", stats.expired)
+        yield CounterMetricFamily(
+            "kvstore_expired", "Leases and reservations that ended by their deadline", stats.expired
+        )
 
 
 def _pool(stats: Stats) -> TierStatus:

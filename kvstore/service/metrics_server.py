@@ -1,8 +1,8 @@
-"""HTTP server of a node's metrics: a few requests at a time, none of which may dawdle.
+"""HTTP server of a node's metrics with a bounded number of connections.
 
-Whoever connects has a thread, so there are at most `CONNECTIONS`: when one more comes, the oldest of the address that has
-most of them goes (`kvstore.net.unproven_connections`), and a scrape always has its turn. The port asks nobody who he is, and tells
-counters only.
+Each connection has a thread, and there are at most `CONNECTIONS`. When another one comes, the oldest of the address
+with the most connections gives way (`kvstore.net.unproven_connections`), so a scrape always gets its turn. The port has
+no authentication and serves only counters.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from kvstore.net.unproven_connections import UnprovenConnections
 
 CONNECTIONS = 16
-SILENT_SECONDS = 5.0  # until a client that says or takes nothing is cut
+SILENT_SECONDS = 5.0  # a client that sends or takes nothing for this long is cut
 
 
 class MetricsServer:
-    """Serves from `open` on, in threads of its own."""
+    """Serves from `open` on in its own threads."""
 
     def __init__(self, server: "_MetricsHttpServer"):
         self._server = server
@@ -29,11 +29,7 @@ class MetricsServer:
 
     @classmethod
     def open(cls, host: str, port: int, registry: CollectorRegistry) -> "MetricsServer":
-        """Listen.
-
-        Raises:
-            OSError: The address cannot be bound.
-        """
+        """Listen on the address; raise OSError if it cannot be bound."""
         kind = _MetricsHttpServerV6 if ":" in host else _MetricsHttpServer
         return cls(make_server(host, port, make_wsgi_app(registry), kind, handler_class=_MetricsHandler))
 
@@ -42,7 +38,7 @@ class MetricsServer:
         return self._server.server_port
 
     def close(self) -> None:
-        """Listen no more; what is being answered ends with the process."""
+        """Stop listening; answers in progress end with the process."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -51,14 +47,14 @@ class MetricsServer:
 class _MetricsHandler(WSGIRequestHandler):
     timeout = SILENT_SECONDS
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """Say nothing about requests."""
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - name given by the library
+        """Log nothing about requests."""
 
 
 class _MetricsHttpServer(WSGIServer):
-    """Serves each connection in a thread of its own."""
+    """Serves each connection in its own thread."""
 
-    request_queue_size = 128  # the library's five let a burst of silent clients hold up a scrape for seconds
+    request_queue_size = 128  # the library's default of five lets a burst of silent clients delay a scrape for seconds
 
     def __init__(self, *args: Any, **how: Any):
         self._guard = threading.Lock()
@@ -69,11 +65,11 @@ class _MetricsHttpServer(WSGIServer):
         with self._guard:
             gone = self._open.add(request, client_address[0])
             if gone is not None:
-                with contextlib.suppress(OSError):  # it has ended by itself
-                    gone.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
+                with contextlib.suppress(OSError):  # the connection has ended by itself
+                    gone.shutdown(socket.SHUT_RDWR)  # its thread notices this and closes it
         try:
             threading.Thread(target=self._serve, args=(request, client_address), daemon=True).start()
-        except BaseException:  # no thread to be had; the library closes the connection, and goes on
+        except BaseException:  # no thread can be started; the library closes the connection and continues
             with self._guard:
                 self._open.discard(request)
             raise
@@ -82,9 +78,9 @@ class _MetricsHttpServer(WSGIServer):
         try:
             self.finish_request(request, client_address)
         except OSError:
-            pass  # the client has left, or was silent for too long
+            pass  # the client has left or was silent for too long
         finally:
-            with self._guard:  # so that nobody shuts down another's socket of the same number
+            with self._guard:  # so that nobody shuts down another socket with the same number
                 self._open.discard(request)
                 self.shutdown_request(request)
 

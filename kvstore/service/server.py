@@ -1,4 +1,4 @@
-"""The node process: gRPC control plane, memory handout, calls of this host, TCP data plane, and the passing of time."""
+"""Node process: gRPC control plane, memory handout, framed calls, TCP data plane, and the periodic work."""
 
 import asyncio
 import contextlib
@@ -47,16 +47,19 @@ from kvstore.transports.tcp_server import DataPlaneServer
 from kvstore.v1 import blocks_pb2
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
-TICK_SECONDS = 0.25  # how late an expiry may be noticed when nobody calls
-BATCHES_A_POOL = 16  # at least: what moves must leave most of a small pool to its clients
-SNAPSHOT_SECONDS = 2.0  # that whoever asks for the metrics waits for the event loop
+TICK_SECONDS = 0.25  # largest delay of an expiry when nobody calls
+BATCHES_A_POOL = 16  # least number; transfers must leave most of a small pool to its clients
+SNAPSHOT_SECONDS = 2.0  # longest wait of a scrape for the event loop
 GRACE_SECONDS = 0.5  # for calls in progress when the node stops
 MIN_PING_MS = 4000
-"""How often a client may ping a connection that is quiet; one that does so more often is cut off. Routers ping each 5 s, to
-notice a node that hangs; gRPC's own limit is 5 minutes."""
+"""Least time between two pings of a quiet connection; a client that pings more often is cut off. Routers ping every 5 s to
+notice a hanging node; gRPC's default limit is 5 minutes.
+"""
 
 HANDSHAKE_MS = 5000
-"""Until a connection of the control plane that has said nothing is cut; gRPC's own 2 minutes let strangers hold descriptors."""
+"""Time after which a silent connection of the control plane is cut. gRPC's default of 2 minutes would let strangers hold
+descriptors.
+"""
 
 SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
 
@@ -68,15 +71,9 @@ log = logging.getLogger(__name__)
 async def serve(
     settings: StoreSettings, on_ready: Callable[[StoreEndpoints], None], *, clock: Clock | None = None
 ) -> None:
-    """Run a node until cancelled; leaves neither memory nor socket files behind.
+    """Run a node until cancelled, and leave neither memory nor socket files behind.
 
-    Args:
-        settings: What the node is told.
-        on_ready: Called once, when everything listens.
-        clock: Of leases and deadlines; the system's by default.
-
-    Raises:
-        StoreNotStarted: The settings cannot be obeyed here; nothing is left running.
+    `on_ready` is called once, when everything listens. Raise StoreNotStarted if the settings cannot be met here.
     """
     async with open_node(settings, clock or MonotonicClock()) as endpoints:
         log.info("store node ready", extra={"store": settings.store_id, "listen": endpoints.listen})
@@ -86,7 +83,7 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[StoreEndpoints]:
-    """A node that serves while the context is open."""
+    """Run a node while the context is open."""
     incarnation = uuid.uuid4().hex
     access = load(settings.credentials)
     access.require(settings.listen, settings.data_listen)
@@ -129,7 +126,9 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket = _absolute(settings.shm_socket)
             listener = sockets.listen("shm_socket", shm_socket)
             stack.callback(listener.close)
-            stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))  # while nobody else may take it
+            stack.callback(
+                sockets.remove, shm_socket, sockets.identity(shm_socket)
+            )  # while no other process can take the path
         identity = NodeIdentity(
             store_id=settings.store_id,
             incarnation=incarnation,
@@ -163,9 +162,9 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
 
         tasks = await stack.enter_async_context(_tasks())
         metrics = NodeMetrics(CollectorRegistry(), _snapshots(look))
-        mover = TransferExecutor(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
-        stack.callback(mover.close)
-        service.attach(mover)
+        executor = TransferExecutor(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
+        stack.callback(executor.close)
+        service.attach(executor)
         if settings.metrics_listen:
             _serve_metrics(settings.metrics_listen, metrics.registry, stack)
         listen = await stack.enter_async_context(_control_plane(settings.listen, service, access, guard))
@@ -185,19 +184,19 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
 
 
 async def _to_its_end(act: Callable[[], Result], give_up: Callable[[], None] = lambda: None) -> Result:
-    """Have `act` called in a thread. Who is cancelled meanwhile goes on when it has ended: what it opened is known by then."""
+    """Call `act` in a thread. A caller that is cancelled waits until `act` has ended, so that what it opened is known."""
     calling = asyncio.get_running_loop().run_in_executor(None, act)
     try:
         return await asyncio.shield(calling)
     except asyncio.CancelledError:
         give_up()
         await asyncio.wait([calling])
-        calling.exception()  # nobody is left to be told
+        calling.exception()  # the caller was cancelled and cannot get the exception
         raise
 
 
 def _snapshots(look: Callable[[], NodeSnapshot]) -> Callable[[], NodeSnapshot]:
-    """What the node says of itself, for other threads: taken on its event loop."""
+    """Return a function for other threads that takes a snapshot on the event loop."""
     loop = asyncio.get_running_loop()
 
     async def take() -> NodeSnapshot:
@@ -217,7 +216,7 @@ def _serve_metrics(address: str, registry: CollectorRegistry, stack: contextlib.
 
 @contextlib.asynccontextmanager
 async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises a single failure as it is, so that callers can tell why a node did not start."""
+    """Open a task group that raises a single failure unchanged, so that callers see why a node did not start."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -234,7 +233,7 @@ async def _control_plane(
     server = grpc.aio.server(
         interceptors=[*access.interceptors(), guard],
         options=[
-            ("grpc.so_reuseport", 0),  # two nodes on one port would each see half of the calls
+            ("grpc.so_reuseport", 0),  # two nodes on one port would each get half of the calls
             ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -250,8 +249,8 @@ async def _control_plane(
         for index, address in enumerate(addresses):
             bound.append(_bind(server, f"listen[{index}]", address, access))
             if path := unix_path(address):
-                os.chmod(path, 0o600)  # noqa: PTH101 - a call that does not wait
-                # gRPC removes it when it stops, and a successor may be there before its last calls are over.
+                os.chmod(path, 0o600)  # noqa: PTH101 - this call does not block
+                # gRPC would remove it when it stops; a successor may have created it by then.
                 stack.callback(sockets.remove, path, sockets.identity(path))
         await server.start()
         stack.push_async_callback(server.stop, GRACE_SECONDS)
@@ -267,14 +266,14 @@ async def _start(nixl: NixlNode, use: NixlUse) -> None:
     except StoreNotStarted as error:
         if use is NixlUse.REQUIRE:
             raise
-        log.warning("no NIXL, although there is a fabric", extra={"reason": str(error)})  # tried again by and by
+        log.warning("nixl not started", extra={"reason": str(error)})  # tried again periodically
 
 
 def _bind(server: grpc.aio.Server, field: str, address: str, access: LoadedCredentials) -> str:
     path = unix_path(address)
     with sockets.alone(field, path) if path else contextlib.nullcontext():
         if path:
-            sockets.clear_path(field, path)  # gRPC would take it from a living process
+            sockets.clear_path(field, path)  # gRPC would take it from a living process too
         try:
             port = access.bind(server, address)
         except RuntimeError as error:
@@ -295,7 +294,7 @@ async def _pass_time(
 
 
 def _absolute(path: str) -> str:
-    """Clients may run in another folder."""
+    """Return an absolute path, because clients may run in another folder."""
     return str(Path(path).absolute())
 
 

@@ -1,11 +1,11 @@
-"""The async shell of the hierarchy: performs its movements in threads and tells it what came of them.
+"""Transfer executor: performs the transfers of the hierarchy in threads and reports their results to it.
 
 Rules:
 
-1. Between an answer of a tier and what the hierarchy decides on it there is no `await`.
-2. A movement that is late is a failure of its tier, and nobody waits for it any longer. But what it reads or writes in
-   the pool stays taken until its thread has come back (rule 1 of `kvstore.hierarchy.machine`). One that no thread has begun by
-   then never begins: a tier that hangs keeps no more of the pool than its threads are at.
+1. There is no `await` between an answer of a tier and the hierarchy's decision on it.
+2. A transfer that is late counts as a failure of its tier, and nobody waits for it any longer. The places in the pool
+   that it reads or writes stay in use until its thread returns (rule 1 of `kvstore.hierarchy.machine`). A transfer that
+   no thread has begun by then never begins, so a hanging tier keeps only the places that its threads use.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from kvstore.messages import Address, BlockChanges, TierStatus
 from kvstore.ports import BackingTier, MemoryTier
 from kvstore.service.worker_threads import WorkerThreads
 
-THREADS_PER_TIER = 4  # threads a tier
-LATE_SECONDS = 0.5  # after its deadline, a call that has not come back is not waited for
+THREADS_PER_TIER = 4  # threads for each tier
+LATE_SECONDS = 0.5  # a call that has not returned this long after its deadline is late
 
 Tell = Callable[[Nanos], None]
-"""Tells the hierarchy what came of a movement; the argument is the present."""
+"""Reports the result of a transfer to the hierarchy at the given time."""
 
 log = logging.getLogger(__name__)
 
 
 class TransferExecutor:
-    """See the module. Whoever has called the hierarchy calls `settle`."""
+    """Executor of one hierarchy. Call `settle` after each call of the hierarchy."""
 
     def __init__(
         self,
@@ -47,16 +47,10 @@ class TransferExecutor:
         on_answer: Callable[[], None],
         on_moved: Callable[[str, str, float], None] = lambda *_: None,
     ):
-        """Nothing moves yet.
+        """Start without transfers; `tiers` has the order of the hierarchy, and `tasks` owns the transfers under way.
 
-        Args:
-            hierarchy: Decides.
-            tiers: In its order.
-            pool: Where the bytes are.
-            clock: For deadlines.
-            tasks: Owns the movements under way.
-            on_answer: Called after each answer of a tier, once the hierarchy has decided on it.
-            on_moved: Told the tier, the kind of movement and its seconds, once it has come back.
+        `on_answer` is called after each answer of a tier, once the hierarchy has decided on it, and `on_moved` with the
+        tier, the operation and its seconds.
         """
         self._hierarchy = hierarchy
         self._tiers = tiers
@@ -66,22 +60,22 @@ class TransferExecutor:
         self._on_answer = on_answer
         self._on_moved = on_moved
         self._threads_by_tier = [WorkerThreads(f"kvstore-{tier.name}", THREADS_PER_TIER) for tier in tiers]
-        self._ill: set[tuple[int, bool]] = set()  # tiers by whether it is writing that fails; for the log
+        self._failing: set[tuple[int, bool]] = set()  # failing tiers, with whether writing fails, for the log
         self._running: set[asyncio.Task[None]] = set()
 
     def settle(self) -> None:
-        """Begin what the hierarchy has decided."""
-        while movements := self._hierarchy.commands():
-            for movement in movements:
-                if isinstance(movement, Find) and self._tiers[movement.tier].finds_in_memory:
-                    self._hear(movement, self._call(movement))
+        """Begin the transfers that the hierarchy has decided."""
+        while transfers := self._hierarchy.commands():
+            for transfer in transfers:
+                if isinstance(transfer, Find) and self._tiers[transfer.tier].finds_in_memory:
+                    self._report(transfer, self._call(transfer))
                 else:
-                    task = self._tasks.create_task(self._perform(movement))
+                    task = self._tasks.create_task(self._perform(transfer))
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
 
     def held(self) -> list[BlockChanges]:
-        """What the tiers hold, as far as is known without asking anybody."""
+        """Return the blocks of the tiers, as far as they are known without asking a server."""
         changes = []
         for index, tier in enumerate(self._tiers):
             names: dict[bytes, list[BlockHash]] = {}
@@ -91,10 +85,10 @@ class TransferExecutor:
         return changes
 
     def status(self) -> tuple[TierStatus, ...]:
-        """Of all tiers, in order, as they count; what was dropped on the way down was refused as well.
+        """Return the state of all tiers in order; blocks that were dropped before their demotion count as refused.
 
-        Failures are the tiers' own: a call that hangs is one once it has come back. As a movement it has failed before
-        (`TierCounters.failures`).
+        The failures are the tiers' own count: a hanging call counts once it has returned. The hierarchy counted it as a
+        failed transfer before (`TierCounters.failures`).
         """
         return tuple(
             replace(status, refused=status.refused + self._hierarchy.counters(index).dropped)
@@ -102,43 +96,43 @@ class TransferExecutor:
         )
 
     def close(self) -> None:
-        """Nobody waits any more for what is under way. Threads that hang are left behind; they end with the process."""
+        """Stop waiting for the transfers under way. Hanging threads are left behind and end with the process."""
         for task in self._running:
             task.cancel()
-        for lanes in self._threads_by_tier:
-            lanes.close()
+        for threads in self._threads_by_tier:
+            threads.close()
 
-    async def _perform(self, movement: TierTransfer) -> None:
+    async def _perform(self, transfer: TierTransfer) -> None:
         started = self._clock.now()
-        call = self._threads_by_tier[movement.tier].call(partial(self._call, movement))
+        call = self._threads_by_tier[transfer.tier].call(partial(self._call, transfer))
         try:
-            await asyncio.wait([call.outcome], timeout=seconds(max(movement.deadline - started, 0)) + LATE_SECONDS)
+            await asyncio.wait([call.outcome], timeout=seconds(max(transfer.deadline - started, 0)) + LATE_SECONDS)
             if not call.outcome.done():
                 if call.withdraw():
-                    raise TierFailed("what was begun before does not come back")
-                self._hierarchy.late(movement, started, self._clock.now())
-                self._fell_ill(movement, "it does not answer in time")
+                    raise TierFailed("all threads of the tier hang")
+                self._hierarchy.late(transfer, started, self._clock.now())
+                self._note_failure(transfer, "no answer in time")
                 self._on_answer()
             tell = await call.outcome
             self._on_moved(
-                self._tiers[movement.tier].name, OPERATIONS[type(movement)], seconds(self._clock.now() - started)
+                self._tiers[transfer.tier].name, OPERATIONS[type(transfer)], seconds(self._clock.now() - started)
             )
-            self._hear(movement, tell)
+            self._report(transfer, tell)
         except TierFailed as error:
-            self._hierarchy.failed(movement, started, self._clock.now())
-            self._fell_ill(movement, str(error))
-        except Exception:  # supervisor: a bug in a tier costs its blocks, not the node
-            log.exception("a tier failed in a way that it should not")
-            self._hierarchy.failed(movement, started, self._clock.now())
+            self._hierarchy.failed(transfer, started, self._clock.now())
+            self._note_failure(transfer, str(error))
+        except Exception:  # supervisor: a bug in a tier must not stop the node
+            log.exception("tier raised an unexpected error")
+            self._hierarchy.failed(transfer, started, self._clock.now())
         finally:
-            call.withdraw()  # where the node stops
+            call.withdraw()  # if the node stops
             call.outcome.cancel()
         self._on_answer()
 
-    def _call(self, movement: TierTransfer) -> Tell:
-        """Have the tier do it, in whatever thread this is; what it returns tells the hierarchy."""
-        tier = self._tiers[movement.tier]
-        match movement:
+    def _call(self, transfer: TierTransfer) -> Tell:
+        """Perform a transfer in the current thread; return a function that reports its result."""
+        tier = self._tiers[transfer.tier]
+        match transfer:
             case Find(promotion_id=promotion_id, keys=keys, deadline=deadline):
                 return partial(self._hierarchy.found, promotion_id, tier.find(keys, deadline))
             case Fetch(promotion_id=promotion_id, addresses=addresses, deadline=deadline):
@@ -154,24 +148,24 @@ class TransferExecutor:
     def _views(self, addresses: Sequence[Address]) -> list[ByteArray]:
         return [self._pool.view(address) for address in addresses]
 
-    def _hear(self, movement: TierTransfer, tell: Tell) -> None:
-        tier = self._tiers[movement.tier]
+    def _report(self, transfer: TierTransfer, tell: Tell) -> None:
+        tier = self._tiers[transfer.tier]
         tell(self._clock.now())
         if gone := tier.gone():
-            self._hierarchy.gone(movement.tier, gone)
-        if (isinstance(movement, Find) and tier.finds_in_memory) or self._clock.now() >= movement.deadline:
-            return  # that says nothing of the disk, or nothing good
-        if (way := _way(movement)) in self._ill:
-            self._ill.discard(way)
-            log.info("tier works again", extra={"tier": tier.name, "writing": way[1]})
+            self._hierarchy.gone(transfer.tier, gone)
+        if (isinstance(transfer, Find) and tier.finds_in_memory) or self._clock.now() >= transfer.deadline:
+            return  # a look-up in memory, or a late answer, does not show that the tier works
+        if (direction := _direction(transfer)) in self._failing:
+            self._failing.discard(direction)
+            log.info("tier works again", extra={"tier": tier.name, "writing": direction[1]})
 
-    def _fell_ill(self, movement: TierTransfer, cause: str) -> None:
-        if (way := _way(movement)) not in self._ill:
-            self._ill.add(way)
+    def _note_failure(self, transfer: TierTransfer, cause: str) -> None:
+        if (direction := _direction(transfer)) not in self._failing:
+            self._failing.add(direction)
             log.warning(
-                "tier fails", extra={"tier": self._tiers[movement.tier].name, "writing": way[1], "cause": cause}
+                "tier fails", extra={"tier": self._tiers[transfer.tier].name, "writing": direction[1], "cause": cause}
             )
 
 
-def _way(movement: TierTransfer) -> tuple[int, bool]:
-    return movement.tier, isinstance(movement, Demote)
+def _direction(transfer: TierTransfer) -> tuple[int, bool]:
+    return transfer.tier, isinstance(transfer, Demote)

@@ -1,6 +1,6 @@
-"""Streams of block changes to whoever watches, each with a bounded queue.
+"""Watchers: streams of block changes to clients that watch, each with a bounded queue.
 
-A watcher begins with a dump and then hears every change. One that does not keep up is cut, since a stream with a gap is
+A watcher first gets a dump and then each change. A watcher that is too slow is cut, because a stream with a gap is
 worse than none: it watches again and gets a new dump.
 """
 
@@ -15,25 +15,18 @@ NAMES_A_MESSAGE = 4096  # 64 KiB
 
 
 class WatcherTooSlow(Exception):
-    """The watcher's queue was full."""
+    """The queue of the watcher was full."""
 
 
 class Watchers:
-    """All open streams of a node."""
+    """All open watches of a node."""
 
     def __init__(self, queue_messages: int):
         self._queue_messages = queue_messages
         self._streams: set[_WatcherStream] = set()
 
     async def watch(self, dump: Sequence[BlockChanges]) -> AsyncGenerator[BlockChanges, None]:
-        """The dump, then what is told from the first `anext` on; until closed.
-
-        Args:
-            dump: What is held at the moment of the call.
-
-        Raises:
-            TooSlow: The consumer did not keep up.
-        """
+        """Yield the dump, then all changes until closed; raise WatcherTooSlow if the consumer is too slow."""
         stream = _WatcherStream(self._queue_messages)
         self._streams.add(stream)
         try:
@@ -46,7 +39,7 @@ class Watchers:
             self._streams.discard(stream)
 
     def tell(self, changes: Sequence[BlockChanges]) -> None:
-        """Hand changes to every watcher; never waits."""
+        """Send changes to all watchers without waiting."""
         for change in changes:
             for part in _cut(change):
                 for stream in self._streams:
@@ -71,7 +64,7 @@ class _WatcherStream:
 
 
 def _cut(changes: BlockChanges) -> list[BlockChanges]:
-    """In pieces that fit a message; at least one, since an empty one also says something."""
+    """Divide changes into messages of limited size; at least one, because an empty one also carries information."""
     stored, removed = changes.stored, changes.removed
     if len(stored) + len(removed) <= NAMES_A_MESSAGE:
         return [changes]

@@ -1,4 +1,4 @@
-"""Threads for calls that may hang: a few at a time, none of which keeps the process from ending."""
+"""Worker threads: a fixed number of daemon threads for calls that may hang."""
 
 import asyncio
 import queue
@@ -13,24 +13,24 @@ Task = Callable[[], None]
 
 
 class ThreadCall(Generic[Result]):
-    """One call: waiting for a thread, in one, or over."""
+    """One call: waiting for a thread, running, or finished."""
 
     def __init__(self, outcome: "asyncio.Future[Result]") -> None:
         self.outcome = outcome
-        """What it returned or raised. Cancelling it does not end the call."""
+        """Result or exception of the call. Cancelling it does not end the call."""
         self._begun = threading.Lock()
 
     def begin(self) -> bool:
-        """Whether it may: not when it was withdrawn."""
+        """Return whether the call may begin; it may not if it was withdrawn."""
         return self._begun.acquire(blocking=False)
 
     def withdraw(self) -> bool:
-        """Whether it has not begun, and so never will."""
+        """Prevent the call from beginning; return False if it has begun."""
         return self._begun.acquire(blocking=False)
 
 
 class WorkerThreads:
-    """Threads of their own, which are daemons: a disk that hangs holds up nobody else, and no exit."""
+    """Daemon threads of one tier: a hanging disk holds up no other tier and no exit."""
 
     def __init__(self, name: str, threads: int):
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -39,7 +39,7 @@ class WorkerThreads:
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True).start()
 
     def call(self, act: Callable[[], Result]) -> ThreadCall[Result]:
-        """Have `act` called in a thread, once one is free."""
+        """Call `act` in a thread as soon as one is free."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
         call = ThreadCall(done)
@@ -53,19 +53,19 @@ class WorkerThreads:
                 return
             try:
                 result = act()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            except BaseException as error:  # noqa: BLE001 - given to the caller
                 failure = error
                 outcome: Callable[[], None] = lambda: done.set_exception(failure)  # noqa: E731
             else:
                 outcome = lambda: done.set_result(result)  # noqa: E731
-            with suppress(RuntimeError):  # the loop is closed, or just being closed: nobody waits any more
+            with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, outcome)
 
         self._tasks.put(task)
         return call
 
     def close(self) -> None:
-        """Threads end after the calls that were made before; nobody waits for them."""
+        """End the threads after the calls that were made before; nobody waits for them."""
         for _ in range(self._threads):
             self._tasks.put(None)
 

@@ -1,12 +1,12 @@
-"""Fence around a server whose answers are damaged on their way: it is left alone for a while, and then tried again. Pure.
+"""Fence: leaves a server alone for a while when its answers are often damaged in transit. Does no I/O.
 
 Rules:
 
-1. A score rises by `DAMAGE` with each damaged block, falls by one with each sound one, and is never below zero. At `LIMIT` the
-   fence closes. So four damaged blocks in a row close it, and a server of which less than one block in seventeen is
-   damaged stays in use.
-2. A closed fence opens after a pause, with a score that one more damaged block brings to the limit.
-3. The pause is doubled, up to `LONGEST_PAUSE`, where the fence closes again before the score has fallen to zero.
+1. A score rises by `DAMAGE` for each damaged block and falls by one for each sound block, but never below zero. The fence
+   closes when the score reaches `LIMIT`. So four damaged blocks in a row close it, and a server stays in use while less
+   than one block in seventeen is damaged.
+2. A closed fence opens after a pause. One more damaged block then brings the score to the limit again.
+3. The pause doubles, up to `LONGEST_PAUSE`, when the fence closes again before the score has fallen to zero.
 """
 
 from kvstore.clock import SECOND, Nanos
@@ -18,27 +18,27 @@ LONGEST_PAUSE = Nanos(60 * SECOND)
 
 
 class Fence:
-    """Judges by what was read from a server whether to leave it alone. Not thread-safe."""
+    """Decides from the blocks read from a server whether to leave it alone. Not thread-safe."""
 
     def __init__(self) -> None:
         self._score = 0
-        self._pause = Nanos(0)  # the last one; zero once the server has done well since
+        self._pause = Nanos(0)  # the last pause; zero once the score has fallen to zero
         self._closed_until: Nanos | None = None
 
     @property
     def is_closed(self) -> bool:
         return self._closed_until is not None
 
-    def opens(self, now: Nanos) -> bool:
-        """Open a closed fence whose pause is over; returns whether that was done."""
+    def reopen(self, now: Nanos) -> bool:
+        """Open a closed fence when its pause is over, and return whether it opened now."""
         if self._closed_until is None or now < self._closed_until:
             return False
         self._closed_until = None
         self._score = LIMIT - DAMAGE
         return True
 
-    def saw(self, *, sound: int, damaged: int, now: Nanos) -> bool:
-        """Note blocks that were read; returns whether the fence closes because of them."""
+    def record(self, *, sound: int, damaged: int, now: Nanos) -> bool:
+        """Count blocks that were read, and return whether the fence closes because of them."""
         self._score = max(0, self._score - sound)
         if not self._score:
             self._pause = Nanos(0)

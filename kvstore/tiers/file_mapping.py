@@ -1,15 +1,16 @@
-"""The memory behind a pool: a file without a name, all of whose pages are taken at the start.
+"""File mapping: the memory behind a pool, a file without a name whose pages are all allocated at the start.
 
 Rules:
 
-1. Refused before anything is taken when the machine does not have that much: taking it nevertheless would have the system
-   kill a process, and not necessarily this one.
-2. Pages are taken by several threads, in calls that fail where they cannot be had. Touching them instead would end the
-   process there.
-3. Reserved huge pages (hugetlb) are used where enough of them are free, since they cannot be had by waiting. Otherwise
-   the system is asked for transparent ones, and looked at for what it gave.
-4. The file is sealed, so that no process that maps it can cut it short under the others.
-5. Taking much lasts seconds. Who does not want it any more says so, and what was taken is given back after the chunks at hand.
+1. A request for more memory than the machine has fails before anything is allocated. Otherwise the system would kill a
+   process, and not necessarily this one.
+2. Several threads populate the pages with system calls, which report an error when memory runs out. A plain write to a
+   page would end the process instead.
+3. Reserved huge pages (hugetlb) are used if enough of them are free. Otherwise the system is asked for transparent huge
+   pages, and `/proc` shows whether it granted any.
+4. The file is sealed, so that no process that maps it can shrink it while others use it.
+5. Allocating much memory takes seconds. A caller can cancel it by an event; the chunks in progress are finished first,
+   then all memory is returned.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ import numpy as np
 from kvstore.buffers import ByteArray
 from kvstore.errors import StoreNotStarted
 
-TAKING_THREADS = 8  # at most: clearing pages has the memory's whole bandwidth by then
+TAKING_THREADS = 8  # at most; so many threads already use the memory's whole bandwidth
 CHUNK_BYTES = 64 << 20
 ZEROS_BYTES = 1 << 20
 
@@ -40,25 +41,25 @@ MADV_HUGEPAGE = 14
 
 MEMINFO = Path("/proc/meminfo")
 SMAPS = Path("/proc/self/smaps")
-CGROUP = Path("/sys/fs/cgroup")  # as a container sees its own; version 2
+CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own group
 
-_libc = ctypes.CDLL(None, use_errno=True)  # mmap.madvise would keep all other threads waiting
+_libc = ctypes.CDLL(None, use_errno=True)  # mmap.madvise holds Python's lock, so other threads would wait
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HugePages(StrEnum):
-    """What a pool should lie in."""
+    """The pages that a pool should use."""
 
-    AUTO = "auto"  # reserved ones where enough are free, else what the system gives transparently, else small ones
+    AUTO = "auto"  # reserved huge pages if enough are free, else transparent huge pages, else small pages
     NEVER = "never"
-    REQUIRE = "require"  # reserved ones; the node does not start without
+    REQUIRE = "require"  # reserved huge pages; the node does not start without them
 
 
 class Pages(StrEnum):
-    """What a pool lies in."""
+    """The pages that a pool uses."""
 
-    RESERVED = "reserved"  # huge ones, set aside by the administrator
-    TRANSPARENT = "transparent"  # huge ones, at least in part, as the system found them
+    RESERVED = "reserved"  # huge pages that the administrator has reserved
+    TRANSPARENT = "transparent"  # transparent huge pages, at least in part
     SMALL = "small"
 
 
@@ -66,7 +67,7 @@ class FileMapping:
     """One process's view of a whole file."""
 
     def __init__(self, file: int):
-        """Maps all of the file, which may be closed afterwards.
+        """Map the whole file; the caller may close the descriptor afterwards.
 
         Raises:
             OSError: It cannot be mapped.
@@ -74,11 +75,11 @@ class FileMapping:
         self.bytes: ByteArray = np.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=np.uint8)
 
     def populate(self, limit_bytes: int, given_up: Event | None = None) -> None:
-        """Have the first `limit_bytes` there, and in this process's page tables.
+        """Allocate the first `limit_bytes`, and enter them into this process's page tables.
 
         Raises:
-            OSError: They cannot be had; EINVAL where the system cannot be asked.
-            StoreNotStarted: Nobody wants them any more (rule 5).
+            OSError: The memory is not available; EINVAL if the system does not support the call.
+            StoreNotStarted: The caller has cancelled the allocation (rule 5).
         """
         end = min(limit_bytes, self.bytes.nbytes)
 
@@ -88,12 +89,12 @@ class FileMapping:
         _in_chunks(end, take, given_up)
 
     def ask_for_huge_pages(self) -> None:
-        with contextlib.suppress(OSError):  # a system without them
+        with contextlib.suppress(OSError):  # a system without huge pages
             self._advise(0, self.bytes.nbytes, MADV_HUGEPAGE)
 
     @property
     def huge_bytes(self) -> int:
-        """How much of it is mapped in huge pages at the moment."""
+        """Bytes of the mapping that lie in huge pages now."""
         return _smaps(self.bytes.ctypes.data, ("ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb"))
 
     def _advise(self, start: int, length: int, advice: int) -> None:
@@ -103,26 +104,21 @@ class FileMapping:
 
 
 def take(size: int, huge_pages: HugePages, given_up: Event | None = None) -> tuple[int, FileMapping, Pages]:
-    """A file of at least `size` bytes, all of them really there: its descriptor, this process's view of it, and what it lies in.
-
-    Args:
-        size: Bytes.
-        huge_pages: What it should lie in.
-        given_up: Set once nobody wants it any more (rule 5).
+    """Allocate a file of at least `size` bytes; return its descriptor, this process's mapping of it, and its page kind.
 
     Raises:
-        StoreNotStarted: That much memory cannot be had, or not in the pages that are required; or it was given up.
+        StoreNotStarted: The memory is not available, or not in the required pages; or `given_up` was set (rule 5).
     """
     if huge_pages is not HugePages.NEVER:
-        wanting = _lacking_huge_pages(size)
-        if not wanting:
+        lack = _huge_page_shortage(size)
+        if not lack:
             try:
                 return _taken(_rounded(size, huge_page_bytes()), os.MFD_HUGETLB, given_up)
             except OSError as error:  # a control group may have less than the machine
-                wanting = error.strerror or str(error)
+                lack = error.strerror or str(error)
         if huge_pages is HugePages.REQUIRE:
             raise StoreNotStarted(
-                f"huge_pages: {size} bytes of reserved huge pages cannot be had: {wanting}; "
+                f"huge_pages: {size} bytes of reserved huge pages cannot be allocated: {lack}; "
                 "reserve more (vm.nr_hugepages), or set it to 'auto'"
             )
     available = available_memory_bytes()
@@ -132,26 +128,26 @@ def take(size: int, huge_pages: HugePages, given_up: Event | None = None) -> tup
         file, memory, pages = _taken(size, 0, given_up, ask=huge_pages is HugePages.AUTO)
     except OSError as error:
         raise StoreNotStarted(
-            f"capacity_bytes: {size} bytes of shared memory cannot be had: {error.strerror}"
+            f"capacity_bytes: {size} bytes of shared memory cannot be allocated: {error.strerror}"
         ) from error
     return file, memory, pages
 
 
 def huge_page_bytes() -> int:
-    """Size of a reserved huge page; 0 where there are none."""
+    """Return the size of a reserved huge page; 0 if the system has none."""
     return _meminfo("Hugepagesize")
 
 
 def available_memory_bytes() -> int:
-    """What can be taken without pushing anyone out: the machine's, or less where this process's control group is limited."""
+    """Return the memory that is free on the machine, or in this process's control group if that is less."""
     limits = [_meminfo("MemAvailable") or sys.maxsize]
-    with contextlib.suppress(OSError, ValueError):  # no limit: the file says "max", or is not there
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or holds "max"
         limits.append(int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text()))
     return min(limits)
 
 
-def _lacking_huge_pages(size: int) -> str:
-    """Why a file of that size does not get reserved huge pages; empty when it does."""
+def _huge_page_shortage(size: int) -> str:
+    """Return why a file of that size cannot use reserved huge pages; empty if it can."""
     page_bytes = huge_page_bytes()
     if not page_bytes or not hasattr(os, "memfd_create"):
         return "the system has none"
@@ -171,7 +167,7 @@ def _taken(size: int, flags: int, given_up: Event | None, *, ask: bool = False) 
         except OSError as error:
             if error.errno != errno.EINVAL or flags:
                 raise
-            _write_zeros(file, size, given_up)  # an older kernel, or not Linux
+            _write_zeros(file, size, given_up)  # the kernel is older, or is not Linux
         if hasattr(os, "memfd_create"):
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, StoreNotStarted):
@@ -183,7 +179,7 @@ def _taken(size: int, flags: int, given_up: Event | None, *, ask: bool = False) 
 
 
 def _anonymous_file(flags: int) -> int:
-    """A memory file where the system has them; a temporary file that is already unlinked elsewhere."""
+    """Open a memory file, or an unlinked temporary file on a system without memory files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("kvstore-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     with tempfile.TemporaryFile(prefix="kvstore-pool-") as temporary:
@@ -202,11 +198,11 @@ def _write_zeros(file: int, size: int, given_up: Event | None) -> None:
 
 
 def _in_chunks(size: int, act: Callable[[int], None], given_up: Event | None) -> None:
-    """Call with the offset of every chunk, in several threads, until it is given up."""
+    """Call `act` with the offset of every chunk, in several threads, until `given_up` is set."""
 
     def unless_given_up(start: int) -> None:
         if given_up is not None and given_up.is_set():
-            raise StoreNotStarted("capacity_bytes: given up while the memory was taken")
+            raise StoreNotStarted("capacity_bytes: cancelled while the memory was being allocated")
         act(start)
 
     with ThreadPoolExecutor(min(TAKING_THREADS, os.cpu_count() or 1), thread_name_prefix="kvstore-pages") as threads:
@@ -219,7 +215,7 @@ def _rounded(size: int, page_bytes: int) -> int:
 
 
 def _meminfo(name: str) -> int:
-    """Bytes, or a number of pages; 0 when the system does not say."""
+    """Return a value of /proc/meminfo in bytes, or as a number of pages; 0 if the system does not report it."""
     with contextlib.suppress(OSError):  # not Linux
         for line in MEMINFO.read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name}:"):
@@ -229,12 +225,12 @@ def _meminfo(name: str) -> int:
 
 
 def _smaps(address: int, names: tuple[str, ...]) -> int:
-    """Bytes that the mapping at that address has under these names together."""
+    """Return the sum of these fields of /proc/self/smaps for the mapping at that address, in bytes."""
     total, inside = 0, False
     with contextlib.suppress(OSError), SMAPS.open(encoding="ascii", errors="replace") as lines:
         for line in lines:
             first, _, rest = line.partition(" ")
-            if not first.endswith(":"):  # a mapping begins: its range of addresses
+            if not first.endswith(":"):  # the line begins a mapping with its range of addresses
                 inside = first.startswith(f"{address:x}-")
             elif inside and first[:-1] in names:
                 total += int(rest.split()[0]) * 1024

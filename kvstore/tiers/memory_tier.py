@@ -1,4 +1,4 @@
-"""A backing tier in the memory of one process: the simplest thing that keeps the port's promises."""
+"""Memory tier: a backing tier in the memory of one process, the simplest implementation of the port."""
 
 import threading
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from kvstore.tiers.tier_gate import TierGate
 
 
 class MemoryBackingTier:
-    """A `BackingTier` for tests, and for whoever wants to see what the others do. The block least recently used goes first."""
+    """A `BackingTier` for tests and as an example. It evicts the least recently used block first."""
 
     def __init__(
         self, capacity_bytes: int, *, codecs: Callable[[bytes], Codec], clock: Clock, name: str = "memory"
@@ -28,7 +28,7 @@ class MemoryBackingTier:
         self._codecs = codecs
         self._lock = threading.Lock()
         self._kept: OrderedDict[BlockKey, _StoredContent] = OrderedDict()
-        self._bytes = 0  # of what is kept
+        self._bytes = 0  # sum of the kept contents
         self._statistics = TierStatistics(name)
         self._gate = TierGate(self._statistics, clock)
 
@@ -64,7 +64,7 @@ class MemoryBackingTier:
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         self._gate.require_open()
         answers = [self._get(key, buffer, deadline) for key, buffer in zip(keys, into, strict=True)]
-        self._statistics.fetched(answers, into)
+        self._statistics.count_fetched(answers, into)
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
@@ -88,7 +88,7 @@ class MemoryBackingTier:
         self._gate.close()
 
     def damage(self, key: BlockKey) -> None:
-        """Flip one bit of a block that is held, for tests of those who read it."""
+        """Flip one bit of a stored block, for tests."""
         with self._lock:
             self._kept[key].content[0] ^= 1
 
@@ -119,7 +119,7 @@ class MemoryBackingTier:
             self._kept[key] = kept
             self._bytes += content.nbytes
             self._statistics.count(bytes_written=content.nbytes)
-            self._statistics.present([key])
+            self._statistics.mark_present([key])
         return True
 
     def _get(self, key: BlockKey, into: ByteArray, deadline: Nanos) -> FetchResult:
@@ -145,7 +145,7 @@ class MemoryBackingTier:
     def _drop(self, key: BlockKey) -> None:
         if (kept := self._kept.pop(key, None)) is not None:
             self._bytes -= kept.content.nbytes
-            self._statistics.missed([key])
+            self._statistics.mark_gone([key])
 
 
 class _StoredContent(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""A pool in the memory of one process: the simplest thing that keeps the port's promises."""
+"""Private memory: a pool in the memory of one process, the simplest implementation of the port."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from kvstore.messages import Address
 
 
 class PrivateMemoryTier:
-    """For a store that is embedded in its only user, and for tests."""
+    """A `MemoryTier` for a store that is embedded in its only user, and for tests."""
 
     def __init__(self, capacity_bytes: int):
         self._bytes: ByteArray = np.zeros(capacity_bytes, dtype=np.uint8)

@@ -1,14 +1,15 @@
-"""A tier whose blocks lie in servers elsewhere: all that Redis, object stores and peers have in common. Each of them is a `TierBackend`.
+"""Remote tier: the common part of the tiers on other servers (Redis, S3, peer nodes). Each is a `TierBackend`.
 
 Rules:
 
-1. A call that is cut short answers with what it got; one that got nothing has failed. Either is counted once, here.
-2. Nothing is begun once the tier is closed, nor after the deadline of a call, which is a failure.
-3. What a shelf does not take (its namespace is not open here) it is not asked about: it is refused, or a miss.
-4. What was asked for and is not there has gone, and is told so once.
-5. What is found bad is read again before it is removed, since it may have been damaged on its way here, and others use the
-   same server (`kvstore.tiers.second_reading`). A server whose answers are damaged often is fenced (`kvstore.tiers.fence`):
-   until that opens again, calls fail without being made.
+1. A call that is interrupted returns the blocks that it got; a call that got none fails. Each is counted once, here.
+2. No operation begins after the tier is closed or after the deadline of its call; a late call counts as a failure.
+3. A backend is not asked about blocks that it cannot take because their namespace is not open here. Such a block is
+   refused on `put`, and a miss on `get`.
+4. A block that was asked for and is missing is reported once by `gone`.
+5. A block that is found bad is read again before it is removed (`kvstore.tiers.second_reading`): it may have been damaged
+   in transit, and other nodes use the same server. A server whose answers are often damaged is fenced
+   (`kvstore.tiers.fence`): until the fence opens, calls fail at once.
 """
 
 import logging
@@ -31,10 +32,10 @@ from kvstore.tiers.tier_gate import TierGate
 REMOVE_WITHIN = Nanos(1 * SECOND)
 
 EXAMINE_WITHIN = Nanos(5 * SECOND)
-"""For reading again what a call found bad, where its deadline allows that much: nobody has its answers meanwhile."""
+"""The longest time for second readings after a call, if its deadline allows it. The call returns only afterwards."""
 
 EXAMINED = 4
-"""Blocks that are read again after a call. What was found bad besides is read again after the call that meets it next."""
+"""Bad blocks that are read again after a call. Further bad blocks wait for the next call that reads them."""
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +43,10 @@ Answer = TypeVar("Answer")
 
 
 class BlockWrite(Struct, frozen=True):
-    """A block to keep."""
+    """A block to write."""
 
     block: ByteArray
-    crc32c: int  # with which it was published
+    crc32c: int  # published with the block
 
 
 class BlockRead(Struct, frozen=True):
@@ -56,27 +57,22 @@ class BlockRead(Struct, frozen=True):
 
 
 class BackendHealth(Struct, frozen=True):
-    """The counts of a shelf that judges blocks itself."""
+    """The counts of a backend that detects bad blocks itself."""
 
     corrupt: int = 0
     damaged: int = 0
-    fenced: int = 0  # servers that are left alone now
+    fenced: int = 0  # servers that are fenced now
 
 
 class TierBackend(Protocol):
-    """What one kind of server does with blocks: no more than what is particular to it.
+    """The code for one kind of server.
 
-    Calls come from several threads, never without work, and keep to their deadline. Each may raise `TierFailed` at any time; what it
-    has answered by then counts.
+    Calls come from several threads, with at least one block, and keep to their deadline. Each may raise `TierFailed` at
+    any time; the answers that it has given by then count.
     """
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
-        """Whether a block can be kept and fetched at all; costs nothing.
-
-        Args:
-            key: Of the block.
-            block_bytes: Its length, where it is known.
-        """
+        """Return whether a block (of this length, if known) can be stored and fetched at all. Does no I/O."""
         ...
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
@@ -84,31 +80,31 @@ class TierBackend(Protocol):
         ...
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """See `kvstore.ports.BackingTier`; each key is there once."""
+        """See `kvstore.ports.BackingTier`; the keys are distinct."""
         ...
 
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
-        """Keep blocks, and say of each whether it is there now."""
+        """Write blocks, and enter for each into `there` whether it is stored now."""
         ...
 
     def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
-        """Fetch blocks, and answer for each; the content of a buffer is void wherever the answer is not MOVED."""
+        """Fetch blocks, and enter an answer for each. A buffer's content is undefined unless its answer is MOVED."""
         ...
 
     def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
-        """Read a block again that was found bad, by connections that are opened for it."""
+        """Read a bad block again, by connections that are opened for this."""
         ...
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
-        """Remove blocks that are bad where they lie."""
+        """Remove blocks that are stored with wrong bytes."""
         ...
 
     def health(self) -> "BackendHealth":
-        """Return what the shelf has seen of its servers, as far as it judges blocks itself."""
+        """Return the counts of a backend that detects bad blocks itself; zeros for the others."""
         ...
 
     def close(self) -> None:
-        """Once or more often. Nothing that is under way then keeps the process from ending."""
+        """Close the backend; may be called again. Calls in progress do not keep the process from ending."""
         ...
 
 
@@ -116,22 +112,16 @@ S = TypeVar("S", bound=TierBackend)
 
 
 class RemoteTier(Generic[S]):
-    """See `kvstore.ports.BackingTier`, and the module."""
+    """Implements `kvstore.ports.BackingTier` on a `TierBackend`; the rules are in the module's docstring."""
 
     finds_in_memory = False
 
-    def __init__(self, shelf: S, tally: TierStatistics, clock: Clock):
-        """A tier with that shelf.
-
-        Args:
-            shelf: Closed with the tier.
-            tally: Of the tier; the shelf counts bytes and refusals in it.
-            clock: Of the deadlines.
-        """
-        self.shelf = shelf
-        self._statistics = tally
+    def __init__(self, backend: S, statistics: TierStatistics, clock: Clock):
+        """Make a tier that owns the backend; the backend counts bytes and refusals in the same statistics."""
+        self.backend = backend
+        self._statistics = statistics
         self._clock = clock
-        self._gate = TierGate(tally, clock)
+        self._gate = TierGate(statistics, clock)
         self._guard = threading.Lock()
         self._fence = Fence()
 
@@ -141,19 +131,19 @@ class RemoteTier(Generic[S]):
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         self._require_open()
-        known = next((index for index, key in enumerate(keys) if not self.shelf.takes(key)), len(keys))
+        known = next((index for index, key in enumerate(keys) if not self.backend.takes(key)), len(keys))
         if not known or self._gate.is_late(deadline):
             return 0
-        return self._counted(lambda: self.shelf.find(keys[:known], deadline))
+        return self._counted(lambda: self.backend.find(keys[:known], deadline))
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         self._require_open()
-        known = list(dict.fromkeys(key for key in keys if self.shelf.takes(key)))
+        known = list(dict.fromkeys(key for key in keys if self.backend.takes(key)))
         if not known:
             return [False] * len(keys)
         if self._gate.is_late(deadline):
-            raise TierFailed(f"the {self.name} tier was asked too late")
-        answers = self._counted(lambda: self.shelf.holds(known, deadline))
+            raise TierFailed(f"the deadline passed before the {self.name} tier was asked")
+        answers = self._counted(lambda: self.backend.holds(known, deadline))
         there = {key for key, is_there in zip(known, answers, strict=True) if is_there}
         return [key in there for key in keys]
 
@@ -169,12 +159,12 @@ class RemoteTier(Generic[S]):
         work = {
             key: BlockWrite(block, checksum)
             for key, block, checksum in zip(keys, blocks, checksums, strict=True)
-            if self.shelf.takes(key, block.nbytes)
+            if self.backend.takes(key, block.nbytes)
         }
         self._statistics.count(refused=len(set(keys)) - len(work))
         if work and not self._gate.is_late(deadline):
-            self._as_far_as_it_goes(lambda: self.shelf.put(work, there, deadline), there)
-        self._statistics.present(key for key, is_there in there.items() if is_there)
+            self._allow_partial(lambda: self.backend.put(work, there, deadline), there)
+        self._statistics.mark_present(key for key, is_there in there.items() if is_there)
         return [there.get(key, False) for key in keys]
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
@@ -183,13 +173,13 @@ class RemoteTier(Generic[S]):
         work = {
             index: BlockRead(key, buffer)
             for index, (key, buffer) in enumerate(zip(keys, into, strict=True))
-            if self.shelf.takes(key, buffer.nbytes)
+            if self.backend.takes(key, buffer.nbytes)
         }
         if work and not self._gate.is_late(deadline):
-            self._as_far_as_it_goes(lambda: self.shelf.get(work, answers, deadline), answers)
+            self._allow_partial(lambda: self.backend.get(work, answers, deadline), answers)
         fetched = [answers.get(index, GONE) for index in range(len(keys))]
-        self._statistics.fetched(fetched, into)
-        self._statistics.missed(
+        self._statistics.count_fetched(fetched, into)
+        self._statistics.mark_gone(
             keys[index] for index in sorted(answers) if answers[index].outcome is not BlockOutcome.MOVED
         )
         corrupt = {
@@ -204,22 +194,22 @@ class RemoteTier(Generic[S]):
     def discard(self, keys: Sequence[BlockKey]) -> None:
         if not keys or self._gate.is_closed:
             return
-        self._statistics.missed(keys)
+        self._statistics.mark_gone(keys)
         try:
-            self._counted(lambda: self.shelf.remove(keys, Nanos(self._clock.now() + REMOVE_WITHIN)))
+            self._counted(lambda: self.backend.remove(keys, Nanos(self._clock.now() + REMOVE_WITHIN)))
         except TierFailed:
-            return  # counted; what is bad is found bad again
+            return  # the failure is counted, and the next read finds the block bad again
 
     def gone(self) -> list[BlockKey]:
         return self._statistics.gone()
 
     def held(self) -> list[BlockKey]:
-        """Nobody here knows."""
+        """Return nothing: this node does not know what the server holds."""
         return []
 
     def status(self) -> TierStatus:
         status = self._statistics.status()
-        health = self.shelf.health()
+        health = self.backend.health()
         return replace(
             status,
             corrupt=status.corrupt + health.corrupt,
@@ -229,57 +219,58 @@ class RemoteTier(Generic[S]):
 
     def close(self) -> None:
         self._gate.close()
-        self.shelf.close()
+        self.backend.close()
 
     def _require_open(self) -> None:
-        """Begin nothing on a tier that is closed or fenced.
+        """Check that the tier is neither closed nor fenced.
 
         Raises:
-            TierFailed: It is.
+            TierFailed: It is closed or fenced.
         """
         self._gate.require_open()
         with self._guard:
-            opens = self._fence.opens(self._clock.now())
+            opens = self._fence.reopen(self._clock.now())
             is_fenced = self._fence.is_closed
         if opens:
-            log.info("tier is tried again after damaged answers", extra={"tier": self.name})
+            log.info("tier fence opened", extra={"tier": self.name})
         if is_fenced:
             self._statistics.count(failures=1)
-            raise TierFailed(f"the {self.name} tier is fenced: its answers were damaged on their way")
+            raise TierFailed(f"the {self.name} tier is fenced, because its answers were damaged in transit")
 
     def _examine(self, corrupt: Mapping[BlockKey, int], deadline: Nanos) -> int:
-        """Remove what is corrupt where it lies; returns how many blocks were damaged on their way instead."""
+        """Remove blocks that are stored corrupt, and return how many were damaged in transit instead."""
         until = min(deadline, Nanos(self._clock.now() + EXAMINE_WITHIN))
-        lie_bad, damaged = [], 0
+        stored_corrupt, damaged = [], 0
         for key in list(corrupt)[:EXAMINED]:
             try:
-                verdict = self.shelf.examine(key, corrupt[key], until)
-            except TierFailed as error:  # too little time is left, or the server is away: no sign of damage
+                verdict = self.backend.examine(key, corrupt[key], until)
+            except TierFailed as error:  # little time was left, or the server is down: no sign of damage
                 verdict = ReadingVerdict.UNREAD
                 log.warning(
-                    "corrupt block could not be read again, and stays until a call that can",
+                    "corrupt block kept, second reading failed",
                     extra={"tier": self.name, "block": key.name.hex(), "reason": str(error)},
                 )
             if verdict is ReadingVerdict.CORRUPT:
-                lie_bad.append(key)
-            elif verdict.is_damage_on_the_way:
+                stored_corrupt.append(key)
+            elif verdict.is_damage_in_transit:
                 damaged += 1
                 log.warning(
-                    "block was damaged on its way, and stays",
+                    "block damaged in transit, kept",
                     extra={"tier": self.name, "block": key.name.hex(), "second_reading": verdict.name.lower()},
                 )
         self._statistics.count(damaged=damaged)
-        self.discard(lie_bad)
+        self.discard(stored_corrupt)
         return damaged
 
     def _note(self, *, sound: int, damaged: int) -> None:
-        """Tell the fence what was read."""
+        """Report blocks that were read to the fence."""
         with self._guard:
-            closes = self._fence.saw(sound=sound, damaged=damaged, now=self._clock.now())
+            closes = self._fence.record(sound=sound, damaged=damaged, now=self._clock.now())
         if closes:
-            log.warning("tier is fenced, since its answers are damaged on their way", extra={"tier": self.name})
+            log.warning("tier fenced, answers damaged in transit", extra={"tier": self.name})
 
-    def _as_far_as_it_goes(self, act: Callable[[], None], got: Sized) -> None:
+    def _allow_partial(self, act: Callable[[], None], got: Sized) -> None:
+        """Call `act`; ignore its failure if there are answers already (rule 1)."""
         try:
             self._counted(act)
         except TierFailed:

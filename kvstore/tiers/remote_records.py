@@ -1,16 +1,15 @@
-"""The value that a remote tier keeps for a block: its bytes, behind a head that says whose they are.
+"""Remote records: the value that a remote tier stores for a block, a head and the block's bytes.
 
 Rules:
 
-1. A value is a head of 64 bytes, then the payload, which is what the namespace's codec made of the block. The head:
-   magic "FKVR", format version (1), codec id (1), 2 zero bytes, namespace digest (16), block name (16), length of the
-   block (8), length of the payload (8), CRC-32C of the payload (4), CRC-32C of the head so far (4). Integers are big-endian.
-2. Whoever can write to the store can plant anything there. A block is returned only when the head is that of the block
-   asked for, the lengths agree, both checksums are right and the codec has decoded the payload.
-3. A value that is none of ours any more (garbage, cut short, under another block's key) is corrupt, and removed once a
-   second reading agrees (`kvstore.tiers.second_reading`).
-   A sound one of another codec or block length is a miss; the next put replaces it.
-   One of a newer format is a miss and stays, for those who can read it.
+1. A value is a head of 64 bytes, then the payload: the block as the namespace's codec encodes it. The head holds magic
+   "FKVR", format version (1), codec id (1), 2 zero bytes, namespace digest (16), block hash (16), block length (8), payload
+   length (8), CRC-32C of the payload (4), CRC-32C of the preceding head bytes (4). Integers are big-endian.
+2. Other programs may write to the server, so a value is not trusted. A block is returned only if the head names the
+   requested block, the lengths agree, both checksums are right and the codec has decoded the payload.
+3. A value that is garbage, truncated or another block's is corrupt. It is removed if a second reading agrees
+   (`kvstore.tiers.second_reading`). A sound value of another codec or block length is a miss, and the next put replaces
+   it. A value of a newer format is a miss and stays, since newer nodes can read it.
 """
 
 import hashlib
@@ -37,35 +36,35 @@ from kvstore.tiers.statistics import TierStatistics
 MAGIC = b"FKVR"
 FORMAT_VERSION = 1
 
-FIELDS = struct.Struct(">4sBB2x16s16sQQI")  # the head but for its checksum
+FIELDS = struct.Struct(">4sBB2x16s16sQQI")  # the head without its checksum
 HEAD_BYTES = FIELDS.size + 4
 assert HEAD_BYTES == 64
 
 SLACK_BYTES = 1 << 16
-"""By which a payload may exceed its block: heads, scales and seals of codecs. What claims more is not received."""
+"""Most bytes by which a payload may exceed its block, for heads, scales and seals of codecs. Longer ones are rejected."""
 
 log = logging.getLogger(__name__)
 
 
 class RecordSource(Protocol):
-    """A value on its way from the store."""
+    """A value that is being received from the server."""
 
     @property
     def left(self) -> int:
-        """Bytes of it that have not been taken yet."""
+        """Bytes that have not been read yet."""
         ...
 
     def fill(self, into: memoryview) -> None:
-        """Take the next bytes, as many as fit; there must be that many left.
+        """Read the next `len(into)` bytes; at least that many must be left.
 
         Raises:
-            OSError: They do not come, or not in time.
+            OSError: The bytes did not arrive, or not in time.
         """
         ...
 
 
 class FramedRecord(Struct, frozen=True):
-    """What to write: the head, then the payload."""
+    """A value to write: the head, then the payload."""
 
     head: bytes
     payload: ByteArray
@@ -76,11 +75,11 @@ class FramedRecord(Struct, frozen=True):
 
 
 class RemoteKeyState(Enum):
-    """What lies under a block's key, as far as its head tells."""
+    """What a server stores under a block's key, judged by the head of the value."""
 
     HELD = auto()  # the block
-    FREE = auto()  # nothing, or what may be replaced
-    NEWER = auto()  # rule 3: it stays
+    FREE = auto()  # nothing, or a value that may be replaced
+    NEWER = auto()  # a value of a newer format, which stays (rule 3)
 
 
 class RemoteRecordHead(Struct, frozen=True, kw_only=True):
@@ -91,42 +90,42 @@ class RemoteRecordHead(Struct, frozen=True, kw_only=True):
 
 
 class NewerFormat(UndecodableBlock):
-    """Written by a later version of this software."""
+    """The value was written by a later version of this software."""
 
 
 def pack(key: BlockKey, codec_id: int, block_bytes: int, payload: ByteArray, checksum: int | None = None) -> bytes:
-    """The head of a value; its checksum is that of the payload where none is given."""
+    """Return the head of a value; `checksum` is the payload's CRC-32C, and is computed if it is not given."""
     crc = crc32c([payload]) if checksum is None else checksum
     fields = FIELDS.pack(MAGIC, FORMAT_VERSION, codec_id, key.digest, key.name, block_bytes, payload.nbytes, crc)
     return fields + struct.pack(">I", google_crc32c.value(fields))
 
 
 def parse(head: bytes, key: BlockKey) -> RemoteRecordHead:
-    """The head of the value that lies under a block's key.
+    """Return the parsed head of the value that lies under a block's key.
 
     Raises:
-        NewerFormat: It is of a version that is not known here.
-        UndecodableBlock: It is not this block's.
+        NewerFormat: Its version is not known here.
+        UndecodableBlock: It is not this block's head.
     """
     if len(head) < HEAD_BYTES or head[:4] != MAGIC:
-        raise UndecodableBlock("no value of ours")
+        raise UndecodableBlock("the value has no Fleet head")
     if head[4] > FORMAT_VERSION:
         raise NewerFormat(f"format version {head[4]}; this is version {FORMAT_VERSION}")
     fields = head[: FIELDS.size]
     if google_crc32c.value(fields) != int.from_bytes(head[FIELDS.size : HEAD_BYTES], "big"):
-        raise UndecodableBlock("a damaged head")
+        raise UndecodableBlock("the head is damaged")
     _, _, codec_id, digest, name, block_bytes, payload_bytes, checksum = FIELDS.unpack(fields)
     if digest != key.digest or name != key.name:
-        raise UndecodableBlock("another block's value")
+        raise UndecodableBlock("the value belongs to another block")
     return RemoteRecordHead(codec_id=codec_id, block_bytes=block_bytes, payload_bytes=payload_bytes, crc32c=checksum)
 
 
 def _fitting(key: BlockKey, first: bytes, length: int) -> RemoteRecordHead:
-    """The head of a value of that length.
+    """Return the parsed head of a value of that length.
 
     Raises:
-        NewerFormat: See `parse`.
-        UndecodableBlock: It is not this block's, or of another length.
+        NewerFormat: Its version is not known here.
+        UndecodableBlock: It is not this block's head, or the lengths do not agree.
     """
     head = parse(first, key)
     if length != HEAD_BYTES + head.payload_bytes or head.payload_bytes > head.block_bytes + SLACK_BYTES:
@@ -135,44 +134,38 @@ def _fitting(key: BlockKey, first: bytes, length: int) -> RemoteRecordHead:
 
 
 class RecordFramer:
-    """Frames blocks and takes them out of their frames, for one tier. Thread-safe."""
+    """Turns blocks into values of one tier, and values into blocks. Thread-safe."""
 
-    def __init__(self, codecs: Callable[[bytes], Codec], tally: TierStatistics):
-        """Binds a tier to the codecs of its namespaces.
+    def __init__(self, codecs: Callable[[bytes], Codec], statistics: TierStatistics):
+        """Bind a tier to the codecs of its namespaces.
 
         Args:
-            codecs: By namespace digest; `NamespaceUnknown` where nobody has opened it.
-            tally: Of the tier; corrupt values are counted here.
+            codecs: Returns the codec for a namespace digest; raises `NamespaceUnknown` if the namespace is not open.
+            statistics: Corrupt values are counted here.
         """
         self._codecs = codecs
-        self._statistics = tally
+        self._statistics = statistics
         self._lock = threading.Lock()
         self._newer_seen = False
 
     def knows(self, key: BlockKey) -> bool:
-        """Whether the namespace is open here."""
+        """Return whether the block's namespace is open here."""
         return self._codec(key) is not None
 
     def frame(self, key: BlockKey, block: ByteArray, checksum: int) -> FramedRecord | None:
-        """What to write for a block; None when its namespace is not open here, or it is not what its checksum says."""
+        """Return the value for a block; None if its namespace is not open here, or its checksum does not match."""
         codec = self._codec(key)
         if codec is None:
             return None
         found = encoded(codec, key, block, checksum)
         if found is None:
-            self.corrupt(key, "its bytes do not have the checksum that it was published with")
+            self.corrupt(key, "its bytes do not match its published checksum")
             return None
         payload, payload_checksum = found
         return FramedRecord(pack(key, codec.codec_id, block.nbytes, payload, payload_checksum), payload)
 
-    def standing(self, key: BlockKey, head: bytes, block_bytes: int | None = None) -> RemoteKeyState:
-        """What the first bytes of a value say of it.
-
-        Args:
-            key: Of the block.
-            head: Empty where there is no value.
-            block_bytes: Length of the block, where it is known.
-        """
+    def key_state(self, key: BlockKey, head: bytes, block_bytes: int | None = None) -> RemoteKeyState:
+        """Judge a value by its first bytes; they are empty if there is no value. The block length may be unknown."""
         codec = self._codec(key)
         try:
             found = parse(head, key)
@@ -185,10 +178,10 @@ class RecordFramer:
         return RemoteKeyState.HELD if ours else RemoteKeyState.FREE
 
     def take(self, key: BlockKey, value: RecordSource, into: ByteArray) -> FetchResult:
-        """Get the block out of a value. May leave bytes of the value untaken, unless the answer is MOVED.
+        """Copy the block out of a value. Unless the answer is MOVED, bytes of the value may be left unread.
 
         Raises:
-            OSError: From the value.
+            OSError: The value could not be read.
         """
         try:
             return self._taken(key, value, into)
@@ -200,13 +193,9 @@ class RecordFramer:
             return CORRUPT
 
     def proof(self, key: BlockKey, block_bytes: int, length: int, read: Read) -> bytes | None:
-        """Return what proves that a value is corrupt: its length, and its bytes as far as they tell; None where it is not.
+        """Return the proof that a value is corrupt, a digest of its length and the bytes that show it; None if it is not.
 
-        Args:
-            key: Of the block.
-            block_bytes: The length of the block.
-            length: The length of the value.
-            read: Fetches parts of the value; what it raises comes out of this call.
+        `length` is the value's length. Errors of `read`, which fetches parts of the value, are passed on.
         """
         codec = self._codec(key)
         if codec is None:
@@ -230,11 +219,9 @@ class RecordFramer:
         return None
 
     def corrupt(self, key: BlockKey, reason: str) -> None:
-        """What lies under a block's key is nothing of ours."""
+        """Count and log a corrupt value."""
         self._statistics.count(corrupt=1)
-        log.warning(
-            "block is corrupt", extra={"tier": self._statistics.name, "block": key.name.hex(), "reason": reason}
-        )
+        log.warning("block corrupt", extra={"tier": self._statistics.name, "block": key.name.hex(), "reason": reason})
 
     def _taken(self, key: BlockKey, value: RecordSource, into: ByteArray) -> FetchResult:
         codec = self._codec(key)
@@ -255,7 +242,7 @@ class RecordFramer:
     def _received(self, value: RecordSource, head: RemoteRecordHead, into: ByteArray) -> FetchResult:
         value.fill(into.data)
         if crc32c([into]) != head.crc32c:
-            raise UndecodableBlock("a damaged payload")
+            raise UndecodableBlock("the payload is damaged")
         return FetchResult(BlockOutcome.MOVED, head.crc32c)
 
     def _codec(self, key: BlockKey) -> Codec | None:
@@ -269,6 +256,6 @@ class RecordFramer:
             first, self._newer_seen = not self._newer_seen, True
         if first:
             log.warning(
-                "blocks of a newer format are misses here; update this node",
+                "blocks of a newer format are misses, update this node",
                 extra={"tier": self._statistics.name, "block": key.name.hex(), "reason": str(error)},
             )

@@ -1,13 +1,13 @@
-"""Second reading: whether a value that was found corrupt lies there like that, or was damaged on its way here.
+"""Second reading: finds out whether a bad value is stored that way or was damaged in transit.
 
 Rules:
 
-1. Other nodes use the same servers, so that a block is removed only when it is damaged where it lies. What tells is two
-   readings of it, each by a connection of its own, that were opened for it.
-2. They have to agree on every byte that proves the damage, and on the length. An answer that is not of what was asked for
-   agrees with nothing. A reading that fails or is cut short is no sign of damage, and proves nothing.
-3. The second one asks for other pieces, the later ones first. So what damages each answer at the same place does not
-   damage the value at the same place twice.
+1. Other nodes use the same servers, so a block is removed only if its stored value is damaged. Two readings decide that,
+   each by a connection that is opened for it.
+2. The readings have to agree on the length and on every byte that proves the damage. An answer to something else than was
+   asked for agrees with nothing. A reading that fails or is incomplete proves nothing.
+3. The second reading asks for smaller pieces, the last ones first. So a fault that damages every answer at the same
+   offset damages the value at different offsets.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from enum import Enum, auto
 from typing import Protocol
 
 Read = Callable[[int, int], bytes]
-"""The bytes of a value from one place to before another."""
+"""Returns the bytes of a value from one offset up to another."""
 
 
 class Reading(Protocol):
-    """A value, by a connection of its own."""
+    """One reading of a value, by a connection of its own."""
 
     @property
     def length(self) -> int: ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """Fetch the bytes from one place to before another, all of them.
+        """Fetch all bytes from offset `start` up to `stop`.
 
         Raises:
-            OSError: They do not come, or are not those that were asked for.
+            OSError: The bytes did not arrive, or the answer is for something else.
         """
         ...
 
@@ -37,37 +37,33 @@ class Reading(Protocol):
 class ReadingVerdict(Enum):
     """The outcome of two readings."""
 
-    SOUND = auto()  # the block is there, and as it was written
-    CORRUPT = auto()  # its value is damaged where it lies
-    UNSURE = auto()  # they do not agree
-    UNREAD = auto()  # one of them could not be made
-    GONE = auto()  # there is no value any more
+    SOUND = auto()  # the value is correct
+    CORRUPT = auto()  # the stored value is damaged
+    UNSURE = auto()  # the readings do not agree
+    UNREAD = auto()  # a reading failed
+    GONE = auto()  # the value no longer exists
 
     @property
-    def is_damage_on_the_way(self) -> bool:
+    def is_damage_in_transit(self) -> bool:
         return self in (ReadingVerdict.SOUND, ReadingVerdict.UNSURE)
 
 
 Proof = Callable[[int, Read], bytes | None]
-"""Returns the proof that a value is corrupt, from its length and bytes; None where it is not."""
+"""Returns the proof that a value is corrupt, from its length and bytes; None if it is not corrupt."""
 
 Open = Callable[[], AbstractContextManager[Reading | None]]
-"""Opens a connection for one reading; None where there is no value."""
+"""Opens a connection for one reading; gives None if there is no value."""
 
 
 class ReadingsDiffer(OSError):
-    """A server's answer is not of what was asked for."""
+    """The server answered something else than was asked for."""
 
 
 def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:
     """Read a value twice, and return the verdict.
 
-    Args:
-        open_reading: Opens a connection for each.
-        proof: See `kvstore.tiers.remote_records.RecordFramer.proof`.
-
     Raises:
-        OSError: A reading could not be made; other errors of `open_reading` and the readings say the same.
+        OSError: A reading failed; any other error of `open_reading` or of a reading means the same.
     """
     with open_reading() as reading:
         if reading is None:

@@ -1,14 +1,14 @@
-"""The CPU tier: a pool of memory that several processes of a host map.
+"""Shared memory: the pool of the CPU tier, which several processes of a host can map.
 
 Rules:
 
-1. The pool has no name: it is a memory file descriptor that the node hands out, so it is gone with the last process
-   that maps it, however they die. Nothing ever appears in /dev/shm.
-2. All pages are taken at the start (`kvstore.tiers.file_mapping`). Too little memory is an error then, not a SIGBUS later, and
-   no request pays for first touches (which run thirty times slower than copies).
-3. Behind the blocks lies one 64-bit stamp a page: the generation of the block that begins there, 0 for none. Readers
-   and writers in other processes compare it with their slot's, and so notice that a place is not theirs any more.
-   The checksum stays the proof; the stamp tells a block that has gone from one that has gone bad.
+1. The pool has no name: the node hands out its file descriptor. So the memory is freed with the last process that maps
+   it, however the processes end, and nothing appears in /dev/shm.
+2. All pages are allocated at the start (`kvstore.tiers.file_mapping`). Too little memory is then an error at the start and
+   not a SIGBUS later, and no request pays for first touches, which are thirty times slower than copies.
+3. After the blocks follows one 64-bit stamp for each page: the slot generation of the block that begins there, or 0.
+   Readers and writers in other processes compare it with their slot's generation, and so notice that the place belongs
+   to another block. The checksum proves the bytes; the stamp tells a block that has gone from a corrupt one.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 
 
 class Mapping:
-    """One process's view of a pool: the blocks, then the stamps."""
+    """One process's mapping of a pool: the blocks, then the stamps."""
 
     def __init__(self, memory: int | FileMapping, capacity_bytes: int):
-        """Lays out the memory of a pool, or of the file descriptor behind it, which may be closed afterwards.
+        """Use a mapping, or map a file descriptor, which the caller may close afterwards.
 
         Raises:
-            OSError: It cannot be mapped.
-            ValueError: It is smaller than a pool of that capacity.
+            OSError: The file cannot be mapped.
+            ValueError: The file is smaller than a pool of that capacity.
         """
         self._memory = FileMapping(memory) if isinstance(memory, int) else memory
         whole, size = self._memory.bytes, file_bytes(capacity_bytes)
@@ -50,21 +50,21 @@ class Mapping:
         self.stamps: NDArray[np.uint64] = whole[_stamps_at(capacity_bytes) : size].view(np.uint64)
 
     def populate(self, limit_bytes: int) -> None:
-        """Set up page tables for the first `limit_bytes`, so that copies do not fault. Optional: speed only."""
-        with contextlib.suppress(OSError):  # an older kernel: pages are mapped as they are touched
+        """Enter the first `limit_bytes` into the page tables, so that copies cause no page faults. Optional."""
+        with contextlib.suppress(OSError):  # an older kernel maps pages as they are touched
             self._memory.populate(limit_bytes)
 
     def holds(self, slot: Slot) -> bool:
-        """Whether the place still belongs to the slot's block."""
+        """Return whether the place still belongs to the slot's block."""
         return int(self.stamps[slot.offset // PAGE_BYTES]) == slot.generation
 
     def block(self, offset: int, length: int) -> ByteArray:
-        """A view of a block's bytes."""
+        """Return a view of a block's bytes."""
         return self.bytes[offset : offset + length]
 
 
 class SharedMemoryTier:
-    """A `MemoryTier` that other processes can map; see the module."""
+    """A `MemoryTier` that other processes can map."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class SharedMemoryTier:
         clock: Clock | None = None,
         given_up: Event | None = None,
     ):
-        """Takes the memory, which lasts 0.1 to 1 s a GiB.
+        """Allocate the memory, which takes 0.1 to 1 s for each GiB.
 
         Args:
-            capacity_bytes: A rest that fills no page stays unused.
-            huge_pages: What the pool should lie in.
-            clock: Says how long it lasted; the system's by default.
-            given_up: To be set, from another thread, once nobody wants it any more.
+            capacity_bytes: Rounded down to whole pages.
+            huge_pages: Which pages to use.
+            clock: Measures the duration; the system's clock by default.
+            given_up: Another thread sets this event to cancel the allocation.
 
         Raises:
-            StoreNotStarted: There is not enough, or not in the pages that are required; or it was given up.
+            StoreNotStarted: There is not enough memory, or not in the required pages; or `given_up` was set.
         """
         clock = clock or MonotonicClock()
         self._capacity_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES
@@ -90,9 +90,9 @@ class SharedMemoryTier:
         self._file, memory, self.pages = pages.take(file_bytes(self._capacity_bytes), huge_pages, given_up)
         lasted_seconds = max(seconds(clock.now() - started), 1e-9)
         self.mapping = Mapping(memory, self._capacity_bytes)
-        self._stamps = self.mapping.stamps.data  # the same; one at a time is written faster through it
+        self._stamps = self.mapping.stamps.data  # a memoryview writes single stamps faster than numpy
         log.info(
-            "memory taken",
+            "pool memory allocated",
             extra={
                 "bytes": memory.bytes.nbytes,
                 "pages": self.pages,
@@ -106,7 +106,7 @@ class SharedMemoryTier:
         return self._capacity_bytes
 
     def fileno(self) -> int:
-        """Descriptor of the pool, for other processes to map."""
+        """Return the file descriptor of the pool, for other processes to map."""
         return self._file
 
     def claim(self, address: Address) -> None:
@@ -134,11 +134,11 @@ class SharedMemoryTier:
         return self._holds(address)
 
     def view(self, address: Address) -> ByteArray:
-        """The bytes themselves, without copying; they may change under the caller."""
+        """Return a view of the bytes, without copying; they may change at any time."""
         return self.mapping.block(address.offset, address.length)
 
     def close(self) -> None:
-        """Gives the descriptor up; the memory goes with the last view of it."""
+        """Close the descriptor; the memory is freed with its last mapping."""
         os.close(self._file)
 
     def _holds(self, address: Address) -> bool:
@@ -146,7 +146,7 @@ class SharedMemoryTier:
 
 
 def file_bytes(capacity_bytes: int) -> int:
-    """Size of the file behind a pool: blocks, then stamps."""
+    """Return the size of the file behind a pool: blocks, then stamps."""
     return _stamps_at(capacity_bytes) + capacity_bytes // PAGE_BYTES * STAMP_BYTES
 
 

@@ -1,4 +1,4 @@
-"""What a tier counts, and the names that it has let go."""
+"""Tier statistics: the counters of a tier, and the blocks that it has lost."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -7,11 +7,11 @@ from kvstore.buffers import ByteArray
 from kvstore.messages import BlockKey, BlockOutcome, FetchResult, TierStatus
 
 GONE_KEYS = 1 << 18
-"""Names that wait to be asked for; older ones are forgotten, which costs a router a wrong guess."""
+"""Lost blocks that wait to be reported. The oldest are dropped; a router then believes them to be stored."""
 
 
 class TierStatistics:
-    """Of one tier. Thread-safe."""
+    """Counters and lost blocks of one tier. Thread-safe."""
 
     def __init__(self, name: str):
         self.name = name
@@ -25,28 +25,28 @@ class TierStatistics:
             for name, number in more.items():
                 self._counts[name] = self._counts.get(name, 0) + number
 
-    def fetched(self, answers: Sequence[FetchResult], into: Sequence[ByteArray]) -> None:
-        """Count what `BackingTier.get` answers."""
+    def count_fetched(self, answers: Sequence[FetchResult], into: Sequence[ByteArray]) -> None:
+        """Count the answers of `BackingTier.get`."""
         hits = [
             buffer.nbytes for answer, buffer in zip(answers, into, strict=True) if answer.outcome is BlockOutcome.MOVED
         ]
         self.count(hits=len(hits), misses=len(answers) - len(hits), bytes_read=sum(hits))
 
-    def missed(self, keys: Iterable[BlockKey]) -> None:
-        """These are not there, or not any more."""
+    def mark_gone(self, keys: Iterable[BlockKey]) -> None:
+        """Note blocks that the tier does not have."""
         with self._lock:
             self._gone.update(dict.fromkeys(keys))
             while len(self._gone) > GONE_KEYS:
                 del self._gone[next(iter(self._gone))]
 
-    def present(self, keys: Iterable[BlockKey]) -> None:
-        """These are there now."""
+    def mark_present(self, keys: Iterable[BlockKey]) -> None:
+        """Note blocks that the tier has now."""
         with self._lock:
             for key in keys:
                 self._gone.pop(key, None)
 
     def gone(self) -> list[BlockKey]:
-        """What `BackingTier.gone` answers."""
+        """Return the lost blocks once, for `BackingTier.gone`."""
         with self._lock:
             gone, self._gone = self._gone, {}
         return list(gone)

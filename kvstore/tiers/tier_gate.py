@@ -1,4 +1,4 @@
-"""Whether a tier takes a call: until it is closed, and until the call's deadline. Said once, for all tiers that count alike."""
+"""Tier gate: decides whether a tier takes a call, which it does until it is closed and until the call's deadline."""
 
 from kvstore.clock import Clock, Nanos
 from kvstore.errors import TierFailed
@@ -6,10 +6,10 @@ from kvstore.tiers.statistics import TierStatistics
 
 
 class TierGate:
-    """Of one tier. Thread-safe."""
+    """The gate of one tier. Thread-safe."""
 
-    def __init__(self, tally: TierStatistics, clock: Clock):
-        self._statistics = tally
+    def __init__(self, statistics: TierStatistics, clock: Clock):
+        self._statistics = statistics
         self._clock = clock
         self._closed = False
 
@@ -18,20 +18,16 @@ class TierGate:
         return self._closed
 
     def require_open(self) -> None:
-        """Begin nothing more once the tier is closed.
+        """Check that the tier is open.
 
         Raises:
-            TierFailed: It is.
+            TierFailed: It is closed.
         """
         if self._closed:
-            raise self.refusal()
-
-    def refusal(self) -> TierFailed:
-        """What a call meets that the end of the tier overtakes."""
-        return TierFailed(f"the {self._statistics.name} tier is closed")
+            raise TierFailed(f"the {self._statistics.name} tier is closed")
 
     def is_late(self, deadline: Nanos) -> bool:
-        """Whether the deadline is over before anything was begun; that is counted as a failure."""
+        """Return whether the deadline has passed, and count that as a failure."""
         late = self._clock.now() >= deadline
         self._statistics.count(failures=late)
         return late

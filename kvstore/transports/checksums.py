@@ -11,16 +11,16 @@ MOVED = BlockOutcome.MOVED  # looked up once: a member of an enumeration is slow
 Put = Callable[[AnySlots, Sequence[Block], Nanos], list[BlockOutcome]]
 
 
-def summed_before(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
+def put_with_checksums(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
     """`Transport.put_summing`, out of `Transport.put`."""
     summed = [
         Slot(slot.offset, slot.generation, crc32c(pieces(block))) for slot, block in zip(slots, blocks, strict=True)
     ]
     outcomes = put(summed, blocks, deadline)
-    return [told(outcome, slot.crc32c) for outcome, slot in zip(outcomes, summed, strict=True)]
+    return [fetch_result(outcome, slot.crc32c) for outcome, slot in zip(outcomes, summed, strict=True)]
 
 
-def told(outcome: BlockOutcome, checksum: int) -> FetchResult:
+def fetch_result(outcome: BlockOutcome, checksum: int) -> FetchResult:
     """What came of one block, with its checksum if it was moved."""
     if outcome is MOVED:
         return FetchResult(outcome, checksum)

@@ -7,7 +7,7 @@ from kvstore.clock import Nanos
 from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.pool.machine import BlockMachine
 from kvstore.ports import MemoryTier
-from kvstore.transports.checksums import summed_before
+from kvstore.transports.checksums import put_with_checksums
 
 
 class InProcessTransport:
@@ -31,7 +31,7 @@ class InProcessTransport:
         return [self._put(slot, block) for slot, block in zip(slots, blocks, strict=True)]
 
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
-        return summed_before(self.put, slots, blocks, deadline)
+        return put_with_checksums(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
         pass

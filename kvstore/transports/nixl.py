@@ -33,7 +33,7 @@ from kvstore.errors import StoreError, StoreUnreachable
 from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.native import checksums
 from kvstore.pool.extents import PAGE_BYTES
-from kvstore.transports.checksums import summed_before
+from kvstore.transports.checksums import put_with_checksums
 from kvstore.transports.nixl_agent import NixlAgent, NixlAgentFailed, TransferDirection, joined, spans
 
 CHUNK_BYTES = 8 << 20
@@ -100,7 +100,7 @@ class NixlTransport:
         self._closed = False
         self._opening = False
         try:
-            self._link: _NixlConnection | None = _NixlConnection(offer, make_agent, clock, deadline)
+            self._connection: _NixlConnection | None = _NixlConnection(offer, make_agent, clock, deadline)
         except NixlAgentFailed as error:
             raise StoreUnreachable(f"no way by NIXL: {error}") from error
 
@@ -111,7 +111,7 @@ class NixlTransport:
         return self._exchange(_put, slots, [self._pieces(block) for block in blocks], deadline)
 
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
-        return summed_before(self.put, slots, blocks, deadline)
+        return put_with_checksums(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
         """Waits for the call in progress, which has a deadline."""
@@ -137,50 +137,50 @@ class NixlTransport:
 
     def _run(self, act: "_Act", batches: list["_NixlTransfer"], deadline: Nanos) -> None:
         started = self._clock.now()
-        link = self._current(started)
-        if link is None:
+        connection = self._current(started)
+        if connection is None:
             return
         until = max(Nanos(deadline - CLOSING), min(Nanos(started + SHORTEST), deadline))
         in_order = False
         try:
             for batch in batches:
-                act(link, batch, until)
+                act(connection, batch, until)
             in_order = True
         except NixlAgentFailed:
             self._breaker.failed(started, self._clock.now())
         finally:
-            del link  # or it would outlive its agent's end
+            del connection  # or it would outlive its agent's end
             if not in_order:
                 self._drop()
 
     def _current(self, now: Nanos) -> "_NixlConnection | None":
-        """The link; None while there is none, which this call may begin to mend."""
-        if self._link is None and not self._closed and not self._opening and self._breaker.allows(now):
+        """The connection; None while there is none, which this call may begin to mend."""
+        if self._connection is None and not self._closed and not self._opening and self._breaker.allows(now):
             self._opening = True
             threading.Thread(target=self._open_again, args=(now,), name="kvstore-nixl", daemon=True).start()
-        return None if self._closed else self._link
+        return None if self._closed else self._connection
 
     def _open_again(self, started: Nanos) -> None:
         deadline = Nanos(started + REOPENING)
         try:
             offer = self._renew(deadline)
-            link = None if offer is None else _NixlConnection(offer, self._make_agent, self._clock, deadline)
+            connection = None if offer is None else _NixlConnection(offer, self._make_agent, self._clock, deadline)
         except (NixlAgentFailed, StoreError, ValueError):  # the last of a control plane that was closed meanwhile
-            link = None
+            connection = None
         with self._turn:
             self._opening = False
-            if link is None:
+            if connection is None:
                 self._breaker.failed(started, self._clock.now())
             elif self._closed:
-                link.close()
+                connection.close()
             else:
                 self._breaker.succeeded()
-                self._link = link
+                self._connection = connection
 
     def _drop(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def _pieces(self, block: Block) -> list[ByteArray]:
         parts = pieces(block)
@@ -254,11 +254,11 @@ class _NixlConnection:
     def deregister(self, registered: int) -> None:
         self._agent.deregister(registered)
 
-    def start(self, way: TransferDirection, work: _NixlTransfer, chunk: range) -> int:
+    def start(self, direction: TransferDirection, work: _NixlTransfer, chunk: range) -> int:
         parts = slice(work.starts[chunk.start], work.starts[chunk.stop])
         remote = work.remote[parts].copy()
         remote[:, 0] += np.uint64(self._offer.blocks)
-        return self._agent.start(way, work.local[parts], remote, self._peer)
+        return self._agent.start(direction, work.local[parts], remote, self._peer)
 
     def holds(self, slots: AnySlots, until: Nanos) -> list[bool]:
         """Which of these places belong to their slots' blocks now."""
@@ -290,45 +290,47 @@ class _NixlConnection:
         self._agent.close()
 
 
-def _get(link: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
-    registered = link.register(work)
+def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
+    registered = connection.register(work)
     with ThreadPoolExecutor(1, "kvstore-checksums") as helper:  # on one host this thread is the one that copies
-        for arrived in _moved(link, TransferDirection.READ, work, until):
+        for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):
                 begun = threading.Event()
                 helper.submit(work.sum_up, arrived, begun)
                 begun.wait(HAND_OVER_SECONDS)
             else:
                 work.sum_up(arrived)
-    for index, is_held in enumerate(link.holds(work.slots, until)):
+    for index, is_held in enumerate(connection.holds(work.slots, until)):
         if is_held:
             work.outcomes[index] = BlockOutcome.MOVED if work.right[index] else BlockOutcome.CORRUPT
-    link.deregister(registered)
+    connection.deregister(registered)
 
 
-def _put(link: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
-    held = [index for index, is_held in enumerate(link.holds(work.slots, until)) if is_held]
+def _put(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
+    held = [index for index, is_held in enumerate(connection.holds(work.slots, until)) if is_held]
     if not held:
         return
     writing = work if len(held) == len(work) else work.chosen(held)
-    registered = link.register(writing)
-    for _ in _moved(link, TransferDirection.WRITE, writing, until):
+    registered = connection.register(writing)
+    for _ in _moved(connection, TransferDirection.WRITE, writing, until):
         pass
-    for index, is_held in zip(held, link.holds(writing.slots, until), strict=True):
+    for index, is_held in zip(held, connection.holds(writing.slots, until), strict=True):
         if is_held:
             work.outcomes[index] = BlockOutcome.MOVED
-    link.deregister(registered)
+    connection.deregister(registered)
 
 
-def _moved(link: _NixlConnection, way: TransferDirection, work: _NixlTransfer, until: Nanos) -> Iterator[range]:
+def _moved(
+    connection: _NixlConnection, direction: TransferDirection, work: _NixlTransfer, until: Nanos
+) -> Iterator[range]:
     """Chunk after chunk, as they arrive, the next one being on its way already."""
     before: tuple[int, range] | None = None
     for chunk in work.chunks():
-        transfer = link.start(way, work, chunk)
+        transfer = connection.start(direction, work, chunk)
         if before is not None:
-            link.wait(before[0], until)
+            connection.wait(before[0], until)
             yield before[1]
         before = transfer, chunk
     if before is not None:
-        link.wait(before[0], until)
+        connection.wait(before[0], until)
         yield before[1]

@@ -108,7 +108,7 @@ class NixlAgent:
 
     def start(
         self,
-        way: TransferDirection,
+        direction: TransferDirection,
         local: Spans,
         remote: Spans,
         peer: str,
@@ -121,7 +121,7 @@ class NixlAgent:
         number = next(self._numbers)
         with self._translated():
             self._transfers[number] = self._agent.initialize_xfer(
-                way,
+                direction,
                 self._agent.get_xfer_descs(local, memory),
                 self._agent.get_xfer_descs(remote, NixlMemoryKind.DRAM),
                 peer,

@@ -24,7 +24,7 @@ from kvstore.native import checksums
 from kvstore.net.unix_sockets import OUT_OF_FILES, connect
 from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier
-from kvstore.transports.checksums import told
+from kvstore.transports.checksums import fetch_result
 
 MAGIC = b"FKVM"
 CALLS = b"FKVC"
@@ -83,44 +83,48 @@ class SharedMemoryTransport:
             codes, sums = checksums.put_blocks(
                 memory.bytes, memory.stamps, PAGE_BYTES, packed, self._block_bytes, parts
             )
-            return [told(OUTCOMES[code], checksum) for code, checksum in zip(codes, sums, strict=True)]
+            return [fetch_result(OUTCOMES[code], checksum) for code, checksum in zip(codes, sums, strict=True)]
 
         return self._move(slots, blocks, deadline, move, GONE)
 
     def get_shard(
-        self, slots: AnySlots, share: RankShard, into: Sequence[MutableBlock], deadline: Nanos
+        self, slots: AnySlots, shard: RankShard, into: Sequence[MutableBlock], deadline: Nanos
     ) -> list[BlockOutcome]:
         """As `get`, of what one rank holds of each block; all of the block is verified."""
         assert len(slots) == len(into), (len(slots), len(into))
-        return [self._get_share(slot, share, pieces(each), deadline) for slot, each in zip(slots, into, strict=True)]
+        return [
+            self._get_one_shard(slot, shard, pieces(each), deadline) for slot, each in zip(slots, into, strict=True)
+        ]
 
     def put_shard(
-        self, slots: AnySlots, share: RankShard, blocks: Sequence[Block], deadline: Nanos
+        self, slots: AnySlots, shard: RankShard, blocks: Sequence[Block], deadline: Nanos
     ) -> list[int | None]:
         """Write what one rank holds of blocks into reserved slots: what it adds to their checksums.
 
         None for a block that was not written: its place is another's by now, or it is too late.
         """
         assert len(slots) == len(blocks), (len(slots), len(blocks))
-        return [self._put_share(slot, share, pieces(each), deadline) for slot, each in zip(slots, blocks, strict=True)]
+        return [
+            self._put_one_shard(slot, shard, pieces(each), deadline) for slot, each in zip(slots, blocks, strict=True)
+        ]
 
     def close(self) -> None:
         """Nothing to do: the mapping goes with its last user, which may be a thread that still copies."""
 
-    def _get_share(self, slot: Slot, share: RankShard, parts: list[ByteArray], deadline: Nanos) -> BlockOutcome:
+    def _get_one_shard(self, slot: Slot, shard: RankShard, parts: list[ByteArray], deadline: Nanos) -> BlockOutcome:
         place = self._place(slot, deadline)
         if place is None:
             return BlockOutcome.GONE
-        checksum = share.get(place, parts)
+        checksum = shard.get(place, parts)
         if checksum == slot.crc32c:
             return BlockOutcome.MOVED
         return BlockOutcome.CORRUPT if self._mapping.holds(slot) else BlockOutcome.GONE
 
-    def _put_share(self, slot: Slot, share: RankShard, parts: list[ByteArray], deadline: Nanos) -> int | None:
+    def _put_one_shard(self, slot: Slot, shard: RankShard, parts: list[ByteArray], deadline: Nanos) -> int | None:
         place = self._place(slot, deadline)
         if place is None:
             return None
-        added = share.put(parts, place)
+        added = shard.put(parts, place)
         return added if self._mapping.holds(slot) else None
 
     def _place(self, slot: Slot, deadline: Nanos) -> ByteArray | None:

@@ -11,15 +11,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.buffer_runs import BufferRun
-from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
+from kvstore.buffers import Block, BufferRun, ByteArray, MutableBlock, crc32c, pieces, size_of
 from kvstore.circuit_breaker import CircuitBreaker
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.net.addresses import host_port
 from kvstore.security.authentication import AuthenticationKey, ProofSide, nonce
-from kvstore.transports.checksums import summed_before
+from kvstore.transports.checksums import put_with_checksums
 from kvstore.transports.tcp_frames import (
     CHALLENGE,
     ENTRY,
@@ -94,7 +93,7 @@ class TcpTransport:
         return self._exchange(DataPlaneOperation.PUT, slots, [self._pieces(block) for block in blocks], deadline)
 
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
-        return summed_before(self.put, slots, blocks, deadline)
+        return put_with_checksums(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
         """Calls in other threads end with misses."""
@@ -179,10 +178,10 @@ class TcpTransport:
         except (OSError, ValueError) as error:
             raise StoreUnreachable(f"no data plane at {self._host}:{self._port}: {error}") from error
 
-    def _introduce(self, wire: "_DataPlaneSocket") -> None:
+    def _introduce(self, channel: "_DataPlaneSocket") -> None:
         mine = nonce()
-        wire.send([OPENING.pack(MAGIC, DataPlaneOperation.OPEN, self._digest, mine)])
-        magic, status, theirs = CHALLENGE.unpack(wire.read(CHALLENGE.size))
+        channel.send([OPENING.pack(MAGIC, DataPlaneOperation.OPEN, self._digest, mine)])
+        magic, status, theirs = CHALLENGE.unpack(channel.read(CHALLENGE.size))
         if magic != MAGIC:
             raise ValueError("that is not a store node")
         if status == DataPlaneStatus.AUTHENTICATE:
@@ -191,8 +190,8 @@ class TcpTransport:
                     f"{self._host}:{self._port} asks for a proof: set this client's secret to the node's"
                 )
             words = (self._digest, mine, theirs)
-            wire.send([self._key.proof(ProofSide.CLIENT, *words)])
-            magic, status, proof = VERDICT.unpack(wire.read(VERDICT.size))
+            channel.send([self._key.proof(ProofSide.CLIENT, *words)])
+            magic, status, proof = VERDICT.unpack(channel.read(VERDICT.size))
             if magic != MAGIC or status == DataPlaneStatus.REFUSED:
                 raise StoreUnreachable(f"{self._host}:{self._port} has another secret than this client")
             if not self._key.proves(proof, ProofSide.NODE, *words):
@@ -256,25 +255,25 @@ class _DataPlaneSocket:
         )
 
 
-def _pipeline(operation: DataPlaneOperation, work: list[_BlockTransfer], wire: _DataPlaneSocket) -> None:
+def _pipeline(operation: DataPlaneOperation, work: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
     """Notes the outcome of each block that was dealt with before the connection broke, if it did."""
     waiting: list[_BlockTransfer] = []
     for window in _cut(work, WINDOW):
-        _ask(operation, window, wire)
+        _ask(operation, window, channel)
         if waiting:  # one request ahead of the replies
-            _answer(operation, waiting, wire)
+            _answer(operation, waiting, channel)
         waiting = window
-    _answer(operation, waiting, wire)
+    _answer(operation, waiting, channel)
 
 
-def _ask(operation: DataPlaneOperation, window: list[_BlockTransfer], wire: _DataPlaneSocket) -> None:
+def _ask(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
     heads = [ENTRY.pack(each.slot.offset, each.slot.generation, each.slot.crc32c) for each in window]
     bodies = [part.data for each in window for part in each.parts] if operation is DataPlaneOperation.PUT else []
-    wire.send([b"".join([REQUEST.pack(MAGIC, operation, len(window)), *heads]), *bodies])
+    channel.send([b"".join([REQUEST.pack(MAGIC, operation, len(window)), *heads]), *bodies])
 
 
-def _answer(operation: DataPlaneOperation, window: list[_BlockTransfer], wire: _DataPlaneSocket) -> None:
-    reply = wire.read(REPLY.size + len(window))
+def _answer(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
+    reply = channel.read(REPLY.size + len(window))
     if REPLY.unpack_from(reply) != (MAGIC, len(window)):
         raise ValueError("that is not the reply to the request")
     statuses = [_status(each) for each in reply[REPLY.size :]]
@@ -282,13 +281,13 @@ def _answer(operation: DataPlaneOperation, window: list[_BlockTransfer], wire: _
         for each, status in zip(window, statuses, strict=True):
             each.outcome = OUTCOMES[status]
         return
-    coming = [each for each, status in zip(window, statuses, strict=True) if status is DataPlaneStatus.DONE]
-    for chunk in _cut(coming, max(1, CHUNK_BYTES // size_of(window[0].parts))):
-        wire.receive([part.data for each in chunk for part in each.parts])
+    incoming = [each for each, status in zip(window, statuses, strict=True) if status is DataPlaneStatus.DONE]
+    for chunk in _cut(incoming, max(1, CHUNK_BYTES // size_of(window[0].parts))):
+        channel.receive([part.data for each in chunk for part in each.parts])
         for each in chunk:
             if crc32c(each.parts) == each.slot.crc32c:
                 each.outcome = BlockOutcome.MOVED
-    after = [_status(each) for each in wire.read(len(window))]
+    after = [_status(each) for each in channel.read(len(window))]
     for each, *held in zip(window, statuses, after, strict=True):
         if each.outcome is not BlockOutcome.MOVED and held == [DataPlaneStatus.DONE, DataPlaneStatus.DONE]:
             each.outcome = BlockOutcome.CORRUPT  # although the place was still that block's

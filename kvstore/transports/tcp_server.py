@@ -9,7 +9,7 @@ Rules:
 3. After `TURN_BYTES` a connection lets the others go on.
 4. Nothing is kept for a slow client but one request: what it does not take stays in the pool.
 5. A connection is a newcomer until it has proven the secret; without a secret, until it has named a namespace that is open
-   here. Newcomers have a small share of their own (`NEWCOMERS`), in which the oldest gives way to the next
+   here. Newcomers have a small share of their own (`MAX_UNPROVEN`), in which the oldest gives way to the next
    (`kvstore.net.unproven_connections`), and never a place of the `CONNECTIONS` of those who are proven.
 """
 
@@ -20,8 +20,7 @@ from collections.abc import Callable, Generator
 from enum import Enum, auto
 from typing import TypeVar
 
-from kvstore.buffer_runs import BufferRun
-from kvstore.buffers import crc32c
+from kvstore.buffers import BufferRun, crc32c
 from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.messages import Slot
@@ -49,7 +48,7 @@ STALLED = Nanos(10 * SECOND)
 CONNECTIONS = 512
 """Proven ones, at a time: each client keeps four at most."""
 
-NEWCOMERS = 64
+MAX_UNPROVEN = 64
 """Connections in their handshake, at a time. It takes two round trips, so that these let thousands of clients in each second."""
 
 BACKLOG = 128
@@ -88,7 +87,7 @@ class DataPlaneServer:
         self.connections: set[DataPlaneConnection] = set()
         self.refused = 0  # clients that could not prove the key
         self.crowded_out = 0  # newcomers that gave way to the next before they had proven anything
-        self._newcomers: UnprovenConnections[DataPlaneConnection] = UnprovenConnections(NEWCOMERS)
+        self._unproven: UnprovenConnections[DataPlaneConnection] = UnprovenConnections(MAX_UNPROVEN)
         self._listener: socket.socket | None = None
         self._accepts = False
 
@@ -147,7 +146,7 @@ class DataPlaneServer:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = DataPlaneConnection(self, accepted, asyncio.get_running_loop())
         self.connections.add(connection)
-        crowded_out = self._newcomers.add(connection, address[0])
+        crowded_out = self._unproven.add(connection, address[0])
         if crowded_out is not None:
             self.crowded_out += 1
             crowded_out.cut()
@@ -155,15 +154,15 @@ class DataPlaneServer:
 
     def admit(self, connection: "DataPlaneConnection") -> bool:
         """Take a newcomer among the proven connections; False where there are as many as may be."""
-        if len(self.connections) - len(self._newcomers) >= CONNECTIONS:
+        if len(self.connections) - len(self._unproven) >= CONNECTIONS:
             return False
-        self._newcomers.discard(connection)
+        self._unproven.discard(connection)
         return True
 
     def forget(self, connection: "DataPlaneConnection") -> None:
         """Count a connection no more, since it is over."""
         self.connections.discard(connection)
-        self._newcomers.discard(connection)
+        self._unproven.discard(connection)
 
 
 class DataPlaneConnection:
@@ -275,30 +274,30 @@ class DataPlaneConnection:
         )
 
     def _put(self, digest: bytes, slots: list[Slot], block_bytes: int) -> Steps[None]:
-        coming = deque(_IncomingBlock(slot) for slot in slots)
+        incoming = deque(_IncomingBlock(slot) for slot in slots)
         statuses = bytearray()
-        left = len(coming) * block_bytes
-        while coming:
+        left = len(incoming) * block_bytes
+        while incoming:
             self._wake_at(min(left, LOW_WATER_BYTES))
             count = yield from self._attempt(
-                SocketReadiness.TO_READ, lambda: self._receive(digest, coming, block_bytes)
+                SocketReadiness.TO_READ, lambda: self._receive(digest, incoming, block_bytes)
             )
             left -= count
             while count:
-                first = coming[0]
+                first = incoming[0]
                 taken = min(count, block_bytes - first.filled)
                 first.filled += taken
                 count -= taken
                 if first.filled == block_bytes:
-                    statuses.append(self._judge(digest, coming.popleft()))
+                    statuses.append(self._judge(digest, incoming.popleft()))
         self._wake_at(1)
         yield from self._write(REPLY.pack(MAGIC, len(slots)) + statuses)
 
-    def _receive(self, digest: bytes, coming: "deque[_IncomingBlock]", block_bytes: int) -> int:
+    def _receive(self, digest: bytes, incoming: "deque[_IncomingBlock]", block_bytes: int) -> int:
         """Straight into the pool, as long as the reservations last; what has no place to go is read and forgotten."""
         views: list[memoryview] = []
         room = TURN_BYTES
-        for block in coming:
+        for block in incoming:
             address = self._plane.machine.writable(digest, block.slot) if block.whole else None
             block.whole = address is not None
             if address is None:

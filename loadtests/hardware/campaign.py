@@ -1,7 +1,7 @@
-"""The measurements of the wheel as arrays, and what the model predicts for all of them at once.
+"""Measurements as arrays, and the model's predictions for all of them at once.
 
-`StepModel` and `closed_loop` are arithmetic only, so the very formulas that simulations use are evaluated here on arrays, one
-entry a measurement.
+`StepModel` and `closed_loop` do not branch on values, so the formulas of the simulator are evaluated here on arrays with one entry per
+measurement.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,19 +33,19 @@ from loadtests.hardware.regression import Floats
 
 
 class Campaign(Struct, frozen=True, kw_only=True):
-    """Measurements of one phase, in step with the arrays."""
+    """Measurements of one phase, with arrays in the same order."""
 
     phase: MeasuredPhase
     measurements: tuple[Measurement, ...]
-    prefill: StepWork  # of arrays
+    prefill: StepWork  # its fields are arrays
     decode: StepWork
-    given: dict[str, Floats]  # what `closed_loop` or `closed_loop_disaggregated` is told
-    client: dict[str, Floats]  # what is known of the client
+    given: dict[str, Floats]  # arguments of `closed_loop` or `closed_loop_disaggregated`
+    client: dict[str, Floats]  # known fields of the benchmark client
     ttft: Floats  # measured, seconds
     tpot: Floats
 
     def predict(self, logs: Floats) -> ClientMeasurement:
-        """Of coefficients, shape [measurements, coefficients], in the order of `NAMES`."""
+        """Predict with the logarithms of coefficients, shape [measurements, coefficients], in the order of `NAMES`."""
         values = dict(zip(NAMES, np.exp(logs).T, strict=True))
         efficiency = Efficiency(**{name: values[name] for name in EFFICIENCIES})
         client = BenchmarkClient(**{name: values[name] for name in CLIENTS}, **self.client)
@@ -55,13 +55,13 @@ class Campaign(Struct, frozen=True, kw_only=True):
         return closed_loop_disaggregated(step_model(self.prefill, efficiency), decode, client, **self.given)
 
     def residuals(self, logs: Floats) -> Floats:
-        """Logarithms of predicted over measured, of the first token and of each: shape [measurements, 2]."""
+        """Return the logarithms of predicted / measured for TTFT and TPOT, shape [measurements, 2]."""
         seen = self.predict(logs)
         return np.log(np.stack([seen.ttft / self.ttft, seen.tpot / self.tpot], axis=-1))
 
 
 def campaign(measurements: Sequence[Measurement], models: dict[str, ModelSizes], phase: MeasuredPhase) -> Campaign:
-    """Those of one phase that can be placed as they say."""
+    """Return the measurements of one phase whose configurations are possible."""
     chosen = [each for each in measurements if each.phase is phase and can_be_placed(each, models)]
     prefill = [cut(each, models, each.prefill) for each in chosen]
     decode = [cut(each, models, each.decode) for each in chosen]

@@ -1,17 +1,17 @@
-"""Fits `fleet/hardware/latency/coefficients.json` to public measurements, and says how far it is from those it did not see.
+"""Fit of `fleet/hardware/latency/coefficients.json` to public measurements, with the errors on held-out measurements.
 
     pip download aiconfigurator-core==0.12.0 --no-deps -d /tmp
     python -m loadtests.hardware.fit /tmp/aiconfigurator_core-0.12.0-*.whl [--operators] [--aiter FOLDER] [--output FILE]
 
-Four fifths of all curves are fitted to (`fleet.hardware.latency.measurements`); what is committed comes from that fit alone, so that
-`fleet hardware accuracy --data WHEEL` finds the errors that are written here. Two more series of fits leave out each
-model, and each GPU that has many measurements: they say how good estimates are for models and GPUs that nobody measured.
-Takes five minutes of one core; `--operators` another minute, and a virtual environment with pyarrow for the wheel's tables.
-`--aiter` takes the MI300X's products from a checkout of ROCm/aiter. Without them, those in the present file stay.
+The fit uses four fifths of all curves (`fleet.hardware.latency.measurements`), and the committed file comes from this fit alone, so
+`fleet hardware accuracy --data WHEEL` finds the same errors. Two more series of fits leave out each model, and each GPU with many
+measurements: they give the errors for models and GPUs without measurements. The fit takes five minutes of one core. `--operators` takes
+another minute and needs a virtual environment with pyarrow for the wheel's tables. `--aiter` reads the MI300X's matrix products from a
+checkout of ROCm/aiter. Without these options, the products in the present file stay.
 
-Widths (`WIDTHS`) are how far a coefficient may differ from group to group, in logarithms, at the price of one standard
-deviation. Attention, KV and bandwidth start from what the wheel's tables of single operators show and stay near it, because
-the measurements reach 15,000 tokens only and say little about long contexts.
+A width (`WIDTHS`) is the standard deviation of a coefficient between groups, in logarithms. Attention, KV and bandwidth start from the
+wheel's tables of single operators and stay near them, because the measurements reach only 15,000 tokens and say little about long
+contexts.
 """
 
 import argparse
@@ -84,7 +84,7 @@ SHARED_WIDTHS = {
     "front_token": 0.5,
     "late_slots": 1.5,
 }
-"""Of all together, from where the fit begins."""
+"""Start values of the fit."""
 
 STIFFNESS = {
     "link": 0.5,
@@ -95,8 +95,8 @@ STIFFNESS = {
     "experts_memory": 0.6,
     "experts_compute": 0.4,
 }
-"""Of those that differ less from group to group than others: as a factor. Prompts cost by the token in dense layers and in
-experts alike, which measurements can hardly tell apart: without this, one engine multiplies twice as fast as its GPU can."""
+"""Factor for coefficients that differ less between groups. Measurements can hardly separate the cost of prompts in dense layers from
+that in experts; without this factor, the fit lets one engine multiply twice as fast as its GPU can."""
 
 WIDTHS = {
     "backend": (0.3, 0.0),
@@ -112,13 +112,13 @@ WIDTHS = {
     "client": (0.0, 0.6),
     "gpu_client": (0.0, 0.3),
 }
-"""Of a level's factors: for efficiencies, for what clients add."""
+"""Widths of each level: for efficiencies, and for the times that clients add."""
 
 SCATTER = (0.15, 0.08)
-"""How exact a first token's time and a token's time are taken to be, in logarithms."""
+"""Assumed scatter of TTFT and TPOT, in logarithms."""
 
 CROSSED_GPUS = ("h100", "h200", "b200", "b300")
-"""Those with more than a hundred aggregated measurements."""
+"""GPUs with more than a hundred aggregated measurements."""
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def layout(made: Coefficients) -> str:
-    """As JSON, one group of factors a line, so that changes can be read."""
+    """Return JSON with one group of factors per line, so that changes are readable."""
     parts = []
     for name in Coefficients.__struct_fields__:
         content = getattr(made, name)
@@ -155,7 +155,7 @@ def layout(made: Coefficients) -> str:
 
 
 class Fitting:
-    """All measurements, ready to be fitted to in part."""
+    """All measurements, of which any part can be fitted."""
 
     def __init__(self, sample: Sample) -> None:
         phases = {each.phase for each in sample.measurements if can_be_placed(each, sample.models)}
@@ -192,7 +192,7 @@ class Fitting:
         )
 
     def committed(self) -> FittedCoefficients:
-        """The fit that is written down: to four fifths of all curves, and nothing of the others."""
+        """Return the fit that is committed: to four fifths of all curves."""
         return self._fit(~self._where(lambda each: each.held_out), "curves")
 
     def _where(self, holds: Callable[[Measurement], bool]) -> NDArray[np.bool_]:
@@ -215,7 +215,7 @@ class Fitting:
         return self._residuals(logs) / np.array(SCATTER)
 
     def _errors(self, fitted: FittedCoefficients) -> Floats:
-        """Relative, of all measurements: shape [measurements, 2]."""
+        """Return the relative errors of all measurements, shape [measurements, 2]."""
         logs = np.tile(np.array(fitted.guess), (len(self._measurements), 1))
         for level in self._levels:
             for row, key in enumerate(level.keys):
@@ -234,7 +234,7 @@ class Fitting:
         return _report(errors, self._measurements, basis, fitted_on, tested_on)
 
     def _crossed(self, group: Callable[[Measurement], str], names: Sequence[str]) -> Floats:
-        """Errors of each group's measurements under a fit that saw none of them; NaN for those of no group."""
+        """Return the errors of each group's measurements under a fit without them; NaN for measurements of no group."""
         errors = np.full((len(self._measurements), 2), np.nan)
         for name in names:
             left_out = self._where(lambda each, name=name: group(each) == name)
@@ -248,7 +248,7 @@ class Fitting:
 def _report(
     errors: Floats, measurements: Sequence[Measurement], basis: EstimateBasis, fitted_on: str, tested_on: str
 ) -> list[AccuracyRow]:
-    """Of all together, of each engine, of each GPU and engine, and of each model; rows of NaN are left out."""
+    """Return the errors of all measurements, each engine, each GPU with engine, and each model, without rows of NaN."""
     rows = []
     tested = ~np.isnan(errors[:, 0])
     for cell in cells(measurements):

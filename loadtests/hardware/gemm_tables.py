@@ -1,8 +1,8 @@
-"""Reads the tables of matrix products out of an `aiconfigurator-core` wheel; runs by itself, where pyarrow is.
+"""Reader of the matrix product tables in an `aiconfigurator-core` wheel; a script for an environment with pyarrow.
 
     python gemm_tables.py WHEEL FOLDER
 
-Writes one file a system and data type, SYSTEM-DTYPE.npz, with the columns m, n, k, ms of all frameworks, newest version each.
+It writes SYSTEM-DTYPE.npz for each system and data type, with the columns m, n, k, ms of the newest version of all frameworks.
 """
 
 import io

@@ -1,10 +1,10 @@
-"""What single matrix products reach, from public tables: shares of the data sheet, on GPUs with and without other measurements.
+"""Efficiency of single matrix products from public tables, as shares of the data sheet, also for GPUs without other measurements.
 
-A product of m×k by k×n is taken to last a launch, plus the root of the sum of squares of reading its operands and of
-multiplying; of every shape the fastest kernel counts. A fifth of the weights' shapes (n, k) is not fitted to.
+The model of a product of m×k by k×n is a launch time, plus the root of the sum of squares of the times for reading its operands and
+for multiplying. The fastest kernel of every shape counts. A fifth of the weights' shapes (n, k) is held out of the fit.
 
-Two sources: the parquet tables in the `aiconfigurator-core` wheel (NVIDIA GPUs, Apache-2.0; read in an environment of their
-own, with pyarrow), and the CSV files in `aiter/configs` of AMD's repository ROCm/aiter (MI300X, fp8 block-scaled; MIT).
+There are two sources: the parquet tables in the `aiconfigurator-core` wheel (NVIDIA GPUs, Apache-2.0; read in an environment with
+pyarrow), and the CSV files in `aiter/configs` of AMD's repository ROCm/aiter (MI300X, fp8 block-scaled; MIT).
 """
 
 import csv
@@ -38,8 +38,8 @@ SYSTEMS = {
 NUMBERS = {"bfloat16": Number.BF16, "fp8": Number.FP8, "fp8_block": Number.FP8, "nvfp4": Number.FP4}
 OPERAND_BYTES = {Number.BF16: 2.0, Number.FP8: 1.0, Number.FP4: 0.5625, Number.INT4: 0.53125}
 
-MI300X_UNITS = 304  # compute units of an MI300X, which is how aiter's tables tell it from others of its architecture
-LEAST_SIDE = 1024  # of the weights: smaller ones are not a model's
+MI300X_UNITS = 304  # compute units of an MI300X, which identify it in aiter's tables
+LEAST_SIDE = 1024  # least side of the weights; models have no smaller ones
 MOST_TOKENS = 16384
 
 START = {"launch_us": 4.0, "memory": 0.8, "compute": 0.6}
@@ -50,7 +50,7 @@ Product = tuple[int, int, int]  # m, n, k
 
 
 def wheel_operators(wheel: Path, cache: Path) -> list[OperatorEfficiency]:
-    """Of all GPUs with tables in the wheel."""
+    """Return the efficiencies of all GPUs with tables in the wheel."""
     python = python_of(PYARROW, cache)
     found: dict[tuple[str, Number], dict[Product, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +69,7 @@ def wheel_operators(wheel: Path, cache: Path) -> list[OperatorEfficiency]:
 
 
 def aiter_operators(folder: Path) -> list[OperatorEfficiency]:
-    """Of the MI300X, from a checkout's `aiter/configs`; none if there is no table of it."""
+    """Return the efficiency of the MI300X from a checkout's `aiter/configs`, or nothing without a table."""
     fastest: dict[Product, float] = {}
     for path in sorted(folder.rglob("*blockscale*_tuned_gemm*.csv")):
         with path.open(newline="") as file:
@@ -78,13 +78,13 @@ def aiter_operators(folder: Path) -> list[OperatorEfficiency]:
 
 
 def operators(name: str, number: Number, seconds: Mapping[Product, float], source: str) -> OperatorEfficiency:
-    """Fit one GPU's products in one kind of numbers.
+    """Fit the products of one GPU in one data type.
 
     Args:
-        name: Of the GPU.
-        number: What both operands are stored as.
-        seconds: Of each product, measured.
-        source: Where they come from.
+        name: Name of the GPU.
+        number: Data type of both operands.
+        seconds: Measured time of each product.
+        source: Source of the measurements.
     """
     device = gpu(name)
     shapes = [shape for shape in seconds if shape[0] <= MOST_TOKENS and min(shape[1], shape[2]) >= LEAST_SIDE]

@@ -1,9 +1,9 @@
-"""Least squares for coefficients that differ from group to group, but not by more than the measurements demand.
+"""Hierarchical regression: least squares for coefficients that differ between groups only as far as the measurements demand.
 
-Every coefficient is positive and is fitted as a logarithm: a guess, plus one deviation for each level of grouping (this engine,
-this GPU, this model on this GPU, …). A deviation costs its square over its level's width, so that what few measurements
-say moves a coefficient little, and what many say moves it all the way: ridge regression, or a normal prior. Outliers weigh
-less (Cauchy). Gauss-Newton with damping; the same input gives the same output.
+Every coefficient is positive and is fitted as a logarithm: a guess, plus one deviation for each level of grouping (this engine, this
+GPU, this model on this GPU, …). The square of a deviation divided by its level's width is added to the loss, so few measurements move
+a coefficient little, and many move it completely (ridge regression, or a normal prior). Outliers weigh less (Cauchy). The method is
+Gauss-Newton with damping; the same input gives the same output.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,31 +13,31 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-STEP = 1e-4  # of a numeric derivative, in logarithms
-LONGEST_MOVE = 0.7  # of a coefficient in one iteration: a factor of two
-ENOUGH = 3e-4  # of the loss: when an iteration gains less, it was the last one
-OUTLIER = 2.0  # residuals, in widths, beyond which they begin to weigh less
+STEP = 1e-4  # step of the numeric derivative, in logarithms
+LONGEST_MOVE = 0.7  # longest move of a coefficient in one iteration: a factor of two
+ENOUGH = 3e-4  # share of the loss; the fit ends when an iteration gains less
+OUTLIER = 2.0  # size of a residual, in widths, from which it weighs less
 
 
 class Level(Struct, frozen=True, kw_only=True):
-    """A way of grouping rows."""
+    """One level of grouping rows."""
 
     name: str
-    keys: Sequence[Hashable]  # of each row
-    widths: Mapping[str, float]  # of the deviations, by coefficient; those that are not named do not differ
+    keys: Sequence[Hashable]  # key of each row
+    widths: Mapping[str, float]  # width of the deviations by coefficient; others do not differ between groups
 
 
 class FittedCoefficients(Struct, frozen=True, kw_only=True):
-    """Coefficients, and how they are put together."""
+    """Fitted coefficients."""
 
     names: tuple[str, ...]
     guess: tuple[float, ...]  # logarithms
     deviations: dict[tuple[str, Hashable], Floats]  # by level and key
-    rows: dict[tuple[str, Hashable], int]  # that each rests on
+    rows: dict[tuple[str, Hashable], int]  # rows of each group
     loss: float
 
     def values(self, keys: Mapping[str, Hashable]) -> dict[str, float]:
-        """Of a member of these groups; levels that are not named, and keys that were not fitted, deviate by nothing."""
+        """Return the coefficients of a member of these groups; unnamed levels and unknown keys have no deviation."""
         logs = np.array(self.guess)
         for pair in keys.items():
             logs = logs + self.deviations.get(pair, 0.0)
@@ -55,11 +55,11 @@ def fit(
     """Fit coefficients to some of the rows.
 
     Args:
-        guess: Of each coefficient.
-        levels: Groupings, of all rows.
-        residuals: From logarithms of coefficients, shape [rows, coefficients], to residuals in widths, shape [rows, outputs].
-        rows: Which rows to fit to. Others are not looked at.
-        iterations: At most.
+        guess: Start value of each coefficient.
+        levels: Levels of grouping for all rows.
+        residuals: Maps logarithms of coefficients, shape [rows, coefficients], to residuals in widths, shape [rows, outputs].
+        rows: Rows of the fit; the others are ignored.
+        iterations: Most iterations.
     """
     names = tuple(guess)
     means = np.log([guess[name] for name in names])
@@ -114,7 +114,7 @@ def fit(
 
 
 class _Block(Struct, frozen=True, kw_only=True):
-    """One level's share of the unknowns: for each key in turn, its coefficients."""
+    """The unknowns of one level: for each key, its coefficients."""
 
     level: str
     keys: list[Hashable]
@@ -144,7 +144,7 @@ def _starts(blocks: Sequence[_Block]) -> list[int]:
 def _columns(
     blocks: Sequence[_Block], coefficients: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Floats]:
-    """Which row has which unknown in which coefficient, and every unknown's width."""
+    """Return for each row and coefficient the index of its unknown, and the width of every unknown."""
     which, column, coefficient, widths = [], [], [], []
     for block, start in zip(blocks, _starts(blocks), strict=True):
         assert block.coefficients.max() < coefficients

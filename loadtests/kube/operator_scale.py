@@ -1,11 +1,11 @@
-"""How the operator does with many deployments: `python -m loadtests.kube.operator_scale --deployments 200`.
+"""Load test of the operator with many deployments: `python -m loadtests.kube.operator_scale --deployments 200`.
 
-An API server for tests runs in a process of its own, with nodes that keep pods (`tests/kube`); the operator in this one. Each deployment has
-four roles of one replica, of two pairs of prefill and decode. Measured is, from the first to the last of them being Ready, the time,
-the operator's CPU and memory, and its writes: of children, of status, and of events. Then one change reaches all of them, and a scale change a
-child, while nothing else is going on.
+The API server for tests runs in its own process with nodes that run pods (`tests/kube`); the operator runs in this one. Each deployment
+has four roles of one replica: two pairs of prefill and decode. The test measures the time until all deployments are Ready, the
+operator's CPU and memory, and its writes of child objects, status and events. Then it measures a change of all deployments, and a
+scale change of one child object on the idle operator.
 
-The API server is Python, too, and takes most of the time: what the operator needs is its CPU.
+The API server is written in Python, too, and takes most of the time; the operator's own need is its CPU time.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from prometheus_client import CollectorRegistry
 from fleet.core.system_clock import SystemClock, utc_now
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.client import open_api_client
-from fleet.net.kubernetes.leader import LeaseLeader
+from fleet.net.kubernetes.leader import LeaseLeader, LeaseSettings
 from fleet.net.kubernetes.views import CustomObject
 from operators.observed.observe import conditions_of
 from operators.probes.evidence import Probe, ProbeCompletion
 from operators.server import Operator
-from operators.settings import LeaseSettings, OperatorSettings
+from operators.settings import OperatorSettings
 from operators.telemetry import OperatorMetrics
 from tests.support.kube.api.running import RunningApiServer, an_api_server
 from tests.support.kube.clients import Api
@@ -44,8 +44,8 @@ SCALINGS = 10
 ANSWER_SECONDS = 0.05
 
 
-class NoProbes:
-    """Answers of routers, as soon as they usually come."""
+class DelayedProbes:
+    """Probe sender that answers each probe after the usual delay."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -71,7 +71,7 @@ async def measure(server: RunningApiServer, count: int, folder: Path) -> dict[st
     async with open_api_client(str(server.kubeconfig(folder)), "fleet-operator/measured") as cluster:
         clock = SystemClock()
         leader = LeaseLeader(cluster, lease, "default", "measured", clock, utc_now)
-        clients = NoProbes()
+        clients = DelayedProbes()
         operator = Operator(
             settings, cluster, None, leader, clock, utc_now, OperatorMetrics(CollectorRegistry()), clients
         )
@@ -90,7 +90,7 @@ async def measure(server: RunningApiServer, count: int, folder: Path) -> dict[st
 
 
 async def change(server: RunningApiServer, operator: Operator, count: int, spec: dict[str, Any]) -> dict[str, Any]:
-    """Apply to all, and wait until all are Ready."""
+    """Apply a specification to all deployments, and wait until all are Ready."""
     server.forget_requests()
     before, began = cpu(), time.monotonic()
     generations = await asyncio.to_thread(apply, server, count, spec)
@@ -125,7 +125,7 @@ async def change(server: RunningApiServer, operator: Operator, count: int, spec:
 
 
 def apply(server: RunningApiServer, count: int, spec: dict[str, Any]) -> dict[str, int]:
-    """Their generations, by name."""
+    """Apply a specification and return the generations by name."""
     generations = {}
     with Api(server.url) as api:
         for at in range(count):
@@ -137,7 +137,7 @@ def apply(server: RunningApiServer, count: int, spec: dict[str, Any]) -> dict[st
 
 
 async def scale(server: RunningApiServer, at: int) -> float:
-    """Seconds from the change of a role's replicas to its child's."""
+    """Return the seconds from the change of a role's replicas to the change of its child object."""
     roles = (*ROLES[:-1], ROLES[-1] | {"replicas": 2})
 
     def change_and_wait() -> float:

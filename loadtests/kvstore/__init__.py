@@ -1,1 +1,1 @@
-"""The KV store against the limits of the machine, against its peers, and under fire."""
+"""Load tests of the KV store: benchmarks against the machine's limits and other stores, and a torture test."""

@@ -1,9 +1,9 @@
-"""The KV store beside the limits of the machine and its peers: one table, interleaved, medians.
+"""Benchmark of the KV store beside the machine's limits and other stores: interleaved rounds, medians, one table.
 
     python -m loadtests.kvstore.bench [--quick] [--json FILE] [--rounds N] [--only WORD] [--no-peers] [--traces DIR] [--folder DIR]
 
-Peers are installed from PyPI into virtual environments of their own, once, in a cache folder; `--no-peers` leaves them out.
-Nothing of theirs is part of this project: they are driven through their public API, each in its own process.
+Compared systems are installed once from PyPI, into virtual environments in a cache folder; `--no-peers` leaves them out. This project
+contains no part of them: each runs in its own process and is called through its public API.
 """
 
 import argparse

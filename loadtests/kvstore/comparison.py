@@ -1,7 +1,7 @@
-"""Measuring several contestants at the same work, in turn, round by round, so that a drift of the machine meets all of them.
+"""Interleaved comparison: several contestants do the same work in turn, round by round, so that a change of the machine meets all.
 
-A contestant is a function that does the work once and returns its figure: it prepares and clears up outside of what it
-times. One that cannot take part raises `SystemUnavailable`, and stays in the result with the reason: nothing is left out silently.
+A contestant is a function that does the work once and returns its figure; it prepares and cleans up outside of the measured time. A
+contestant that cannot take part raises `SystemUnavailable`, and the result contains the reason.
 """
 
 import statistics
@@ -30,28 +30,28 @@ class BenchmarkLine(Struct, frozen=True, kw_only=True):
     unit: str
     better: LineDirection
     fleet: Contestant
-    limit: Contestant | None = None  # what the machine gives at best; None where there is no such thing
-    limit_is: str = ""  # in words
+    limit: Contestant | None = None  # the machine's limit, or None
+    limit_is: str = ""  # description of the limit
     peers: Mapping[str, Contestant] = {}
 
 
 class LineResult(Struct, frozen=True, kw_only=True):
-    """What came of a line: medians over the rounds, in its unit."""
+    """Result of a line: medians over the rounds in its unit."""
 
     name: str
     unit: str
     fleet: float | None
     limit: float | None
-    ratio_to_limit: float | None  # 1: as good as the limit, less: worse, whichever way the unit goes
+    ratio_to_limit: float | None  # 1: as good as the limit; less: worse, whatever the unit is
     peers: dict[str, float | None]
     rounds: int
-    spread: dict[str, tuple[float, float]]  # lowest and highest round of each contestant
+    spread: dict[str, tuple[float, float]]  # lowest and highest value of each contestant
     limit_is: str = ""
-    absent: dict[str, str] = {}  # contestants without a figure, and why
+    absent: dict[str, str] = {}  # reasons of contestants without a figure
 
 
 def measure(line: BenchmarkLine, rounds: int) -> LineResult:
-    """Warm up once, then let everybody do the work in each round."""
+    """Warm up once, then let every contestant do the work in each round."""
     contestants: dict[str, Contestant] = {FLEET: line.fleet, **line.peers}
     if line.limit is not None:
         contestants = {LIMIT: line.limit, **contestants}
@@ -85,14 +85,14 @@ def measure(line: BenchmarkLine, rounds: int) -> LineResult:
 
 
 def ratio(figure: float | None, limit: float | None, better: LineDirection) -> float | None:
-    """How near a figure comes to its limit."""
+    """Return how near a figure comes to its limit."""
     if not figure or not limit:
         return None
     return figure / limit if better is LineDirection.MORE else limit / figure
 
 
 def table(results: Sequence[LineResult]) -> str:
-    """For a person."""
+    """Format the results as a table."""
     peers = list(dict.fromkeys(name for result in results for name in result.peers))
     width = max((len(result.name) for result in results), default=4)
     rows = [
@@ -119,5 +119,5 @@ def _rounded(figure: float | None) -> float | None:
 
 
 def _digits(figure: float) -> float:
-    """Four significant digits: more than any of these figures has."""
+    """Round to four significant digits, more than any of these figures has."""
     return float(f"{figure:.4g}")

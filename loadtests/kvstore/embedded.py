@@ -1,11 +1,11 @@
-"""What a node in a worker's process takes from its host's event loop, and what a busy host takes from the node.
+"""Benchmark of the embedded store: how much the node delays its host's event loop, and how much a busy host delays the node.
 
 python -m loadtests.kvstore.embedded [--rounds 5] [--seconds 3] [--json FILE]
 
-One host, whose event loop does what a worker's does: it wakes every millisecond, and every tenth time computes for 3 ms
-without letting go, as a step's bookkeeping may. One client in another process that looks up, reads and writes blocks as
-fast as it can. The node stands in a process of its own, on a thread of the host's, or on the host's event loop. Told in ms:
-how late the host wakes beside its own computing, and how long look-ups take. Rounds are interleaved; medians of them.
+The host's event loop does what a worker's does: it wakes every millisecond, and every tenth time it computes for 3 ms without yielding,
+like the bookkeeping of a step. A client in another process looks up, reads and writes blocks as fast as it can. The node runs in its
+own process, in a thread of the host, or on the host's event loop. The figures in ms are the delay of the host's wake-ups without its
+own computing, and the duration of look-ups. They are medians of interleaved rounds.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from loadtests.kvstore.nodes import ROOT, StoreNode, environment, short_folder
 
 PLACES = ("process", "thread", "loop")
 BLOCK_BYTES = 128 << 10
-LOOKED_UP, WRITTEN = 94, 8  # blocks: a prompt of 3,000 tokens, and a few that are new
+LOOKED_UP, WRITTEN = 94, 8  # blocks of a prompt of 3,000 tokens, and a few new ones
 CAPACITY_BYTES = 64 << 20
 TICK_SECONDS, BUSY_SECONDS, BUSY_EVERY = 0.001, 0.003, 10
 PROCESS_SECONDS = 60.0
@@ -85,13 +85,15 @@ def _round(place: str, seconds: float) -> dict[str, float]:
             each.stdin.write("go\n")
             each.stdin.flush()
         found: dict[str, float] = json.loads(client.communicate(timeout=PROCESS_SECONDS)[0])
-        found |= json.loads(host.communicate(timeout=PROCESS_SECONDS)[0])  # it keeps the node until its input ends
+        found |= json.loads(
+            host.communicate(timeout=PROCESS_SECONDS)[0]
+        )  # the host keeps the node until its input ends
         node.stop()
         return found
 
 
 def _start(role: str, place: str, settings: dict[str, Any], seconds: float) -> Any:
-    """A process that is ready to go."""
+    """Start a process and wait until it is ready."""
     command = [sys.executable, "-m", "loadtests.kvstore.embedded", "--role", role, "--place", place]
     command += ["--settings", json.dumps(settings), "--seconds", str(seconds)]
     started: Any = subprocess.Popen(

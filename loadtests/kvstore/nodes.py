@@ -1,4 +1,4 @@
-"""A store node in a process of its own, started as a supervisor starts it, that can be killed, stopped and started again."""
+"""Store nodes as processes, started like a supervisor starts them, that can be killed, stopped and started again."""
 
 import json
 import os
@@ -14,28 +14,28 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 60.0  # on a machine that is busy with something else
+START_SECONDS = 60.0  # on a busy machine
 STOP_SECONDS = 20.0
 
 
 class NodeFailed(Exception):
-    """The node did not start, or did not stop; says what it printed last."""
+    """The node did not start, or did not stop; the message contains the end of its log."""
 
 
 def environment() -> dict[str, str]:
-    """For child processes that import this checkout."""
+    """Return the environment of child processes that import this checkout."""
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 class StoreNode:
-    """`fleet serve kvstore` in a folder; its log is there too."""
+    """A process of `fleet serve kvstore`, with settings and log in a folder."""
 
     def __init__(self, folder: Path, **settings: Any):
-        """Does not start it.
+        """Prepare a node without starting it.
 
         Args:
-            folder: For sockets, settings and log; a short path, since those of Unix sockets are limited.
-            settings: Of the node; by default it listens in the folder, with shared memory and a TCP data plane.
+            folder: Folder for sockets, settings and log; its path must be short enough for Unix sockets.
+            settings: Settings of the node; by default it listens in the folder, with shared memory and a TCP data plane.
         """
         self._folder = folder
         self._log = folder / "node.log"
@@ -62,7 +62,7 @@ class StoreNode:
         return self._process is not None and self._process.poll() is None
 
     def start(self, timeout_seconds: float = START_SECONDS) -> None:
-        """Returns when it is ready.
+        """Start the node and wait until it is ready.
 
         Raises:
             NodeFailed: It ended, or was not ready in time.
@@ -81,7 +81,7 @@ class StoreNode:
                     pass_fds=(theirs,),
                     cwd=ROOT,
                     env=environment(),
-                    process_group=0,  # a node that is stopped does not take the group of its starter along (SIGHUP)
+                    process_group=0,  # a stopped node must not send SIGHUP to the process group of its starter
                 )
         finally:
             os.close(theirs)
@@ -94,9 +94,9 @@ class StoreNode:
             os.close(ready)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Send SIGKILL and wait for the end."""
         if self._process is not None:
-            self._process.kill()  # stopped processes can be killed as well
+            self._process.kill()  # also works on stopped processes
             self._process.wait(STOP_SECONDS)
 
     def signal(self, number: int) -> None:
@@ -104,10 +104,10 @@ class StoreNode:
             os.kill(self.pid, number)
 
     def stop(self) -> None:
-        """As a supervisor does it; returns when it is gone.
+        """Stop the node like a supervisor, and wait for its end.
 
         Raises:
-            NodeFailed: It does not go; it was killed.
+            NodeFailed: It did not end, and was killed.
         """
         if self._process is None or self._process.poll() is not None:
             return
@@ -120,11 +120,11 @@ class StoreNode:
             raise NodeFailed(f"the node does not stop within {STOP_SECONDS:.0f} s:\n{self.log()[-2000:]}") from None
 
     def log(self) -> str:
-        """What it printed, over all its starts."""
+        """Return the output of all its starts."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def open_files(self) -> int:
-        """Without the files of its tiers, which the space cap bounds; one that was removed and is still open counts."""
+        """Return the number of open files, including removed ones, without the files of its tiers, which the space limit bounds."""
         return sum(not _is_there(link) for link in Path(f"/proc/{self.pid}/fd").iterdir())
 
 
@@ -137,7 +137,7 @@ def _is_there(link: Path) -> bool:
 
 @contextmanager
 def running(**settings: Any) -> Iterator[StoreNode]:
-    """A node that serves while the context is open."""
+    """Run a node while the context is open."""
     with short_folder() as folder:
         node = StoreNode(folder, **settings)
         node.start()
@@ -149,7 +149,7 @@ def running(**settings: Any) -> Iterator[StoreNode]:
 
 @contextmanager
 def short_folder() -> Iterator[Path]:
-    """Where Unix sockets fit: their paths may have 107 bytes."""
+    """Make a temporary folder with a path short enough for Unix sockets (107 bytes)."""
     with TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
         yield Path(folder)
 
@@ -161,7 +161,7 @@ def free_port() -> int:
 
 
 def merged(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with others laid over them, section by section."""
+    """Merge settings section by section."""
     result = dict(settings)
     for key, value in over.items():
         present = result.get(key)

@@ -1,4 +1,4 @@
-"""Figures of repeated prefixes: lines of a table, and from which length on loading pays."""
+"""Figures of the repeated-prefix benchmark: lines of its table, and the length from which loading pays."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -9,7 +9,7 @@ LENGTHS = (32, 64, 128, 512, 1024, 2048, 3072)  # tokens; whole blocks
 
 
 class PrefixOrigin(StrEnum):
-    """Where the prefix is when it is asked for."""
+    """Where the prefix is before the prompt is sent."""
 
     COMPUTED = "computed"
     ENGINE = "engine"
@@ -22,33 +22,34 @@ LOADED = tuple(origin for origin in PrefixOrigin if origin is not PrefixOrigin.C
 
 
 class PrefixLine(Struct, frozen=True, kw_only=True):
-    """Answers to prompts of one length, with the prefix in one place."""
+    """TTFT of prompts of one length with the prefix in one place."""
 
     origin: PrefixOrigin
     tokens: int  # of the prefix
-    blocks: int  # of it, that came from there; proved for each answer
-    rounds: int  # answers that count
-    declined: int  # loads that were not begun, or given up, since computing was or seemed faster
+    blocks: int  # blocks that came from there, proved for each answer
+    rounds: int  # number of measured answers
+    declined: int  # loads that were not started, or given up, because computing was or seemed faster
     median_ms: float | None  # None: all were declined
     spread_ms: tuple[float, float] | None  # the fastest and the slowest
 
 
 def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> float | None:
-    """The length from which on loading a prefix is faster than computing it.
+    """Return the length from which loading a prefix is faster than computing it.
 
     Args:
-        computed: Milliseconds by tokens.
-        loaded: The same; lengths that were always declined are missing.
+        computed: Milliseconds by number of tokens.
+        loaded: Milliseconds by number of tokens, without lengths whose loads were always declined.
 
     Returns:
-        Tokens, between two lengths by straight lines; the shortest one measured if loading wins there as well. None where
-        it does not even win at the longest.
+        Tokens, interpolated between two lengths; the shortest length if loading is faster there; None if it is slower at the longest.
     """
     lengths = sorted(computed.keys() & loaded.keys())
     gains = [computed[length] - loaded[length] for length in lengths]
     if not gains or gains[-1] <= 0:
         return None
-    last = next((i for i in reversed(range(len(gains))) if gains[i] <= 0), None)  # the longest that does not pay
+    last = next(
+        (i for i in reversed(range(len(gains))) if gains[i] <= 0), None
+    )  # longest length at which loading does not pay
     if last is None:
         return float(lengths[0])
     share = -gains[last] / (gains[last + 1] - gains[last])
@@ -56,7 +57,7 @@ def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> fl
 
 
 def break_evens(lines: Sequence[PrefixLine]) -> dict[str, float | None]:
-    """By origin."""
+    """Return the break-even length of each origin."""
     medians: dict[PrefixOrigin, dict[int, float]] = {origin: {} for origin in PrefixOrigin}
     for line in lines:
         if line.median_ms is not None:
@@ -65,7 +66,7 @@ def break_evens(lines: Sequence[PrefixLine]) -> dict[str, float | None]:
 
 
 def table(lines: Sequence[PrefixLine]) -> str:
-    """For a person: a row a length."""
+    """Format a table with a row for each length."""
     found = {(line.tokens, line.origin): line for line in lines}
     rows = ["tokens " + "".join(f"{origin:>26}" for origin in PrefixOrigin)]
     rows += [f"{length:6} " + "".join(_cell(found[length, origin]) for origin in PrefixOrigin) for length in LENGTHS]

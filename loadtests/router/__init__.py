@@ -1,11 +1,10 @@
-"""Fleet's router under load. Four programs; each says in its own words how it is run and what counts.
+"""Load tests of Fleet's router: four programs, whose docstrings say how to run them and what they measure.
 
-- `python -m loadtests.router`: beside other routers. Real processes, the same light workers and the same client for all, in turn.
-  `scenarios` says what is asked, `targets` and `peers` who answers, `contest` how a round goes, `figures` what the table shows.
-  `client`, `workers` and `relay` (the least that any relay costs) are the parts that have to be light; `grpc_stream` is Fleet's
-  other front, which has no peer.
-- `python -m loadtests.router.soak`: alone, for half an hour, while workers come, go, hang and die.
-- `python -m loadtests.router.leaderboard`: its placement policies against each other, in virtual time; `traffic` is what is
-  asked there, `cluster` who answers.
-- `python -m loadtests.router.index_figures`: its prefix index against a plain one.
+- `python -m loadtests.router` compares Fleet with other routers. They run as real processes, in turn, with the same mock workers and
+  the same client. `scenarios` has the requests, `systems` the routers, `comparison` a round, and `figures` the table. `load.client`,
+  `mock_workers` and `systems.relay` (the floor that any relay costs) have to be cheap. `grpc_stream` measures the gRPC frontend, for
+  which there is no compared system.
+- `python -m loadtests.router.soak` runs the router alone for half an hour while workers join, leave, hang and die.
+- `python -m loadtests.router.leaderboard` compares placement policies in virtual time; `simulated` has its traffic and cluster.
+- `python -m loadtests.router.index_figures` compares the prefix index with a simple one.
 """

@@ -1,10 +1,10 @@
-"""Fleet's router beside its peers and beside the least that a relay can cost: one table, interleaved, medians.
+"""Benchmark of Fleet's router beside other routers and the cheapest possible relay: interleaved rounds, medians, one table.
 
     python -m loadtests.router [--targets NAME[:POLICY],...] [--scenarios NAME,...] [--rounds N] [--quick] [--json FILE] [--before DIR]
 
-What counts is the processor time of the router process, with all its threads and children: rates and latencies depend on
-who else uses the machine. The router runs on the first core, workers and client on the others. Peers are installed from
-PyPI into virtual environments of their own, once, in a cache folder.
+The main figure is the CPU time of the router process with all its threads and children, because rates and latencies depend on what
+else runs on the machine. The router runs on the first core, workers and client on the others. Compared systems are installed once
+from PyPI, into virtual environments in a cache folder.
 """
 
 import argparse
@@ -94,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _known(names: Sequence[str]) -> Sequence[str]:
-    """The same.
+    """Return the names if all of them are known.
 
     Raises:
-        ConfigurationRefused: There is none of that name.
+        ConfigurationRefused: A name is unknown.
     """
     if unknown := [name for name in names if name not in ALL_SCENARIOS]:
         raise ConfigurationRefused(f"--scenarios: {unknown[0]} is not one of {', '.join(ALL_SCENARIOS)}")

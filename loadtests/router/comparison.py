@@ -1,4 +1,4 @@
-"""One scenario: workers, routers in front of them, and the same round for everybody in turn."""
+"""Comparison of routers in one scenario: mock workers, routers in front of them, and the same rounds for all in turn."""
 
 import json
 import sys
@@ -18,11 +18,11 @@ from loadtests.router.systems.processes import ask, running_on, started_module
 from loadtests.router.systems.targets import DIRECT, BenchmarkSetting, RouterTarget, RunningRouter
 from loadtests.unavailable import SystemUnavailable
 
-WARM_UP = 0  # the number of the round that is not counted
+WARM_UP = 0  # number of the round that does not count
 
 
 class Counted(Struct, frozen=True, kw_only=True):
-    """A worker's counters, since its last reset but for the processor time."""
+    """Counters of a worker since its last reset, and its CPU time since its start."""
 
     requests: int
     tokens: int
@@ -39,15 +39,15 @@ def contest(
     vocabulary: Vocabulary,
     seed: int,
 ) -> list[BenchmarkRow]:
-    """Rows in the order of the targets; one that cannot take part, or fails on the way, has a row that says why.
+    """Return a row for each target; the row of a target that cannot take part, or fails, gives the reason.
 
     Args:
-        scenario: What to do.
-        contestants: The client alone with the workers is the first of them.
-        rounds: Counted ones, after one that is not.
-        setting: Without workers, which are started here.
-        vocabulary: Of the prompts.
-        seed: Of the prompts; equal for all targets, whose caches are their own.
+        scenario: The requests.
+        contestants: The targets; the first one is the client that asks workers directly.
+        rounds: Rounds that count, after a warm-up round.
+        setting: Setting without workers, which are started here.
+        vocabulary: Words of the prompts.
+        seed: Seed of the prompts, the same for all targets.
     """
     absent: dict[str, str] = {}
     figures: dict[str, list[MeasuredRound]] = {target.name: [] for target in contestants}
@@ -100,11 +100,11 @@ def contest(
 
 
 def _source(scenario: RouterScenario, vocabulary: Vocabulary, seed: int) -> Callable[[str, int], list[Next]]:
-    """What gives, for a target and a round, each connection its requests."""
+    """Return a function that makes the request sources of all connections for a target and a round."""
     if scenario.sharing is None:
         prompts: dict[str, NewPrompts] = {}
 
-        def new_prompts(name: str, number: int) -> list[Next]:  # noqa: ARG001 - they go on from round to round
+        def new_prompts(name: str, number: int) -> list[Next]:  # noqa: ARG001 - prompts continue from round to round
             if name not in prompts:
                 prompts[name] = NewPrompts(scenario, vocabulary, seed)
             return _limited([prompts[name].next] * scenario.concurrency, scenario.requests)
@@ -112,7 +112,7 @@ def _source(scenario: RouterScenario, vocabulary: Vocabulary, seed: int) -> Call
         return new_prompts
     conversations = Conversations(scenario.sharing, vocabulary, seed)
 
-    def users(name: str, number: int) -> list[Next]:  # noqa: ARG001 - everybody gets the same
+    def users(name: str, number: int) -> list[Next]:  # noqa: ARG001 - all targets get the same
         holding = [conversations.of(f"{user} in round {number}") for user in range(scenario.concurrency)]
         return _limited([each.__next__ for each in holding], scenario.requests)
 
@@ -120,7 +120,7 @@ def _source(scenario: RouterScenario, vocabulary: Vocabulary, seed: int) -> Call
 
 
 def _limited(sources: Sequence[Callable[[], bytes]], requests: int) -> list[Next]:
-    """Together no more than so many."""
+    """Limit the number of requests of all sources together."""
     left = iter(range(requests))
 
     def limited(source: Callable[[], bytes]) -> Next:
@@ -130,7 +130,7 @@ def _limited(sources: Sequence[Callable[[], bytes]], requests: int) -> list[Next
 
 
 class _Meter:
-    """Processor time of the router and counters of the workers, over a round."""
+    """Measures the CPU time of the router and the counters of the workers over a round."""
 
     def __init__(self, router: RunningRouter, workers_ports: Sequence[int]):
         self._server = router.server
@@ -182,7 +182,7 @@ def _round(
         seconds=window.seconds,
         router_cpu_seconds=None if server is None else meter.router_cpu_seconds,
         client_cpu_seconds=window.cpu_seconds,
-        worker_cpu_seconds=by_worker[0].process_cpu_seconds if by_worker else None,  # of all: they are one process
+        worker_cpu_seconds=by_worker[0].process_cpu_seconds if by_worker else None,  # all workers are one process
         ttft_seconds=window.ttft_seconds,
         gap_seconds_p99=window.gap_seconds_p99,
         resident_bytes=None if server is None else server.resident_bytes(),

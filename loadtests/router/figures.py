@@ -1,4 +1,4 @@
-"""From what was counted in each round to the rows of the table."""
+"""Figures of the router benchmark: rows of the table from the measurements of each round."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,85 +24,85 @@ COLUMNS = (
     ("client us", "client_us_per_request", 1),
     ("worker us", "worker_us_per_request", 1),
 )
-"""Of the table: title, field, digits after the point."""
+"""Columns of the table: title, field, digits after the decimal point."""
 
 
 class MeasuredRound(Struct, frozen=True, kw_only=True):
-    """One target's turn."""
+    """One round of one target."""
 
     requests: int
-    """Answered in full."""
+    """Requests that were answered completely."""
 
     failures: int
     tokens: int
     seconds: float
     router_cpu_seconds: float | None
-    """User and system, all threads and child processes; None where there is no router."""
+    """User and system time of all threads and child processes; None without a router."""
 
     client_cpu_seconds: float
     worker_cpu_seconds: float | None
     ttft_seconds: float
-    """Median over the requests."""
+    """Median over the requests, in seconds."""
 
     gap_seconds_p99: float | None = None
-    """Between the tokens of an answer, as the client gets them; None where it gets them all at once."""
+    """Gap between tokens at the client; None if it gets all tokens at once."""
 
     resident_bytes: int | None
-    """Of the router, at the end."""
+    """Memory of the router at the end."""
 
     served: tuple[int, ...] = ()
-    """Requests by worker; empty where the workers are not ours."""
+    """Requests by worker; empty if the target brings its own workers."""
 
     computed: tuple[int, ...] = ()
-    """Blocks by worker that it did not remember."""
+    """Blocks by worker that were not in its memory."""
 
     blocks: int = 0
     hits: int = 0
 
 
 class BenchmarkRow(Struct, frozen=True, kw_only=True):
-    """Medians over the rounds; None where there is nothing to measure."""
+    """Medians over the rounds; None if there is nothing to measure."""
 
     scenario: str
     target: str
     cpu_us_per_request: float | None
     cpu_us_per_token: float | None
     ttft_added_us_p50: float | None
-    """Over the client's asking the workers directly, in the same round; at concurrency 1 only."""
+    """Latency that the target adds to asking workers directly in the same round; only at concurrency 1."""
 
     rss_mb: float | None
     hit_rate: float | None
-    """Blocks that the workers remembered, of all they were asked for."""
+    """Share of the requested blocks that were in the workers' memory."""
 
     imbalance: float | None
-    """Requests of the busiest worker over the mean."""
+    """Requests of the busiest worker divided by the mean."""
 
     rounds: int
     work_imbalance: float | None = None
-    """The same of the blocks that the workers had to compute."""
+    """Computed blocks of the busiest worker divided by the mean."""
 
     ttft_us_p50: float | None = None
     requests_per_second: float | None = None
     router_busy: float | None = None
-    """Cores that the router used; near 1: it was the limit, on the one core that it has."""
+    """Cores that the router used; near 1 means that the router was the limit, because it has one core."""
 
     client_us_per_request: float | None = None
     worker_us_per_request: float | None = None
     rss_mb_by_round: tuple[float, ...] = ()
     failures: int = 0
     spread: dict[str, tuple[float, float]] = {}
-    """Lowest and highest round of each figure."""
+    """Lowest and highest value of each figure over the rounds."""
 
     cpu_s_per_1k_tokens: float | None = None
-    """`cpu_us_per_token`, as it is usually quoted."""
+    """CPU seconds for 1,000 tokens: `cpu_us_per_token` in its usual unit."""
 
     itl_added_us_p99: float | None = None
-    """The 99th percentile of the gaps between tokens, over that of the client's asking the workers directly in the same round; where
-    the workers send tokens at a beat."""
+    """The 99th percentile of the gaps between tokens, minus that of asking workers directly in the same round; only if workers
+    send tokens at a fixed pace."""
 
     version: str = ""
     absent: str = ""
-    """Why there are no figures."""
+    """Reason if there are no figures."""
 
     machine: dict[str, Any] = {}
 
@@ -116,15 +116,15 @@ def row(
     *,
     paced: Sequence[MeasuredRound] | None = None,
 ) -> BenchmarkRow:
-    """What came of a target in a scenario.
+    """Return the row of a target in a scenario.
 
     Args:
-        scenario: Its name.
-        target: Its name.
-        rounds: Without the warm-up; at least one.
-        direct: The rounds of the client alone with the workers, taken beside; None: no latency is to be told.
-        version: Of the target.
-        paced: The same rounds, where workers send tokens at a beat; None: gaps between tokens tell nothing.
+        scenario: Name of the scenario.
+        target: Name of the target.
+        rounds: At least one round, without the warm-up.
+        direct: Rounds of asking workers directly; None: give no latency.
+        version: Version of the target.
+        paced: Rounds of asking workers directly, if these send tokens at a fixed pace; None: give no gaps.
     """
     has_router = rounds[0].router_cpu_seconds is not None
     added = [
@@ -159,9 +159,7 @@ def row(
         cpu_us_per_request=medians["cpu_us_per_request"],
         cpu_us_per_token=medians["cpu_us_per_token"],
         ttft_added_us_p50=medians["ttft_added_us_p50"],
-        rss_mb=_digits(figures["rss_mb"][-1])
-        if figures["rss_mb"]
-        else None,  # it grows: the last round's is the figure
+        rss_mb=_digits(figures["rss_mb"][-1]) if figures["rss_mb"] else None,  # memory grows, so the last round counts
         hit_rate=medians["hit_rate"],
         imbalance=medians["imbalance"],
         rounds=len(rounds),
@@ -181,7 +179,7 @@ def row(
 
 
 def missing(scenario: str, target: str, reason: str, version: str) -> BenchmarkRow:
-    """The row of a target that could not take part."""
+    """Return the row of a target that could not take part."""
     return BenchmarkRow(
         scenario=scenario,
         target=target,
@@ -202,7 +200,7 @@ def cpu_us_per_request(measured: MeasuredRound) -> float | None:
 
 
 def cpu_us_per_token(measured: MeasuredRound) -> float | None:
-    """All of the router's time on the tokens of the answers."""
+    """Return the router's CPU time divided by the tokens of the answers."""
     return _per(measured.router_cpu_seconds, measured.tokens)
 
 
@@ -215,13 +213,13 @@ def hit_rate(measured: MeasuredRound) -> float | None:
 
 
 def imbalance(by_worker: Sequence[int]) -> float | None:
-    """The busiest over the mean; 1 at best, the number of workers at worst."""
+    """Return the highest value divided by the mean: 1 at best, the number of workers at worst."""
     total = sum(by_worker)
     return max(by_worker) * len(by_worker) / total if total else None
 
 
 def table(rows: Sequence[BenchmarkRow]) -> str:
-    """For a person."""
+    """Format the rows as a table."""
     width = max((len(each.target) for each in rows), default=6)
     titles = " ".join(f"{title:>{max(6, len(title))}}" for title, _, _ in COLUMNS)
     lines = [f"{'scenario':14} {'target':{width}} {titles}  CPU us/request, lowest to highest round"]
@@ -240,7 +238,7 @@ def table(rows: Sequence[BenchmarkRow]) -> str:
 
 
 def _each(rounds: Sequence[MeasuredRound], figure: Callable[[MeasuredRound], float | None]) -> list[float]:
-    """Nothing at all where a round has no such figure."""
+    """Return the figure of each round, or nothing if one round lacks it."""
     values = [value for each in rounds if (value := figure(each)) is not None]
     return values if len(values) == len(rounds) else []
 
@@ -262,5 +260,5 @@ def _cell(figure: float | None, digits: int) -> str:
 
 
 def _digits(figure: float) -> float:
-    """Four significant digits: more than any of these figures has."""
+    """Round to four significant digits, more than any of these figures has."""
     return float(f"{figure:.4g}")

@@ -1,8 +1,8 @@
-"""Fleet's gRPC front: 64 streams over one channel, from workers that simulate an engine; what a token costs the router.
+"""Benchmark of Fleet's gRPC frontend: CPU time of the router per token, with 64 streams over one channel.
 
-The other routers speak no such thing, so there is nobody beside it. The workers are real worker processes around the
-simulated engine and share the other cores with the client: both cost much more than the light workers of the HTTP
-scenarios do, so the rate says nothing; the processor time of the router does.
+There is no compared system, because the other routers have no gRPC frontend. The workers are real processes with the simulated
+engine, and share their cores with the client. Both cost much more than the mock workers of the HTTP scenarios, so the rate of
+requests means nothing; the CPU time of the router does.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class StreamWindow(Struct, frozen=True, kw_only=True):
 def contest(
     contestants: Sequence[RouterTarget], rounds: int, setting: BenchmarkSetting, seed: int, *, short: bool
 ) -> list[BenchmarkRow]:
-    """The row of Fleet, if it was asked for."""
+    """Return the row of Fleet, if it is among the targets."""
     tokens = QUICK_TOKENS if short else TOKENS
     return [_row(each, rounds, setting, seed, tokens) for each in contestants if each.name == "fleet"]
 
@@ -89,7 +89,7 @@ def _row(target: RouterTarget, rounds: int, setting: BenchmarkSetting, seed: int
 
 @contextmanager
 def _cluster(folder: Path, cores: Cores) -> Iterator[tuple[str, int]]:
-    """`fleet up` with the router on its own core; its gRPC address, and the router's process id."""
+    """Run `fleet up` with the router on its own core; yield its gRPC address and process id."""
     topology, ready = folder / "topology.toml", folder / "ready.json"
     topology.write_text(TOPOLOGY)
     command = [sys.executable, "-m", "fleet.cli.main", "up", "--config", str(topology)]
@@ -108,7 +108,7 @@ def _cluster(folder: Path, cores: Cores) -> Iterator[tuple[str, int]]:
 
 
 async def _round(address: str, prompts: Sequence[Sequence[int]], tokens: int, router: int) -> StreamWindow:
-    """All prompts at once; messages are counted, not parsed."""
+    """Send all prompts at once and count the messages without parsing them."""
     latencies: list[float] = []
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)

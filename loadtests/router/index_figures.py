@@ -1,15 +1,15 @@
-"""How fast the router's prefix index is: a public trace, replayed against it and against a plain reference.
+"""Benchmark of the router's prefix index: a public trace is replayed against it and against a simple reference.
 
     python -m loadtests.router.index_figures --trace tests/data/conversation_1500.jsonl.gz
 
 Rules:
 
-1. A request asks who holds how much of its prompt; the worker that it goes to then stores what it had not, and removes what it
-   used longest ago when it is full. Workers are chosen by the beginning of the prompt, so prefixes stay together, and every
-   eighth goes elsewhere, so they are shared.
-2. The reference is the index as it would be written first: a set of workers by block, and a walk along the prompt. It stays as
-   it is, so that a ratio to it says what changed here, whatever the machine does besides. Both answer the same.
-3. Times are processor time of this thread. Rounds of both alternate; the median of their ratios counts.
+1. A request asks how many leading blocks of its prompt each worker holds. The chosen worker then stores the missing blocks, and
+   evicts the least recently used ones when it is full. Workers are chosen by the beginning of the prompt, so prefixes stay together;
+   every eighth request goes elsewhere, so some are shared.
+2. The reference is the most obvious index: a set of workers for each block, and a walk along the prompt. It never changes, so the
+   ratio to it shows changes of the index, independent of the machine. Both give the same answers.
+3. Times are CPU time of this thread. Rounds of both alternate, and the median of their ratios counts.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from fleet.recording.traces import read_trace
 from fleet.router.kv_index.prefix_index import Holder, PrefixIndex
 
 BLOCK_TOKENS = 16
-PIECES = 512 // BLOCK_TOKENS  # of a block of the trace
-GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ over the golden ratio (Knuth): keys look like hashes, and stay distinct
+PIECES = 512 // BLOCK_TOKENS  # index blocks in one block of the trace
+GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ divided by the golden ratio (Knuth): keys look like hashes and stay distinct
 
 
 class IndexOperation(Struct, frozen=True):
-    """One request: what it asks, and what follows from it."""
+    """One request: its query and the changes after it."""
 
     asked: tuple[int, ...]
     holder: Holder
@@ -42,7 +42,7 @@ class IndexOperation(Struct, frozen=True):
 
 
 class MeasuredIndex(Protocol):
-    """What both of them can do."""
+    """Interface of both indexes."""
 
     def add(self, holder: Holder, capacity: int) -> None: ...
 
@@ -54,13 +54,13 @@ class MeasuredIndex(Protocol):
 
 
 class ReferenceIndex:
-    """Rule 2."""
+    """Reference index (rule 2)."""
 
     def __init__(self) -> None:
         self._holders: dict[int, set[Holder]] = {}
 
     def add(self, holder: Holder, capacity: int) -> None:
-        """Nothing is noted of holders alone."""
+        """Do nothing: this index needs no list of holders."""
 
     def stored(self, holder: Holder, keys: Sequence[int]) -> None:
         for key in keys:
@@ -88,7 +88,7 @@ class ReferenceIndex:
 
 
 def operations(trace: Path, *, requests: int, workers: int, capacity: int) -> list[IndexOperation]:
-    """What happens to an index by rule 1; `capacity` is in blocks of 16 tokens, of each worker."""
+    """Return the operations of rule 1; `capacity` is the number of 16-token blocks of each worker."""
     rng = random.Random(0)
     caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(workers)]
     found = []
@@ -99,7 +99,7 @@ def operations(trace: Path, *, requests: int, workers: int, capacity: int) -> li
             place = rng.randrange(workers)
         cache = caches[place]
         stored = tuple(key for key in asked[:capacity] if key not in cache)
-        for key in reversed(asked[:capacity]):  # the end of a prompt goes before its beginning
+        for key in reversed(asked[:capacity]):  # the end of a prompt is evicted before its beginning
             cache[key] = None
             cache.move_to_end(key)
         removed = tuple(cache.popitem(last=False)[0] for _ in range(max(0, len(cache) - capacity)))
@@ -114,7 +114,7 @@ def _keys(chain: Sequence[int]) -> Iterator[int]:
 
 
 def replay(index: MeasuredIndex, work: Sequence[IndexOperation], workers: int, capacity: int) -> tuple[list[int], int]:
-    """Do all that; returns nanoseconds of each question, and of all changes together."""
+    """Perform the operations; return the nanoseconds of each query, and of all changes together."""
     for number in range(workers):
         index.add(Holder(f"worker/{number}"), capacity)
     clock = time.thread_time_ns

@@ -1,11 +1,11 @@
-"""Which policy serves which requests best: the production router over engines in virtual time, the same requests for all.
+"""Leaderboard of placement policies: the production router over engines in virtual time, with the same requests for all policies.
 
     python -m loadtests.router.leaderboard [--policies NAME,...] [--workloads NAME,...] [--workers N,...] [--loads SHARE,...]
         [--seeds N] [--requests N] [--trace NAME=FILE]... [--half 0|1] [--json FILE]
 
-A load of 1 is what engines would just keep up with that had one cache together and no imbalance, so nobody reaches it. Seeds are
-paired: all policies get the same requests at the same times, and what is told of one beside another is the mean of the
-differences. Of a trace (formats of `fleet kv replay`) the first half is for tuning and the second for reporting.
+At a load of 1 the engines could just keep up if they had one common cache and no imbalance, so no policy reaches it. Seeds are
+paired: all policies get the same requests at the same times, and two policies are compared by the mean of their differences. The
+first half of a trace (formats of `fleet kv replay`) is for tuning and the second half for reporting.
 See `loadtests.router.simulated.cluster` for what is real here and what is not.
 """
 
@@ -34,20 +34,20 @@ from loadtests.router.simulated.traffic import (
 )
 
 MISUSED = 2
-NOT_COMPARED = ("composed",)  # is what an operator makes of it
+NOT_COMPARED = ("composed",)  # depends on its settings
 POLICIES = tuple(name for name in BUILT_IN.policies if name not in NOT_COMPARED)
 WORKERS = (4, 16, 64)
 LOADS = (0.5, 0.7, 0.9, 1.1)
-REQUESTS = 250  # a worker
+REQUESTS = 250  # per worker
 NEVER = 1e9  # times longer
-LEVEL = 0.01  # of all requests: policies that are no further apart are as good as each other
+LEVEL = 0.01  # share of all requests; policies that are closer count as equal
 TITLE = "workload         wrk load  policy            goodput in time   hits imbal. TTFT ms      p99   TPOT"
 
 TIGHT = SimulatedDevice(kv_tokens=100_000)
-"""Room for a few prompts beside those that run: shared prefixes have to be kept where they are, or they are lost."""
+"""Engines with room for few prompts beside the running ones, so that shared prefixes are easily lost."""
 
 LONG = SimulatedDevice(kv_tokens=2_000_000, max_running=32)
-"""Several accelerators, for prompts of a hundred thousand tokens."""
+"""Engines of several accelerators, for prompts of a hundred thousand tokens."""
 
 MADE: Mapping[str, tuple[Callable[[int, int, int], RouterTraffic], SimulatedDevice]] = {
     "unique": (lambda requests, seed, _: unique(requests, seed), SimulatedDevice()),
@@ -71,13 +71,13 @@ MADE: Mapping[str, tuple[Callable[[int, int, int], RouterTraffic], SimulatedDevi
         TIGHT,
     ),
 }
-"""Made-up workloads: of so many requests, a seed and so many workers; and the engines that serve them."""
+"""Drawn workloads by number of requests, seed and number of workers, and the engines that serve them."""
 
 
 def fitted(name: str, device: SimulatedDevice) -> dict[str, Any]:
-    """Parameters that a rule takes from an engine measured beforehand: it gets the true ones. All others have their defaults.
+    """Return the true engine parameters for policies that measure them beforehand; all others have their defaults.
 
-    Mooncake's instances fetch prefixes from each other; these engines do not, so its rule must not count on it.
+    Mooncake's instances fetch prefixes from each other. These engines do not, so its policy must not count on it.
     """
     latency = device.latency
     prefill = {
@@ -97,7 +97,7 @@ def fitted(name: str, device: SimulatedDevice) -> dict[str, Any]:
 
 
 class LeaderboardRow(Struct, frozen=True, kw_only=True):
-    """One policy on one workload: means over the seeds."""
+    """Means of one policy on one workload over the seeds."""
 
     workload: str
     workers: int
@@ -105,14 +105,14 @@ class LeaderboardRow(Struct, frozen=True, kw_only=True):
     policy: str
     seeds: int
     outcomes: tuple[PolicyOutcome, ...]
-    requests_per_cpu_second: float  # that were simulated
+    requests_per_cpu_second: float  # simulated requests
 
     def mean(self, field: str) -> float:
         return statistics.fmean(getattr(each, field) for each in self.outcomes)
 
 
 class LeaderboardContest(Struct, frozen=True, kw_only=True):
-    """What all policies are given, once for each seed."""
+    """Workload and engines of a comparison, once for each seed."""
 
     workload: str
     workers: int
@@ -129,13 +129,13 @@ def contests(
     seeds: int,
     requests: int,
 ) -> Iterator[LeaderboardContest]:
-    """All of them, one after the other."""
+    """Yield all comparisons."""
     sources: tuple[RouterTraffic, ...]
     for name in workloads:
         for count in workers:
             if name in traces:
                 device = LONG if traces[name].name == "agentic" else SimulatedDevice(kv_tokens=1_000_000)
-                sources = (_cut(traces[name], requests * count),)  # a trace is what it is, whatever the seed
+                sources = (_cut(traces[name], requests * count),)  # a trace does not depend on the seed
             else:
                 make, device = MADE[name]
                 sources = tuple(make(requests * count, seed + 1, count) for seed in range(seeds))
@@ -145,7 +145,7 @@ def contests(
 
 
 def rows(contest: LeaderboardContest, policies: Sequence[str]) -> Iterator[LeaderboardRow]:
-    """One for each policy, in their order."""
+    """Yield a row for each policy."""
     for name in policies:
         began = time.process_time()
         outcomes = tuple(
@@ -165,7 +165,7 @@ def rows(contest: LeaderboardContest, policies: Sequence[str]) -> Iterator[Leade
 
 
 def best_of(found: Sequence[LeaderboardRow]) -> LeaderboardRow:
-    """By goodput; of equal ones, the one whose first tokens come sooner."""
+    """Return the row with the highest goodput; if several are equal, the one with the lowest TTFT."""
     return max(found, key=lambda row: (round(row.mean("attainment"), 3), -row.mean("ttft_mean")))
 
 
@@ -179,7 +179,7 @@ def line(row: LeaderboardRow, best: bool) -> str:
 
 
 def verdict(found: Sequence[Sequence[LeaderboardRow]], chosen: str = DEFAULT) -> list[str]:
-    """How one policy stands beside each of the others: paired differences, contest by contest."""
+    """Compare one policy with each other policy by paired differences."""
     told = []
     for name in sorted({row.policy for each in found for row in each} - {chosen}):
         ahead = level = behind = 0
@@ -207,10 +207,10 @@ def _cut(trace: RouterTraffic, requests: int) -> RouterTraffic:
 
 
 def _trace(told: str, half: int) -> tuple[str, RouterTraffic]:
-    """Name and requests of ``NAME=FILE``.
+    """Read the trace of ``NAME=FILE`` and return its name and requests.
 
     Raises:
-        ConfigurationRefused: It is not one, or the file cannot be read.
+        ConfigurationRefused: The option has another form, or the file cannot be read.
     """
     name, _, path = told.partition("=")
     if not name or not path:
@@ -223,10 +223,10 @@ def _trace(told: str, half: int) -> tuple[str, RouterTraffic]:
 
 
 def _names(option: str, told: str, known: Sequence[str]) -> list[str]:
-    """Those that were asked for.
+    """Return the names of an option.
 
     Raises:
-        ConfigurationRefused: There is none of that name.
+        ConfigurationRefused: A name is unknown.
     """
     names = told.split(",")
     if unknown := [name for name in names if name not in known]:

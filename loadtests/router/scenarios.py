@@ -1,7 +1,7 @@
-"""What the routers are given to do.
+"""Scenarios of the router benchmark.
 
-Every scenario but one sends prompts that were never sent before, so that no cache of a router or worker flatters anybody.
-A round ends with its requests or with its seconds, whichever comes first; requests on their way are then waited for.
+All scenarios but one send prompts that were never sent before, so that no cache of a router or worker helps. A round ends with its
+requests or with its time, whichever comes first, and waits for the missing answers.
 """
 
 import msgspec
@@ -9,10 +9,10 @@ from msgspec import Struct
 
 
 class PrefixSharing(Struct, frozen=True, kw_only=True):
-    """Conversations: prompts that begin with what many have in common, and grow from turn to turn."""
+    """Conversations: prompts that begin with a shared prefix and grow from turn to turn."""
 
     groups: int = 64
-    """Openings, a system prompt say; conversations choose among them at random."""
+    """Shared prefixes, such as system prompts; conversations choose among them at random."""
 
     opening_tokens: int = 2048
     turn_tokens: int = 256
@@ -22,31 +22,31 @@ class PrefixSharing(Struct, frozen=True, kw_only=True):
 class RouterScenario(Struct, frozen=True, kw_only=True):
     name: str
     prompt_tokens: int
-    """As the tiny model's tokenizer counts them."""
+    """Tokens of the tiny model's tokenizer."""
 
     concurrency: int
-    """Keep-alive connections, each with one request at a time."""
+    """Number of keep-alive connections, each with one request at a time."""
 
     workers: int = 2
     answer_tokens: int = 1
     gap_seconds: float = 0.0
-    """Between the tokens of an answer."""
+    """Time between the tokens of an answer."""
 
     requests: int = 1_000_000
     seconds: float = 1.5
     delayed_acknowledgements: bool = False
-    """Whether the client's system may put TCP's acknowledgements off, as it does unless told otherwise. A router that writes the head of an
-    answer apart from its first event then waits up to 40 ms, idly: that is told by the scenario of the latency, and would
-    leave nothing to measure in the others."""
+    """Whether the client's system may delay TCP acknowledgements, which is the default of systems. A router that writes the head of an
+    answer apart from its first event then waits up to 40 ms. The latency scenario shows this; in the others it would hide
+    everything else."""
 
     sharing: PrefixSharing | None = None
-    """None: every prompt is new."""
+    """Shared prefixes; None: every prompt is new."""
 
     cache_blocks: int = 0
-    """Blocks of text that each worker remembers; 0: it does not look at prompts at all."""
+    """Blocks of text in each worker's prefix cache; 0: workers do not read prompts."""
 
     prefill_seconds_a_block: float = 0.0
-    """How long a worker computes for each block that it does not remember, one request after the other."""
+    """Time for which a worker computes each uncached block, one request after the other."""
 
 
 SCENARIOS = {
@@ -65,8 +65,8 @@ SCENARIOS = {
             seconds=30,
         ),
         RouterScenario(name="ttft-1", prompt_tokens=128, concurrency=1, seconds=1.0, delayed_acknowledgements=True),
-        # Four workers remember a quarter of all openings each, and the conversations that run: whoever spreads openings
-        # over all workers loses them, and whoever sends too much to one makes it the busiest.
+        # Each of the four workers can cache a quarter of all prefixes and the running conversations. A router that spreads prefixes
+        # over all workers loses them, and a router that sends too much to one worker makes it the busiest.
         RouterScenario(
             name="prefix-sharing",
             prompt_tokens=0,
@@ -84,7 +84,7 @@ SCENARIOS = {
 
 
 def quick(scenario: RouterScenario) -> RouterScenario:
-    """The same in a fraction of the time, for seeing that everything runs; too short for figures to quote."""
+    """Return a short version of a scenario, which shows that everything runs; its figures must not be quoted."""
     return msgspec.structs.replace(
         scenario,
         requests=min(scenario.requests, 200),

@@ -1,1 +1,1 @@
-"""The simulator's own figures."""
+"""Load tests of the simulator."""

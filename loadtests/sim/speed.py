@@ -1,14 +1,15 @@
-"""How fast the simulator is: simulated requests per second of processor time.
+"""Speed of the simulator: simulated requests per second of CPU time.
 
     python -m loadtests.sim.speed --rounds 5 --json -
 
 Rules:
 
-1. *short* is what NVIDIA Dynamo's replay (1.6.1) was measured with: 20,000 requests within 994 s, of 2,375 prompt tokens and 225 of
-   an answer on average, blocks of 512, on 4 and on 64 workers with routing by KV. It did 11,100 and 3,400 requests a second.
-2. *conversation* is Mooncake's trace on 16 H100, as in `loadtests/studies/conversation.toml`: prompts of 12,000 tokens.
-3. A time is processor time of one process and all of it: reading the traffic, the router's decisions, engines, results.
-4. Rounds of all cases alternate; the median counts. The digests of all rounds of a case must be one: else the run fails.
+1. *short* is the workload with which NVIDIA Dynamo's replay (1.6.1) was measured: 20,000 requests within 994 s, on average 2,375
+   prompt tokens and 225 answer tokens, blocks of 512, on 4 and on 64 workers with KV-aware routing. Dynamo's replay reached 11,100
+   and 3,400 requests per second.
+2. *conversation* is Mooncake's trace on 16 H100, as in `loadtests/studies/conversation.toml`, with prompts of 12,000 tokens.
+3. The time is all CPU time of one process: reading the traffic, the router's decisions, engines, results.
+4. Rounds of all cases alternate, and the median counts. The digests of all rounds of a case must be equal, or the run fails.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from msgspec import Struct, structs
 from fleet.sim.results.outcomes import RunOutcome
 from fleet.sim.run_plan import run_scenario
 from fleet.sim.scenario import Scenario, SimulatedPoolSection, read_scenario
-from fleet.sim.workload.traffic import DrawnWorkload, RecordedWorkload
+from fleet.sim.workload.drawn import DrawnWorkload
+from fleet.sim.workload.traffic import RecordedWorkload
 from loadtests.host import facts
 
 STUDIES = Path(__file__).parent.parent / "studies"
@@ -40,11 +42,11 @@ SHORT = DrawnWorkload(
 )
 
 REFERENCES = {"short-4": 11_100, "short-64": 3_400}
-"""Of Dynamo's replay (rule 1), on another machine with two cores of x86; how much faster that one is, is not known."""
+"""Figures of Dynamo's replay (rule 1) on another machine with two x86 cores; its relative speed is unknown."""
 
 
 class SpeedCase(Struct, frozen=True, kw_only=True):
-    """One of the figures."""
+    """One case of the benchmark."""
 
     name: str
     workers: int
@@ -52,7 +54,7 @@ class SpeedCase(Struct, frozen=True, kw_only=True):
 
 
 def cases(requests: int) -> list[SpeedCase]:
-    """All of them, with so many requests at most (0: all)."""
+    """Return all cases with at most so many requests (0: all)."""
     conversation = read_scenario(STUDIES / "conversation.toml")
     recorded = conversation.workload
     assert isinstance(recorded, RecordedWorkload)
@@ -68,10 +70,10 @@ def cases(requests: int) -> list[SpeedCase]:
 
 
 def measure(made: Sequence[SpeedCase], rounds: int) -> list[dict[str, Any]]:
-    """All cases in turn.
+    """Measure all cases in turn.
 
     Raises:
-        RuntimeError: Two rounds of a case had not the same result.
+        RuntimeError: Two rounds of a case had different results.
     """
     outcomes: dict[str, list[RunOutcome]] = {case.name: [] for case in made}
     for number in range(rounds):

@@ -1,6 +1,6 @@
-"""Run a study: print its tables, and check what was found when it was written.
+"""Run a study: print its tables and check its findings.
 
-Exit status: 0 all findings hold, 1 one does not, 2 misused, 3 a scenario cannot be run.
+Exit status: 0 all findings hold, 1 a finding does not hold, 2 misused, 3 a scenario cannot be run.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""What no router can pass: every prefix cached everywhere, from its second use on, and all workers as one.
+"""Upper bound for routers: every prefix is cached everywhere from its second use on, and all workers work as one.
 
 Rules:
 
-1. A request has to compute what no request before it has had computed, a block at a time. Nothing is ever forgotten.
-2. A prompt token costs its share of a full step; an answer's token what it adds to a full step. No engine does it for less.
-3. A request whose first token would come late on an idle worker cannot be good, whatever a router does.
-4. Workers together do a second of work each second. If that is not enough for all, those with the least work are served: that is
-   the most requests that can be.
+1. A request computes only the blocks that no earlier request had. Nothing is ever evicted.
+2. A prompt token costs its share of a full step, and an answer token the time that it adds to a full step. No engine is faster.
+3. A request whose first token would be late on an idle worker cannot be good with any router.
+4. Each worker does a second of work per second. If that is not enough for all requests, those with the least work are served, which
+   gives the largest number of good requests.
 
-It is a bound and not a plan: it waits for nobody, and knows the future.
+The bound cannot be reached: it ignores waiting and knows the future.
 """
 
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 
 class UpperBound(Struct, frozen=True, kw_only=True):
-    """Of requests on the workers of a plan."""
+    """Upper bound for requests on the workers of a plan."""
 
-    seconds: float  # over which the requests come
+    seconds: float  # time in which the requests come
     workers: int
-    work: list[float]  # seconds of one worker for each request that can be good at all, ascending
-    all_work: float  # of all requests
+    work: list[float]  # worker seconds of each request that can be good, ascending
+    all_work: float  # worker seconds of all requests
     requests: int
-    hit_rate: float  # of prompt tokens
+    hit_rate: float  # share of prompt tokens
 
     @property
     def load(self) -> float:
-        """Work over what the workers can do while the requests come."""
+        """Work of all requests divided by what the workers can do while the requests come."""
         return self.all_work / (self.seconds * self.workers) if self.seconds else 0.0
 
     def attainment(self, speed: float = 1.0) -> float:
-        """Share of the requests that can be good, if they come so many times as fast."""
+        """Return the share of the requests that can be good if they come `speed` times as fast."""
         left, good = self.seconds / speed * self.workers, 0
         for each in self.work:
             left -= each
@@ -49,7 +49,7 @@ class UpperBound(Struct, frozen=True, kw_only=True):
 
 
 def bound_of(requests: Sequence[TraceRequest], plan: RunPlan) -> UpperBound:
-    """The bound of a plan whose workers are alike; that some are for prompts only, it does not know."""
+    """Return the bound of a plan with equal workers; it ignores their roles."""
     pool = plan.pools[0]
     costs = _Costs(pool.times, pool.limits.step_tokens)
     seen: set[int] = set()
@@ -80,7 +80,7 @@ def bound_of(requests: Sequence[TraceRequest], plan: RunPlan) -> UpperBound:
 
 
 class _Costs:
-    """Of one worker, at its best."""
+    """Lowest costs of one worker."""
 
     def __init__(self, times: StepTimes, step_tokens: int):
         self._times, self._step = times, step_tokens
@@ -100,7 +100,7 @@ class _Costs:
         return tokens * (self._decode + self._context * (prompt + 0.5 * tokens))
 
     def alone(self, tokens: int, had: int) -> float:
-        """To the first token, on an idle worker."""
+        """Return the TTFT on an idle worker."""
         new, seconds = tokens - had, 0.0
         for step in range(ceil(new / self._step)):
             count = min(self._step, new - step * self._step)

@@ -1,7 +1,7 @@
-"""Who takes part in a contest of policies, with which parameters: the published ones, or those that a search has found.
+"""Contestants of a comparison of policies, with published or tuned parameters.
 
-Parameters that were found are in `tuned.toml`, by workload and policy; `loadtests.studies.tuning` finds them, with the same number of
-trials for everybody.
+Tuned parameters are in `tuned.toml`, by workload and policy; `loadtests.studies.tuning` finds them with the same number of trials for
+each policy.
 """
 
 import tomllib
@@ -13,8 +13,8 @@ from fleet.sim.run import RunPlan
 from loadtests.studies.runs import FOLDER
 
 NEVER = 1e9
-"""Mooncake's instances fetch prefixes from each other where one has much more than another. These engines have no way to, so its rule
-must not count on it."""
+"""Mooncake's instances fetch prefixes from each other if one has much more than another. These engines cannot, so its policy must not
+count on it."""
 
 POLICIES = (
     "fleet",
@@ -29,23 +29,23 @@ POLICIES = (
     "round_robin",
 )
 PEERS = ("dynamo", "mooncake")
-"""Those that a target names."""
+"""Policies that a target names."""
 
 LANES = ("prefill_window_tokens", "prefill_size_seconds")
-"""Settings of the router, and not of a policy, that say in which order prompts are computed."""
+"""Settings of the router that determine the order in which prompts are computed."""
 
 AS_THEY_COME = {"prefill_window_tokens": 0, "prefill_size_seconds": 0.0}
-"""What routers without lanes do."""
+"""Settings of routers without a prefill queue."""
 
 
 class Contestant(Struct, frozen=True, kw_only=True):
     name: str
     policy: str
-    parameters: dict[str, Any] = {}  # of the policy
-    settings: dict[str, Any] = {}  # of the router
+    parameters: dict[str, Any] = {}  # policy parameters
+    settings: dict[str, Any] = {}  # router settings
 
     def changes(self) -> dict[str, Any]:
-        """Of a scenario, so that it is routed like this."""
+        """Return the changes of a scenario for this contestant."""
         return {
             "router.policy": self.policy,
             "router.policies": {self.policy: self.parameters},
@@ -54,7 +54,7 @@ class Contestant(Struct, frozen=True, kw_only=True):
 
 
 def published(policy: str, plan: RunPlan) -> Contestant:
-    """With its defaults, and prompts computed as they come; ours as it is when nothing is set."""
+    """Return a contestant with published parameters and without a prefill queue; Fleet's policy has all its defaults."""
     return Contestant(
         name=policy,
         policy=policy,
@@ -64,17 +64,17 @@ def published(policy: str, plan: RunPlan) -> Contestant:
 
 
 def tuned(policy: str, workload: str, plan: RunPlan) -> Contestant:
-    """With what was found for a workload, if anything was."""
+    """Return a contestant with the tuned parameters of a workload, if there are any."""
     found = tomllib.loads((FOLDER / "tuned.toml").read_text()).get(workload, {}).get(policy)
     return published(policy, plan) if found is None else chosen(policy, found, plan)
 
 
 def chosen(policy: str, values: dict[str, Any], plan: RunPlan, name: str = "") -> Contestant:
-    """With some parameters of the policy, and some of the lanes."""
+    """Return a contestant with chosen parameters of the policy and of the prefill queue."""
     parameters = {key: value for key, value in values.items() if key not in LANES}
     fit = fitted(policy, plan)
     for key, factor in parameters.items():
-        if key in fit:  # what is known of the engine is given as a factor of the true one
+        if key in fit:  # an engine parameter is given as a factor of the true value
             fit[key] = fit[key] * factor
     settings = {key: values[key] for key in LANES if key in values}
     if policy != "fleet":
@@ -83,7 +83,7 @@ def chosen(policy: str, values: dict[str, Any], plan: RunPlan, name: str = "") -
 
 
 def fitted(policy: str, plan: RunPlan) -> dict[str, Any]:
-    """Parameters that a rule takes from an engine measured beforehand: it gets the true ones."""
+    """Return the true engine parameters for policies that measure them beforehand."""
     if policy not in ("mooncake", "preble"):
         return {}
     pool = plan.pools[0]

@@ -1,10 +1,10 @@
-"""DistServe's self-check: OPT-13B, prompts on two A100 with tensor parallelism, answers on one, 1.56 requests a second and GPU.
+"""Study of DistServe's self-check: OPT-13B, prefill on two A100 with tensor parallelism, decode on one, 1.56 requests per second and GPU.
 
-Its simulator halves an interval from 0 to 5 requests a second and GPU until that is a quarter wide, with 300 requests and one seed: 1.56
-was kept and 1.72 was not, so the truth lies between them. Here the same steps, times and limits (90 % of first tokens within 200 ms,
-90 % within 100 ms a token), with lengths of Azure's conversations below 2,048 tokens: ShareGPT's, which it takes, are not public numbers, and
-have nearly the same means. Its first token is there when the prefill ends; a client of Fleet has it a hand-off and a step later.
-Both are counted.
+DistServe's simulator halves an interval from 0 to 5 requests per second and GPU until it is a quarter wide, with 300 requests and one
+seed. The limits were kept at 1.56 and missed at 1.72, so the true value lies between. This study has the same steps, times and limits
+(90 % of TTFT within 200 ms, 90 % of TPOT within 100 ms), with lengths of Azure's conversations below 2,048 tokens. DistServe uses
+ShareGPT's lengths, which are not public but have nearly the same means. Its first token exists when the prefill ends; a client of Fleet
+gets it a handoff and a step later. The study counts both.
 """
 
 import tomllib
@@ -24,14 +24,14 @@ THEIRS = 1.5625
 GPUS = 3
 LONGEST = 2048
 TTFT_MS, TPOT_MS, SHARE = 200.0, 100.0, 0.9
-MANY = 95  # sequences, from which on other values count
-OVERHEAD_MS, OVERHEAD_TOKEN_MS = 2.0, 1e-4  # of each step, there
-PIPELINE_MS = 1.0  # of each prefill step, there
-HANDED_OVER = 16  # prompt tokens of a step that are last tokens of hand-offs, and not prompts
-CLOSE = 0.05  # requests a second and GPU
+MANY = 95  # number of sequences from which other values apply
+OVERHEAD_MS, OVERHEAD_TOKEN_MS = 2.0, 1e-4  # of each step in DistServe
+PIPELINE_MS = 1.0  # of each prefill step in DistServe
+HANDED_OVER = 16  # most prompt tokens of a step that come from handoffs instead of prompts
+CLOSE = 0.05  # requests per second and GPU
 
 FOUND = {"prefill": (1.1, 1.45), "client": (0.4, 0.65)}
-"""Rates when this was written, over DistServe's."""
+"""Rates when the study was written, divided by DistServe's."""
 
 
 class DistServeTimes(Struct, frozen=True):
@@ -60,7 +60,7 @@ def fitted(name: str) -> DistServeTimes:
 
 
 def plan_of() -> RunPlan:
-    """The scenario with DistServe's times, and hand-offs that take none, as in its simulator."""
+    """Return the plan with DistServe's times and with handoffs that take no time, as in its simulator."""
     scenario = read("distserve")
     planned = planned_of(scenario)
     pools = tuple(
@@ -79,10 +79,10 @@ def plan_of() -> RunPlan:
 
 
 class Shares(Struct, frozen=True):
-    """Of the requests, in time."""
+    """Shares of the requests that are in time."""
 
-    client: float  # first tokens
-    prefill: float  # ends of prefills
+    client: float  # by first tokens
+    prefill: float  # by ends of prefills
     tokens: float
 
 
@@ -91,7 +91,7 @@ def shares(rate: float, requests: int, seed: int) -> Shares:
     drawn = recorded_lengths.no_longer_than(LONGEST, requests, rate * GPUS, seed)
     whole: list[EndedRequest] = []
     simulated(planned, drawn, whole.append)
-    prompts: list[EndedRequest] = []  # alone: answers of one token end where the prompt is computed
+    prompts: list[EndedRequest] = []  # answers of one token, which end on the prefill worker
     simulated(
         planned, [TraceRequest(each.arrival, each.prompt_tokens, each.chain, 1) for each in drawn], prompts.append
     )
@@ -103,7 +103,7 @@ def shares(rate: float, requests: int, seed: int) -> Shares:
 
 
 def kept(task: tuple[str, int, int]) -> float:
-    """The highest rate a GPU that keeps both limits, by halving from 0 to 5."""
+    """Return the highest rate per GPU that keeps both limits, by halving from 0 to 5."""
     which, requests, seed = task
     low, high = 0.0, 5.0
     while high - low > CLOSE:

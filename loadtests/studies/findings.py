@@ -1,4 +1,4 @@
-"""What a study says: tables, and findings that can be checked."""
+"""Results of a study: tables, and findings that can be checked."""
 
 from collections.abc import Sequence
 
@@ -8,17 +8,17 @@ Cell = str | float | int
 
 
 class StudyFinding(Struct, frozen=True, kw_only=True):
-    """One thing that was found, as a figure and the range in which it was."""
+    """One finding: a figure, and the range in which it was."""
 
     claim: str
     figure: float
     low: float = float("-inf")
     high: float = float("inf")
     target: str = ""
-    """What was wanted, where something was; empty: nothing."""
+    """Target of the figure; empty: none."""
 
     met: bool | None = None
-    """Whether the target is met; None: there is none."""
+    """Whether the target is met; None: there is no target."""
 
     @property
     def holds(self) -> bool:
@@ -35,14 +35,14 @@ def _bound(value: float) -> str:
 
 
 class StudyTable(Struct, frozen=True, kw_only=True):
-    """Rows under a title."""
+    """A table with a title."""
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[Cell, ...]]
 
     def lines(self) -> list[str]:
-        """For a terminal: the first column to the left, all others to the right."""
+        """Format the table for a terminal, with the first column to the left and all others to the right."""
         cells = [self.columns, *(tuple(_shown(cell) for cell in row) for row in self.rows)]
         widths = [max(len(row[place]) for row in cells) for place in range(len(self.columns))]
         shown = [
@@ -59,7 +59,7 @@ def _shown(cell: Cell) -> str:
 
 
 class StudyReport(Struct, frozen=True, kw_only=True):
-    """What a study came to."""
+    """All results of a study."""
 
     study: str
     tables: tuple[StudyTable, ...]

@@ -1,7 +1,7 @@
-"""One worker for a request, or two: by length of prompt and answer, on the same 32 H100.
+"""Study of aggregated and disaggregated serving by length of prompt and answer, on the same 32 H100.
 
-Eight workers that do everything, against the best split of them into prompts and answers; what counts is the highest rate with 90 % of the
-requests in time (2 s to the first token, 40 ms a token).
+Eight aggregated workers are compared with the best split into prefill and decode workers, by the highest rate with 90 % of the requests
+in time (TTFT 2 s, TPOT 40 ms).
 """
 
 from fleet.core.roles import Role
@@ -14,7 +14,7 @@ PROMPTS = (500, 2000, 8000)
 ANSWERS = (100, 400)
 WORKERS = 8
 TP = 4
-SPLITS = (3, 5)  # workers for prompts
+SPLITS = (3, 5)  # prefill workers
 
 FOUND: dict[tuple[int, int], tuple[float, float]] = {
     (2000, 100): (1.1, 1.6),
@@ -22,8 +22,8 @@ FOUND: dict[tuple[int, int], tuple[float, float]] = {
     (8000, 100): (1.1, 1.6),
     (8000, 400): (1.1, 1.7),
 }
-"""Rate of the best split over that of whole requests, when this was written, by prompt and answer. A thousand prompts of 500 are a burst and
-no steady state at the rates that these workers carry: nothing is claimed of them."""
+"""Rate of the best split divided by the aggregated rate when the study was written, by prompt and answer. There is no entry for prompts
+of 500: at the rates of these workers, a thousand of them are a burst and no steady state."""
 
 
 def _pools(prefill: int) -> tuple[SimulatedPoolSection, ...]:
@@ -36,7 +36,7 @@ def _pools(prefill: int) -> tuple[SimulatedPoolSection, ...]:
 
 
 def _first(prompt: int, answer: int) -> float:
-    """About what eight workers carry, to begin a search with."""
+    """Return the approximate rate of eight workers, to begin a search with."""
     return WORKERS / (prompt / 12_000 + answer / 1500)
 
 

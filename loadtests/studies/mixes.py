@@ -1,7 +1,7 @@
-"""Which GPUs, for the money: H100, B200, MI300X, and mixes in which one kind computes prompts and another one answers.
+"""Study of GPUs by price: H100, B200, MI300X, and mixes in which one kind prefills and another one decodes.
 
-All clusters carry the same requests; what counts is what a million requests in time cost at list prices (`fleet hardware list`). Figures
-of MI300X rest on its data sheet and the efficiencies of others, with ± 35 % (docs/hardware.md), so its place may be another one.
+All clusters serve the same requests, and are compared by the cost of a million requests in time at list prices (`fleet hardware list`).
+Figures of MI300X rest on its data sheet and the efficiencies of other GPUs, with ± 35 % (docs/hardware.md), so its rank may be wrong.
 """
 
 from fleet.core.roles import Role
@@ -38,7 +38,7 @@ CLUSTERS: dict[str, tuple[SimulatedPoolSection, ...]] = {
         SimulatedPoolSection(role=Role.BOTH, gpu="b200", gpus=8, tp=2),
     ),
 }
-"""*A + B*: prompts on A, answers on B; *A and B*: whole requests on both."""
+"""Clusters by name. *A + B*: prefill on A, decode on B; *A and B*: whole requests on both."""
 
 FOUND: dict[str, tuple[float, float]] = {
     "16 B200": (0.65, 0.9),
@@ -48,7 +48,7 @@ FOUND: dict[str, tuple[float, float]] = {
     "8 B200 + 16 H100": (0.7, 0.95),
     "8 B200 + 16 MI300X": (0.65, 0.9),
 }
-"""Dollars for a million requests, over those of 32 H100, when this was written."""
+"""Dollars for a million requests divided by those of 32 H100, when the study was written."""
 
 
 def study(effort: Effort) -> StudyReport:

@@ -1,9 +1,9 @@
-"""Which policy, on recorded traffic: attainment by load, and where each begins to be late.
+"""Study of policies on recorded traffic: attainment by load, and the load at which each policy begins to be late.
 
-Conversation: the second half of Mooncake's trace on 16 workers that do everything; split: the same on 10 for prompts and 6 for answers;
-agentic: 192 sessions that nobody was tuned with, on 8 workers. A load of 1 is what the workers could do if every prefix were cached
-everywhere and nothing were uneven. Ours, Dynamo's and Mooncake's rule are tuned with the same
-number of trials on other requests; all others have their defaults.
+Conversation is the second half of Mooncake's trace on 16 aggregated workers; split is the same on 10 prefill and 6 decode workers;
+agentic is 192 sessions that no policy was tuned with, on 8 workers. A load of 1 is what the workers could do if every prefix were cached
+everywhere without imbalance. The policies of Fleet, Dynamo and Mooncake are tuned with the same number of trials on other requests; all
+others have their defaults.
 """
 
 from collections.abc import Sequence
@@ -22,23 +22,23 @@ WANTED = 0.9
 OURS = "fleet"
 
 Held = dict[str, tuple[float, float]]
-"""Ranges of figures, by their names."""
+"""Ranges of figures by name."""
 
 
 class StudyTraffic(Struct, frozen=True, kw_only=True):
-    """Requests that no parameter was chosen with."""
+    """Requests that were not used for tuning."""
 
     name: str
     scenario: str
     tuned_as: str
-    """Whose parameters count, in `tuned.toml`."""
+    """Entry of `tuned.toml` with the parameters."""
 
     changes: dict[str, Any] = {}
     part: WorkloadPart
     requests: int = 0
     loads: tuple[float, ...] = LOADS
     edge: tuple[float, ...] = (0.6, 0.7, 0.8)
-    """Loads for all others, around the one where the better ones begin to be late."""
+    """Loads for all other contestants, around the load at which the better ones begin to be late."""
 
 
 TRAFFIC = (
@@ -69,7 +69,7 @@ WIDE = StudyTraffic(
 
 
 class AttainmentCurve(Struct, frozen=True, kw_only=True):
-    """One contestant over all loads, seeds averaged."""
+    """One contestant at all loads, averaged over seeds."""
 
     contestant: Contestant
     loads: tuple[float, ...]
@@ -83,9 +83,9 @@ class AttainmentCurve(Struct, frozen=True, kw_only=True):
         return [self.mean(place, "attainment") for place in range(len(self.loads))]
 
     def capacity(self, wanted: float = WANTED) -> float:
-        """The load at which so many are just in time, on a straight line between two that were run.
+        """Return the load with the wanted attainment, interpolated between two loads.
 
-        Below the first one, that line begins with everybody in time at no load.
+        Below the first load, the line begins with an attainment of 1 at no load.
         """
         earlier, before = 0.0, 1.0
         for load, attained in zip(self.loads, self.attained, strict=True):
@@ -95,12 +95,12 @@ class AttainmentCurve(Struct, frozen=True, kw_only=True):
         return self.loads[-1]
 
     def first_miss(self, wanted: float = WANTED) -> int | None:
-        """Place of the lowest load at which it has fewer in time."""
+        """Return the index of the lowest load with a lower attainment."""
         return next((place for place, attained in enumerate(self.attained) if attained < wanted), None)
 
 
 def contest(traffic: StudyTraffic, contestants: Sequence[Contestant], effort: Effort) -> list[AttainmentCurve]:
-    """All contestants at all loads, with the same requests and seeds."""
+    """Run all contestants at all loads with the same requests and seeds."""
     cases = [
         StudyCase(
             scenario=traffic.scenario,
@@ -131,7 +131,7 @@ def contestants_of(traffic: StudyTraffic) -> list[Contestant]:
 
 
 def in_our_order(traffic: StudyTraffic) -> list[Contestant]:
-    """What part the order of prompts has, and what the choice of workers: the peers' rules with our lanes, and ours without."""
+    """Return contestants that separate the order of prompts from the choice of workers: other policies with our prefill queue, and ours without."""
     planned = planned_of(read(traffic.scenario, traffic.changes))
     ours = tuned(OURS, traffic.tuned_as, planned)
     order = {name: value for name, value in ours.settings.items() if name in LANES}
@@ -194,7 +194,7 @@ def details(traffic: StudyTraffic, curves: Sequence[AttainmentCurve], place: int
 
 
 def compared(traffic: StudyTraffic, curves: Sequence[AttainmentCurve], held: Held) -> tuple[list[StudyFinding], int]:
-    """Ours beside the better of the peers, where that one first misses; and the place of that load."""
+    """Compare our policy with the better of the others at the first load that this one misses; return also the index of that load."""
     by_name = {each.contestant.name: each for each in curves}
     ours = by_name[OURS]
     peers = [by_name[name] for name in PEERS]
@@ -230,7 +230,7 @@ HELD: dict[str, Held] = {
     "agentic": {"goodput": (1.0, 1.3), "bound": (0.8, 1.0)},
     "edge": {"goodput": (1.04, 1.15), "carried": (1.02, 1.15), "bound": (0.88, 1.0)},
 }
-"""What was found; docs/studies.md has the tables."""
+"""Findings; docs/studies.md has the tables."""
 
 
 def study(effort: Effort) -> StudyReport:
@@ -249,7 +249,7 @@ def study(effort: Effort) -> StudyReport:
 
 
 def edge(effort: Effort) -> StudyReport:
-    """Whole requests on one worker again, with loads closer to each other where the better ones begin to be late."""
+    """Repeat the aggregated case with closer loads where the better policies begin to be late."""
     traffic = structs.replace(TRAFFIC[0], name="edge", loads=EDGE)
     curves = contest(traffic, [each for each in contestants_of(traffic) if each.name in (OURS, *PEERS)], effort)
     found, _ = compared(traffic, curves, HELD[traffic.name])
@@ -260,7 +260,7 @@ WIDE_IMBALANCE = (1.0, 1.3)
 
 
 def wide(effort: Effort) -> StudyReport:
-    """How even sixty-four workers are."""
+    """Measure the imbalance of sixty-four workers."""
     names = (OURS, "dynamo", "mooncake", "llm_d", "smg", "aibrix")
     curves = contest(WIDE, [each for each in contestants_of(WIDE) if each.policy in names], effort)
     ours = next(each for each in curves if each.contestant.name == OURS).mean(0, "imbalance")

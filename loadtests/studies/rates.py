@@ -1,26 +1,26 @@
-"""The highest rate at which a scenario keeps its SLO, for studies that compare clusters: one number for each."""
+"""Highest rate at which a scenario keeps its SLO, for studies that compare clusters."""
 
 from typing import Any
 
 from msgspec import Struct, structs
 
 from fleet.sim.scenario import Scenario, SimulatedPoolSection
-from fleet.sim.workload.traffic import DrawnWorkload
+from fleet.sim.workload.drawn import DrawnWorkload
 from loadtests.studies.runs import capacity, planned_of, read, requests_in, simulated
 
 WANTED = 0.9
-NONE = 0.02  # requests a second: below that a cluster is said to carry nothing
+NONE = 0.02  # requests per second, below which a cluster is said to carry nothing
 
 
 class ClusterVariant(Struct, frozen=True, kw_only=True):
-    """A scenario with other pools."""
+    """A scenario with changed pools."""
 
     scenario: str
     pools: tuple[SimulatedPoolSection, ...]
-    changes: dict[str, Any] = {}  # of the scenario
-    requests: int = 0  # at most; 0: as the scenario says
+    changes: dict[str, Any] = {}  # changed fields of the scenario
+    requests: int = 0  # most requests; 0: as in the scenario
     seed: int = 1
-    first: float = 1.0  # requests a second, where to begin the search
+    first: float = 1.0  # requests per second at which the search begins
 
     @property
     def gpus(self) -> int:
@@ -29,13 +29,13 @@ class ClusterVariant(Struct, frozen=True, kw_only=True):
 
 class CarriedRate(Struct, frozen=True, kw_only=True):
     rate: float  # requests a second
-    dollars_per_hour: float  # of all its GPUs
+    dollars_per_hour: float  # price of all its GPUs
     gpus: int
     handed_over: float  # share of the requests that two workers served, at that rate
 
 
 def carried(cluster: ClusterVariant) -> CarriedRate:
-    """By search; runs wherever it is called."""
+    """Search for the highest rate of a cluster, in this process."""
     scenario = structs.replace(read(cluster.scenario, cluster.changes), pools=cluster.pools, seed=cluster.seed)
     planned = planned_of(scenario)
     shares: dict[float, float] = {}

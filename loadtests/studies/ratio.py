@@ -1,4 +1,4 @@
-"""How many of sixteen workers should compute prompts: the highest rate with 90 % in time, by ratio, for three mixtures of lengths."""
+"""Study of the best ratio of prefill workers among sixteen: the highest rate with 90 % in time, for three mixtures of lengths."""
 
 from fleet.core.roles import Role
 from fleet.sim.scenario import SimulatedPoolSection
@@ -10,10 +10,10 @@ WORKERS = 16
 TP = 4
 PREFILLS = (2, 4, 6, 8, 10, 12)
 TRAFFIC = {"chat": (1000, 400), "documents": (4000, 400), "summaries": (8000, 150)}
-"""Mean tokens of prompt and answer."""
+"""Mean lengths of prompt and answer."""
 
 FOUND: dict[str, tuple[float, float]] = {"chat": (8, 12), "documents": (8, 12), "summaries": (10, 12)}
-"""Workers for prompts in the best ratio, when this was written."""
+"""Prefill workers in the best ratio when the study was written."""
 
 
 def _cluster(name: str, prefill: int, effort: Effort) -> ClusterVariant:

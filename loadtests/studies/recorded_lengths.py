@@ -1,4 +1,4 @@
-"""Prompts and answers as long as those of Azure's conversations, arriving by chance."""
+"""Requests with the recorded lengths of Azure's conversations, which arrive at random."""
 
 import csv
 import gzip
@@ -13,13 +13,13 @@ from loadtests.studies.runs import FOLDER
 
 @cache
 def pairs() -> tuple[tuple[int, int], ...]:
-    """Tokens of prompt and answer of each recorded request."""
+    """Return the tokens of prompt and answer of each recorded request."""
     with gzip.open(FOLDER / "traces/azure2023_conv.csv.gz", "rt", encoding="utf-8") as file:
         return tuple((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file))
 
 
 def independent(requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Lengths of prompts and answers drawn apart from each other, as Splitwise's simulator does."""
+    """Draw lengths of prompts and answers independently, like Splitwise's simulator."""
     chance = Random(seed)
     recorded = pairs()
     lengths = [(chance.choice(recorded)[0], chance.choice(recorded)[1]) for _ in range(requests)]
@@ -27,14 +27,14 @@ def independent(requests: int, rate: float, seed: int) -> list[TraceRequest]:
 
 
 def no_longer_than(most: int, requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Pairs that have fewer than so many tokens together."""
+    """Return the pairs with fewer tokens in total."""
     chance = Random(seed)
     fitting = [pair for pair in pairs() if sum(pair) < most]
     return poisson([chance.choice(fitting) for _ in range(requests)], rate, chance)
 
 
 def poisson(lengths: Sequence[tuple[int, int]], rate: float, chance: Random) -> list[TraceRequest]:
-    """Requests that have no prefix in common."""
+    """Yield requests without common prefixes, as a Poisson process."""
     now, requests = 0.0, []
     for prompt, answer in lengths:
         now += chance.expovariate(rate)

@@ -1,7 +1,7 @@
-"""Runs of the simulator that a study puts together: scenarios with changes, parts of traces, loads, and all of it on several cores.
+"""Runs of a study: scenarios with changes, parts of traces and loads, on several cores.
 
-A *load* is the offered work over what the workers could do at most (`loadtests.studies.bound`): at 1 they would all be busy
-all the time if every prefix were cached everywhere and nothing were ever uneven.
+A load is the offered work divided by the most that the workers could do (`loadtests.studies.bound`). At 1 all workers would be busy all
+the time if every prefix were cached everywhere without imbalance.
 """
 
 import multiprocessing
@@ -25,55 +25,55 @@ from kvstore.eviction.trace_replay import TraceRequest
 from loadtests.studies.bound import UpperBound, bound_of
 
 FOLDER = Path(__file__).parent
-CLOSE = 0.03  # of two rates between which a capacity lies: seeds differ by more
+CLOSE = 0.03  # relative distance of two rates around a capacity; seeds differ by more
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Effort(Struct, frozen=True, kw_only=True):
-    """How much a study may take."""
+    """Effort of a study."""
 
     seeds: tuple[int, ...] = (1,)
     processes: int = 1
     requests: int = 0
-    """Of each run, at most; 0: all. With fewer than all of them findings need not hold."""
+    """Most requests of each run; 0: all. With fewer than all, findings need not hold."""
 
 
 class WorkloadPart(StrEnum):
-    """Which requests of a workload."""
+    """Part of a workload's requests."""
 
     ALL = "all"
-    FIRST = "first"  # half, to choose parameters with
-    SECOND = "second"  # half, to report
+    FIRST = "first"  # first half, for tuning
+    SECOND = "second"  # second half, for figures
 
 
 class StudyCase(Struct, frozen=True, kw_only=True):
-    """One run."""
+    """One run of a study."""
 
     scenario: str
-    """Name of a file in this folder, without its ending."""
+    """Name of a scenario file in this folder, without its suffix."""
 
     changes: dict[str, Any] = {}
     part: WorkloadPart = WorkloadPart.ALL
     requests: int = 0
     load: float = 0.0
-    """At which requests come; 0: as the scenario says."""
+    """Load at which requests come; 0: as in the scenario."""
 
     seed: int = 1
 
 
 class StudyRun(Struct, frozen=True, kw_only=True):
-    """What became of it."""
+    """Results of a run."""
 
     case: StudyCase
     outcome: RunOutcome
-    rate: float  # requests a second that came
-    bound: float  # attainment that nobody could have passed
+    rate: float  # arrivals per second
+    bound: float  # upper bound of the attainment
 
 
 def run(case: StudyCase) -> StudyRun:
-    """One run; needs nothing but its case, so that it can be anywhere."""
+    """Run one case, in any process."""
     planned = structs.replace(planned_of(read(case.scenario, case.changes)), seed=case.seed)
     wanted = {path: value for path, value in case.changes.items() if not path.startswith("router.")}
     requests, limit = _offered(case.scenario, msgspec.json.encode(wanted, order="sorted"), case.part, case.requests)
@@ -91,14 +91,14 @@ def run(case: StudyCase) -> StudyRun:
 def simulated(
     plan: RunPlan, requests: Iterable[TraceRequest], told: Callable[[EndedRequest], None] | None = None
 ) -> RunOutcome:
-    """Requests that come when they come, on a plan."""
+    """Simulate open requests on a plan."""
     return simulate(plan, iter(requests), told=told).outcome
 
 
 def run_all(
     cases: Sequence[StudyCase], effort: Effort, told: Callable[[StudyRun], None] | None = None
 ) -> list[StudyRun]:
-    """All of them, in their order."""
+    """Run all cases and return their results in order."""
     ran = []
     for each in spread(run, cases, effort.processes):
         if told is not None:
@@ -108,7 +108,7 @@ def run_all(
 
 
 def spread(work: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Iterator[Result]:
-    """`map`, on several cores; results come in the order of the items."""
+    """Map a function over items on several cores, with results in the order of the items."""
     if processes == 1:
         yield from map(work, items)
         return
@@ -118,7 +118,7 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], processes: int
 
 
 def read(name: str, changes: dict[str, Any] | None = None) -> Scenario:
-    """A scenario of this folder."""
+    """Read a scenario of this folder."""
     return read_scenario(FOLDER / f"{name}.toml", changes or {})
 
 
@@ -127,7 +127,7 @@ def planned_of(scenario: Scenario) -> RunPlan:
 
 
 def requests_in(scenario: Scenario, part: WorkloadPart = WorkloadPart.ALL, most: int = 0) -> list[TraceRequest]:
-    """Those of a scenario's workload, or a part of them, whose arrivals then begin anew."""
+    """Return the requests of a scenario's workload, or a part of them with arrivals counted from its start."""
     drawn = requests_of(scenario.workload, FOLDER, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
     requests = list(drawn)
     half = len(requests) // 2
@@ -144,7 +144,7 @@ def requests_in(scenario: Scenario, part: WorkloadPart = WorkloadPart.ALL, most:
 
 
 def faster(requests: Iterable[TraceRequest], speed: float) -> Iterator[TraceRequest]:
-    """The same requests, so many times as fast."""
+    """Return the same requests, `speed` times as fast."""
     for each in requests:
         yield each if speed == 1 else _at(each, Nanos(round(each.arrival / speed)))
 
@@ -155,7 +155,7 @@ def _at(request: TraceRequest, arrival: Nanos) -> TraceRequest:
 
 @lru_cache(maxsize=4)
 def _offered(name: str, changes: bytes, part: WorkloadPart, most: int) -> tuple[list[TraceRequest], UpperBound]:
-    """What is asked for, which does not depend on who routes it, and the bound for it."""
+    """Return the requests and their upper bound, which do not depend on the policy."""
     scenario = read(name, msgspec.json.decode(changes))
     requests = requests_in(scenario, part, most)
     return requests, bound_of(requests, planned_of(scenario))
@@ -164,13 +164,13 @@ def _offered(name: str, changes: bytes, part: WorkloadPart, most: int) -> tuple[
 def capacity(
     attained: Callable[[float], float], *, wanted: float = 0.9, first: float = 1.0, close: float = CLOSE
 ) -> float:
-    """The highest load (or rate) at which so large a share is in time, found by doubling and halving.
+    """Return the highest load (or rate) with the wanted attainment, found by doubling and halving.
 
     Args:
-        attained: Attainment at a load.
-        wanted: Of it.
-        first: Where to begin.
-        close: Relative distance of the two between which the answer lies; the lower one is returned.
+        attained: Returns the attainment at a load.
+        wanted: Wanted attainment.
+        first: Load at which the search begins.
+        close: Relative distance of the two final loads, of which the lower one is returned.
     """
     low, high = first, first
     if attained(first) >= wanted:

@@ -1,9 +1,10 @@
-"""Splitwise's six designs of equal power, beside the figures of its own simulator.
+"""Study of Splitwise's six designs of equal power, beside the figures of its own simulator.
 
-The same step times, the same limits (nine slowdowns against an idle A100: first tokens 2, 3 and 6 times, tokens and whole answers 1.25, 1.5
-and 5 times, at the 50th, 90th and 99th percentile), the same lengths, two minutes of Poisson arrivals, the highest rate on a grid of
-10 a second. What differs: Fleet's router places requests instead of its mixed pools, so no machine changes sides; prompts over 2,048
-tokens come in pieces; and the first token of a split request comes from the machine that decodes, a transfer and a step later.
+The study has the same step times, the same lengths, and the same nine limits: slowdowns against an idle A100 of 2, 3 and 6 times for
+TTFT, and of 1.25, 1.5 and 5 times for TPOT and whole answers, at the 50th, 90th and 99th percentile. It uses two minutes of Poisson
+arrivals, and the highest rate on a grid of 10 per second. The differences are: Fleet's router places requests, so no machine changes
+its pool; prompts over 2,048 tokens are computed in chunks; and the first token of a split request comes from the decode worker, a
+transfer and a step later.
 """
 
 import tomllib
@@ -23,11 +24,11 @@ from loadtests.studies.findings import StudyFinding, StudyReport, StudyTable
 from loadtests.studies.runs import FOLDER, Effort, planned_of, read, simulated, spread
 
 SECONDS = 120
-STEP = 10  # of the grid, requests a second
-HANDED_OVER = 16  # prompt tokens of a step that are last tokens of hand-offs, and not prompts
-MIXED = 1.1  # what a step with prompts and tokens takes longer than one with prompts, there
+STEP = 10  # step of the grid, requests per second
+HANDED_OVER = 16  # most prompt tokens of a step that come from handoffs instead of prompts
+MIXED = 1.1  # factor of a mixed step in Splitwise, compared with a step of prompts
 KV_BYTES = 2 * 70 * 14336 * 2
-MEMORY = 8 * 85_899_345_920 - 329_000_000_000  # bytes for KV of a machine, there
+MEMORY = 8 * 85_899_345_920 - 329_000_000_000  # bytes for KV of a machine in Splitwise
 BANDWIDTH = 200 * 2.0**30
 
 LIMITS = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}
@@ -36,7 +37,7 @@ SHARES = (0.5, 0.9, 0.99)
 
 class Machines(Struct, frozen=True):
     role: Role
-    times: str  # in the profile
+    times: str  # name of the times in the profile
     count: int
 
 
@@ -48,7 +49,7 @@ DESIGNS: dict[str, tuple[tuple[Machines, ...], int]] = {
     "H100 + A100": ((Machines(Role.PREFILL, "h100", 25), Machines(Role.DECODE, "a100", 26)), 140),
     "H100 + capped H100": ((Machines(Role.PREFILL, "h100", 25), Machines(Role.DECODE, "h100-capped", 21)), 140),
 }
-"""Machines of each, and what Splitwise's simulator carried of them: conversation lengths, one seed."""
+"""Machines of each design, and the rates of Splitwise's simulator: conversation lengths, one seed."""
 
 FOUND: dict[str, tuple[float, float]] = {
     "A100 baseline": (1.0, 1.4),
@@ -58,11 +59,11 @@ FOUND: dict[str, tuple[float, float]] = {
     "H100 + A100": (0.65, 1.0),
     "H100 + capped H100": (0.85, 1.0),
 }
-"""Highest rates when this was written."""
+"""Highest rates when the study was written."""
 
 
 class Points(Struct, frozen=True):
-    """Straight lines between measured points, and on beyond them."""
+    """Straight lines between measured points, extended beyond them."""
 
     tokens: tuple[float, ...]
     prompt: tuple[float, ...]  # seconds
@@ -91,7 +92,7 @@ def points(name: str) -> Points:
 
 
 def plan_of(design: str) -> RunPlan:
-    """The scenario with a design's machines, and their measured times."""
+    """Return the plan with the machines of a design and their measured times."""
     machines, _ = DESIGNS[design]
     scenario = read("splitwise")
     sections = tuple(
@@ -128,11 +129,11 @@ class SearchStep(Struct, frozen=True):
     design: str
     rate: float
     seed: int
-    requests: int  # at most; 0: all
+    requests: int  # most requests; 0: all
 
 
 def slowdowns(tried: SearchStep) -> dict[str, tuple[float, float, float]]:
-    """Against an A100 that has nothing else to do, at the three percentiles."""
+    """Return the slowdowns against an idle A100 at the three percentiles."""
     count = round(tried.rate * SECONDS)
     requests = recorded_lengths.independent(tried.requests or count, tried.rate, tried.seed)
     planned = structs.replace(plan_of(tried.design), seed=tried.seed)
@@ -167,11 +168,11 @@ def in_limits(found: dict[str, tuple[float, float, float]]) -> bool:
 class Searched(Struct, frozen=True):
     design: str
     rate: float
-    closest: str  # what was nearest to its limit, or over it, at the rate above
+    closest: str  # the figure that was nearest to its limit, or beyond it, at the next rate
 
 
 def highest(task: tuple[str, int, int]) -> Searched:
-    """The highest rate on the grid that keeps all nine limits, searched from what Splitwise's simulator found."""
+    """Return the highest rate on the grid that keeps all nine limits, beginning at the rate of Splitwise's simulator."""
     design, seed, requests = task
     rate, kept, missed = float(DESIGNS[design][1]), 0.0, ""
     while True:

@@ -1,7 +1,8 @@
-"""Parameters for a contest: the same number of trials for each policy, on requests that no figure is of.
+"""Tuning of policies: the same number of trials for each policy, on other requests than those of the figures.
 
-A trial draws each parameter from a short list. The first one has the published defaults, so that nobody gets worse by being tuned. What is
-sought is attainment at a load where things have begun to come late. Agentic sessions are not tuned for: everybody has defaults there.
+A trial draws each parameter from a short list. The first trial has the published defaults, so tuning never makes a policy worse. The
+goal is the attainment at a load at which requests begin to be late. Nothing is tuned for agentic sessions: all policies have defaults
+there.
 """
 
 from collections.abc import Callable
@@ -31,24 +32,24 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
         "router_temperature": (0.0, 0.02),
     },
     "mooncake": {
-        "prefill_seconds_per_token": (0.5, 0.75, 1.0, 1.5, 2.0),  # times the engine's own
+        "prefill_seconds_per_token": (0.5, 0.75, 1.0, 1.5, 2.0),  # factor of the engine's true value
         "quadratic_seconds": (0.0, 0.5, 1.0, 2.0, 4.0),
     },
 }
-"""What may be drawn."""
+"""Values from which a trial draws."""
 
 WORKLOADS: dict[str, tuple[str, dict[str, Any], WorkloadPart]] = {
     "conversation": ("policies-conversation", {}, WorkloadPart.FIRST),
     "split": ("policies-split", {}, WorkloadPart.FIRST),
 }
-"""Scenario, changes and part of the requests that parameters are chosen with."""
+"""Scenario, changes and part of the requests for tuning."""
 
 REQUESTS = {"conversation": 4000, "split": 0}
-"""Of a run; 0: all."""
+"""Requests of a run; 0: all."""
 
 
 def trials(policy: str, count: int) -> list[dict[str, float]]:
-    """Values of each, the first none: the defaults."""
+    """Return the parameter values of all trials; the first trial has the defaults."""
     chance = Random(policy)
     grid = GRIDS[policy]
     drawn: list[dict[str, float]] = [{}]
@@ -62,7 +63,7 @@ def trials(policy: str, count: int) -> list[dict[str, float]]:
 def search(
     workload: str, policy: str, effort: Effort, *, count: int = TRIALS, told: Callable[[str], None] = print
 ) -> list[tuple[float, Contestant, dict[str, float]]]:
-    """All trials, the best first: mean attainment, contestant, values."""
+    """Run all trials; return mean attainment, contestant and values, the best first."""
     scenario, changes, part = WORKLOADS[workload]
     loads = LOADS[workload]
     planned = planned_of(read(scenario, changes))
@@ -93,7 +94,7 @@ def search(
 
 
 def study(effort: Effort) -> StudyReport:
-    """What a search finds, beside the defaults and what `tuned.toml` has."""
+    """Report what the search finds, beside the defaults and the parameters in `tuned.toml`."""
     tables, findings = [], []
     for workload in WORKLOADS:
         rows = []

@@ -1,14 +1,14 @@
-"""What people write on Kubernetes: `DisaggDeployment`, `RoleScaler`, `ServingPlan`, `ServingRequest`. The one definition of them.
+"""API types: `DisaggDeployment`, `RoleScaler`, `ServingPlan` and `ServingRequest`, and their only definition.
 
 Rules:
 
-1. CRDs are made from these types (`operators.chart.crds`), a module for each kind: bounds, defaults and CEL rules stand here and nowhere else. Each rule has a sample
-   that it refuses in the tests.
-2. Rules use the core of CEL and its strings only, so that the same text runs in the tests. Every list and string has a bound: the API
-   server estimates what a rule costs, and refuses rules over things without one.
-3. Replicas have one writer, named by `scaling.mode`. In External and Planner mode a role's `replicas` is where its RoleScaler starts,
-   and is never written back.
-4. `podTemplate` is not described here (a pod's schema is 700 KB, and what is larger than 256 KiB cannot be applied by clients): the API
-   server checks it when the operator makes the child of it, and what it says becomes a condition.
-5. No field is called n, y, on or off: YAML 1.1 reads these as booleans, and kubectl does.
+1. The CRDs are generated from these types (`operators.chart.crds`), a module for each kind. Bounds, defaults and CEL
+   rules stand here and nowhere else. The tests have a sample for each rule that the rule refuses.
+2. Rules use only the core of CEL and its strings, so that the same text runs in the tests. Every list and string has a
+   bound, because the API server estimates the cost of a rule and refuses rules over unbounded values.
+3. Replicas have one writer, named by `scaling.mode`. In the modes External and Planner a role's `replicas` is the first
+   value of its RoleScaler, and is never written back.
+4. `podTemplate` has no schema here (a pod's schema is 700 KB, and clients cannot apply more than 256 KiB). The API
+   server checks it when the operator creates the child, and its answer becomes a condition.
+5. No field is called n, y, on or off, because YAML 1.1 and kubectl read these as booleans.
 """

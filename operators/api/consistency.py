@@ -1,6 +1,6 @@
-"""What no DisaggDeployment may say, for those who have no API server to ask: the rules of `operators.api` that look at one object alone.
+"""Consistency check: rules of `operators.api` for one DisaggDeployment, for callers without an API server.
 
-The definition of them is there, in CEL; tests hold both to the same samples.
+The CEL rules define them; tests compare both on the same samples.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from operators.api.disagg_deployment import DisaggDeploymentSpec, EngineKind, Kv
 
 
 def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple[str, str]]:
-    """Where a deployment contradicts itself, as (path in it, why). `name` is its own; empty: it has none yet."""
+    """Yield the contradictions of a deployment, as (path in it, reason). `name` is its own; empty: it has none yet."""
     names: set[str] = set()
     for index, role in enumerate(spec.roles):
         path = f"spec.roles[{index}]"

@@ -1,4 +1,4 @@
-"""`DisaggDeployment`: the roles of one model, and what is between them."""
+"""DisaggDeployment: the roles of one served model, and how they work together."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -37,13 +37,13 @@ class RoleType(StrEnum):
 
 class ScalingMode(StrEnum):
     STATIC = "Static"
-    """`replicas` counts, and nothing else."""
+    """`replicas` is the number of replicas."""
 
     EXTERNAL = "External"
-    """`kubectl scale`, an HPA or KEDA scale the role's RoleScaler."""
+    """`kubectl scale`, an HPA or KEDA scales the role's RoleScaler."""
 
     PLANNER = "Planner"
-    """A ServingPlan does."""
+    """A ServingPlan scales the role's RoleScaler."""
 
 
 class EngineKind(StrEnum):
@@ -73,39 +73,39 @@ class Parallelism(Resource, frozen=True):
     pipeline: Degree = 1
     data: Degree = 1
     expert: Degree = 1
-    """Of the ranks of `tensor` and `data` together; more than 1 splits the experts among them all."""
+    """Counted over the ranks of `tensor` and `data` together; more than 1 splits the experts among all of them."""
 
     @property
     def by_heads(self) -> bool:
-        """Whether every rank has whole layers, and all ranks the same requests."""
+        """Whether every rank has whole layers, and all ranks have the same requests."""
         return self.pipeline == self.data == 1
 
     def fits(self, nodes: int) -> bool:
-        """Whether each node takes whole data parallel engines, or each such engine whole nodes."""
+        """Return whether each node takes whole data parallel engines, or each such engine takes whole nodes."""
         each = self.tensor * self.pipeline
         return self.data % nodes == 0 or (nodes % self.data == 0 and each % (nodes // self.data) == 0)
 
 
 class Rollout(Resource, frozen=True):
     max_surge: Count = 1
-    """New replicas beyond `replicas` while a role is updated; they need GPUs that nobody has."""
+    """New replicas beyond `replicas` while a role is updated; they need free GPUs."""
 
     max_unavailable: Count = 0
-    """Replicas that may be missing meanwhile."""
+    """Replicas that may be missing during the update."""
 
 
 class Drain(Resource, frozen=True):
     timeout_seconds: Seconds = 300
-    """A worker that is told to go finishes its requests within this, and is then ended."""
+    """The time within which a draining worker finishes its requests; then it is ended."""
 
 
 class Gpus(Resource, frozen=True):
     vendor: GpuVendor = GpuVendor.NVIDIA
     product: Annotated[str, Meta(max_length=63)] = ""
-    """As the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name` says; empty: any."""
+    """The value of the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`; empty: any."""
 
     per_replica: Count = 0
-    """On all nodes of a replica together. 0: the engine runs on CPUs."""
+    """GPUs on all nodes of a replica together. 0: the engine runs on CPUs."""
 
 
 _ROLE_RULES = rules(
@@ -136,25 +136,26 @@ _ROLE_RULES = rules(
 
 
 class RoleSpec(Resource, frozen=True):
-    """A pool of alike pods."""
+    """A pool of equal pods."""
 
     name: Name
     type: RoleType
     replicas: Count = 1
-    """With a scaling mode other than Static: where the RoleScaler starts."""
+    """In another scaling mode than Static: the first value of the RoleScaler."""
 
     scaling: Scaling = Scaling()
     parallelism: Parallelism = Parallelism()
     nodes_per_replica: Annotated[int, Meta(ge=1, le=64)] = 1
-    """More than 1: a group of pods that is placed, lives and dies together, and runs one engine. The first of them leads: it serves, and
-    the others compute for it."""
+    """More than 1: a group of pods that is placed, lives and dies together, and runs one engine. The first pod leads: it
+    serves, and the others compute for it."""
 
     gpus: Gpus = Gpus()
     topology: NodeTopology = NodeTopology()
     rollout: Rollout = Rollout()
     drain: Drain = Drain()
     pod_template: OpenObject = field(default_factory=dict)
-    """A pod template; its container `main` gets what it does not say: image, command, ports, probes, resources."""
+    """A pod template. Its container `main` gets the image, command, ports, probes and resources that it does not set.
+    A pod template. Its container `main` gets the image, command, ports, probes and resources that it does not set."""
 
 
 class KvTransfer(Resource, frozen=True):
@@ -162,23 +163,23 @@ class KvTransfer(Resource, frozen=True):
         tuple[KvPath, ...],
         Meta(min_length=1, max_length=2, extra_json_schema={"x-kubernetes-list-type": "set"}),
     ] = (KvPath.DIRECT,)
-    """How blocks come to a worker. `direct`: from engine to engine, between prefill and decode. `store`: a worker also keeps blocks in memory
-    of its pod, for prompts that begin alike."""
+    """The KV paths to a worker. `direct`: from engine to engine, between prefill and decode. `store`: a worker also keeps
+    blocks in its pod's memory, for prompts with the same beginning."""
 
     store_memory: Quantity = "8Gi"
-    """For these blocks."""
+    """Memory for these blocks."""
 
     redis: Annotated[str, Meta(pattern=r"^(rediss?://[^@/?#]+(/[0-9]+)?)?$", max_length=512)] = ""
-    """A Redis or Valkey server, as in `redis://host:6379`, where stores keep blocks that were used again, for each other; a worker that goes
-    leaves its warm ones there. Empty: none, and what is in a pod's memory goes with it."""
+    """A Redis or Valkey server such as `redis://host:6379`, in which stores keep reused blocks for each other; a draining
+    worker leaves its warm blocks there. Empty: none, and blocks in a pod's memory are lost with it."""
 
     redis_secret: Annotated[str, Meta(max_length=253)] = ""
-    """A Secret whose key `password` opens it."""
+    """A Secret whose key `password` opens the server."""
 
 
 class InferencePool(Resource, frozen=True):
     create: bool = False
-    """Make an InferencePool whose endpoint picker is this deployment's router."""
+    """Create an InferencePool whose endpoint picker is this deployment's router."""
 
     failure_mode: FailureMode = FailureMode.CLOSE
 
@@ -186,13 +187,14 @@ class InferencePool(Resource, frozen=True):
 class Routing(Resource, frozen=True):
     policy: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet"
     disaggregate_above_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 512
-    """Prompt tokens still to be computed from which on a prefill worker does it. While there is none, decode workers do."""
+    """The number of uncached prompt tokens from which a prefill worker computes them. Without prefill workers, decode
+    workers do."""
 
     inference_pool: InferencePool = InferencePool()
 
 
 class RatioBounds(Resource, frozen=True):
-    """Of prefill to decode replicas, held at every moment of a change."""
+    """Bounds of prefill to decode replicas, kept at every moment of a change."""
 
     least: Ratio = "1:999"
     most: Ratio = "999:1"
@@ -200,22 +202,22 @@ class RatioBounds(Resource, frozen=True):
 
 class Balance(Resource, frozen=True):
     gpu_budget: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """GPUs of all workers together, old and new ones of a rollout too; 0: as many as there are."""
+    """GPUs of all workers together, including old and new ones of a rollout; 0: no limit."""
 
     ratio: RatioBounds = RatioBounds()
     max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
-    """Replicas that one change adds or takes."""
+    """Replicas that one change adds or removes."""
 
 
 class WatchdogSpec(Resource, frozen=True):
-    """When a worker whose engine makes no progress on its work is ended and started again."""
+    """When a worker whose engine makes no progress is ended and started again."""
 
     enabled: bool = True
     floor_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
-    """An engine gets at least so long for a step, however quick its steps were."""
+    """The shortest time for a step, however fast the engine's steps were."""
 
     ceiling_seconds: Seconds = 300
-    """An engine gets at most so long, also for its first steps and for work of a new kind."""
+    """The longest time for a step, also for first steps and for work of a new kind."""
 
 
 _ROLES = rules(
@@ -260,8 +262,8 @@ OBJECT_RULES = rules(
         "metadata.name: too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1",
     ),
 )
-"""Services are called `<deployment>-<role>-control`, in 63 characters; StatefulSets `<deployment>-<role>-<revision>-<index>`, and the
-name of one and a hash are a label of its pods."""
+"""Services are called `<deployment>-<role>-control`, in 63 characters. StatefulSets are called
+`<deployment>-<role>-<revision>-<index>`, and the name of one with a hash is a label of its pods."""
 
 
 class DisaggDeploymentSpec(Resource, frozen=True):
@@ -269,7 +271,7 @@ class DisaggDeploymentSpec(Resource, frozen=True):
     roles: Annotated[tuple[Annotated[RoleSpec, _ROLE_RULES], ...], Meta(min_length=1, max_length=16), _ROLES]
     engine: EngineKind = EngineKind.VLLM
     image: Text = ""
-    """Of the workers; empty: what the chart was installed with for the engine and vendor."""
+    """Image of the workers; empty: the chart's image for the engine and vendor."""
 
     kv_transfer: KvTransfer = KvTransfer()
     routing: Routing = Routing()
@@ -286,7 +288,7 @@ class RoleStatus(Resource, frozen=True):
     ready: int = 0
     updated: int = 0
     registered: int = 0
-    """Workers that all routers know and give requests to."""
+    """Workers that all routers know and send requests to."""
 
     draining: int = 0
 
@@ -303,6 +305,6 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     gpus: int = 0
     ready_roles: Annotated[str, Meta(max_length=16)] = ""
     proved: Annotated[str, Meta(max_length=16)] = ""
-    """Digest of the pods that have answered a probe: none is sent as long as these are the same."""
+    """Digest of the pods that have answered a probe: none is sent while these stay the same."""
 
     conditions: Conditions = ()

@@ -1,25 +1,22 @@
-"""What several kinds are made of: bounded fields, the model, conditions."""
+"""Fields that several kinds share: bounded values, the model, conditions."""
 
 from enum import StrEnum
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-GROUP = "fleet-serving.io"
-VERSION = "v1alpha1"
-
 
 class Resource(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Spelt as Kubernetes spells: `gpu_budget` is `gpuBudget`."""
+    """Base of all types, with the spelling of Kubernetes: `gpu_budget` is `gpuBudget`."""
 
 
 def keyed_by(field: str) -> dict[str, Any]:
-    """Of the schema of a list: no two entries have the same value of that field, and appliers own entries one by one."""
+    """Return the schema of a list without two equal values of that field, so that appliers own entries one by one."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [field]}
 
 
 def rules(*pairs: tuple[str, str], **schema: Any) -> Meta:
-    """CEL rules, as (rule, message), beside other parts of a schema."""
+    """Return CEL rules, as (rule, message), beside other parts of a schema."""
     validations = [{"rule": rule, "message": message} for rule, message in pairs]
     return Meta(extra_json_schema={"x-kubernetes-validations": validations, **schema})
 
@@ -45,24 +42,25 @@ class GpuVendor(StrEnum):
 
 class ModelSource(Resource, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=128)]
-    """What clients call it."""
+    """The model's name in requests."""
 
     uri: Text = ""
-    """A repository of the Hugging Face Hub (owner/name, with @revision after it if it is not to be the newest), which every pod fetches
-    before it serves; or a folder in the image; or with `claim` one in that volume. Empty: `name`."""
+    """A repository of the Hugging Face Hub (owner/name, with @revision after it for another revision than the newest),
+    which every pod fetches before it serves; or a folder in the image; or with `claim` a folder in that volume. Empty:
+    `name`."""
 
     claim: Annotated[str, Meta(max_length=253)] = ""
     """A PersistentVolumeClaim with the weights, mounted read-only at /models. Nothing is fetched then."""
 
     cache_claim: Annotated[str, Meta(max_length=253)] = ""
-    """A PersistentVolumeClaim that keeps what is fetched, for all pods that are let to write to it (ReadWriteMany, if they are on
-    several nodes). Empty: each pod fetches the model for itself, and keeps it on its node's disk for as long as it is there."""
+    """A PersistentVolumeClaim that keeps fetched models for all pods that may write to it (ReadWriteMany, if they are on
+    several nodes). Empty: each pod fetches the model for itself, and keeps it on its node's disk while it exists."""
 
     token_secret: Annotated[str, Meta(max_length=253)] = ""
     """A Secret whose key `token` opens the repository; pods read it from a file."""
 
     endpoint: Annotated[str, Meta(max_length=512, pattern=r"^(https?://[^/ ?#@]+(/[^ ?#@]*)?)?$")] = ""
-    """Where the repository is fetched from: a mirror of the hub. Empty: https://huggingface.co."""
+    """The mirror of the hub from which the repository is fetched. Empty: https://huggingface.co."""
 
 
 MODEL_RULES = rules(
@@ -75,10 +73,11 @@ MODEL_RULES = rules(
 
 class NodeTopology(Resource, frozen=True):
     domain: Annotated[str, Meta(max_length=317)] = ""
-    """A node label; all nodes of one replica have the same value of it: `nvidia.com/gpu.clique` keeps one in an NVLink domain."""
+    """A node label; all nodes of one replica have the same value of it: `nvidia.com/gpu.clique` keeps a replica in an
+    NVLink domain."""
 
     rdma: Annotated[str, Meta(max_length=253)] = ""
-    """An extended resource, `rdma/hca` say, of which each pod gets as many as GPUs."""
+    """An extended resource such as `rdma/hca`; each pod gets as many of it as GPUs."""
 
 
 class Condition(Resource, frozen=True):

@@ -1,4 +1,4 @@
-"""`RoleScaler`: how many replicas a role has, where its deployment does not say it."""
+"""RoleScaler: the number of replicas of a role whose deployment does not set it."""
 
 from typing import Annotated
 
@@ -21,7 +21,7 @@ class RoleScalerStatus(Resource, frozen=True):
     observed_generation: int = 0
     replicas: int = 0
     selector: Annotated[str, Meta(max_length=1024)] = ""
-    """Of the role's pods: what an HPA looks at."""
+    """Selector of the role's pods, for an HPA."""
 
     last_scale_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"}, max_length=40)] = ""
     conditions: Conditions = ()

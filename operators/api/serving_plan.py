@@ -1,4 +1,4 @@
-"""`ServingPlan`: what a planner is to hold a deployment to, and what it says."""
+"""ServingPlan: the planner's task for a deployment, and its results."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -20,7 +20,7 @@ from operators.api.fields import (
 
 class PlanMode(StrEnum):
     SHADOW = "Shadow"
-    """Says what it would do."""
+    """The planner only reports what it would do."""
 
     ACTIVE = "Active"
 

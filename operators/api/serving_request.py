@@ -1,4 +1,4 @@
-"""`ServingRequest`: what has to be kept, from which a deployment is made."""
+"""ServingRequest: a model, a workload and goals from which a deployment is made."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -21,16 +21,17 @@ from operators.api.fields import (
 
 class Hardware(Resource, frozen=True):
     gpu: Annotated[str, Meta(min_length=1, max_length=63)]
-    """As `fleet hardware list` calls it."""
+    """A name from `fleet hardware list`."""
 
     count: Annotated[int, Meta(ge=1, le=100_000)]
-    """That may be used: the budget, of a rollout too."""
+    """The GPU budget, also during a rollout."""
 
     per_node: Annotated[int, Meta(ge=1, le=72)] = 8
-    """Engines lie within a node."""
+    """GPUs in a node; an engine never spans nodes."""
 
     product: Annotated[str, Meta(max_length=63)] = ""
-    """As the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name` says; empty: any GPU of the vendor."""
+    """The value of the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`; empty: any GPU of the vendor.
+    """
 
 
 _WORKLOAD = rules(
@@ -43,17 +44,17 @@ _WORKLOAD = rules(
 
 class Workload(Resource, frozen=True):
     prompt_tokens: Annotated[int, Meta(ge=1, le=10_000_000)]
-    """Of a request, on average."""
+    """Prompt tokens of a request, on average."""
 
     answer_tokens: Annotated[int, Meta(ge=1, le=1_000_000)]
     cached_percent: Annotated[int, Meta(ge=0, le=99)] = 0
-    """Of prompt tokens that a worker has already, since prompts begin alike."""
+    """Share of the prompt tokens that a worker has cached already, because prompts begin alike."""
 
     requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
-    """That come by chance, whatever becomes of those before them."""
+    """Requests that arrive at random, independent of earlier answers."""
 
     concurrency: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """Clients, each of which waits for its answer and asks again."""
+    """Clients that each wait for the answer before the next request."""
 
 
 REQUEST_RULES = rules(
@@ -70,19 +71,20 @@ class ServingRequestSpec(Resource, frozen=True):
     workload: Annotated[Workload, _WORKLOAD]
     objective: ServingObjective = ServingObjective()
     model_config: OpenObject = field(default_factory=dict)
-    """Content of the model's config.json, where its repository is not one that is known."""
+    """Content of the model's config.json, if its repository is not a known one."""
 
     image: Text = ""
-    """Of the workers; empty: what the chart was installed with for the vendor."""
+    """Image of the workers; empty: the chart's image for the vendor."""
 
     topology: NodeTopology = NodeTopology()
-    """Of all workers."""
+    """Topology of all workers."""
 
     pod_template: OpenObject = field(default_factory=dict)
-    """Of all workers, as in a DisaggDeployment."""
+    """Pod template of all workers, as in a DisaggDeployment."""
 
     apply: bool = False
-    """Make the DisaggDeployment as well, not only the proposal of it in the status. False again: it stays as it is."""
+    """Create the DisaggDeployment too, not only the proposal in the status. If it becomes false again, the deployment
+    stays."""
 
 
 class GoalName(StrEnum):
@@ -96,17 +98,18 @@ class GoalName(StrEnum):
 
 
 class ProposalFigure(Resource, frozen=True):
-    """Of a proposal, or of the best that there is."""
+    """A figure of a proposal, or of the best possible one."""
 
     goal: GoalName
     asked: int
-    """That it may be at most; of requestsPerMinute and concurrency at least."""
+    """The highest allowed value; for requestsPerMinute and concurrency the lowest."""
 
     predicted: int
-    """Times at the objective's percentile, rounded up; of requestsPerMinute and concurrency the most that these GPUs would do for."""
+    """Times at the objective's percentile, rounded up; for requestsPerMinute and concurrency the most that these GPUs
+    sustain."""
 
     error_percent: int = 0
-    """Median of such predictions; half of them err by more."""
+    """Median error of such predictions; half of them err by more."""
 
     met: bool = False
 
@@ -117,16 +120,16 @@ class ServingRequestStatus(Resource, frozen=True):
     """Proposed, Deploying, Ready, or Infeasible."""
 
     deployment: Annotated[str, Meta(max_length=253)] = ""
-    """That was made for it."""
+    """The deployment that was made for the request."""
 
     figures: Annotated[
         tuple[ProposalFigure, ...],
         Meta(max_length=8, extra_json_schema=keyed_by("goal")),
     ] = ()
     basis: Text = ""
-    """What the predictions rest on."""
+    """The measurements on which the predictions rest."""
 
     proposal: OpenObject = field(default_factory=dict)
-    """A DisaggDeployment, as `kubectl apply` takes it."""
+    """A DisaggDeployment for `kubectl apply`."""
 
     conditions: Conditions = ()

@@ -1,7 +1,7 @@
-"""CustomResourceDefinitions, made from the types in `operators.api`.
+"""CustomResourceDefinitions, generated from the types in `operators.api`.
 
-Kubernetes takes a *structural* schema: no references, every node with a type. msgspec's JSON schema has references and titles, so they
-are resolved here; docstrings of fields become descriptions, which `kubectl explain` shows.
+Kubernetes demands a *structural* schema: no references, and a type for every node. msgspec's JSON schema has references
+and titles, so they are resolved here. Docstrings of fields become descriptions, which `kubectl explain` shows.
 """
 
 import ast
@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 from msgspec import Meta, Struct
 
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api import disagg_deployment as deployment
 from operators.api import fields as parts
 from operators.api import role_scaler as scaler
 from operators.api import serving_plan as plan
 from operators.api import serving_request as request
 from operators.api.disagg_deployment import DEPLOYMENT_RULES, OBJECT_RULES, DisaggDeploymentSpec, DisaggDeploymentStatus
-from operators.api.fields import GROUP, VERSION
 from operators.api.role_scaler import RoleScalerSpec, RoleScalerStatus
 from operators.api.serving_plan import ServingPlanSpec, ServingPlanStatus
 from operators.api.serving_request import REQUEST_RULES, ServingRequestSpec, ServingRequestStatus
@@ -29,7 +29,7 @@ MODULES = (parts, deployment, scaler, plan, request)
 
 
 class PrinterColumn(Struct, frozen=True):
-    """What `kubectl get` shows."""
+    """A column of `kubectl get`."""
 
     name: str
     path: str
@@ -38,7 +38,7 @@ class PrinterColumn(Struct, frozen=True):
 
 
 class CustomKind(Struct, frozen=True, kw_only=True):
-    """One of our kinds."""
+    """One custom kind."""
 
     name: str
     plural: str
@@ -47,10 +47,10 @@ class CustomKind(Struct, frozen=True, kw_only=True):
     status: type[Struct]
     columns: tuple[PrinterColumn, ...]
     rules: Meta | None = None
-    """Of the spec as a whole."""
+    """Rules for the spec as a whole."""
 
     object_rules: Meta | None = None
-    """Of the object as a whole, its name too."""
+    """Rules for the object as a whole, including its name."""
 
     scale: bool = False
 
@@ -121,7 +121,7 @@ KINDS = (
 
 
 def definition(kind: CustomKind) -> Schema:
-    """The CustomResourceDefinition, as the API server takes it."""
+    """Return the CustomResourceDefinition for the API server."""
     subresources: Schema = {"status": {}}
     if kind.scale:
         subresources["scale"] = {
@@ -182,20 +182,20 @@ def definition(kind: CustomKind) -> Schema:
 
 
 def structural(of: type[Struct]) -> Schema:
-    """The type's schema without references."""
+    """Return the type's schema without references."""
     (root,), parts = msgspec.json.schema_components([of], ref_template="{name}")
     return _resolved(root, parts)
 
 
 def _as_written(node: Schema) -> Schema:
-    """Without defaults: what a status does not say is not known, and an empty text is no instant."""
+    """Return the schema without defaults, because an absent field of a status is unknown."""
     return {
         key: _as_written(value) if isinstance(value, dict) else value for key, value in node.items() if key != "default"
     }
 
 
 def _resolved(node: Mapping[str, Any], parts: Mapping[str, Schema]) -> Schema:
-    # Beside properties Kubernetes takes no additionalProperties: it prunes what it does not know, or refuses it when asked to be strict.
+    # Kubernetes refuses additionalProperties beside properties: it prunes unknown fields, or refuses them in strict mode.
     without = ("$ref", "title", "additionalProperties") if "properties" in node else ("$ref", "title")
     own = {key: value for key, value in node.items() if key not in without}
     if "$ref" in node:
@@ -205,7 +205,7 @@ def _resolved(node: Mapping[str, Any], parts: Mapping[str, Schema]) -> Schema:
             part["properties"] = {
                 name: _described(inner, described.get(name, "")) for name, inner in part["properties"].items()
             }
-        # What is said where a type is used counts more than what its own documentation says.
+        # The text where a type is used overrides the type's own documentation.
         return _resolved(part | own, parts)
     if not own.get("required", True):
         del own["required"]
@@ -224,7 +224,7 @@ def _described(node: Schema, description: str) -> Schema:
 
 @cache
 def _descriptions(struct: str) -> Mapping[str, str]:
-    """Docstrings under the fields of a type, by the fields' names on the wire."""
+    """Return the docstrings of a type's fields, by the fields' names on the wire."""
     for module, node in ((each, node) for each in MODULES for node in ast.parse(inspect.getsource(each)).body):
         if isinstance(node, ast.ClassDef) and node.name == struct:
             wire = {each.name: each.encode_name for each in msgspec.structs.fields(getattr(module, struct))}

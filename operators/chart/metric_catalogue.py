@@ -11,8 +11,7 @@ from fleet.core.requests import Finish
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.metrics.predictions import PredictionMetrics
 from fleet.frontend.metrics.relay import RelayMetrics
-from fleet.frontend.metrics.router import RouterMetrics
-from fleet.frontend.metrics.tenants import TenantMetrics
+from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
 from fleet.router.state.snapshot import RouterCounters, RouterSnapshot
 from fleet.router.tenants import TenantUsage
 from kvstore.messages import Stats
@@ -35,9 +34,9 @@ IDLE_NODE = NodeSnapshot(
         expired=0,
         pinned=0,
     ),
-    movements=(),
+    transfers=(),
     refused_loads=0,
-    shadows=(),
+    ghost_caches=(),
 )
 
 

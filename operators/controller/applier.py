@@ -1,14 +1,15 @@
-"""Performs what `reconcile` has decided. Every write passes through here.
+"""Applier: performs the actions of `reconcile`. All writes pass through it.
 
 Rules:
 
-1. Nothing is written by who does not lead any more, not even the rest of what it has begun.
-2. What a write answers goes into the cache at once (`fleet.net.kubernetes.cache`, rule 1).
-3. A write that comes late, sent before the Lease was lost, does no harm: replicas are changed only where they are what was seen, removals name
-   the uid, and what is applied late is applied again by the next leader, which sees another digest.
-4. What is not known to be there is made only if its name is free, and what is there is changed only if it is the one that is known, by its uid:
-   a cache that lags behind takes nothing from anybody. A name that turns out to be taken is asked for, and then looked at like everything else.
-5. What the API server will not do is remembered as a refusal, and the rest is done all the same. Any other failure ends the pass.
+1. A process that does not lead writes nothing, not even the rest of a pass that it has begun.
+2. The answer to a write goes into the cache at once (`fleet.net.kubernetes.cache`, rule 1).
+3. A late write, sent before the Lease was lost, is harmless: replicas change only if they have the observed number, a
+   removal names the uid, and the next leader notices the other digest of a late apply and applies again.
+4. A new object is created only if its name is free, and an object is changed only if its uid is the known one, so that
+   an outdated cache harms nobody's object. If a name turns out to be taken, the object is read and handled like any
+   other.
+5. A refusal of the API server is recorded, and the other actions are still performed. Any other failure ends the pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +21,23 @@ from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import ApiKind
 from fleet.net.kubernetes.ports import KubernetesApi, Manifest, NameTaken, ObjectConflict, ObjectMissing, RequestDenied
 from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, NamedObject, Pod, WorkloadResource
-from operators.controller import events as happenings
+from operators.controller import events
 from operators.controller.events import KubernetesEvent
 from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
-from operators.observed.observe import DELETION_COST, InformerCaches
+from operators.observed.caches import InformerCaches
+from operators.observed.observe import DELETION_COST
 from operators.observed.state import ApiRefusal
 from operators.telemetry import OperatorMetrics
 
-MOST_SECRETS = 100_000  # that are remembered; one that is forgotten is asked to be made again
+MOST_SECRETS = 100_000  # created Secrets that are remembered; a forgotten one is requested again
 
 
 class NotLeading(Exception):
-    """Somebody else acts, or may soon."""
+    """Another process acts, or may soon."""
 
 
 class Applier:
-    """What writes."""
+    """Writes to the API server."""
 
     def __init__(
         self,
@@ -50,14 +52,14 @@ class Applier:
         self._leads = leads
         self._metrics = metrics
         self._identity = identity
-        self._secrets: dict[tuple[str, str, str], None] = {}  # that were made, the latest last
+        self._secrets: dict[tuple[str, str, str], None] = {}  # created Secrets, the latest last
 
     async def perform(self, actions: Sequence[Action], namespace: str) -> tuple[ApiRefusal, ...]:
-        """What was refused of it.
+        """Perform actions; return the refusals.
 
         Raises:
-            ClusterError: It could not go on.
-            NotLeading: It must not.
+            KubernetesError: The API server failed.
+            NotLeading: This process must not write.
         """
         refusals = []
         for action in actions:
@@ -78,15 +80,16 @@ class Applier:
         return tuple(sorted(refusals))
 
     async def make_secret(self, manifest: Manifest, *, again: bool = False) -> tuple[ApiRefusal, ...]:
-        """Make a Secret that never changes, once; returns why it may not be made.
+        """Create a Secret that never changes, once; return why it was refused.
 
         Args:
-            manifest: The Secret. Nothing is asked about one of that name that is there already, since we may not read Secrets.
-            again: Whether to make it again if it has been removed.
+            manifest: The Secret. An existing Secret of that name is not examined, because the operator may not read
+                Secrets.
+            again: Whether to create it again if it has been removed.
 
         Raises:
-            ClusterError: The API server cannot be reached.
-            NotLeading: It must not be.
+            KubernetesError: The API server failed.
+            NotLeading: This process must not write.
         """
         metadata = manifest["metadata"]
         key = (metadata["namespace"], metadata["name"], metadata["ownerReferences"][0]["uid"])
@@ -95,7 +98,7 @@ class Applier:
         self._permit("create")
         try:
             await self._cluster.create(kinds.SECRET, NamedObject, metadata["namespace"], manifest)
-        except NameTaken:  # not remembered: it may be that of a deployment of the same name, and go with that
+        except NameTaken:  # not remembered: it may belong to a former deployment of the same name, and go with that
             return ()
         except RequestDenied as error:
             return (ApiRefusal(kinds.SECRET.name, metadata["name"], error.reason, str(error)),)
@@ -105,11 +108,11 @@ class Applier:
         return ()
 
     async def write_status(self, kind: ApiKind, custom: CustomObject, status: Mapping[str, Any]) -> None:
-        """Write it in place of what we have written there before.
+        """Write a status in place of the one that we wrote before.
 
         Raises:
-            ClusterError: It was not written.
-            NotLeading: It must not be.
+            KubernetesError: It was not written.
+            NotLeading: This process must not write.
         """
         metadata = {"name": custom.metadata.name, "namespace": custom.metadata.namespace, "uid": custom.metadata.uid}
         manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, "status": dict(status)}
@@ -117,16 +120,16 @@ class Applier:
         self._store.of(kind, CustomObject).put(await self._cluster.apply(kind, CustomObject, manifest, "status"))
 
     async def record(
-        self, kind: ApiKind, about: NamedObject, happened: Sequence[KubernetesEvent], now: datetime
+        self, kind: ApiKind, about: NamedObject, recorded: Sequence[KubernetesEvent], now: datetime
     ) -> None:
-        """Make Events of it; that one was made before, or may not be made, stops nobody.
+        """Create Events; an existing or refused Event is skipped.
 
         Raises:
-            ClusterError: The API server cannot be reached.
-            NotLeading: It must not be.
+            KubernetesError: The API server failed.
+            NotLeading: This process must not write.
         """
-        for each in happened:
-            made = happenings.manifest(each, kind, about, self._identity, now)
+        for each in recorded:
+            made = events.manifest(each, kind, about, self._identity, now)
             self._permit("event")
             try:
                 await self._cluster.create(kinds.EVENT, NamedObject, about.metadata.namespace, made)
@@ -149,10 +152,11 @@ class Applier:
                 assert_never(action)
 
     async def _apply(self, kind: ApiKind, manifest: Manifest) -> None:
-        """Make it, or bring it up to date: see rule 4.
+        """Create an object or update it (rule 4).
 
         Raises:
-            Stale: It is not the one that is known, or the name was taken by one that is known from now on.
+            ObjectConflict: The object is not the known one, or the name was taken by an object that is known from now
+                on.
         """
         view, metadata = VIEW_OF_KIND[kind], manifest["metadata"]
         cache = self._store.of(kind, view)
@@ -162,13 +166,17 @@ class Applier:
             return
         owners = {each["uid"] for each in metadata.get("ownerReferences", ()) if each.get("controller")}
         if owners and found.metadata.owner_uid not in owners:
-            raise NameTaken(f"{kind.name} {metadata['name']} is somebody else's since it was decided on")
+            raise NameTaken(f"{kind.name} {metadata['name']} belongs to somebody else since the decision")
         self._permit("apply")
         held = manifest | {"metadata": metadata | {"uid": found.metadata.uid}}
         cache.put(await self._cluster.apply(kind, view, held))
 
     async def _make(self, kind: ApiKind, view: type[NamedObject], manifest: Manifest) -> None:
-        """A RoleScaler is created and not applied: somebody else writes it from then on, and nothing of it is ours."""
+        """Create an object.
+
+        A RoleScaler is created and not applied, because others write it from then on, so that we own none of its
+        fields.
+        """
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         cache = self._store.of(kind, view)
         make = self._cluster.create if kind == kinds.ROLE_SCALER else self._cluster.make
@@ -178,14 +186,14 @@ class Applier:
         except NameTaken as error:
             if (found := await self._cluster.find(kind, view, namespace, name)) is not None:
                 cache.put(found)
-            raise NameTaken(f"{kind.name} {name} is there already") from error
+            raise NameTaken(f"{kind.name} {name} exists already") from error
         cache.put(made)
 
     async def _scale(self, kind: ApiKind, namespace: str, name: str, replicas: int, was: int | None) -> None:
         cache = self._store.of(kind, WorkloadResource)
         found = cache.get(namespace, name)
         if found is None:
-            raise ObjectConflict(f"{kind.name} {name} is not there any more")
+            raise ObjectConflict(f"{kind.name} {name} does not exist any more")
         operations: list[Mapping[str, Any]] = [
             {"op": "test", "path": "/metadata/uid", "value": found.metadata.uid},
             {"op": "test", "path": "/spec/replicas", "value": found.spec.replicas if was is None else was},

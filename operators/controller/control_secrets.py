@@ -1,12 +1,15 @@
-"""Control secrets: what routers of a deployment ask of workers and of the operator at their control ports.
+"""Control secrets: what routers of a deployment demand of workers and of the operator at their control ports.
 
 Rules:
 
-1. The operator has one secret of its own, in a Secret in its own namespace. It makes that Secret where it is missing, and reads no other.
-2. A deployment's secret follows from the operator's, by HMAC over the deployment's namespace and name. So the operator can prove it to
-   the routers without reading it anywhere, and no deployment's pods can prove anything to another deployment's.
-3. It is written into a Secret in the deployment's namespace, whose name has a digest of the content. Such a Secret never changes: with
-   another secret of the operator, deployments get Secrets of other names, and their pods are made anew.
+1. The operator has one secret of its own, in a Secret in its own namespace. It creates that Secret if it is missing,
+   and reads no other.
+2. A deployment's secret is derived from the operator's by HMAC over the deployment's namespace and name. So the
+   operator can prove it to the routers without reading it anywhere, and no deployment's pods can prove anything to
+   another deployment's.
+3. The secret is written into a Secret in the deployment's namespace, whose name contains a digest of the content. Such
+   a Secret never changes: after a change of the operator's secret, deployments get Secrets with other names, and new
+   pods.
 """
 
 import base64
@@ -28,16 +31,16 @@ MASTER_BYTES = 32
 
 
 class ControlSecrets:
-    """The operator's own secret, and what follows from it."""
+    """The operator's own secret, and the secrets derived from it."""
 
     def __init__(self, cluster: KubernetesApi, namespace: str, name: str, owner: str = "") -> None:
-        """Nothing is read yet.
+        """Create it without reading anything.
 
         Args:
-            cluster: Where the operator's Secret is.
-            namespace: The operator's.
-            name: Of the Secret; empty: deployments have no control secrets.
-            owner: The Deployment that the operator's pods belong to: the Secret goes when it goes. Empty: it stays.
+            cluster: API server with the operator's Secret.
+            namespace: The operator's namespace.
+            name: Name of the Secret; empty: deployments have no control secrets.
+            owner: The Deployment to which the operator's pods belong: the Secret is removed with it. Empty: it stays.
         """
         self._cluster = cluster
         self._namespace = namespace
@@ -46,11 +49,11 @@ class ControlSecrets:
         self._master = b""
 
     async def load(self) -> None:
-        """Read the operator's secret, or make it; once.
+        """Read the operator's secret, or create it; once.
 
         Raises:
-            UnusableSecret: The operator may neither read nor make it, or it holds no secret.
-            ClusterError: It can be neither read nor made now.
+            UnusableSecret: The operator may neither read nor create it, or it holds no secret.
+            KubernetesError: It can be neither read nor created now.
         """
         if self._master or not self._name:
             return
@@ -80,7 +83,7 @@ class ControlSecrets:
         self._master = _read(found.data, f"{self._namespace}/{self._name}")
 
     async def _owned(self) -> Manifest:
-        """Say in metadata whose the Secret is; nothing where no owner is named, or it may not be read."""
+        """Return the owner reference as metadata; empty if no owner is named, or if reading it is forbidden."""
         if not self._owner:
             return {}
         try:
@@ -99,16 +102,16 @@ class ControlSecrets:
 
 
 class UnusableSecret(KubernetesError):
-    """The operator's Secret cannot be used as long as nobody changes something: its content, or what the operator may do."""
+    """The operator's Secret cannot be used until somebody changes its content or the operator's rights."""
 
 
 class ControlSecret(Struct, frozen=True):
-    """One deployment's."""
+    """The control secret of one deployment."""
 
     content: bytes
 
     def name(self, deployment: str) -> str:
-        """Return the name of its Secret; empty where there is none."""
+        """Return the name of its Secret; empty if there is none."""
         if not self.content:
             return ""
         return f"{deployment}-control-{hashlib.sha256(self.content).hexdigest()[:8]}"

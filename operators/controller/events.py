@@ -1,10 +1,10 @@
-"""What is recorded on an object for whoever asks `kubectl describe`: turns of its conditions, and steps of its scaling. Pure.
+"""Kubernetes events for `kubectl describe`: changes of conditions, and steps of scaling. Pure.
 
 Rules:
 
-1. A turn is recorded once: its name is made of what it says and of the generation it says it of, so an operator that was killed and says it
-   again is told that it is there already.
-2. Notes are made of what conditions say, which holds no secrets, and cut at the length that the API takes.
+1. A change is recorded once: the event's name is made of its content and generation, so that an operator that was
+   killed and records it again finds it recorded.
+2. Notes are made of condition messages, which contain no secrets, and are cut at the API's limit.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from typing import Any
 from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
-from fleet.net.kubernetes.kinds import ApiKind
+from fleet.net.kubernetes.kinds import GROUP, ApiKind
 from fleet.net.kubernetes.ports import Manifest
 from fleet.net.kubernetes.views import NamedObject
-from operators.api.fields import GROUP, Condition
+from operators.api.fields import Condition
 from operators.controller.reconcile import Action, DeletePod, Remove, Scale
 
 RECORDED_CONDITIONS = ("Ready", "Degraded", "Scheduled", "RolesRegistered", "ScalingLimited", "Feasible")
-"""Conditions whose turns are recorded."""
+"""Conditions whose changes are recorded."""
 
 HEALTHY_STATUS = {
     "Ready": "True",
@@ -44,7 +44,7 @@ class KubernetesEvent(Struct, frozen=True, kw_only=True):
 
 
 def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[KubernetesEvent]:
-    """Of conditions whose status or reason is another one."""
+    """Yield an event for each condition whose status or reason has changed."""
     was = {each.type: (each.status, each.reason) for each in before}
     for each in after:
         if each.type in RECORDED_CONDITIONS and was.get(each.type, (HEALTHY_STATUS[each.type], "")) != (
@@ -53,13 +53,13 @@ def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[K
         ):
             well = each.status == HEALTHY_STATUS[each.type]
             if well and each.type not in was:
-                continue  # nothing has been wrong yet
+                continue  # there was no problem before
             note = f"{each.type} is {each.status}" + (f": {each.message}" if each.message else "")
             yield KubernetesEvent(reason=each.reason, note=note, warning=not well, generation=each.observed_generation)
 
 
 def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEvent]:
-    """Of scaling."""
+    """Yield an event for each scaling action."""
     for each in actions:
         match each:
             case Scale(kind, name, replicas, was):
@@ -74,10 +74,10 @@ def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEven
 
 
 def manifest(happening: KubernetesEvent, kind: ApiKind, about: NamedObject, identity: str, now: datetime) -> Manifest:
-    """The Event, in the namespace of what it is about."""
+    """Return the Event, in the namespace of the object that it is about."""
     metadata = about.metadata
     said = f"{metadata.uid} {happening.generation} {happening.reason} {happening.note}"
-    # A reason may come again after another one: then it is a second event.
+    # The same reason may return after another one; an hour later it counts as a second event.
     name = f"{metadata.name[:200]}.{hashlib.sha256(f'{said} {now:%Y%m%d%H}'.encode()).hexdigest()[:16]}"
     regarding: dict[str, Any] = {
         "apiVersion": kind.api_version,

@@ -1,4 +1,4 @@
-"""One look at one key: from the caches to decisions, from decisions to writes, and when to look again."""
+"""Controller: reconciles one key, from the caches to a decision, to writes, and to the time of the next reconcile."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,8 +15,7 @@ from fleet.net.kubernetes.views import CustomObject, KubernetesLease
 from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
 from operators.api.fields import Condition
 from operators.api.serving_request import ServingRequestSpec
-from operators.controller import events as happenings
-from operators.controller import serving_request as requested
+from operators.controller import events, serving_request
 from operators.controller.applier import Applier
 from operators.controller.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
 from operators.controller.reconcile import reconcile
@@ -24,27 +23,29 @@ from operators.controller.work_queue import IMMEDIATELY
 from operators.keys import ReconcileKey, deployment_key
 from operators.manifests.names import DesiredDeployment
 from operators.manifests.pods import Images
-from operators.observed.observe import InformerCaches, conditions_of, observe, scalers_of
+from operators.observed.caches import InformerCaches
+from operators.observed.observe import conditions_of, observe, scalers_of
 from operators.observed.registrations import SKEW_SECONDS, ReportedWorkers
 from operators.observed.state import ApiRefusal
 from operators.probes.prober import Prober
 from operators.proposals import propose
-from operators.status import scaler as others
-from operators.status.deployment import PASSING, TRUE, misread, with_obstacle
+from operators.status.deployment import PASSING, TRUE, unreadable_conditions, with_obstacle
 from operators.status.rate_limiter import StatusRateLimiter
+from operators.status.scaler import plan_status, scaler_status
 from operators.telemetry import ReconcileOutcome
 
 WRITES_BEFORE_PAUSE = 20
-"""Looks in a row that wrote something, after which there is a pause between two: somebody may be undoing it."""
+"""After this number of reconciles in a row with writes, a pause follows each, because somebody may be undoing the writes.
+"""
 
 TROUBLE_RECHECK = Nanos(15 * SECOND)
-"""Between two looks at what does not come up: time alone may call for something."""
+"""The time between two reconciles of pods that do not start: passing time alone may require a change."""
 
 DERIVED_CONDITIONS = frozenset({"Progressing", "RolesRegistered", "Rebalancing"})
-"""Conditions that follow from replicas that are asked for, and from whether it is Ready."""
+"""Conditions that follow from the requested replicas and from Ready."""
 
 PROGRESS_REASONS = frozenset({"RolesNotReady", "RollingOut", "Suspending", "RegistrationUnknown", "NotRegistered"})
-"""Reasons of Ready one after the other while a change goes on: which it is at the moment is told in no hurry."""
+"""Reasons of Ready that follow one another during a change, so that a switch between them is not urgent."""
 
 NOTHING = Condition(type="Ready", status="Unknown", reason="")
 AFTER_LEASE_END = Nanos(SECOND // 10)
@@ -54,142 +55,144 @@ class Controller:
     def __init__(
         self,
         store: InformerCaches,
-        hand: Applier,
+        applier: Applier,
         images: Images,
         clock: Clock,
         wall: WallClock,
-        again: Callable[[ReconcileKey, Nanos], None],
+        enqueue: Callable[[ReconcileKey, Nanos], None],
         prober: Prober | None = None,
         *,
         secrets: ControlSecrets,
     ) -> None:
-        """`again` has a key looked at after so long, at the latest. `prober` None: nothing is asked of deployments."""
+        """Create the controller; `enqueue` takes a key and a delay; without `prober`, no probes are sent."""
         self._secrets = secrets
         self._store = store
-        self._hand = hand
+        self._applier = applier
         self._images = images
         self._clock = clock
         self._wall = wall
-        self._again = again
+        self._enqueue = enqueue
         self._prober = prober
-        self._pace: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
-        self._restless: dict[ReconcileKey, int] = {}
+        self._limiter: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
+        self._write_streaks: dict[ReconcileKey, int] = {}
 
-    async def at(
-        self, key: ReconcileKey, told: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False
+    async def reconcile_key(
+        self, key: ReconcileKey, reports: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False
     ) -> ReconcileOutcome:
-        """How it ended.
+        """Reconcile a key; return the outcome.
 
         Args:
-            key: At what.
-            told: By its routers; None: nothing.
-            served: Which kinds there may be.
-            afresh: Apply everything, also what seems to be as it should: somebody may have edited it.
+            key: The key.
+            reports: Workers that the deployment's routers report; None: no report.
+            served: The optional kinds of the API server.
+            afresh: Apply everything, also what looks unchanged, because somebody may have edited it.
 
         Raises:
-            ClusterError: It could not go on.
-            NotLeading: It must not.
+            KubernetesError: The API server failed.
+            NotLeading: This process must not write.
         """
         if key.kind == kinds.SERVING_REQUEST.name:
-            return await self._at_request(key, afresh=afresh)
+            return await self._reconcile_request(key, afresh=afresh)
         custom = self._store.of(kinds.DISAGG_DEPLOYMENT, CustomObject).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
-            self._restless.pop(key, None)
-            self._pace.rests(key)
+            self._write_streaks.pop(key, None)
+            self._limiter.rests(key)
             if self._prober is not None:
                 self._prober.forget(key)
-            await self._at_others(key, None, None)
+            await self._write_scaler_status(key, None, None)
             return ReconcileOutcome.SETTLED
         try:
             spec = msgspec.convert(custom.spec, DisaggDeploymentSpec)
         except msgspec.ValidationError as error:
-            await self._misread(key, custom, error)
+            await self._report_unreadable(key, custom, error)
             return ReconcileOutcome.SETTLED
         try:
             await self._secrets.load()
-        except UnusableSecret as error:  # without it pods would have to trust everybody, so what runs stays as it is
-            await self._held_up(key, custom, str(error))
+        except UnusableSecret as error:  # without a secret, pods would have to trust everybody, so nothing is changed
+            await self._report_missing_secret(key, custom, str(error))
             return ReconcileOutcome.REFUSED
-        wish = DesiredDeployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
+        desired = DesiredDeployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
         secret = ControlSecret(self._secrets.of(key.namespace, key.name))
-        wish = msgspec.structs.replace(wish, control_secret=secret.name(key.name))
-        shown = None if self._prober is None else self._prober.of(key)
-        seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
-        decided = reconcile(wish, msgspec.structs.replace(seen, afresh=afresh), self._images, self._now())
-        refusals = await self._hand.perform(decided.actions, key.namespace)
+        desired = msgspec.structs.replace(desired, control_secret=secret.name(key.name))
+        evidence = None if self._prober is None else self._prober.of(key)
+        observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
+        decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
+        refusals = await self._applier.perform(decided.actions, key.namespace)
         denied: tuple[ApiRefusal, ...] = ()
         if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
-            # After the rest, since nothing tells that it was made: pods wait for it, and those that are ready have it.
-            denied = await self._hand.make_secret(secret.manifest(wish), again=afresh)
+            # Last, because no cache shows whether it exists. Pods wait for it, and ready pods have it.
+            denied = await self._applier.make_secret(secret.manifest(desired), again=afresh)
             refusals = (*refusals, *denied)
-            if not _is_ready(decided.status):  # one that was there may be its predecessor's, and about to go
-                self._again(key, TROUBLE_RECHECK)
+            if not _is_ready(decided.status):  # an existing Secret may belong to a predecessor and be deleted soon
+                self._enqueue(key, TROUBLE_RECHECK)
         status, wanted = decided.status, decided.wanted
-        if decided.actions or denied:  # what was ready before them need not be now
-            seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
-            after = reconcile(wish, msgspec.structs.replace(seen, refusals=refusals), self._images, self._now())
+        if decided.actions or denied:  # they may have changed readiness
+            observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
+            after = reconcile(desired, msgspec.structs.replace(observed, refusals=refusals), self._images, self._now())
             status, wanted = after.status, after.wanted
         if self._prober is not None:
             self._prober.want(key, wanted)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
-        await self._at_others(key, wish, status)
+        await self._write_scaler_status(key, desired, status)
         acted = len(decided.actions) > len(refusals) - len(denied)
         if not refusals:
-            steps = tuple(happenings.steps(decided.actions, custom.metadata.generation))
-            await self._hand.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
-        self._look_again(key, acted and not afresh, troubled=bool(seen.troubles))
+            steps = tuple(events.steps(decided.actions, custom.metadata.generation))
+            await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
+        self._schedule_next(key, acted and not afresh, troubled=bool(observed.troubles))
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if acted else ReconcileOutcome.SETTLED
 
-    async def _at_request(self, key: ReconcileKey, *, afresh: bool) -> ReconcileOutcome:
+    async def _reconcile_request(self, key: ReconcileKey, *, afresh: bool) -> ReconcileOutcome:
         custom = self._store.of(kinds.SERVING_REQUEST, CustomObject).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
             return ReconcileOutcome.SETTLED
         try:
             asked = msgspec.convert(custom.spec, ServingRequestSpec)
         except msgspec.ValidationError as error:
-            said = requested.misread(custom, _where(error), self._now())
+            said = serving_request.unreadable_status(custom, _faulty_field(error), self._now())
             await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
             return ReconcileOutcome.SETTLED
         deployments, reply = self._store.of(kinds.DISAGG_DEPLOYMENT, CustomObject), propose(asked)
         there = deployments.get(key.namespace, key.name)
-        actions = requested.actions(custom, asked, reply, there, afresh=afresh)
-        refusals = await self._hand.perform(actions, key.namespace)
-        if actions and not refusals:  # what a write answered is known, so that no watch wakes it
-            self._again(deployment_key(key.namespace, key.name), IMMEDIATELY)
+        actions = serving_request.actions(custom, asked, reply, there, afresh=afresh)
+        refusals = await self._applier.perform(actions, key.namespace)
+        if actions and not refusals:  # the answer is in the cache, so no watch event will enqueue the key
+            self._enqueue(deployment_key(key.namespace, key.name), IMMEDIATELY)
         there = deployments.get(key.namespace, key.name)
-        said = requested.status(custom, asked, reply, there, refusals, self._now())
+        said = serving_request.status(custom, asked, reply, there, refusals, self._now())
         await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if actions else ReconcileOutcome.SETTLED
 
-    async def _at_others(
-        self, key: ReconcileKey, wish: DesiredDeployment | None, status: DisaggDeploymentStatus | None
+    async def _write_scaler_status(
+        self, key: ReconcileKey, desired: DesiredDeployment | None, status: DisaggDeploymentStatus | None
     ) -> None:
-        """RoleScalers and plans of a deployment, whether it is there or not."""
+        """Write the status of a deployment's RoleScalers and plans, whether the deployment exists or not."""
         now = self._now()
         for role, scaler in scalers_of(self._store, key.namespace, key.name).items():
-            said = others.scaler_status(
+            said = scaler_status(
                 scaler.status,
                 conditions_of(scaler),
                 scaler.metadata.generation,
                 scaler.spec.get("replicas", 1),
                 role,
-                wish,
+                desired,
                 status,
                 now,
             )
             await self._write_status(key, kinds.ROLE_SCALER, scaler, said)
         for plan in self._store.of(kinds.SERVING_PLAN, CustomObject).of(key.namespace, key.name).values():
-            planned = others.plan_status(conditions_of(plan), plan.metadata.generation, wish is not None, now)
+            planned = plan_status(conditions_of(plan), plan.metadata.generation, desired is not None, now)
             await self._write_status(key, kinds.SERVING_PLAN, plan, planned)
 
-    async def _misread(self, key: ReconcileKey, custom: CustomObject, error: msgspec.ValidationError) -> None:
-        conditions = misread(conditions_of(custom), custom.metadata.generation, _where(error), self._now())
+    async def _report_unreadable(self, key: ReconcileKey, custom: CustomObject, error: msgspec.ValidationError) -> None:
+        conditions = unreadable_conditions(
+            conditions_of(custom), custom.metadata.generation, _faulty_field(error), self._now()
+        )
         said = DisaggDeploymentStatus(observed_generation=custom.metadata.generation, conditions=conditions)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
-        await self._at_others(key, None, None)
+        await self._write_scaler_status(key, None, None)
 
-    async def _held_up(self, key: ReconcileKey, custom: CustomObject, problem: str) -> None:
-        """Say in the status that the deployment's control secret is missing; all else in it stays as it was."""
+    async def _report_missing_secret(self, key: ReconcileKey, custom: CustomObject, problem: str) -> None:
+        """Report in the status that the deployment's control secret is missing; the rest of the status stays."""
         generation = custom.metadata.generation
         try:
             before = msgspec.convert(custom.status, DisaggDeploymentStatus)
@@ -200,37 +203,40 @@ class Controller:
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
 
     async def _write_status(self, key: ReconcileKey, kind: ApiKind, custom: CustomObject, said: Any) -> None:
-        """If it differs from what is there, and when `operators.status.rate_limiter` says; else `key` is looked at again then."""
+        """Write the status if it differs, once `operators.status.rate_limiter` allows it.
+
+        Otherwise enqueue `key` for then.
+        """
         try:
             there = _sorted(msgspec.convert(custom.status, type(said)))
         except msgspec.ValidationError:
             there = None
         written, here = ReconcileKey(kind.name, custom.metadata.namespace, custom.metadata.name), _sorted(said)
         if there == here:
-            self._pace.rests(written)
+            self._limiter.rests(written)
             return
         now = self._clock.now()
-        due = self._pace.due(written, now, urgent=_urgent(there, here), brief=_brief(there, here))
+        due = self._limiter.due(written, now, urgent=_urgent(there, here), brief=_brief(there, here))
         if due > now:
-            self._again(key, Nanos(due - now))
+            self._enqueue(key, Nanos(due - now))
             return
         before = conditions_of(custom)
         content = {name: value for name, value in msgspec.to_builtins(said).items() if value != ""}
-        await self._hand.write_status(kind, custom, content)
-        self._pace.wrote(written, now)
-        await self._hand.record(kind, custom, tuple(happenings.turns(before, said.conditions)), self._wall())
+        await self._applier.write_status(kind, custom, content)
+        self._limiter.wrote(written, now)
+        await self._applier.record(kind, custom, tuple(events.turns(before, said.conditions)), self._wall())
         if kind == kinds.DISAGG_DEPLOYMENT and self._store.any(kinds.SERVING_REQUEST).get(key.namespace, key.name):
-            # What we write wakes nobody (`fleet.net.kubernetes.cache`, rule 1), and a request is as ready as its deployment.
-            self._again(ReconcileKey(kinds.SERVING_REQUEST.name, key.namespace, key.name), IMMEDIATELY)
+            # Our own write enqueues nothing (`fleet.net.kubernetes.cache`, rule 1), but the request shows this readiness.
+            self._enqueue(ReconcileKey(kinds.SERVING_REQUEST.name, key.namespace, key.name), IMMEDIATELY)
 
-    def _look_again(self, key: ReconcileKey, acted: bool, *, troubled: bool) -> None:
+    def _schedule_next(self, key: ReconcileKey, acted: bool, *, troubled: bool) -> None:
         if acted:
-            self._restless[key] = self._restless.get(key, 0) + 1
-            self._again(key, IMMEDIATELY if self._restless[key] < WRITES_BEFORE_PAUSE else SECOND)
+            self._write_streaks[key] = self._write_streaks.get(key, 0) + 1
+            self._enqueue(key, IMMEDIATELY if self._write_streaks[key] < WRITES_BEFORE_PAUSE else SECOND)
             return
-        self._restless.pop(key, None)
+        self._write_streaks.pop(key, None)
         if troubled:
-            self._again(key, TROUBLE_RECHECK)
+            self._enqueue(key, TROUBLE_RECHECK)
         now = self._wall()
         ends = [
             each.renewed + timedelta(seconds=(each.spec.lease_duration_seconds or 0) + SKEW_SECONDS) - now
@@ -238,30 +244,30 @@ class Controller:
             if each.spec.holder_identity
         ]
         if upcoming := [each for each in ends if each > timedelta(0)]:
-            self._again(key, Nanos(int(min(upcoming).total_seconds() * SECOND) + AFTER_LEASE_END))
+            self._enqueue(key, Nanos(int(min(upcoming).total_seconds() * SECOND) + AFTER_LEASE_END))
 
     def _now(self) -> str:
         return rfc3339(self._wall())
 
 
 def _sorted(status: Any) -> Any:
-    """With its lists in an order of ours: a server that merges them item by item keeps the order in which these came."""
+    """Return the status with its lists sorted, because a server that merges items keeps their first order."""
     lists = {name: value for name in status.__struct_fields__ if isinstance(value := getattr(status, name), tuple)}
     ordered = {name: tuple(sorted(value, key=msgspec.json.encode)) for name, value in lists.items()}
     return msgspec.structs.replace(status, **ordered)
 
 
 def _urgent(there: Any, said: Any) -> bool:
-    """Whether it says something new, and does not only count along."""
+    """Return whether the status has news, and not only progress."""
     if there is None or there.observed_generation != said.observed_generation:
         return True
     if isinstance(said, DisaggDeploymentStatus):
-        return _told(said) != _told(there)
+        return _reports(said) != _reports(there)
     return True
 
 
 def _brief(there: Any, said: Any) -> bool:
-    """Whether it says of what is not Ready what is on its way, and will be over in a moment."""
+    """Return whether a status that is not Ready shows a state that usually lasts only a moment."""
     if there is None or not isinstance(said, DisaggDeploymentStatus):
         return False
     return (
@@ -275,12 +281,12 @@ def _ready(status: DisaggDeploymentStatus) -> Condition:
     return next((each for each in status.conditions if each.type == "Ready"), NOTHING)
 
 
-def _told(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[tuple[str, str, str]]]:
-    return [(each.name, each.desired) for each in status.roles], _turns(status.conditions)
+def _reports(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[tuple[str, str, str]]]:
+    return [(each.name, each.desired) for each in status.roles], _stable_turns(status.conditions)
 
 
-def _turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
-    """Without those that say what others say too, and without how far a change has come."""
+def _stable_turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
+    """Return conditions without those that repeat others, and without the progress of a change."""
     return [
         (each.type, each.status, "" if each.reason in PROGRESS_REASONS else each.reason)
         for each in conditions
@@ -288,8 +294,8 @@ def _turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _where(error: msgspec.ValidationError) -> str:
-    """The field that is not understood, and what is expected there; never what is there."""
+def _faulty_field(error: msgspec.ValidationError) -> str:
+    """Return the field that is not understood and what is expected there, but never its value."""
     cause, _, path = str(error).partition(" - at `$")
     if cause.startswith("Invalid enum value"):
         cause = "Invalid enum value"

@@ -1,32 +1,30 @@
-"""What has to be done so that a cluster becomes what a DisaggDeployment says: `reconcile(wish, seen) -> Reconciled`. Pure.
+"""Reconcile: which actions make a cluster match a DisaggDeployment. Pure.
 
 Rules:
 
-1. Level-triggered: everything follows from what is wished and what is seen now. Nothing is remembered between calls, so an operator that
-   is killed after any write goes on where it was.
-2. An object is applied when its digest, kept in an annotation, differs from what is seen. What somebody else made under one of our names is
-   left alone, and the deployment is Degraded until one of the two has another name. Now and then everything is applied afresh: so what somebody
-   has edited is put back.
-3. Children of workers are scaled by `operators.scaling`, one step a call. A child that should have no replicas is removed when its last pod has gone:
-   of an old revision, of a suspended deployment, of a role that is not wished for any more. So is whatever else is the deployment's own
-   and wanted no more.
-4. Replicas have one writer: the specification of a Static role, else the role's RoleScaler, which is made with the specification's number and from
-   then on never written.
-5. Before replicas are taken away, what each pod's warm blocks are worth is said to whoever chooses, where it is known. Of groups that are
-   a StatefulSet each, the least warm ones go; which of its groups a LeaderWorkerSet takes is not to be had: always the last ones.
+1. Level-triggered: every action follows from the desired and the observed state. Nothing is remembered between calls,
+   so an operator that is killed after any write continues where it was.
+2. An object is applied if its digest, kept in an annotation, differs from the observed one. An object of somebody else
+   under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. From
+   time to time everything is applied again, which restores what somebody has edited.
+3. Children of workers are scaled by `operators.scaling`, one step in each call. A child that should have no replicas is
+   removed when its last pod has gone: the child of an old revision, of a suspended deployment, or of a removed role.
+   Other objects of the deployment are removed when they are not desired any more.
+4. Replicas have one writer: for a Static role the specification, else the role's RoleScaler, which is created with the
+   specification's number and never written afterwards.
+5. Before replicas are removed, the known deletion cost of each pod is annotated for the controller that chooses. Among
+   groups that are StatefulSets, those with the fewest warm blocks are removed. A LeaderWorkerSet always removes its
+   last groups.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
-import msgspec
 from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
 from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleSpec, RoleType, ScalingMode
-from operators.api.fields import GROUP
 from operators.manifests.names import DesiredDeployment, child_name
-from operators.manifests.objects import Manifest
+from operators.manifests.objects import DIGEST, Manifest, with_digest
 from operators.manifests.pods import Images, is_foreign
 from operators.manifests.shared import shared
 from operators.manifests.workloads import group, grouped, revision, role_scaler, workers
@@ -35,20 +33,19 @@ from operators.probes.evidence import PendingProbes
 from operators.scaling import PairSide, ReplicaChange, ScaledRole, ScalingBounds, next_changes, targets
 from operators.status.deployment import status
 
-DIGEST = f"{GROUP}/digest"
 SIDES = {RoleType.PREFILL: PairSide.PREFILL, RoleType.DECODE: PairSide.DECODE}
 CONTROLLERS = frozenset({"Deployment", "LeaderWorkerSet", "StatefulSet"})
 MOST_DELETION_COST = 2**31 - 1  # as Kubernetes limits the annotation
 
 
 class Apply(Struct, frozen=True, tag=True):
-    """Server-side apply of a manifest, which is all that we say of the object."""
+    """Server-side apply of a manifest, which contains all fields that the operator owns."""
 
     manifest: Manifest
 
 
 class Scale(Struct, frozen=True, tag=True):
-    """Only while it is asked for as many as were seen: a leader that comes late changes nothing."""
+    """Change replicas, but only from the observed number, so that a late leader changes nothing."""
 
     kind: str
     name: str
@@ -57,7 +54,7 @@ class Scale(Struct, frozen=True, tag=True):
 
 
 class SetDeletionCost(Struct, frozen=True, tag=True):
-    """Say what it would cost to lose a pod, so that of those that go the cheapest go."""
+    """Annotate a pod with its deletion cost, so that the cheapest pods are removed."""
 
     pod: str
     cost: int
@@ -69,7 +66,7 @@ class Remove(Struct, frozen=True, tag=True):
 
 
 class DeletePod(Struct, frozen=True, tag=True):
-    """A pod, which its controller then makes anew."""
+    """Delete a pod, which its controller then creates again."""
 
     pod: str
 
@@ -81,156 +78,162 @@ class Reconciled(Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...]
     status: DisaggDeploymentStatus
     wanted: PendingProbes | None = None
-    """What probes are to show; None: nothing yet."""
+    """The probes to send; None: not yet."""
 
 
-def reconcile(wish: DesiredDeployment, seen: ObservedState, images: Images, now: str) -> Reconciled:
-    """One step.
+def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Images, now: str) -> Reconciled:
+    """Return one step towards the desired state.
 
     Args:
-        wish: What somebody has written.
-        seen: What there is.
-        images: Where the deployment names none.
+        desired: The desired deployment.
+        observed: The observed state.
+        images: Images for deployments that name none.
         now: RFC 3339, for conditions that change.
     """
-    present = revision(wish, images, seen.served)
-    routers = _wished(wish, wish.router, seen)
-    wanted = [with_digest(each) for each in shared(wish, images, seen.served, routers=routers)]
-    pools = [_pool(wish, role, seen, present) for role in wish.workers]
-    possible = targets(pools, _bounds(wish))
+    present = revision(desired, images, observed.served)
+    routers = _target_replicas(desired, desired.router, observed)
+    wanted = [with_digest(each) for each in shared(desired, images, observed.served, routers=routers)]
+    pools = [_pool(desired, role, observed, present) for role in desired.workers]
+    possible = targets(pools, _bounds(desired))
     actions: list[Action] = []
-    changes = next_changes(possible, _bounds(wish))
+    changes = next_changes(possible, _bounds(desired))
     for change in changes:
-        role = next((role for role in wish.workers if role.name == change.role), None)
+        role = next((role for role in desired.workers if role.name == change.role), None)
         assert role is not None, "pools are made of roles"
-        made, moved = _changed(wish, role, change, seen, images)
+        made, moved = _changed(desired, role, change, observed, images)
         wanted += [with_digest(each) for each in made]
         actions += moved
-    if seen.afresh:
-        wanted += [with_digest(each) for each in _present(wish, seen, present, images) if each not in wanted]
-    applied = wanted + [with_digest(each) for each in _scalers(wish, seen)]
-    actions += [Apply(each) for each in applied if _key(each) not in seen.foreign and _differs(each, seen)]
-    actions += _pruned(wish, seen, possible, wanted)
-    taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in seen.foreign)
+    if observed.afresh:
+        wanted += [
+            with_digest(each) for each in _present_children(desired, observed, present, images) if each not in wanted
+        ]
+    applied = wanted + [with_digest(each) for each in _scalers(desired, observed)]
+    actions += [Apply(each) for each in applied if _key(each) not in observed.foreign and _differs(each, observed)]
+    actions += _pruned(desired, observed, possible, wanted)
+    taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in observed.foreign)
     at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
-    said, wanted_of_probes = status(wish, seen, pools, possible, taken, present, routers, at_rest, now)
+    said, wanted_of_probes = status(desired, observed, pools, possible, taken, present, routers, at_rest, now)
     return Reconciled(actions=tuple(actions), status=said, wanted=wanted_of_probes)
 
 
-def _present(wish: DesiredDeployment, seen: ObservedState, present: str, images: Images) -> Iterator[Manifest]:
-    """The children of the present revision, with the replicas that they have."""
-    for role in wish.workers:
-        for each in seen.children:
+def _present_children(
+    desired: DesiredDeployment, observed: ObservedState, present: str, images: Images
+) -> Iterator[Manifest]:
+    """Yield the children of the present revision, with their current replicas."""
+    for role in desired.workers:
+        for each in observed.children:
             if (each.role, each.replicas.revision) != (role.name, present) or not each.kind:
                 continue
-            *others, made = workers(wish, role, present, images, seen.served)
+            *others, made = workers(desired, role, present, images, observed.served)
             if each.members:
-                yield from (*others, made, *(group(wish, role, present, _index(name), images) for name in each.members))
+                yield from (
+                    *others,
+                    made,
+                    *(group(desired, role, present, _index(name), images) for name in each.members),
+                )
                 continue
             made["spec"]["replicas"] = each.replicas.asked
             yield from (*others, made)
 
 
 def _changed(
-    wish: DesiredDeployment, role: RoleSpec, change: ReplicaChange, seen: ObservedState, images: Images
+    desired: DesiredDeployment, role: RoleSpec, change: ReplicaChange, observed: ObservedState, images: Images
 ) -> tuple[list[Manifest], list[Action]]:
-    """What to apply, and what else to do, so that a revision of a role is asked for so many replicas."""
+    """Return the manifests to apply and the actions that bring a role's revision to this number of replicas."""
     child = next(
-        (each for each in seen.children if (each.role, each.replicas.revision) == (change.role, change.revision)), None
+        (each for each in observed.children if (each.role, each.replicas.revision) == (change.role, change.revision)),
+        None,
     )
     there = child is not None and bool(child.kind)
     if child is not None and there and child.kind != "StatefulSet":
-        worths = _worths(child, seen) if change.replicas < child.replicas.asked else []
-        return [], [*worths, Scale(child.kind, child.name, change.replicas, child.replicas.asked)]
-    if not there and not grouped(role, seen.served):
-        *others, made = workers(wish, role, change.revision, images, seen.served)
+        deletion_costs = _deletion_costs(child, observed) if change.replicas < child.replicas.asked else []
+        return [], [*deletion_costs, Scale(child.kind, child.name, change.replicas, child.replicas.asked)]
+    if not there and not grouped(role, observed.served):
+        *others, made = workers(desired, role, change.revision, images, observed.served)
         made["spec"]["replicas"] = change.replicas
         return [*others, made], []
-    base = child_name(wish, role.name, change.revision)
+    base = child_name(desired, role.name, change.revision)
     members = child.members if child is not None else ()
     if child is not None and len(members) > change.replicas:
-        return [], [Remove("StatefulSet", name) for name in _by_worth(child)[: len(members) - change.replicas]]
+        return [], [Remove("StatefulSet", name) for name in _in_removal_order(child)[: len(members) - change.replicas]]
     free = (index for index in range(len(members) + change.replicas) if f"{base}-{index}" not in members)
     made_groups = [
-        group(wish, role, change.revision, index, images)
+        group(desired, role, change.revision, index, images)
         for index, _ in zip(free, range(change.replicas - len(members)), strict=False)
     ]
-    return [*workers(wish, role, change.revision, images, seen.served), *made_groups], []
+    return [*workers(desired, role, change.revision, images, observed.served), *made_groups], []
 
 
 def _index(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def _by_worth(child: ObservedChild) -> list[str]:
-    """Groups in the order in which they are to go: such as do not serve, then the least warm ones, then the last ones."""
+def _in_removal_order(child: ObservedChild) -> list[str]:
+    """Return the groups in the order of removal: not serving first, then fewest warm blocks, then last index."""
     return sorted(child.members, key=lambda name: (name in child.ready_members, child.warm.get(name, 0), -_index(name)))
 
 
-def _worths(child: ObservedChild, seen: ObservedState) -> list[SetDeletionCost]:
-    """Of the pods some of which are to go, where it is known and not said yet."""
+def _deletion_costs(child: ObservedChild, observed: ObservedState) -> list[SetDeletionCost]:
+    """Return the annotations for pods of which some will be removed, if the cost is known and not annotated yet."""
     return [
         SetDeletionCost(each.pod, cost)
-        for each in seen.worths.get((child.role, child.replicas.revision), ())
+        for each in observed.deletion_costs.get((child.role, child.replicas.revision), ())
         if each.blocks is not None and str(cost := min(each.blocks, MOST_DELETION_COST)) != each.said
     ]
-
-
-def with_digest(manifest: Manifest) -> Manifest:
-    """The manifest with the digest of itself as an annotation. Replicas are not part of that: they have other writers."""
-    spec = {key: value for key, value in manifest.get("spec", {}).items() if key != "replicas"}
-    digest = hashlib.sha256(msgspec.json.encode(manifest | {"spec": spec}, order="sorted")).hexdigest()[:16]
-    return manifest | {"metadata": manifest["metadata"] | {"annotations": {DIGEST: digest}}}
 
 
 def _key(manifest: Manifest) -> tuple[str, str]:
     return manifest["kind"], manifest["metadata"]["name"]
 
 
-def _differs(manifest: Manifest, seen: ObservedState) -> bool:
-    if seen.afresh:
+def _differs(manifest: Manifest, observed: ObservedState) -> bool:
+    if observed.afresh:
         return True
     replicas = manifest.get("spec", {}).get("replicas")
-    if seen.router is not None and _key(manifest) == ("Deployment", seen.router.name) and seen.router.asked != replicas:
+    if (
+        observed.router is not None
+        and _key(manifest) == ("Deployment", observed.router.name)
+        and observed.router.asked != replicas
+    ):
         return True
     digest: str = manifest["metadata"]["annotations"][DIGEST]
-    return seen.digests.get(_key(manifest)) != digest
+    return observed.digests.get(_key(manifest)) != digest
 
 
-def _scalers(wish: DesiredDeployment, seen: ObservedState) -> list[Manifest]:
-    """Those that are missing."""
-    return [role_scaler(wish, role) for role in _scaled(wish) if role.name not in seen.scalers]
+def _scalers(desired: DesiredDeployment, observed: ObservedState) -> list[Manifest]:
+    """Return the missing RoleScalers."""
+    return [role_scaler(desired, role) for role in _scaled(desired) if role.name not in observed.scalers]
 
 
-def _scaled(wish: DesiredDeployment) -> Iterator[RoleSpec]:
-    """Roles with a RoleScaler."""
-    return (role for role in (*wish.workers, wish.router) if role.scaling.mode is not ScalingMode.STATIC)
+def _scaled(desired: DesiredDeployment) -> Iterator[RoleSpec]:
+    """Yield the roles that have a RoleScaler."""
+    return (role for role in (*desired.workers, desired.router) if role.scaling.mode is not ScalingMode.STATIC)
 
 
-def _wished(wish: DesiredDeployment, role: RoleSpec, seen: ObservedState) -> int:
-    if wish.spec.suspend:
+def _target_replicas(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState) -> int:
+    if desired.spec.suspend:
         return 0
     if role.scaling.mode is ScalingMode.STATIC:
         return role.replicas
-    asked = seen.scalers.get(role.name, role.replicas)
+    asked = observed.scalers.get(role.name, role.replicas)
     return min(max(asked, role.scaling.least), role.scaling.most)
 
 
-def _pool(wish: DesiredDeployment, role: RoleSpec, seen: ObservedState, present: str) -> ScaledRole:
+def _pool(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState, present: str) -> ScaledRole:
     return ScaledRole(
         name=role.name,
         side=SIDES.get(role.type, PairSide.ALONE),
-        target=_wished(wish, role, seen),
+        target=_target_replicas(desired, role, observed),
         gpus=role.gpus.per_replica,
         surge=role.rollout.max_surge,
         unavailable=role.rollout.max_unavailable,
         revision=present,
-        replicas=tuple(each.replicas for each in seen.children if each.role == role.name),
+        replicas=tuple(each.replicas for each in observed.children if each.role == role.name),
     )
 
 
-def _bounds(wish: DesiredDeployment) -> ScalingBounds:
-    balance = wish.spec.balance
+def _bounds(desired: DesiredDeployment) -> ScalingBounds:
+    balance = desired.spec.balance
     return ScalingBounds(
         gpu_budget=balance.gpu_budget,
         least=_ratio(balance.ratio.least),
@@ -245,18 +248,19 @@ def _ratio(text: str) -> tuple[int, int]:
 
 
 def _pruned(
-    wish: DesiredDeployment, seen: ObservedState, pools: Sequence[ScaledRole], wanted: Sequence[Manifest]
+    desired: DesiredDeployment, observed: ObservedState, pools: Sequence[ScaledRole], wanted: Sequence[Manifest]
 ) -> list[Action]:
-    """Of children that nobody needs any more, and of whatever else is ours and not wanted.
+    """Return the removals of children that are not needed any more, and of other objects of ours that are not desired.
 
-    That is of a role that is gone, say; or settings without a child, because their operator was killed in between.
+    Examples are objects of a removed role, or settings without a child because the operator was killed between two
+    writes.
     """
     targets_of = {pool.name: (pool.revision, pool.target) for pool in pools}
     used = {_key(each) for each in wanted}
-    # Our own processes begin anew all together by themselves, and may take long over it: see `workers.rank_rendezvous`.
-    foreign = {role.name for role in wish.workers if is_foreign(role)}
+    # Our own processes restart together by themselves, which may take long (`workers.rank_rendezvous`).
+    foreign = {role.name for role in desired.workers if is_foreign(role)}
     actions: list[Action] = []
-    for each in seen.children:
+    for each in observed.children:
         if not each.kind:
             continue
         revision_now, target = targets_of.get(each.role, ("", 0))
@@ -268,11 +272,11 @@ def _pruned(
             continue
         actions += [Remove(each.kind, name) for name in each.halves[-1:]]
         actions += [DeletePod(pod) for pod in each.left_behind if each.role in foreign]
-        used.add(("ConfigMap", child_name(wish, each.role, each.replicas.revision)))
-    actions += [Remove(kinds.DEPLOYMENT.name, name) for name in seen.old_routers]
-    own = [key for key in seen.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
-    scaled = {f"{wish.name}-{role.name}" for role in _scaled(wish)}
-    own += [("RoleScaler", name) for name in sorted(seen.own_scalers - scaled)]
+        used.add(("ConfigMap", child_name(desired, each.role, each.replicas.revision)))
+    actions += [Remove(kinds.DEPLOYMENT.name, name) for name in observed.old_routers]
+    own = [key for key in observed.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
+    scaled = {f"{desired.name}-{role.name}" for role in _scaled(desired)}
+    own += [("RoleScaler", name) for name in sorted(observed.own_scalers - scaled)]
     return actions + [Remove(kind, name) for kind, name in own]
 
 

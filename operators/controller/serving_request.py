@@ -1,23 +1,25 @@
-"""What becomes of a ServingRequest: the DisaggDeployment that is made for it, and its status. Pure.
+"""ServingRequest: the DisaggDeployment that is made for it, and its status. Pure.
 
 Rules:
 
-1. The deployment has the request's name and is owned by it: it goes when the request goes. One of that name that is not the request's own is left
-   alone. It is written when its digest differs, and now and then afresh, like every child (`operators.controller.reconcile`, rule 2).
-2. A request that cannot be kept any more, or that is to be applied no more, changes nothing of the deployment that was made for it.
-3. A role that the present proposal lacks is scaled to 0 first, and is left out when the deployment says that its last pod has gone. Roles that
-   somebody else has added are that one's: which ones the request has made is an annotation of the deployment.
+1. The deployment has the request's name and is owned by it, so that it goes with the request. A deployment of that name
+   that the request does not own stays unchanged. It is written if its digest differs, and from time to time anyway,
+   like every child (`operators.controller.reconcile`, rule 2).
+2. A request that cannot be kept any more, or that is not to be applied any more, does not change its deployment.
+3. A role that is missing in the present proposal is scaled to 0 first, and left out when the deployment reports that
+   its last pod has gone. Roles that others have added stay: an annotation of the deployment names the request's roles.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from fleet.net.kubernetes.views import CustomObject
 from operators.api.disagg_deployment import RoleType
-from operators.api.fields import GROUP, VERSION
 from operators.api.serving_request import ServingRequestSpec, ServingRequestStatus
-from operators.controller.reconcile import DIGEST, Apply, with_digest
+from operators.controller.reconcile import Apply
 from operators.imports.assembly import said
+from operators.manifests.objects import DIGEST, with_digest
 from operators.observed.observe import conditions_of
 from operators.observed.state import ApiRefusal
 from operators.proposals import Infeasible, Proposal, Reply
@@ -26,11 +28,11 @@ from operators.status.deployment import FALSE, TRUE, ConditionUpdate, condition
 Manifest = dict[str, Any]
 
 ROLES = f"{GROUP}/roles"
-"""Names of those that are the request's."""
+"""Annotation with the names of the request's roles."""
 
 
 def proposed(name: str, reply: Reply) -> Manifest:
-    """The DisaggDeployment, as people write it; nothing where there is none."""
+    """Return the DisaggDeployment as people write it; empty if there is no proposal."""
     if isinstance(reply, Infeasible):
         return {}
     return {
@@ -44,14 +46,14 @@ def proposed(name: str, reply: Reply) -> Manifest:
 def actions(
     request: CustomObject, asked: ServingRequestSpec, reply: Reply, there: CustomObject | None, *, afresh: bool = False
 ) -> tuple[Apply, ...]:
-    """What to write.
+    """Return the writes.
 
     Args:
-        request: As it is on the server.
-        asked: What it says.
-        reply: To that.
-        there: The DisaggDeployment of its name, whosever it is.
-        afresh: Also what seems to be as it should.
+        request: The request on the server.
+        asked: Its specification.
+        reply: The proposal or the refusal.
+        there: The DisaggDeployment of its name, whoever owns it.
+        afresh: Also write what looks unchanged.
     """
     if not asked.apply or isinstance(reply, Infeasible) or _foreign(request, there):
         return ()
@@ -69,14 +71,14 @@ def status(
     refusals: Sequence[ApiRefusal],
     now: str,
 ) -> ServingRequestStatus:
-    """What it says.
+    """Return the request's status.
 
     Args:
-        request: As it is on the server.
-        asked: What it says.
-        reply: To that.
-        there: The DisaggDeployment of its name, whosever it is, after `actions`.
-        refusals: Of these.
+        request: The request on the server.
+        asked: Its specification.
+        reply: The proposal or the refusal.
+        there: The DisaggDeployment of its name, whoever owns it, after `actions`.
+        refusals: Refusals of these actions.
         now: RFC 3339.
     """
     feasible = isinstance(reply, Proposal)
@@ -99,8 +101,8 @@ def status(
     )
 
 
-def misread(request: CustomObject, problem: str, now: str) -> ServingRequestStatus:
-    """Of a request that this operator does not understand: it was written for another version."""
+def unreadable_status(request: CustomObject, problem: str, now: str) -> ServingRequestStatus:
+    """Return the status of a request that was written for another version of the operator."""
     return ServingRequestStatus(
         observed_generation=request.metadata.generation,
         phase="Infeasible",
@@ -143,7 +145,7 @@ def _manifest(request: CustomObject, reply: Proposal, there: CustomObject | None
 
 
 def _leaving(roles: Sequence[Manifest], there: CustomObject | None) -> Iterator[Manifest]:
-    """Roles of before, as long as there is anything of them."""
+    """Yield former roles while pods of them exist."""
     if there is None:
         return
     named = {role["name"] for role in roles}
@@ -181,7 +183,7 @@ def _applied(
 
 
 def _ready(applied: ConditionUpdate, there: CustomObject | None) -> ConditionUpdate:
-    """As the deployment is, if it is the one that should be."""
+    """Return the deployment's readiness, if it is the one that should exist."""
     _, holds, reason, message = applied
     if holds != TRUE or there is None:
         return "Ready", FALSE, reason, message

@@ -1,4 +1,4 @@
-"""DisaggDeployments put together from what was read elsewhere, and written with what is said only."""
+"""Assembly of imported DisaggDeployments, and their shortest written form."""
 
 import re
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api.consistency import contradictions
 from operators.api.disagg_deployment import (
     DisaggDeploymentSpec,
@@ -21,30 +22,30 @@ from operators.api.disagg_deployment import (
     RoleSpec,
     RoleType,
 )
-from operators.api.fields import GROUP, VERSION, GpuVendor
+from operators.api.fields import GpuVendor
 from operators.imports.document_reader import Note
 
 LONGEST_NAME = 30
 GRACE_SECONDS = 30
-"""That a pod of ours has after its drain (`operators.manifests`)."""
+"""The grace period of our pods after a drain (`operators.manifests.pods`)."""
 
 
 class Imported(Struct, frozen=True):
-    """What became of a document."""
+    """The result of an import."""
 
     objects: tuple[dict[str, Any], ...]
     notes: tuple[Note, ...]
 
 
 class Names:
-    """Names of one kind, each given once, in the shape that ours have."""
+    """Gives each name of one kind once, in the shape that our objects require."""
 
     def __init__(self, otherwise: str) -> None:
         self._otherwise = otherwise
         self._given: set[str] = set()
 
     def give(self, text: str) -> str:
-        """One that is like `text`."""
+        """Return a new name that resembles `text`."""
         parted = re.sub(r"([a-z])([A-Z])", r"\1-\2", text)  # VllmDecodeWorker
         base = re.sub(r"[^a-z0-9]+", "-", parted.lower()).strip("-")
         base = re.sub(r"^[^a-z]+", "", base)[:LONGEST_NAME].rstrip("-") or self._otherwise
@@ -59,15 +60,15 @@ class Names:
 def spread(
     parallelism: Parallelism, gpus: int, nodes: int, vendor: GpuVendor, path: str, notes: list[Note]
 ) -> tuple[Gpus, int]:
-    """GPUs of a replica and its nodes, made to agree with how the engine is spread.
+    """Return the GPUs and nodes of a replica, adapted to the engine's parallelism.
 
     Args:
-        parallelism: Of the engine.
-        gpus: Asked for, on all nodes together; 0: none.
-        nodes: Of a replica.
-        vendor: Of the GPUs.
-        path: Of the pool.
-        notes: Where to say what was changed.
+        parallelism: Parallelism of the engine.
+        gpus: Requested GPUs on all nodes together; 0: none.
+        nodes: Nodes of a replica.
+        vendor: Vendor of the GPUs.
+        path: Path of the pool.
+        notes: Receives notes about changes.
     """
     ranks = parallelism.tensor * parallelism.pipeline * parallelism.data
     if not gpus and ranks == 1 and nodes == 1:
@@ -83,7 +84,7 @@ def spread(
 
 
 def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[RoleSpec, ...]:
-    """Roles that may stand beside each other: prefill and decode, or neither."""
+    """Return roles that can work together: prefill and decode, or neither."""
     types = {role.type for role in roles}
     if (RoleType.PREFILL in types) == (RoleType.DECODE in types):
         return tuple(roles)
@@ -97,16 +98,16 @@ def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[Rol
 def transferred(
     transfer: KvTransfer, engine: EngineKind, roles: Sequence[RoleSpec], path: str, notes: list[Note]
 ) -> KvTransfer:
-    """How blocks travel, less what the engines as they are spread cannot do.
+    """Return the KV transfer without the paths that engines with this parallelism cannot use.
 
     Args:
-        transfer: That was wished.
-        engine: Of all roles.
-        roles: Of workers.
-        path: Of what has the roles.
-        notes: Where to say what was changed.
+        transfer: The requested transfer.
+        engine: Engine of all roles.
+        roles: Roles of workers.
+        path: Path of the object with the roles.
+        notes: Receives notes about changes.
     """
-    # The store shares blocks out by heads: see `workers.engines.vllm.launch.UNSHARED`.
+    # The store splits blocks by heads: see `workers.engines.vllm.launch.UNSHARED`.
     unshared = any(role.nodes_per_replica > 1 or not role.parallelism.by_heads for role in roles)
     if KvPath.STORE not in transfer.paths or engine is not EngineKind.VLLM or not unshared:
         return transfer
@@ -120,10 +121,10 @@ def transferred(
 
 
 def document(name: str, spec: DisaggDeploymentSpec, namespace: str = "") -> dict[str, Any]:
-    """The object as people write it.
+    """Return the object as people write it.
 
     Raises:
-        ConfigurationRefused: What was read does not fit into a field of ours, or not together.
+        ConfigurationRefused: A value does not fit into a field of ours, or fields contradict each other.
     """
     written = said(spec)
     try:
@@ -137,7 +138,7 @@ def document(name: str, spec: DisaggDeploymentSpec, namespace: str = "") -> dict
 
 
 def said(value: Any) -> Any:
-    """A value without the fields that are as they would be anyway."""
+    """Return a value without fields that have their default."""
     match value:
         case Struct():
             fields = msgspec.structs.fields(value)
@@ -163,5 +164,5 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def drain(grace_seconds: int | None) -> Drain:
-    """Of pods that have so long between the word that they end and their end; None: it is not said."""
+    """Return the drain for pods with this grace period; None: the default."""
     return Drain() if grace_seconds is None else Drain(timeout_seconds=max(1, grace_seconds - GRACE_SECONDS))

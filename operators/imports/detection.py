@@ -1,4 +1,4 @@
-"""Which project a document is of, and what becomes of it."""
+"""Import of other projects' documents: detects the project and converts them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,16 +10,16 @@ from operators.imports.document_reader import Note
 
 
 def imported(documents: Sequence[Any], name: str = "", namespace: str = "") -> Imported:
-    """The DisaggDeployments that a file's documents become.
+    """Return the DisaggDeployments for a file's documents.
 
     Args:
-        documents: Of one file.
-        name: Of the deployment, where there is one; empty: after the document, or its model.
-        namespace: Of all; empty: as the documents say.
+        documents: Documents of one file.
+        name: Name of the deployment, if there is one; empty: named after the document or its model.
+        namespace: Namespace of all; empty: as the documents say.
 
     Raises:
-        ConfigurationRefused: None of them is of a project that is known here, or a field has a value that it cannot have, or there
-            are several deployments for one name.
+        ConfigurationRefused: No document belongs to a known project, a field has an impossible value, or there are
+            several deployments for one name.
     """
     objects: list[dict[str, Any]] = []
     notes: list[Note] = []

@@ -1,10 +1,11 @@
-"""A document of another project, read field by field, so that what nobody has read is known in the end.
+"""Document reader: reads a document of another project field by field, so that unread fields are known in the end.
 
 Rules:
 
-1. What is read has its type checked; a value of another type is refused with its path. Charts write numbers as texts, so texts of
-   digits are numbers.
-2. What is not read has no equal, and a note says so with its path. Not of what is empty, false or 0: defaults that somebody copied.
+1. Each read checks the type, and refuses a value of another type with its path. Charts write numbers as texts, so texts
+   of digits count as numbers.
+2. An unread field has no equivalent here, and a note says so with its path. Fields that are empty, false or 0 get no
+   note: they are copied defaults.
 3. Notes repeat names and never values, which may be secret.
 """
 
@@ -19,10 +20,10 @@ NO_EQUAL = "has no equal here and is left out"
 
 
 class Note(Struct, frozen=True):
-    """Something that a person has to look at."""
+    """A remark that a person has to read."""
 
     path: str
-    """Of the field, as in ``spec.services.Frontend.ingress``; empty: of no field."""
+    """The field, as in ``spec.services.Frontend.ingress``; empty: no field."""
 
     message: str
 
@@ -31,7 +32,7 @@ class Note(Struct, frozen=True):
 
 
 class DocumentReader:
-    """One object. Whatever is read of it counts as taken over."""
+    """One object. Every field that is read counts as taken over."""
 
     def __init__(self, fields: Mapping[str, Any], path: str, notes: list[Note]) -> None:
         self._fields = fields
@@ -44,7 +45,7 @@ class DocumentReader:
         return bool(self._fields.get(name))
 
     def skip(self, *names: str) -> None:
-        """Read some fields and do nothing with them."""
+        """Mark fields as read without using them."""
         for name in names:
             self._unread.pop(name, None)
 
@@ -53,25 +54,25 @@ class DocumentReader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all fields."""
+        """The names of all fields."""
         return tuple(self._fields)
 
     def at(self, name: str) -> str:
-        """The path of a field."""
+        """Return the path of a field."""
         return f"{self.path}.{name}" if self.path else name
 
     def note(self, name: str, message: str) -> None:
-        """Say something about a field, which is read by that."""
+        """Add a note about a field, which then counts as read."""
         self.any(name)
         self.notes.append(Note(self.at(name), message))
 
     def note_if(self, name: str, message: str = NO_EQUAL) -> None:
-        """The same where the field says something."""
+        """Add a note about a field if it has a value."""
         if says_something(self.any(name)):
             self.note(name, message)
 
     def any(self, name: str) -> Any:
-        """Whatever it is; None: nothing."""
+        """Return a field of any type; None: absent."""
         self._unread.pop(name, None)
         return self._fields.get(name)
 
@@ -102,18 +103,18 @@ class DocumentReader:
         return value
 
     def table(self, name: str) -> "DocumentReader":
-        """An object; where there is none, an empty one."""
+        """Return an object; an empty one if it is absent."""
         value = self.any(name)
         if value is None or value == "":
             value = {}
         return self._reader(value, self.at(name))
 
     def tables(self, name: str) -> list["DocumentReader"]:
-        """A list of objects."""
+        """Return a list of objects."""
         return [self._reader(each, f"{self.at(name)}[{index}]") for index, each in enumerate(self.values(name))]
 
     def named(self) -> "Mapping[str, DocumentReader]":
-        """All fields, which are objects."""
+        """Return all fields, which must be objects."""
         return {name: self.table(name) for name in self._fields}
 
     def values(self, name: str) -> list[Any]:
@@ -125,7 +126,7 @@ class DocumentReader:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A list of texts."""
+        """Return a list of texts."""
         values = self.values(name)
         for index, each in enumerate(values):
             if isinstance(each, bool) or not isinstance(each, str | int | float):
@@ -133,21 +134,21 @@ class DocumentReader:
         return [str(each) for each in values]
 
     def words(self, name: str) -> dict[str, str]:
-        """An object of texts: labels, annotations."""
+        """Return an object of texts, such as labels or annotations."""
         table = self.table(name)
         return {each: table.text(each) for each in table.names}
 
     def objects(self, name: str) -> list[dict[str, Any]]:
-        """A list of objects, as they are."""
+        """Return a list of objects unchanged."""
         for each in self.tables(name):
             each.skip_all()
         return self.values(name)
 
     def rest(self, but: Mapping[str, str] | None = None) -> None:
-        """Note what was not read, here and inside.
+        """Note the fields that were not read, here and in inner objects.
 
         Args:
-            but: What to say of some fields in place of that they have no equal; empty: nothing.
+            but: Notes for some fields instead of the usual one; an empty text: no note.
         """
         said = but or {}
         for name in list(self._unread):
@@ -170,7 +171,7 @@ class DocumentReader:
 
 
 def says_something(value: Any) -> bool:
-    """Whether a value is more than a default that was written out."""
+    """Return whether a value is more than a written-out default."""
     if isinstance(value, dict):
         return (
             bool(value) and value.get("enabled") is not False and any(says_something(each) for each in value.values())
@@ -179,7 +180,7 @@ def says_something(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, without saying it."""
+    """Return the type of a value in words, without the value."""
     match value:
         case bool():
             return "a boolean"

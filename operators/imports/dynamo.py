@@ -1,11 +1,12 @@
-"""DynamoGraphDeployments of NVIDIA Dynamo (https://github.com/ai-dynamo/dynamo), v1alpha1 and v1beta1, as DisaggDeployments.
+"""Import of NVIDIA Dynamo's DynamoGraphDeployments (https://github.com/ai-dynamo/dynamo), v1alpha1 and v1beta1.
 
 Rules:
 
-1. v1alpha1 has `services`, an object; v1beta1 has `components`, a list, each with a pod template. Both become the same parts first.
-2. What a part is, its type says; of the type `worker`, its flags or its name do.
-3. Frontends become the router, since Fleet's does what they do. An endpoint picker becomes the router's own. Planners are left out, with
-   a note: a ServingPlan is what takes their place. So are encoders.
+1. v1alpha1 has `services`, an object; v1beta1 has `components`, a list, each with a pod template. Both are read into
+   the same records first.
+2. The type of a service decides its role; for the type `worker`, its flags or its name do.
+3. Frontends become the router, because Fleet's router does their work. An endpoint picker becomes the router's own.
+   Planners are left out with a note, because a ServingPlan takes their place. Encoders are left out too.
 """
 
 import json
@@ -43,7 +44,7 @@ LEFT_OUT = {
     ENCODER: "is left out; there are no workers for images",
 }
 MODES = {"kv": "fleet", "round-robin": "round_robin", "random": "random", "direct": "fleet"}
-"""Of Dynamo's frontend."""
+"""Policies by the router mode of Dynamo's frontend."""
 
 STORES = ("kvbm", "lmcache", "flexkv", "dynamoconnector", "offloading")
 """Connectors that keep blocks for later."""
@@ -63,7 +64,7 @@ OWN = dict.fromkeys(
     ),
     "",
 )
-"""Of containers: ours have their own."""
+"""Fields of containers that ours set themselves."""
 
 
 class _DynamoService(Struct, frozen=True):
@@ -85,15 +86,15 @@ class _DynamoService(Struct, frozen=True):
 
 
 def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -> Imported:
-    """The deployment in a manifest.
+    """Return the deployment in a manifest.
 
     Args:
         manifest: A DynamoGraphDeployment.
-        name: In place of its own; empty: its own.
-        namespace: Likewise.
+        name: Name of the deployment; empty: the manifest's own.
+        namespace: Namespace of the deployment; empty: the manifest's own.
 
     Raises:
-        ConfigurationRefused: It is of another version, or a field has a value that it cannot have.
+        ConfigurationRefused: It has another version, or a field has an impossible value.
     """
     notes: list[Note] = []
     root = DocumentReader(manifest, "", notes)
@@ -137,7 +138,7 @@ def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -
 
 
 def _services(spec: DocumentReader) -> list[_DynamoService]:
-    """Of v1alpha1."""
+    """Read the services of v1alpha1."""
     services = spec.table("services").named()
     common = spec.objects("envs")
     spec.any("envs")
@@ -191,7 +192,7 @@ def _services(spec: DocumentReader) -> list[_DynamoService]:
 
 
 def _components(spec: DocumentReader) -> list[_DynamoService]:
-    """Of v1beta1."""
+    """Read the components of v1beta1."""
     common = spec.objects("env")
     parts = []
     for component in spec.tables("components"):
@@ -246,7 +247,7 @@ def _components(spec: DocumentReader) -> list[_DynamoService]:
 
 
 def _kind(told: str, name: str, flags: Flags) -> str:
-    """Frontend, planner, picker, prefill, decode, or any worker."""
+    """Return the kind: frontend, planner, picker, prefill, decode, or any worker."""
     if told in (FRONTEND, PLANNER, PICKER, ENCODER, RoleType.PREFILL.value, RoleType.DECODE.value):
         return told
     mode = flags.get("disaggregation-mode")
@@ -267,7 +268,7 @@ def _roles(workers: list[_DynamoService], engine: EngineKind, notes: list[Note])
     for part in workers:
         kind = RoleType.AGGREGATED if part.kind == WORKER else RoleType(part.kind)
         if part.kind == WORKER and "prefill" in types and "decode" not in types:
-            kind = RoleType.DECODE  # older ones do not say it: prefill workers need somebody to decode
+            kind = RoleType.DECODE  # older versions do not say it, but prefill workers need a decode role
         path = part.reader.path
         parallelism = parallelism_of(part.flags, path, notes)
         gpus, nodes = spread(parallelism, part.gpus * part.nodes, part.nodes, part.vendor, path, notes)
@@ -289,7 +290,7 @@ def _roles(workers: list[_DynamoService], engine: EngineKind, notes: list[Note])
 
 
 def _arguments(part: _DynamoService, engine: EngineKind, notes: list[Note]) -> None:
-    """What is left of a worker's flags, for ours."""
+    """Set the arguments of our worker from the remaining flags."""
     if engine is not EngineKind.VLLM or not _runs_vllm(part.flags):
         return
     path = part.args
@@ -373,7 +374,7 @@ def _router(frontends: list[_DynamoService], notes: list[Note]) -> tuple[RoleSpe
 
 
 def _transfer(workers: list[_DynamoService], notes: list[Note]) -> KvTransfer:
-    """How blocks come from one worker to another, as the flags of the engines say it."""
+    """Return the KV transfer that the engines' flags describe."""
     kept = False
     for part in workers:
         told = [part.flags.get("connector")]
@@ -400,7 +401,7 @@ def _scaling(reader: DocumentReader) -> Scaling:
 
 
 def _mounts(service: DocumentReader, template: PodTemplate) -> None:
-    """v1alpha1's: claims by name."""
+    """Take over v1alpha1's claims by name."""
     for mount in service.tables("volumeMounts"):
         claim, place = mount.text("name"), mount.text("mountPoint")
         mount.any("useAsCompilationCache")
@@ -418,7 +419,7 @@ def _shared_memory(reader: DocumentReader, template: PodTemplate) -> None:
 
 
 def _merged(service: Any, main: Any) -> dict[str, Any]:
-    """Resources of a service, with those of its container."""
+    """Merge resources of a service with those of its container."""
     merged: dict[str, Any] = {}
     for each in (service, main):
         for section, quantities in (each if isinstance(each, dict) else {}).items():

@@ -1,11 +1,11 @@
-"""Command lines of other projects' engines, as our workers' settings.
+"""Engine flags: command lines of other projects' engines as settings of our workers.
 
 Rules:
 
-1. What the deployment says itself (model, parallelism, what its role is) is taken out; what our workers do in their own way (ports, KV
-   events) is dropped; the rest goes to the engine as it came, by `--set` after the worker's own command.
-2. Flags that carry an object cannot be said on our command line; a note says which. So it does of flags with a secret's name: whoever
-   may look at a pod reads its arguments.
+1. Flags that the deployment sets itself (model, parallelism, role) are taken out. Flags that our workers replace
+   (ports, KV events) are dropped. The others go to the engine unchanged, by `--set` after the worker's own command.
+2. Flags with an object as their value cannot stand on our command line, and a note names them. So it does with flags
+   that have a secret's name, because anyone who may look at a pod reads its arguments.
 """
 
 import re
@@ -38,7 +38,7 @@ ALIASES = {
     "mem-fraction-static": "gpu-memory-utilization",
     "max-running-requests": "max-num-seqs",
 }
-"""Of vLLM's, SGLang's and Dynamo's, as vLLM calls it."""
+"""Flags of vLLM, SGLang and Dynamo with vLLM's name for each."""
 
 OURS = frozenset(
     {
@@ -65,30 +65,30 @@ OURS = frozenset(
         "m",
     }
 )
-"""What our workers settle by themselves."""
+"""Flags that our workers set by themselves."""
 
 SETTINGS = {"max-model-len": "max_model_len", "max-num-seqs": "max_running", "dtype": "vllm.dtype"}
 """Flags that are settings of the worker."""
 
 HUB_TOKENS = ("hf-token", "token")
-"""Flags with what opens a model's repository."""
+"""Flags with the token of a model's repository."""
 
 _NUMBER = re.compile(r"^-[0-9.]+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$\((\w+)\)|\$(\w+)")
 
 
 class Flags(Struct, frozen=True):
-    """A command line, in words."""
+    """A parsed command line."""
 
     words: tuple[str, ...]
-    """That are no flags: ``python3``, ``dynamo.vllm``."""
+    """Words that are not flags: ``python3``, ``dynamo.vllm``."""
 
     named: Mapping[str, str]
-    """By name without dashes; of one without a value ``true``."""
+    """Values by flag name without dashes; ``true`` for a flag without a value."""
 
     @property
     def model(self) -> str:
-        """The model's repository or folder; empty: it is not said."""
+        """The model's repository or folder; empty: none is given."""
         if "serve" in self.words[:-1]:  # vllm serve MODEL
             return self.get("model") or self.words[self.words.index("serve") + 1]
         return self.get("model")
@@ -97,12 +97,12 @@ class Flags(Struct, frozen=True):
         return self.named.get(name, "")
 
     def runs(self, module: str) -> bool:
-        """Whether that is what is started."""
+        """Return whether the command line starts this module."""
         return any(word == module or word.endswith(f"/{module}") for word in self.words) or self.get("m") == module
 
 
 def flags_of(command: Sequence[str], args: Sequence[str], variables: Mapping[str, str]) -> Flags:
-    """A container's command and arguments, with the variables that the container sets."""
+    """Parse a container's command and arguments, with the variables that the container sets."""
     tokens = [*command, *args]
     if command and command[0] in SHELLS:
         tokens = _started(part for line in tokens[1:] if line not in SHELL_FLAGS for part in _split(line))
@@ -128,7 +128,7 @@ def flags_of(command: Sequence[str], args: Sequence[str], variables: Mapping[str
 
 
 def _started(words: Iterable[str]) -> list[str]:
-    """The last thing that a shell's line starts, without what becomes of its output."""
+    """Return the last command of a shell line, without redirections."""
     tokens = list(words)
     starts = [at for at, word in enumerate(tokens) if word.rpartition("/")[2] in PROGRAMS]
     tokens = tokens[starts[-1] :] if starts else tokens
@@ -139,12 +139,12 @@ def _started(words: Iterable[str]) -> list[str]:
 def _split(line: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
-    except ValueError:  # a quotation without an end
+    except ValueError:  # an unclosed quotation
         return line.split()
 
 
 def parallelism_of(flags: Flags, path: str, notes: list[Note]) -> Parallelism:
-    """How the engine is spread over its GPUs."""
+    """Return how the engine is spread over its GPUs."""
     tensor, pipeline, data, expert = (
         _degree(flags, f"{kind}-parallel-size", path, notes) for kind in ("tensor", "pipeline", "data", "expert")
     )
@@ -180,11 +180,11 @@ TAKEN = frozenset(
         "headless",
     }
 )
-"""Flags that the deployment says by itself."""
+"""Flags that the deployment sets by itself."""
 
 
 def settings_of(flags: Mapping[str, str], path: str, notes: list[Note]) -> list[str]:
-    """Arguments for our worker that say what is left of the flags."""
+    """Return arguments for our worker that express the remaining flags."""
     said: dict[str, str] = {}
     for name, value in flags.items():
         if name in TAKEN or name in OURS:
@@ -218,7 +218,7 @@ def _carries_object(value: str) -> bool:
 
 
 def passed_on(flags: Mapping[str, str]) -> list[str]:
-    """Those that go to the engine as they came."""
+    """Return the flags that go to the engine unchanged."""
     known = TAKEN | OURS | SETTINGS.keys() | {"enforce-eager"}
     return [
         name

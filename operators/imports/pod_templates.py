@@ -1,11 +1,11 @@
-"""Pod templates of other projects, as far as they can stand in ours.
+"""Pod templates of other projects: the parts that can stand in ours.
 
 Rules:
 
-1. What says where a pod runs and what it is given (affinity, tolerations, volumes, variables, memory) is taken over as it is. What says
-   what it runs (image, command, probes, ports) is not: our pods run our own.
+1. Fields about where a pod runs and what it gets (affinity, tolerations, volumes, variables, memory) are taken over
+   unchanged. Fields about what it runs (image, command, probes, ports) are not, because our pods run our own.
 2. GPUs are fields of a role, and are taken out of the resources.
-3. A variable with a secret's name and a value written out is left out, of other containers' too: it belongs into a Secret.
+3. A variable with a secret's name and a literal value is left out, also in other containers: it belongs into a Secret.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ WRITTEN_OUT = "has a secret's name and its value written out; put it into a Secr
 
 
 class PodTemplate:
-    """One in the making."""
+    """A pod template that is being built."""
 
     def __init__(self) -> None:
         self.labels: dict[str, str] = {}
@@ -45,7 +45,7 @@ class PodTemplate:
         self.grace_seconds: int | None = None
 
     def take(self, pod: DocumentReader) -> None:
-        """Fields of a pod's spec."""
+        """Take over fields of a pod's spec."""
         for name in OBJECTS:
             pod.table(name).skip_all()
         for name in LISTS:
@@ -55,7 +55,7 @@ class PodTemplate:
         for name in TEXTS:
             pod.text(name)
         self.spec |= {name: value for name in (*OBJECTS, *FLAGS, *TEXTS) if (value := pod.any(name))}
-        # Copied: an alias in the file makes them the same list in several pods.
+        # Copied, because a YAML alias makes several pods share one list.
         self.spec |= {name: list(values) for name in LISTS if (values := pod.any(name))}
         if before := self.spec.get("initContainers"):
             self.spec["initContainers"] = [
@@ -66,7 +66,7 @@ class PodTemplate:
             self.grace_seconds = pod.number("terminationGracePeriodSeconds", most=86_400)
 
     def take_container(self, container: DocumentReader) -> None:
-        """Fields of the container that runs the engine, resources excepted."""
+        """Take over fields of the container that runs the engine, without resources."""
         self.add_variables(container, "env")
         if sources := container.objects("envFrom"):
             self.main.setdefault("envFrom", []).extend(sources)
@@ -76,7 +76,7 @@ class PodTemplate:
             self.main["imagePullPolicy"] = policy
 
     def add_variables(self, owner: DocumentReader, field: str) -> None:
-        """A list of environment variables."""
+        """Take over a list of environment variables."""
         for variable in owner.tables(field):
             name, value = variable.text("name"), variable.any("value")
             source = variable.any("valueFrom")
@@ -87,7 +87,7 @@ class PodTemplate:
                 self.main.setdefault("env", []).append({"name": name, **said})
 
     def built(self) -> dict[str, Any]:
-        """As a role's `podTemplate`; empty where it says nothing."""
+        """Return a role's `podTemplate`; empty if it has no content."""
         main = dict(self.main)
         if self.arguments:
             main["args"] = self.arguments
@@ -102,12 +102,12 @@ class PodTemplate:
 
 
 def without_secrets(container: dict[str, Any], path: str, notes: list[Note]) -> dict[str, Any]:
-    """A container that runs beside ours or before, as it is but for rule 3.
+    """Return a container that runs beside ours or before it, without literal secrets (rule 3).
 
     Args:
-        container: Of a pod.
-        path: Of it.
-        notes: Where to say what was left out.
+        container: A container of a pod.
+        path: Its path.
+        notes: Receives notes about what was left out.
     """
     variables = container.get("env")
     if not isinstance(variables, list):
@@ -122,7 +122,7 @@ def without_secrets(container: dict[str, Any], path: str, notes: list[Note]) -> 
 
 
 def variables_of(*lists: list[Any]) -> dict[str, str]:
-    """What a container's variables say, for the `$NAME` in its arguments; secrets, and what is only known in the pod, excepted."""
+    """Return a container's literal variables for the `$NAME` in its arguments, without secrets."""
     return {
         name: value
         for variables in lists
@@ -133,12 +133,12 @@ def variables_of(*lists: list[Any]) -> dict[str, str]:
 
 
 def gpus_of(resources: Any, path: str, notes: list[Note]) -> tuple[int, GpuVendor, dict[str, Any]]:
-    """GPUs of a pod, their vendor, and its resources without them.
+    """Return the GPUs of a pod, their vendor, and its resources without them.
 
     Args:
-        resources: With `limits` and `requests`, if it is anything.
-        path: Of them.
-        notes: Where to say what cannot be taken over.
+        resources: An object with `limits` and `requests`, or nothing.
+        path: Its path.
+        notes: Receives notes about what cannot be taken over.
     """
     count, vendor = 0, GpuVendor.NVIDIA
     rest: dict[str, Any] = {}
@@ -158,13 +158,13 @@ def gpus_of(resources: Any, path: str, notes: list[Note]) -> tuple[int, GpuVendo
 
 
 def gpus_called(name: str, quantity: Any, path: str, notes: list[Note]) -> tuple[int, GpuVendor] | None:
-    """How many GPUs a resource stands for, and whose; None: it is something else.
+    """Return the number and vendor of the GPUs that a resource stands for; None: it is another resource.
 
     Args:
-        name: Of the resource.
-        quantity: Of it.
-        path: Of the field that says so.
-        notes: Where to say what cannot be taken over.
+        name: Name of the resource.
+        quantity: Its quantity.
+        path: Path of the field.
+        notes: Receives notes about what cannot be taken over.
     """
     if name in tuple(GpuVendor):
         return _whole(quantity, path, notes), GpuVendor(name)

@@ -1,11 +1,12 @@
-"""Values files of the chart of vLLM's production stack (https://github.com/vllm-project/production-stack, helm/), as DisaggDeployments.
+"""Import of values files for vLLM's production stack (https://github.com/vllm-project/production-stack, helm/).
 
 Rules:
 
-1. Entries of `modelSpec` with the same model are roles of one deployment, since one router serves them all; another model is another
-   deployment.
-2. An entry is a prefill or a decode role where the router splits prompts, and the router's flags or the entry's own KV role say which it is.
-3. What the chart plumbs by itself (ports, probes, peers of transfers) is Fleet's own business here, and is passed over.
+1. Entries of `modelSpec` with the same model are roles of one deployment, because one router serves them all. Another
+   model is another deployment.
+2. An entry is a prefill or a decode role if the router splits prompts, and the router's flags or the entry's own KV
+   role say which.
+3. Plumbing of the chart (ports, probes, peers of transfers) is skipped, because Fleet does it itself.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from operators.imports.engine_flags import Flags, flags_of, parallelism_of, pass
 from operators.imports.pod_templates import PodTemplate, gpus_called, gpus_of
 
 SIGN = "servingEngineSpec"
-"""The field that such a file has, and no other."""
+"""A field that only such a file has."""
 
 POLICIES = {
     "roundrobin": "round_robin",
@@ -89,7 +90,7 @@ TOKEN = "is written out; put it into a Secret under the key `token`, and name th
 
 
 class _ModelSpecEntry(Struct, frozen=True):
-    """One of `modelSpec`."""
+    """One entry of `modelSpec`."""
 
     model: str
     served: str
@@ -101,7 +102,7 @@ class _ModelSpecEntry(Struct, frozen=True):
 
 
 class _Splitting(Struct, frozen=True):
-    """What the router's flags say of entries."""
+    """The router's flags about prefill and decode entries."""
 
     on: bool
     prefill: frozenset[str]
@@ -109,15 +110,15 @@ class _Splitting(Struct, frozen=True):
 
 
 def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> Imported:
-    """The deployments in a values file.
+    """Return the deployments in a values file.
 
     Args:
-        values: Of the file.
-        name: Of the deployment, where there is one model; empty: after the model.
-        namespace: Of all; empty: they name none.
+        values: Content of the file.
+        name: Name of the deployment, if there is one model; empty: named after the model.
+        namespace: Namespace of all; empty: none.
 
     Raises:
-        ConfigurationRefused: A field has a value that it cannot have.
+        ConfigurationRefused: A field has an impossible value.
     """
     notes: list[Note] = []
     root = DocumentReader(values, "", notes)
@@ -134,7 +135,7 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
     suspend = not engines.flag("enableEngine", default=True)
     if suspend:
         engines.note("enableEngine", "is false: the deployment is suspended, its router too")
-    engines.skip("runtimeClassName", "schedulerName")  # of those that say nothing else
+    engines.skip("runtimeClassName", "schedulerName")  # entries without their own have read them
     keys = "keys of clients are a setting of the router (`tenants`)"
     engines.rest(OWN_OF_ENGINES | {"serviceMonitor": MONITORED, "vllmApiKey": keys})
     _beside(root)
@@ -168,7 +169,7 @@ def _renamed(entries: list[_ModelSpecEntry]) -> list[RoleSpec]:
 
 
 def _beside(root: DocumentReader) -> None:
-    """What a chart has besides engines and routers."""
+    """Read what a chart has besides engines and routers."""
     root.note_if(
         "cacheserverSpec",
         "has no equal: blocks that are kept for later are in the memory of each worker's own pod (kvTransfer.paths: store)",
@@ -180,7 +181,7 @@ def _beside(root: DocumentReader) -> None:
 
 
 def _routers(reader: DocumentReader) -> tuple[Routing, RoleSpec | None, _Splitting]:
-    """What the chart says of its router: the rules, the role where it is other than usual, and who is what."""
+    """Return the routing, the router's role if it differs from the default, and the split of prompts."""
     logic = reader.text("routingLogic")
     routing = Routing()
     if logic in POLICIES:
@@ -290,7 +291,7 @@ def _entry(reader: DocumentReader, engines: DocumentReader, splitting: _Splittin
 
 
 def _kept(transfers: DocumentReader, *, direct: bool) -> int:
-    """Gigabytes of blocks that a pod keeps for later; 0: none."""
+    """Return the gigabytes of blocks that a pod keeps for later; 0: none."""
     on, local = transfers.flag("enabled"), transfers.flag("localCpu", default=True)
     said = max(_gigabytes(transfers, "cpuOffloadingBufferSize"), _gigabytes(transfers, "maxLocalCpuSize"))
     for field in ("diskOffloadingBufferSize", "maxLocalDiskSize"):
@@ -315,7 +316,7 @@ def _type(reader: DocumentReader, transfers: DocumentReader, splitting: _Splitti
 
 
 def _engine(reader: DocumentReader, template: PodTemplate) -> tuple[Flags, bool]:
-    """The engine's flags, and whether it spreads over nodes."""
+    """Return the engine's flags, and whether it spreads over nodes."""
     config = reader.table("vllmConfig")
     path = config.path
     said = {
@@ -356,7 +357,7 @@ def _engine(reader: DocumentReader, template: PodTemplate) -> tuple[Flags, bool]
 
 
 def _resources(reader: DocumentReader, template: PodTemplate) -> tuple[int, GpuVendor]:
-    """GPUs of a pod."""
+    """Return the GPUs of a pod."""
     resources = reader.any("resources")
     if says_something(resources) and isinstance(resources, dict):
         for name in ("requestCPU", "requestMemory", "requestGPU", "requestGPUType", "limitCPU", "limitMemory"):
@@ -391,7 +392,7 @@ def _resources(reader: DocumentReader, template: PodTemplate) -> tuple[int, GpuV
 
 
 def _pod(reader: DocumentReader, engines: DocumentReader, template: PodTemplate) -> None:
-    """Where an entry's pods run, and what they are given."""
+    """Take over where an entry's pods run, and what they get."""
     template.take(reader)
     for name in ("runtimeClassName", "schedulerName"):
         if name not in template.spec and (value := engines.text(name)):
@@ -419,7 +420,10 @@ def _pod(reader: DocumentReader, engines: DocumentReader, template: PodTemplate)
 
 
 def _placed(template: PodTemplate, reader: DocumentReader) -> None:
-    """Terms of node selectors, which the chart writes without what is around them; an affinity counts more."""
+    """Take over node selector terms, which the chart writes without their surroundings.
+
+    An affinity takes precedence.
+    """
     terms = reader.objects("nodeSelectorTerms")
     if terms and "affinity" not in template.spec:
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
@@ -438,7 +442,7 @@ def _scaling(reader: DocumentReader) -> Scaling:
 
 
 def _secret(reader: DocumentReader) -> str:
-    """Of the model's repository."""
+    """Return the Secret for the model's repository."""
     told = reader.any("hf_token")
     if isinstance(told, dict):
         token = reader.table("hf_token")
@@ -463,7 +467,7 @@ def _transfer(entries: list[_ModelSpecEntry]) -> KvTransfer:
 
 
 def _gigabytes(reader: DocumentReader, name: str) -> int:
-    """A size that the chart writes as a number of them, whole or not."""
+    """Return a size that the chart writes as a number of gigabytes, whole or not."""
     text = reader.text(name)
     whole = text.partition(".")[0]
     if not text:

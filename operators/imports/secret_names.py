@@ -1,4 +1,4 @@
-"""Which values are secrets, by what they are called. They are repeated nowhere: in no object, and in no note."""
+"""Secret names: which values are secrets, judged by their names. No object and no note repeats them."""
 
 import re
 
@@ -8,12 +8,12 @@ _AMOUNT = re.compile(r"[0-9.]+|true|false", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether nobody is to see it.
+    """Return whether a value must not be shown.
 
     Args:
-        name: Of an environment variable, or of a flag without its dashes. Tokens may be those of a model: an amount of them
-            (``max-num-batched-tokens``) is none, nor is what is said of a tokenizer.
-        value: As it is written out; empty: it is not.
+        name: Name of an environment variable, or of a flag without its dashes. Tokens may also be those of a model: a
+            number of them (``max-num-batched-tokens``) is no secret, nor is a setting of a tokenizer.
+        value: The literal value; empty: there is none.
     """
     if not value:
         return False

@@ -1,20 +1,20 @@
-"""How children are called, labelled and reached."""
+"""Names, labels, ports and addresses of child objects."""
 
 from msgspec import Struct
 
+from fleet.net.kubernetes.kinds import GROUP
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, RoleType
-from operators.api.fields import GROUP
 
 HTTP, GRPC, CONTROL, WORKER, WORKER_CONTROL = 8000, 50051, 50052, 50060, 50061
 
 HEALTH = 8080
-"""The port at which probes and Prometheus ask a router; clients do not reach it."""
+"""The router's port for probes and Prometheus; clients do not reach it."""
 
 GROUP_PORT = 50063
-"""Where the first pod of a replica of several nodes hears the others."""
+"""The port at which the first pod of a worker group listens for the others."""
 
 PICKER = 9002
-"""Where gateways ask for an endpoint, by custom."""
+"""The customary port for gateways' endpoint requests."""
 
 CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name
 """The key of a Secret that holds a control secret; its file in pods has the same name."""
@@ -29,26 +29,26 @@ TYPE = f"{GROUP}/type"
 REVISION = f"{GROUP}/revision"
 
 GROUP_LABEL = f"{GROUP}/group"
-"""Of the StatefulSet and the pods of one replica that has several nodes: which one it is."""
+"""Label of the StatefulSet and the pods of one replica that has several nodes: its number."""
 
 ROUTER = "router"
-"""The role of routers, where none is described."""
+"""The name of the routers' role, if the specification has none."""
 
 LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
-"""Variables of a group's pods, as a LeaderWorkerSet calls them; commands have them put in."""
+"""Variables of a group's pods, named as in a LeaderWorkerSet; commands refer to them."""
 
 
 class DesiredDeployment(Struct, frozen=True, kw_only=True):
-    """A DisaggDeployment as far as its children depend on it."""
+    """The parts of a DisaggDeployment on which its children depend."""
 
     name: str
     namespace: str
     spec: DisaggDeploymentSpec
     uid: str = ""
-    """Empty: it is not on a server, so nothing can be owned by it."""
+    """Empty: it is not on a server, so it can own nothing."""
 
     control_secret: str = ""
-    """Name of the Secret with what its routers ask for at their control ports; empty: they ask for nothing."""
+    """Name of the Secret with the secret that its routers demand at their control ports; empty: they demand nothing."""
 
     @property
     def workers(self) -> tuple[RoleSpec, ...]:
@@ -56,31 +56,34 @@ class DesiredDeployment(Struct, frozen=True, kw_only=True):
 
     @property
     def router(self) -> RoleSpec:
-        """The role of routers; one of a single replica where none is described."""
+        """The role of routers; one with a single replica if the specification has none."""
         given = (role for role in self.spec.roles if role.type is RoleType.ROUTER)
         return next(given, RoleSpec(name=ROUTER, type=RoleType.ROUTER))
 
 
 def child_name(deployment: DesiredDeployment, role: str, of_revision: str) -> str:
-    """Of the settings of a role in a revision, of its child, and at the beginning of each of its StatefulSets."""
+    """Return the name of a role's settings and child in a revision; names of its StatefulSets begin with it."""
     return f"{deployment.name}-{role}-{of_revision}"
 
 
 def host_of(service: str, namespace: str) -> str:
-    """As pods of any namespace look it up, whatever the cluster's domain is called: their resolvers put that after it.
+    """Return a Service's host name for pods of any namespace, whatever the cluster's domain is.
 
-    Without `svc`, a name that is not there yet is asked for on the internet, where the namespace is called like a domain: `llama-decode.dev`.
+    Resolvers append the domain.
+
+    Without `svc`, a missing name would be looked up on the internet if the namespace is named like a domain:
+    `llama-decode.dev`.
     """
     return f"{service}.{namespace}.svc"
 
 
 def router_service(deployment: DesiredDeployment) -> str:
-    """Where clients bring their requests."""
+    """Return the name of the Service for clients."""
     return base_name(deployment, deployment.router)
 
 
 def pod_selector(deployment: DesiredDeployment, role: str) -> str:
-    """Of a role's pods, as `kubectl get -l` takes it."""
+    """Return the selector of a role's pods, as for `kubectl get -l`."""
     return ",".join(f"{key}={value}" for key, value in {INSTANCE: deployment.name, ROLE: role}.items())
 
 
@@ -89,7 +92,7 @@ def base_name(deployment: DesiredDeployment, role: RoleSpec) -> str:
 
 
 def config_name(deployment: DesiredDeployment, role: RoleSpec, of_revision: str) -> str:
-    """A router's keeps its name: what counts is the revision in the labels of its pods."""
+    """Return the name of a role's ConfigMap; a router's name stays, because its pods' labels carry the revision."""
     base = base_name(deployment, role)
     return base if role.type is RoleType.ROUTER or not of_revision else f"{base}-{of_revision}"
 

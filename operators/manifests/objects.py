@@ -1,16 +1,32 @@
-"""How a child is written down."""
+"""Objects: the frame of each child object's manifest."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from operators.api.fields import GROUP, VERSION
+import msgspec
+
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.manifests.names import INSTANCE, MANAGED_BY, NAME, DesiredDeployment
 
 Manifest = dict[str, Any]
 
 
+DIGEST = f"{GROUP}/digest"
+
+
+def with_digest(manifest: Manifest) -> Manifest:
+    """Return the manifest with its own digest as an annotation.
+
+    The digest leaves out replicas, which have other writers.
+    """
+    spec = {key: value for key, value in manifest.get("spec", {}).items() if key != "replicas"}
+    digest = hashlib.sha256(msgspec.json.encode(manifest | {"spec": spec}, order="sorted")).hexdigest()[:16]
+    return manifest | {"metadata": manifest["metadata"] | {"annotations": {DIGEST: digest}}}
+
+
 def mapping(value: Any) -> Manifest:
-    """A part of a user's template, which nobody has checked."""
+    """Return a part of a user's template, which nobody has checked, as a mapping."""
     return dict(value) if isinstance(value, Mapping) else {}
 
 
@@ -30,13 +46,13 @@ def object_of(
                 "name": deployment.name,
                 "uid": deployment.uid,
                 "controller": True,
-                "blockOwnerDeletion": False,  # see operators.rbac, rule 4
+                "blockOwnerDeletion": False,  # `operators.rbac`, rule 4
             }
         ]
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def of_all(deployment: DesiredDeployment, api: str, kind: str, name: str, spec: Manifest) -> Manifest:
-    """Something that is of no single role."""
+    """Return an object that belongs to no single role."""
     labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: "fleet-operator"}
     return object_of(deployment, api, kind, name, labels, spec)

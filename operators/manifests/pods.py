@@ -1,4 +1,4 @@
-"""The template of pods, with what the user says over it."""
+"""Pod templates of a deployment, merged with the user's templates."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -38,19 +38,22 @@ SETTINGS = "/etc/fleet/settings.json"
 SHARED_MEMORY = "4Gi"
 
 GRACE_SECONDS = 30
-"""Between the end of a drain and the end of the pod: closing, and telling the router."""
+"""The time between the end of a drain and the end of the pod, to close connections and tell the router."""
 
 GOODBYE_SECONDS = 5
-"""Between the word that a router's pod is to end and its SIGTERM: until then everybody who sends requests there has heard of it."""
+"""The time between the decision to end a router's pod and its SIGTERM; by then all senders of requests know that it ends.
+"""
 
 LIVENESS = {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
-"""A process that answers nothing for a minute is started again. Busy machines pause for seconds, and a restart costs minutes."""
+"""A process that does not answer for a minute is restarted. Busy machines pause for seconds, and a restart costs minutes.
+"""
 
 ROUTER_START = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 120}
-"""A router that fetches a tokenizer listens before it has it."""
+"""A router that fetches a tokenizer listens before the tokenizer is there."""
 
 WORKER_START = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 7200}
-"""A worker listens when its engine runs. Four hours: what it fetches and loads may be hundreds of gigabytes, and it ends by itself if it cannot."""
+"""A worker listens when its engine runs. Four hours: it may fetch and load hundreds of gigabytes, and ends by itself if it
+cannot."""
 
 PRODUCT_LABELS = {GpuVendor.NVIDIA: "nvidia.com/gpu.product", GpuVendor.AMD: "amd.com/gpu.product-name"}
 
@@ -66,7 +69,7 @@ KEYS = {
 
 
 class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What pods run where a deployment does not say it: the chart's values."""
+    """Images for deployments that name none: the chart's values."""
 
     router: str
     worker_cpu: str
@@ -84,7 +87,7 @@ class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def is_foreign(role: RoleSpec) -> bool:
-    """Whether a user's own command runs in its pods, of which nobody knows whether it ends when another pod of its group does."""
+    """Return whether its pods run a user's own command, which may not end when another pod of its group does."""
     pod = mapping(role.pod_template.get("spec"))
     containers = pod.get("containers")
     mains = [each for each in containers if mapping(each).get("name") == "main"] if isinstance(containers, list) else []
@@ -96,12 +99,14 @@ def pod_template(
     role: RoleSpec,
     images: Images,
     of_revision: str,
-    doors: Mapping[str, int] | None = None,
+    client_ports: Mapping[str, int] | None = None,
 ) -> Manifest:
-    """The pod template, with what the user's says over it. `doors`: a router's ports for those who bring requests."""
+    """Return the pod template, merged with the user's. `client_ports`: a router's ports for clients."""
     mounted = list(_mounted(deployment, role, of_revision))
     ports = (
-        {**(doors or {}), "health": HEALTH, "control": CONTROL} if role.type is RoleType.ROUTER else {"worker": WORKER}
+        {**(client_ports or {}), "health": HEALTH, "control": CONTROL}
+        if role.type is RoleType.ROUTER
+        else {"worker": WORKER}
     )
     mounts = [{"name": name, **mount} for name, _, mount in mounted]
     pod: Manifest = {
@@ -133,10 +138,10 @@ def pod_template(
     labels = labels_of(deployment, role) | ({REVISION: of_revision} if of_revision else {})
     template: Manifest = merged({"spec": pod}, role.pod_template)
     if isinstance(spec := template["spec"], Mapping) and spec.get("hostNetwork") and "dnsPolicy" not in spec:
-        # Else the node's resolver is asked, which knows no Services.
+        # Otherwise pods would use the node's resolver, which knows no Services.
         template["spec"] = {**spec, "dnsPolicy": "ClusterFirstWithHostNet"}
     metadata = mapping(template.get("metadata"))
-    # What selects pods is not the user's to change.
+    # The user cannot change the labels by which pods are selected.
     template["metadata"] = metadata | {"labels": mapping(metadata.get("labels")) | labels}
     return template
 
@@ -144,11 +149,11 @@ def pod_template(
 def _container(
     deployment: DesiredDeployment, role: RoleSpec, images: Images, ports: Mapping[str, int], mounts: list[Manifest]
 ) -> Manifest:
-    """Of our process."""
+    """Return the container of Fleet's process."""
     routes = role.type is RoleType.ROUTER
     own = ["router_id=$(POD_NAME)"]
     if not routes:
-        # In quotes, since a digest such as 4407e947 would be a number.
+        # In quotes, because a digest such as 4407e947 would be read as a number.
         own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", 'generation="$(REVISION)"']
     if "picker" in ports:
         own.append(f"endpoint_picker.router_endpoint=$(POD_IP):{HTTP}")
@@ -173,7 +178,7 @@ def _container(
             *([] if routes else [from_field("REVISION", f"metadata.labels['{REVISION}']")]),
         ],
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
-        # The last line of what it wrote says why it ended; nothing else of it is read (`operators.observed.pod_troubles`, rule 2).
+        # The last output line says why it ended; nothing else of the output is read (`operators.observed.pod_troubles`, rule 2).
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -182,10 +187,10 @@ def _container(
         },
         "volumeMounts": mounts,
     }
-    # A user's own command answers what the user says; our questions would end it.
+    # A user's own command has the user's probes; ours would end it.
     if not is_foreign(role):
         live = (
-            # Not on the clients' port: clients can take all of its connections, and the kubelet would then end a healthy router.
+            # Not on the clients' port: clients can take all of its connections, and the kubelet would then kill a healthy router.
             {"httpGet": {"path": "/live", "port": "health"}}
             if routes
             else {"grpc": {"port": WORKER_CONTROL, "service": "liveness"}}
@@ -196,7 +201,7 @@ def _container(
         container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "health"}, "periodSeconds": 2}
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
     else:
-        # A worker says that it is ready when it serves and its router knows it.
+        # A worker reports ready when it serves and its router knows it.
         container["readinessProbe"] = {"grpc": {"port": WORKER_CONTROL}, "periodSeconds": 2}
     if resources := _resources(role):
         container["resources"] = resources
@@ -206,13 +211,13 @@ def _container(
 def _mounted(
     deployment: DesiredDeployment, role: RoleSpec, of_revision: str
 ) -> Iterator[tuple[str, Manifest, Manifest]]:
-    """Volumes: what each is called, what is in it, and where it is mounted."""
+    """Yield the name, the source and the mount of each volume."""
     routes, model, transfer = role.type is RoleType.ROUTER, deployment.spec.model, deployment.spec.kv_transfer
     settings = {"name": config_name(deployment, role, of_revision)}
     yield "settings", {"configMap": settings}, {"mountPath": "/etc/fleet", "readOnly": True}
     yield "scratch", {"emptyDir": {}}, {"mountPath": SCRATCH}
     if not routes:
-        # Ranks of an engine talk to each other there, and a container's own is 64 MiB.
+        # Ranks of an engine exchange data there, and a container's default is 64 MiB.
         memory = {"medium": "Memory", "sizeLimit": SHARED_MEMORY}
         yield "shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}  # noqa: S108 - likewise
     if deployment.control_secret:
@@ -228,14 +233,14 @@ def _mounted(
         kept: Manifest = {"persistentVolumeClaim": {"claimName": model.cache_claim}}
         yield "hub", kept if model.cache_claim else {"emptyDir": {}}, {"mountPath": HUB_CACHE}
         if model.token_secret:
-            # Nothing else that may be in it; and where it is missing, the process says so, for which a pod would only wait.
+            # Only the token is mounted. If it is missing, the process reports that; otherwise the pod would only wait.
             only = {"items": [{"key": "token", "path": "token"}], "optional": True}
             secret = {"secretName": model.token_secret} | only
             yield "hub-token", {"secret": secret}, {"mountPath": HUB_SECRET, "readOnly": True}
 
 
 def merged(ours: Any, theirs: Any, key: str = "") -> Any:
-    """`theirs` over `ours`, as rule 4 of `operators.manifests` has it."""
+    """Merge `theirs` over `ours` (rule 4 of `operators.manifests`)."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return {name: merged(ours.get(name), theirs.get(name), name) for name in dict.fromkeys((*ours, *theirs))}
     if theirs is None:
@@ -249,13 +254,13 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
             if isinstance(name, str | int):
                 named[name] = merged(named.get(name), item)
             else:
-                nameless.append(item)  # the API server says what is wrong with it
+                nameless.append(item)  # the API server reports the fault
         return [*named.values(), *nameless]
     return theirs
 
 
 def _resources(role: RoleSpec) -> Manifest:
-    """Of one pod: its share of the replica's GPUs, and as many RDMA devices."""
+    """Return the resources of one pod: its share of the replica's GPUs, and as many RDMA devices."""
     if role.type is RoleType.ROUTER or not role.gpus.per_replica:
         return {}
     each = role.gpus.per_replica // role.nodes_per_replica

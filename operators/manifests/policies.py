@@ -1,4 +1,4 @@
-"""Who reaches pods, and how many of them may be taken away."""
+"""Policies: which callers reach pods, and how many pods may be evicted at once."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,10 +21,10 @@ WORKERS = tuple(sorted(each.value for each in RoleType if each is not RoleType.R
 
 
 def disruption_budget(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
-    """As many pods as a rollout may take replicas away, and one at least, or no node could ever be emptied."""
+    """Return a budget of as many pods as a rollout may take, but at least one, so that nodes can be drained."""
     spec = {
         "maxUnavailable": max(1, role.rollout.max_unavailable),
-        # What is not ready serves nobody, and must not keep a node from being emptied.
+        # A pod that is not ready serves nobody, and must not block the drain of a node.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": selected(deployment, role)},
     }
@@ -34,10 +34,10 @@ def disruption_budget(deployment: DesiredDeployment, role: RoleSpec) -> Manifest
 
 
 def to_workers(deployment: DesiredDeployment) -> Manifest:
-    """Who reaches workers: their routers, and each other, on whatever ports engines hand blocks over, and ranks of a group speak.
+    """Return the policy that admits only routers and workers to workers; workers use any port among themselves.
 
-    Neither link has a key, and that of a group is in the clear: this policy is all that guards it. So it is of every worker that there may be, also of a
-    role that the specification has no more, and whose last pods drain.
+    These links have no key, and a group's link is unencrypted, so this policy is their only protection. It covers all
+    workers, also those of a removed role whose last pods drain.
     """
     spec = {
         "podSelector": _of_types(deployment, WORKERS),
@@ -53,8 +53,11 @@ def to_workers(deployment: DesiredDeployment) -> Manifest:
     return of_all(deployment, "networking.k8s.io/v1", "NetworkPolicy", f"{deployment.name}-workers", spec)
 
 
-def to_router(deployment: DesiredDeployment, doors: Mapping[str, int]) -> Manifest:
-    """The callers that reach routers: clients where requests come in, and probes and Prometheus where health and metrics are; where workers register, only our own pods: workers, other routers, the operator."""
+def to_router(deployment: DesiredDeployment, client_ports: Mapping[str, int]) -> Manifest:
+    """Return the policy for routers: everyone reaches the ports for requests, health and metrics.
+
+    Only workers, other routers and the operator reach the control port.
+    """
     ours = [
         {"podSelector": {"matchLabels": {INSTANCE: deployment.name, NAME: "fleet"}}},
         {"namespaceSelector": {}, "podSelector": {"matchLabels": {COMPONENT: "operator", PART_OF: "fleet"}}},
@@ -63,7 +66,7 @@ def to_router(deployment: DesiredDeployment, doors: Mapping[str, int]) -> Manife
         "podSelector": _of_types(deployment, ROUTERS),
         "policyTypes": ["Ingress"],
         "ingress": [
-            {"ports": [{"port": door, "protocol": "TCP"} for door in (*doors, "health")]},
+            {"ports": [{"port": port, "protocol": "TCP"} for port in (*client_ports, "health")]},
             {"from": ours, "ports": [{"port": "control", "protocol": "TCP"}]},
         ],
     }

@@ -1,4 +1,4 @@
-"""Where pods are found: Services, and the InferencePool of gateways."""
+"""Services of a deployment's pods, the InferencePool for gateways, and the PodMonitor for Prometheus."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ from operators.manifests.objects import Manifest, object_of, of_all
 def service(
     deployment: DesiredDeployment, role: RoleSpec, name: str, ports: Mapping[str, int], *, unready: bool = False
 ) -> Manifest:
-    """`unready`: no address of its own, but the names of all pods, before they are ready too.
+    """Return a Service; with `unready` a headless one that resolves to all pods, also before they are ready.
 
-    So workers find every router to register with, which is not ready before it has workers.
+    Workers use it to register with every router, because a router is not ready before it has workers.
     """
     spec: Manifest = {
         "selector": selected(deployment, role),
@@ -26,12 +26,12 @@ def service(
 
 
 def pod_names(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
-    """A headless Service: pods of one replica find each other before any of them is ready."""
+    """Return a headless Service, so that pods of one replica find each other before any of them is ready."""
     return service(deployment, role, base_name(deployment, role), {"worker": WORKER}, unready=True)
 
 
 def inference_pool(deployment: DesiredDeployment) -> Manifest:
-    """Gateways send requests to what this selects: the routers, which carry out what their endpoint picker has placed."""
+    """Return the InferencePool: gateways send requests to routers, which run what their endpoint picker has placed."""
     router = deployment.router
     spec = {
         "selector": {"matchLabels": selected(deployment, router)},
@@ -44,3 +44,12 @@ def inference_pool(deployment: DesiredDeployment) -> Manifest:
         },
     }
     return of_all(deployment, "inference.networking.k8s.io/v1", "InferencePool", deployment.name, spec)
+
+
+def pod_monitor(deployment: DesiredDeployment) -> Manifest:
+    """Return the PodMonitor of the routers, whose metrics include those of the workers."""
+    spec = {
+        "selector": {"matchLabels": selected(deployment, deployment.router)},
+        "podMetricsEndpoints": [{"port": "health", "path": "/metrics"}],
+    }
+    return of_all(deployment, "monitoring.coreos.com/v1", "PodMonitor", f"{deployment.name}-router", spec)

@@ -1,4 +1,4 @@
-"""What our processes in the pods are told: their settings files."""
+"""Settings files of the processes in a deployment's pods."""
 
 from decimal import Decimal
 
@@ -33,12 +33,13 @@ CONTROL_FOLDER = "/etc/fleet-control"
 _CONTROL_FILE = f"{CONTROL_FOLDER}/{CONTROL_SECRET_KEY}"
 
 CONNECTION_SECONDS = 4
-"""How long connections to a router last, give or take a tenth: less than `operators.manifests.pods.GOODBYE_SECONDS`, so that none of before
-the word that its pod is to end is still there at the SIGTERM."""
+"""How long connections to a router last, give or take a tenth: less than `operators.manifests.pods.GOODBYE_SECONDS`, so
+that no connection from before the decision to end its pod exists at the SIGTERM."""
 
 PATIENCE_SECONDS = 120.0
-"""Of a router that fetches a tokenizer, a few megabytes: when nothing has come for so long it ends, and so says why (`operators.observed.pod_troubles`). As long
-as a container runs nobody hears of it; a worker's weights may take longer, and it waits as the hub's client does."""
+"""The limit for a router that fetches a tokenizer of a few megabytes: after this time without data it ends, and so reports
+the reason (`operators.observed.pod_troubles`). A running container reports nothing. A worker's weights may take longer,
+and it waits as long as the hub's client does."""
 
 ROLES = {RoleType.PREFILL: "prefill", RoleType.DECODE: "decode", RoleType.AGGREGATED: "both"}
 
@@ -54,7 +55,7 @@ def worker_settings(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
         "registry": f"{host_of(f'{router_service(deployment)}-control', deployment.namespace)}:{CONTROL}",
         **({"registry_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
         "listen": f"0.0.0.0:{WORKER}",
-        # Routers and workers prove the control secret to each other. Without one only the deployment's NetworkPolicy says who gets there.
+        # Routers and workers prove the control secret to each other. Without one, only the deployment's NetworkPolicy protects the port.
         "credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
         "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
         "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
@@ -63,7 +64,7 @@ def worker_settings(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
     }
     if KvPath.STORE in spec.kv_transfer.paths:
         settings["embedded_store"] = {
-            "store_id": "",  # the pod's name, put in by it
+            "store_id": "",  # the pod fills in its name
             "listen": [f"unix:{SCRATCH}/store.sock"],
             "shm_socket": f"{SCRATCH}/store-memory.sock",
             "capacity_bytes": in_bytes(spec.kv_transfer.store_memory),
@@ -72,7 +73,7 @@ def worker_settings(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
             secret = {"password_file": f"{REDIS_FOLDER}/password"} if spec.kv_transfer.redis_secret else {}
             settings["embedded_store"]["tiers"] = [{"kind": "redis", "url": spec.kv_transfer.redis} | secret]
     if role.nodes_per_replica > 1:
-        # Its rank and where the first is, only the pod knows.
+        # Only the pod knows its rank and the leader's address.
         settings["group"] = {"nodes": role.nodes_per_replica, "listen": f"0.0.0.0:{GROUP_PORT}"}
     if spec.watchdog != WatchdogSpec():
         settings["watchdog"] = {
@@ -101,7 +102,7 @@ def router_settings(deployment: DesiredDeployment) -> Manifest:
         "grpc_listen": f"0.0.0.0:{GRPC}",
         "health_listen": f"0.0.0.0:{HEALTH}",
         "control_listen": f"0.0.0.0:{CONTROL}",
-        # Without a secret only the deployment's NetworkPolicy says who gets there.
+        # Without a secret, only the deployment's NetworkPolicy protects the port.
         "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
         **({"worker_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
         "connection_seconds": CONNECTION_SECONDS,
@@ -122,12 +123,12 @@ def _model_dir(deployment: DesiredDeployment) -> str:
 
 
 def is_fetched(deployment: DesiredDeployment) -> bool:
-    """Whether pods fetch the model from the hub, which is not so of folders in a volume or an image: their paths begin at the root."""
+    """Return whether pods fetch the model from the hub; folders in a volume or an image have absolute paths instead."""
     return parse_repository(_model_dir(deployment)) is not None
 
 
 def _hub(deployment: DesiredDeployment, **more: float) -> Manifest:
-    """Where processes fetch the model from, where they do, and what more is said of it."""
+    """Return the hub settings with further ones; empty if nothing is fetched."""
     if not is_fetched(deployment):
         return {}
     model = deployment.spec.model
@@ -140,7 +141,7 @@ def _hub(deployment: DesiredDeployment, **more: float) -> Manifest:
 
 
 def in_bytes(quantity: str) -> int:
-    """Of a quantity of memory: ``8Gi``, ``500M``, ``1.5G``, ``1024``."""
+    """Convert a quantity of memory to bytes: ``8Gi``, ``500M``, ``1.5G``, ``1024``."""
     number = quantity.rstrip("kKMGTPEi")
     suffix = quantity[len(number) :]
     power = " kMGTPE".index(suffix[0].replace("K", "k")) if suffix else 0

@@ -1,16 +1,15 @@
-"""What there is once in a deployment, whatever its revisions."""
+"""Shared objects: the children that exist once in a deployment, whatever its revisions."""
 
 import hashlib
 
 import msgspec
 
 from fleet.net.kubernetes.kinds import OptionalKinds
-from operators.manifests.monitoring import pod_monitor
 from operators.manifests.names import CONTROL, GRPC, HTTP, PICKER, DesiredDeployment, base_name
 from operators.manifests.objects import Manifest
 from operators.manifests.pods import Images
 from operators.manifests.policies import disruption_budget, to_router, to_workers
-from operators.manifests.services import inference_pool, pod_names, service
+from operators.manifests.services import inference_pool, pod_monitor, pod_names, service
 from operators.manifests.settings import config_map, router_settings
 from operators.manifests.workloads import SERVED, router_deployment
 
@@ -18,12 +17,12 @@ from operators.manifests.workloads import SERVED, router_deployment
 def shared(
     deployment: DesiredDeployment, images: Images, served: OptionalKinds = SERVED, *, routers: int | None = None
 ) -> list[Manifest]:
-    """What there is once: the router with its Services, and for each role a disruption budget, names for its pods, and who may reach them.
+    """Return the router with its Services, and for each role a disruption budget, pod names and network policies.
 
     Args:
-        deployment: What is wished.
-        images: Where it names none.
-        served: Which kinds the API server has.
+        deployment: The desired deployment.
+        images: Images if it names none.
+        served: The optional kinds of the API server.
         routers: Replicas of the router; None: as the deployment says.
     """
     router, spec = deployment.router, deployment.spec
@@ -31,16 +30,16 @@ def shared(
     settings = router_settings(deployment) | ({"endpoint_picker": {"port": PICKER}} if picks else {})
     digest = hashlib.sha256(msgspec.json.encode(settings, order="sorted")).hexdigest()[:8]
     replicas = 0 if spec.suspend else router.replicas if routers is None else routers
-    doors = {"http": HTTP, "grpc": GRPC} | ({"picker": PICKER} if picks else {})
+    client_ports = {"http": HTTP, "grpc": GRPC} | ({"picker": PICKER} if picks else {})
     made = [
         config_map(deployment, router, settings),
-        router_deployment(deployment, images, digest, doors, replicas),
-        service(deployment, router, base_name(deployment, router), doors),
+        router_deployment(deployment, images, digest, client_ports, replicas),
+        service(deployment, router, base_name(deployment, router), client_ports),
         service(deployment, router, f"{base_name(deployment, router)}-control", {"control": CONTROL}, unready=True),
     ]
     made += [pod_names(deployment, role) for role in deployment.workers]
     made += [disruption_budget(deployment, role) for role in (*deployment.workers, router)]
-    made += [to_workers(deployment), to_router(deployment, doors)]
+    made += [to_workers(deployment), to_router(deployment, client_ports)]
     if served.pod_monitors:
         made.append(pod_monitor(deployment))
     if picks:

@@ -1,4 +1,7 @@
-"""What makes pods: for workers a child for each role and revision, or for each replica; for routers one."""
+"""Workloads: the children that create pods.
+
+Workers have one for each role and revision, or for each replica; routers have one.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from fleet.net.kubernetes.kinds import OptionalKinds
+from fleet.net.kubernetes.kinds import GROUP, VERSION, OptionalKinds
 from operators.api.disagg_deployment import RoleSpec
-from operators.api.fields import GROUP, VERSION
 from operators.manifests.names import (
     GROUP_LABEL,
     LEADER,
@@ -29,7 +31,7 @@ SERVED = OptionalKinds()
 
 
 def revision(deployment: DesiredDeployment, images: Images, served: OptionalKinds = SERVED) -> str:
-    """Of all workers, in 8 characters: the same for as long as nothing changes that a pod would have to be made anew for."""
+    """Return the revision of all workers in 8 characters; it changes only if pods would have to be recreated."""
     roles = sorted(deployment.workers, key=lambda role: role.name)
     pods: list[Any] = [
         [pod_template(deployment, role, images, ""), worker_settings(deployment, role)] for role in roles
@@ -39,14 +41,17 @@ def revision(deployment: DesiredDeployment, images: Images, served: OptionalKind
 
 
 def grouped(role: RoleSpec, served: OptionalKinds) -> bool:
-    """Whether each replica is a StatefulSet of its own."""
+    """Return whether each replica is a StatefulSet of its own."""
     return role.nodes_per_replica > 1 and not served.leader_worker_sets
 
 
 def workers(
     deployment: DesiredDeployment, role: RoleSpec, of_revision: str, images: Images, served: OptionalKinds = SERVED
 ) -> list[Manifest]:
-    """The settings and the child of one role in one revision, without replicas; of `grouped` roles the settings alone."""
+    """Return the settings and the child of one role in one revision, without replicas.
+
+    For `grouped` roles only the settings.
+    """
     name = child_name(deployment, role.name, of_revision)
     labels = labels_of(deployment, role) | {REVISION: of_revision}
     config = config_map(deployment, role, worker_settings(deployment, role), of_revision)
@@ -54,7 +59,7 @@ def workers(
         return [config]
     template = pod_template(deployment, role, images, of_revision)
     if role.nodes_per_replica > 1:
-        # The leader's address is put in by its controller; of the rank only newer ones say it.
+        # The controller sets the leader's address; only newer ones set the rank.
         rank = from_field(RANK, "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']")
         template["spec"] = merged(template["spec"], {"containers": [{"name": "main", "env": [rank]}]})
         spec: Manifest = {
@@ -75,7 +80,10 @@ def workers(
 
 
 def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index: int, images: Images) -> Manifest:
-    """One replica of several nodes as a StatefulSet. Its pods come and go at once, and know each other as in a LeaderWorkerSet."""
+    """Return one replica of several nodes as a StatefulSet.
+
+    Its pods start and end together, and know each other as in a LeaderWorkerSet.
+    """
     name = f"{child_name(deployment, role.name, of_revision)}-{index}"
     labels = labels_of(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}
     template = pod_template(deployment, role, images, of_revision)
@@ -101,23 +109,26 @@ def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index
 
 
 def router_deployment(
-    deployment: DesiredDeployment, images: Images, of_settings: str, doors: Mapping[str, int], replicas: int
+    deployment: DesiredDeployment, images: Images, of_settings: str, client_ports: Mapping[str, int], replicas: int
 ) -> Manifest:
-    """Of routers, which change in place. `of_settings`: a digest of what they are told, since pods do not notice that by themselves."""
+    """Return the routers' Deployment, which changes in place.
+
+    `of_settings`: a digest of the settings, because pods do not notice a change by themselves.
+    """
     router = deployment.router
     rollout = {"maxSurge": router.rollout.max_surge, "maxUnavailable": router.rollout.max_unavailable}
     spec: Manifest = {
         "replicas": replicas,
         "selector": {"matchLabels": selected(deployment, router)},
         "strategy": {"rollingUpdate": rollout},
-        "template": pod_template(deployment, router, images, of_settings, doors),
+        "template": pod_template(deployment, router, images, of_settings, client_ports),
     }
     labels = labels_of(deployment, router)
     return object_of(deployment, "apps/v1", "Deployment", base_name(deployment, router), labels, spec)
 
 
 def role_scaler(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
-    """What scales a role that its specification does not; from then on whoever scales it writes it."""
+    """Return the RoleScaler of a role without a static size; from then on only its scaler writes it."""
     spec = {"target": {"deployment": deployment.name, "role": role.name}, "replicas": role.replicas}
     api = f"{GROUP}/{VERSION}"
     return object_of(deployment, api, "RoleScaler", base_name(deployment, role), labels_of(deployment, role), spec)

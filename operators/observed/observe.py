@@ -1,14 +1,14 @@
-"""From what the API server has to what `reconcile` looks at. Pure.
+"""Observation: turns the cached objects into the observed state of one deployment. Pure.
 
 Rules:
 
-1. Ours is what a deployment controls by its uid. Names and labels say nothing: a deployment that was deleted and made again has
-   nothing of its namesake before.
-2. A replica is a pod, or a group of pods that live and die together; a group counts as ready when all of its pods are, and as
-   registered when the first of them is.
-3. Groups come as a whole or not at all, without a scheduler that knows of groups: one that finds nodes for some of its pods only gives
-   them back after a while.
-4. A pod that is gone from the API server is gone. One that is marked as deleted still has its GPUs.
+1. A deployment owns what it controls by its uid. Names and labels prove nothing: a deployment that was deleted and
+   created again owns nothing of its predecessor.
+2. A replica is a pod, or a group of pods that live and die together. A group is ready when all of its pods are, and
+   registered when its first pod is.
+3. A group needs nodes for all of its pods. A scheduler that does not know groups may find nodes for some pods only; the
+   group then gives them back after a while.
+4. A pod that is missing on the API server is gone. A pod that is being deleted still has its GPUs.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -20,21 +20,19 @@ import msgspec
 from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
-from fleet.net.kubernetes.cache import Cache
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.views import (
-    VIEW_OF_KIND,
     CustomObject,
     KubernetesLease,
     NamedObject,
     Pod,
-    View,
     WorkloadResource,
 )
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleType
 from operators.api.fields import Condition
-from operators.controller.reconcile import DIGEST
-from operators.manifests.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, ROUTER, TYPE
+from operators.manifests.names import GROUP_LABEL, REVISION, ROLE, ROUTER, TYPE
+from operators.manifests.objects import DIGEST
+from operators.observed.caches import InformerCaches
 from operators.observed.pod_troubles import troubles
 from operators.observed.registrations import (
     ReportedWorkers,
@@ -50,35 +48,21 @@ from operators.scaling import RevisionReplicas
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"
 PARTIAL_GROUP_SECONDS = 60
-"""A group that has not found nodes for all of its pods after one to two times this gives its GPUs back, and tries again. Not all at once:
-two groups that each hold half of the nodes that the other one needs would do so for ever."""
+"""A group without nodes for all of its pods gives its GPUs back after one to two times this, and tries again. The times
+differ, because two groups that each hold half of the nodes that the other one needs would otherwise block each other
+for ever."""
 
 GROUP_REJOIN_SECONDS = 60
-"""For a pod that has begun anew to be taken back by the others of its group."""
+"""The time within which the other pods of a group have to take a restarted pod back."""
 
 Kept = TypeVar("Kept", bound=NamedObject)
 
 
-class InformerCaches:
-    """A cache for each kind."""
-
-    def __init__(self) -> None:
-        self._caches: dict[ApiKind, Cache[NamedObject]] = {kind: Cache(deployment_of) for kind in VIEW_OF_KIND}
-
-    def of(self, kind: ApiKind, view: type[View]) -> Cache[View]:
-        assert VIEW_OF_KIND[kind] is view, f"{kind.name} is kept as {VIEW_OF_KIND[kind].__name__}"
-        return cast(Cache[View], self._caches[kind])
-
-    def any(self, kind: ApiKind) -> Cache[NamedObject]:
-        return self._caches[kind]
-
-    def sizes(self) -> Mapping[str, int]:
-        """Objects by kind."""
-        return {kind.name: len(cache) for kind, cache in self._caches.items()}
-
-
 class ForeignObjects(Struct, frozen=True):
-    """Kinds and names that are taken in a namespace by what a deployment does not own. Looked up, never made a list of."""
+    """Kinds and names in a namespace that belong to others than the deployment.
+
+    Membership is looked up; the set is never listed.
+    """
 
     store: InformerCaches
     namespace: str
@@ -87,7 +71,7 @@ class ForeignObjects(Struct, frozen=True):
     def __contains__(self, key: object) -> bool:
         kind, name = cast(tuple[str, str], key)
         found = self.store.any(kinds.BY_NAME[kind]).get(self.namespace, name)
-        # A RoleScaler that somebody made is obeyed like our own.
+        # A RoleScaler that somebody else made counts like our own.
         return found is not None and found.metadata.owner_uid != self.uid and kind != kinds.ROLE_SCALER.name
 
 
@@ -95,21 +79,21 @@ def observe(
     store: InformerCaches,
     custom: CustomObject,
     spec: DisaggDeploymentSpec,
-    told: ReportedWorkers | None,
+    reports: ReportedWorkers | None,
     now: datetime,
     served: OptionalKinds,
-    shown: ProbeEvidence | None = None,
+    evidence: ProbeEvidence | None = None,
 ) -> ObservedState:
-    """What there is of one deployment.
+    """Return the observed state of one deployment.
 
     Args:
-        store: Everything that the API server has told.
+        store: Caches of all objects.
         custom: The deployment.
-        spec: What it says.
-        told: By its routers; None: nothing.
-        now: By the wall.
-        served: Which kinds there may be.
-        shown: By probes; None: none are sent.
+        spec: Its specification.
+        reports: Workers that its routers report; None: no report.
+        now: Time of the wall clock.
+        served: The optional kinds of the API server.
+        evidence: What probes have shown; None: no probes are sent.
     """
     namespace, name, uid = custom.metadata.namespace, custom.metadata.name, custom.metadata.uid
     pods = tuple(store.of(kinds.POD, Pod).of(namespace, name).values())
@@ -122,9 +106,9 @@ def observe(
         )
         for each in store.of(kinds.LEASE, KubernetesLease).of(namespace, name).values()
     )
-    known = registered(leases, told, now)
+    known = registered(leases, reports, now)
     routers = {pod.metadata.name for pod in routers_of(pods) if pod.ready}
-    heard = None if told is None else {router: workers for router, workers in told.items() if router in routers}
+    heard = None if reports is None else {router: workers for router, workers in reports.items() if router in routers}
     partly = partly_unknown(leases, heard, now)
     controllers = [
         (kind, each)
@@ -156,25 +140,16 @@ def observe(
             pod.metadata.name: partly[pod.metadata.name] for pod in pods if pod.metadata.name in partly and pod.alive
         },
         silent=tuple(sorted(routers - heard.keys())) if heard else (),
-        shown=shown,
+        evidence=evidence,
         proved=_text(custom.status.get("proved")),
         troubles=troubles(pods, (each for _, each in controllers), products),
-        worths=_worths(pods, known or {}),
+        deletion_costs=_deletion_costs(pods, known or {}),
         served=served,
     )
 
 
-def deployment_of(item: NamedObject) -> str:
-    """Whose business an object is, by its name; empty: nobody's of ours."""
-    if isinstance(item, CustomObject):
-        target = item.spec.get("target")
-        name = target.get("deployment") if isinstance(target, dict) else item.spec.get("deployment")
-        return name if isinstance(name, str) else ""
-    return item.metadata.labels.get(INSTANCE, "")
-
-
 def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:
-    """As last written; none where somebody else wrote something else there."""
+    """Return the conditions as last written; none if somebody else wrote something invalid there."""
     try:
         return msgspec.convert(custom.status.get("conditions", []), tuple[Condition, ...])
     except msgspec.ValidationError:
@@ -182,7 +157,10 @@ def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:
 
 
 def scalers_of(store: InformerCaches, namespace: str, deployment: str) -> dict[str, CustomObject]:
-    """RoleScalers of a deployment, by role; of two for one role, the one with the name that we would give it, or the first by name."""
+    """Return the RoleScalers of a deployment by role.
+
+    Among two for one role, the one with our name counts, or else the first by name.
+    """
     found: dict[str, CustomObject] = {}
     for name, each in sorted(store.of(kinds.ROLE_SCALER, CustomObject).of(namespace, deployment).items(), reverse=True):
         role = str(each.spec.get("target", {}).get("role"))
@@ -193,12 +171,12 @@ def scalers_of(store: InformerCaches, namespace: str, deployment: str) -> dict[s
 
 
 def routers_of(pods: Iterable[Pod]) -> Iterator[Pod]:
-    """Those of them that are not on their way out."""
+    """Return the pods of routers that are not being deleted."""
     return (pod for pod in pods if pod.alive and pod.metadata.labels.get(TYPE) == RoleType.ROUTER)
 
 
 def _text(value: object) -> str:
-    """What somebody else may have written there."""
+    """Return a text from a field that somebody else may have written."""
     return value if isinstance(value, str) else ""
 
 
@@ -211,7 +189,7 @@ def _owned(named: Mapping[str, Kept], uid: str) -> Iterator[Kept]:
 
 
 def _routes(kind: ApiKind, controller: WorkloadResource) -> bool:
-    """Of routers: they change in place."""
+    """Return whether it is the Deployment of routers, which changes in place."""
     return kind == kinds.DEPLOYMENT and REVISION not in controller.metadata.labels
 
 
@@ -245,7 +223,7 @@ def _children(
     partly: Container[str],
     now: datetime,
 ) -> Iterator[ObservedChild]:
-    """One for each role and revision that has a controller, or pods that are left of one."""
+    """Yield a child for each role and revision that has a controller, or left-over pods."""
     by_child: dict[tuple[str, str], list[Pod]] = {}
     for pod in pods:
         labels = pod.metadata.labels
@@ -275,18 +253,18 @@ def _group_child(
     partly: Container[str],
     now: datetime,
 ) -> ObservedChild:
-    """Of StatefulSets, each of which is one replica."""
+    """Return the child whose replicas are StatefulSets."""
     staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
     sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
     halves, left_behind, ready, warm = [], [], [], {}
-    told = known if known is not None else {}
+    reports = known if known is not None else {}
     for name, each in sorted(staying.items()):
         members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
         if _half(
             members, now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
         ):
             halves.append(name)
-        registrations = [told[pod.metadata.name] for pod in members if pod.metadata.name in told]
+        registrations = [reports[pod.metadata.name] for pod in members if pod.metadata.name in reports]
         if members and _group_ready(members, each.spec.replicas) and (known is None or registrations):
             ready.append(name)
         if blocks := [found.warm_blocks for found in registrations if found.warm_blocks is not None]:
@@ -304,13 +282,13 @@ def _group_child(
 
 
 def _half(pods: Sequence[Pod], before: datetime) -> bool:
-    """Whether some have a node, and others have found none since `before`."""
+    """Return whether some pods have a node, and others have found none since `before`."""
     unplaced = [pod.unplaced_since for pod in pods if pod.unplaced_since is not None]
     return len(pods) > len(unplaced) > 0 and min(unplaced) < before
 
 
 def _left_behind(pods: Sequence[Pod], before: datetime) -> list[str]:
-    """Those that have begun anew less often than another one, which did before `before`, and the group is not ready yet."""
+    """Return pods with fewer restarts than one that restarted before `before`, if the group is not ready yet."""
     most = max((pod.restarts for pod in pods), default=0)
     ended = [
         each.last_state.terminated.finished_at
@@ -376,10 +354,10 @@ def _group_ready(pods: Iterable[Pod], size: int | None) -> bool:
     return len(every) >= size and all(pod.ready for pod in every)
 
 
-def _worths(
+def _deletion_costs(
     pods: Iterable[Pod], known: Mapping[str, WorkerRegistration]
 ) -> dict[tuple[str, str], tuple[PodDeletionCost, ...]]:
-    """Of single pods, by role and revision: what it would cost to lose each."""
+    """Return the deletion costs of single pods, by role and revision."""
     found: dict[tuple[str, str], list[PodDeletionCost]] = {}
     for pod in pods:
         labels = pod.metadata.labels

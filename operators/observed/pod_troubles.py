@@ -1,11 +1,13 @@
-"""Why pods do not run, in words that a condition can have: from what scheduler, kubelet and controllers say. Pure.
+"""Pod troubles: why pods do not run, in words for a condition, from what scheduler, kubelet and controllers report.
+
+Pure.
 
 Rules:
 
-1. Only what is said of pods that should be there counts: one that is on its way out troubles nobody.
-2. Of what a container wrote before it ended, a line of our own (`fleet: …`, one line without secrets by the rules of the command) is
-   repeated, and nothing else: logs may hold anything.
-3. A trouble has one of the reasons below, in the order of how much it explains: what cannot be placed cannot pull its image.
+1. Only pods that should exist count, not those that are being deleted.
+2. A container's last output is repeated only if it is a line of ours (`fleet: …`, one line without secrets by the rules
+   of the command), because logs may contain anything.
+3. A trouble has one of the reasons below, ordered by how much it explains: a pod without a node cannot pull its image.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,26 +21,26 @@ from fleet.net.kubernetes.views import ContainerStatus, Pod, WorkloadResource
 MOST_CHARACTERS = 300
 OURS = "fleet: "
 REFUSED = 3
-"""Exit status of a configuration that was refused."""
+"""Exit status of a process whose configuration was refused."""
 
 
 class TroubleReason(IntEnum):
-    """In the order of precedence; names as conditions spell them."""
+    """Reasons in the order of precedence, named as in conditions."""
 
     QuotaExceeded = 1
     PodsRefused = 2
-    """By admission control, say."""
+    """For example by admission control."""
 
     NoSuchGpu = 3
     InsufficientCapacity = 4
     Unschedulable = 5
     ImagePull = 6
     ConfigurationMissing = 7
-    """A Secret, ConfigMap or volume that a container names."""
+    """A Secret, ConfigMap or volume that a container names is missing."""
 
     ModelNotFound = 8
     HubUnreachable = 9
-    """Nothing of the model came from where it is to be fetched."""
+    """The model hub sent nothing."""
 
     ConfigurationRefused = 10
     OutOfMemory = 11
@@ -73,12 +75,12 @@ class PodTrouble(Struct, frozen=True, order=True):
 def troubles(
     pods: Iterable[Pod], controllers: Iterable[WorkloadResource], products: Sequence[str]
 ) -> tuple[PodTrouble, ...]:
-    """All there are, the most telling first; one for each pod at most.
+    """Return all troubles, the most informative first, at most one for each pod.
 
     Args:
-        pods: Of a deployment.
+        pods: Pods of a deployment.
         controllers: Its children with replicas.
-        products: GPUs that its roles name.
+        products: GPU products that its roles name.
     """
     found = [trouble for each in controllers if (trouble := _refused_pods(each)) is not None]
     found += [trouble for each in pods if each.alive and (trouble := _of_pod(each, products)) is not None]
@@ -106,7 +108,7 @@ def _of_pod(pod: Pod, products: Sequence[str]) -> PodTrouble | None:
 
 
 def _unplaced(message: str, products: Sequence[str]) -> TroubleReason:
-    """By the words of kube-scheduler: `0/3 nodes are available: 2 Insufficient nvidia.com/gpu, 1 node(s) didn't match …`."""
+    """Return the reason from kube-scheduler's words: `0/3 nodes are available: 2 Insufficient nvidia.com/gpu …`."""
     if "Insufficient " in message:
         return TroubleReason.InsufficientCapacity
     if products and "didn't match Pod's node affinity/selector" in message:
@@ -126,9 +128,9 @@ def _of_container(pod: str, container: ContainerStatus, *, ready: bool) -> PodTr
     said = next((line for line in reversed(ended.message.splitlines()) if line.startswith(OURS)), "")
     said = said.removeprefix(OURS)
     runs = waiting is None and container.state.terminated is None
-    if said.startswith("hub.endpoint:") and not (runs and ready):  # it asks again, for as long as it did before
+    if said.startswith("hub.endpoint:") and not (runs and ready):  # the restarted container tries again just as long
         return PodTrouble(TroubleReason.HubUnreachable, pod, _short(said))
-    if runs:  # it has got over it
+    if runs:  # the container has recovered
         return None
     times = f"ended {container.restart_count + 1} times, with exit status {ended.exit_code}"
     if ended.reason == "OOMKilled":

@@ -1,15 +1,18 @@
-"""Which workers are known to their routers: the one place that says how that is told. Pure.
+"""Registrations: which workers the routers of a deployment know, from workers' Leases and routers' reports. Pure.
 
 Rules:
 
-1. A worker registers as a Lease (`coordination.k8s.io/v1`) in its deployment's namespace, named after its pod, with the labels
-   below; `spec.holderIdentity` is the pod's name too. It renews the Lease while it serves and deletes it, or gives it up (an empty
-   holder), when it has drained. The annotation WARM says how many blocks its caches hold, for whoever has to choose a pod to end.
-2. Or the routers say it: whoever asks their control API passes on what each was told. Both are believed; one is enough. A worker that
-   some routers know and others do not gets requests, but is not registered: see `partly_unknown`.
-3. A Lease that has not been renewed for its duration counts for nothing. When it was renewed is when the operator was told of it, by its own
-   clock; only of Leases that were there before the operator their own time counts, until the next renewal, and clocks may differ by SKEW_SECONDS.
-4. Where neither has said anything yet, nothing is known, which is something else than that no worker is registered.
+1. A worker registers by a Lease (`coordination.k8s.io/v1`) in its deployment's namespace, named after its pod and with
+   the labels below; `spec.holderIdentity` is the pod's name too. It renews the Lease while it serves. When it has
+   drained, it deletes the Lease or gives it up (an empty holder). The annotation WARM has the number of blocks in its
+   caches, for whoever has to choose a pod to end.
+2. Routers report their workers too, at their control ports. A Lease or a report is enough. A worker that only some
+   routers know gets requests, but does not count as registered (`partly_unknown`).
+3. A Lease that was not renewed for its duration does not count. Its renewal time is when the operator learned of it, on
+   the operator's clock. Only for Leases that are older than the operator, the Lease's own time counts until the next
+   renewal, and clocks may differ by SKEW_SECONDS.
+4. While there is neither a Lease nor a report, the registrations are unknown, which differs from having no registered
+   worker.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,11 +20,11 @@ from datetime import datetime, timedelta
 
 from msgspec import Struct
 
-from operators.api.fields import GROUP
+from fleet.net.kubernetes.kinds import GROUP
 from operators.manifests.names import INSTANCE, REVISION, ROLE
 
 REGISTRATION = f"{GROUP}/registration"
-"""Label of a worker's Lease, with the value `worker`: what is watched."""
+"""Label of a worker's Lease, with the value `worker`; the operator watches it."""
 
 WORKER = "worker"
 SELECTOR = f"{REGISTRATION}={WORKER}"
@@ -30,19 +33,19 @@ SKEW_SECONDS = 5
 
 
 class WorkerRegistration(Struct, frozen=True, kw_only=True):
-    """What is known of one worker."""
+    """What is known about one worker."""
 
     pod: str
     warm_blocks: int | None = None
-    """In its caches; None: not told."""
+    """Blocks in its caches; None: unknown."""
 
 
 ReportedWorkers = Mapping[str, tuple[WorkerRegistration, ...]]
-"""What routers say, by their pods."""
+"""The workers that routers report, by the routers' pods."""
 
 
 class WorkerLease(Struct, frozen=True, kw_only=True):
-    """A Lease as far as it matters here."""
+    """The fields of a worker's Lease that are needed here."""
 
     holder: str
     renewed: datetime
@@ -50,27 +53,27 @@ class WorkerLease(Struct, frozen=True, kw_only=True):
     annotations: Mapping[str, str] = {}
 
 
-def labels(deployment: str, role: str, revision: str) -> dict[str, str]:
-    """That a worker puts on its Lease."""
+def lease_labels(deployment: str, role: str, revision: str) -> dict[str, str]:
+    """Return the labels that a worker puts on its Lease."""
     return {REGISTRATION: WORKER, INSTANCE: deployment, ROLE: role, REVISION: revision}
 
 
 def registered(
-    leases: Iterable[WorkerLease], told: ReportedWorkers | None, now: datetime
+    leases: Iterable[WorkerLease], reports: ReportedWorkers | None, now: datetime
 ) -> dict[str, WorkerRegistration] | None:
-    """Workers of one deployment that any router gives requests to, by pod; None where nothing is known.
+    """Return the workers of one deployment to which any router sends requests, by pod; None if nothing is known.
 
     Args:
-        leases: All of its workers', whatever their age.
-        told: What its routers say; None: they were not asked, or none has answered.
-        now: By the operator's clock.
+        leases: Leases of all its workers, whatever their age.
+        reports: Workers that its routers report; None: no router was asked, or none has answered.
+        now: Time of the operator's clock.
     """
     every = tuple(leases)
-    if not every and told is None:
+    if not every and reports is None:
         return None
-    found = {each.pod: each for router in (told or {}).values() for each in router}
+    found = {each.pod: each for router in (reports or {}).values() for each in router}
     for lease in every:
-        if lease.holder and now < ends(lease):
+        if lease.holder and now < lease_end(lease):
             found[lease.holder] = WorkerRegistration(
                 pod=lease.holder, warm_blocks=_warm(lease, found.get(lease.holder))
             )
@@ -78,11 +81,14 @@ def registered(
 
 
 def partly_unknown(
-    leases: Iterable[WorkerLease], told: ReportedWorkers | None, now: datetime
+    leases: Iterable[WorkerLease], reports: ReportedWorkers | None, now: datetime
 ) -> dict[str, tuple[str, ...]]:
-    """Workers that some routers know and others do not, with these others; whoever has a Lease is found by all. Arguments as above."""
-    routers = {router: {each.pod for each in workers} for router, workers in (told or {}).items()}
-    leased = {lease.holder for lease in leases if lease.holder and now < ends(lease)}
+    """Return the workers that only some routers know, with the other routers.
+
+    Every router finds a worker with a Lease.
+    """
+    routers = {router: {each.pod for each in workers} for router, workers in (reports or {}).items()}
+    leased = {lease.holder for lease in leases if lease.holder and now < lease_end(lease)}
     return {
         pod: missing
         for pod in sorted(set().union(*routers.values()) - leased)
@@ -90,12 +96,12 @@ def partly_unknown(
     }
 
 
-def _warm(lease: WorkerLease, told: WorkerRegistration | None) -> int | None:
-    """As the Lease says; where it does not, as the router does."""
+def _warm(lease: WorkerLease, reports: WorkerRegistration | None) -> int | None:
+    """Return the Lease's number of warm blocks, or the router's if the Lease has none."""
     warm = lease.annotations.get(WARM, "")
-    return int(warm) if warm.isdecimal() else None if told is None else told.warm_blocks
+    return int(warm) if warm.isdecimal() else None if reports is None else reports.warm_blocks
 
 
-def ends(lease: WorkerLease) -> datetime:
-    """When it counts no more, unless it is renewed."""
+def lease_end(lease: WorkerLease) -> datetime:
+    """Return when the Lease stops counting unless it is renewed."""
     return lease.renewed + timedelta(seconds=lease.duration_seconds + SKEW_SECONDS)

@@ -1,12 +1,11 @@
-"""What routers say of their workers, asked for again and again: more often while something is not as it should be."""
+"""Router poller: asks routers which workers they know, more often while a deployment is not Ready."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Never
+from typing import Never, Protocol
 
 from msgspec import Struct
 
-from fleet.net.kubernetes.ports import RouterReports
 from fleet.net.kubernetes.views import CustomObject, Pod
 from operators.keys import ReconcileKey, deployment_key
 from operators.manifests.names import CONTROL
@@ -14,14 +13,27 @@ from operators.observed.observe import conditions_of
 from operators.observed.registrations import ReportedWorkers, WorkerRegistration
 
 MISSED_ANSWERS = 3
-"""Of a router, until what it said before is not believed any more."""
+"""After this number of missing answers, a router's last report does not count any more."""
 
 ROUNDS_BETWEEN_READY_POLLS = 6
-"""Rounds after which those are asked that are as they should be."""
+"""Ready deployments are polled once in this number of rounds."""
+
+
+class RouterReports(Protocol):
+    """Asks the routers of deployments about their workers."""
+
+    async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
+        """Return the workers to which the router at a host:port sends requests; None if it does not answer.
+
+        Args:
+            address: The router's control port.
+            secret: The proof that the operator may ask; empty: no proof.
+        """
+        ...
 
 
 class RouterAnswer(Struct, frozen=True):
-    """What a router said, and how often it has not answered since."""
+    """A router's last report, and the number of missing answers since."""
 
     workers: tuple[WorkerRegistration, ...] | None = None
     missed: int = 0
@@ -37,7 +49,16 @@ class RouterPoller:
         at_once: int,
         heard: Callable[[ReconcileKey], None],
     ) -> None:
-        """`pods` are a deployment's routers; `secret` is its control secret, by namespace and name; `seconds` pass between two rounds; `heard` is told whose workers are others than before."""
+        """Create the poller.
+
+        Args:
+            routers: Asks a router.
+            pods: Returns a deployment's router pods.
+            secret: Returns a deployment's control secret, by namespace and name.
+            seconds: The time between two rounds.
+            at_once: The most concurrent calls.
+            heard: Called with deployments whose workers have changed.
+        """
         self._routers = routers
         self._pods = pods
         self._secret = secret
@@ -47,11 +68,11 @@ class RouterPoller:
         self._words: dict[ReconcileKey, dict[str, RouterAnswer]] = {}
 
     def of(self, key: ReconcileKey) -> ReportedWorkers | None:
-        """By router; none that has not said anything, or not for a while. None where that goes for all."""
-        return _told(self._words.get(key, {})) or None
+        """Return the reports by router, without routers that have not answered for a while; None if no router has."""
+        return _reports(self._words.get(key, {})) or None
 
     async def run(self, deployments: Callable[[], Iterable[CustomObject]]) -> Never:
-        """Ask the routers of all there are at the moment; until cancelled."""
+        """Poll the routers of all present deployments until cancelled."""
         rounds = 0
         while True:
             async with asyncio.TaskGroup() as tasks:
@@ -86,7 +107,7 @@ class RouterPoller:
 
 
 def address_of(router: Pod) -> str:
-    """Where it is asked."""
+    """Return the address of a router's control port."""
     host = router.status.pod_ip
     return f"[{host}]:{CONTROL}" if ":" in host else f"{host}:{CONTROL}"
 
@@ -95,9 +116,9 @@ def _is_ready(custom: CustomObject) -> bool:
     return any(each.type == "Ready" and each.status == "True" for each in conditions_of(custom))
 
 
-def _told(words: Mapping[str, RouterAnswer]) -> ReportedWorkers:
+def _reports(words: Mapping[str, RouterAnswer]) -> ReportedWorkers:
     return {router: word.workers for router, word in words.items() if word.workers is not None}
 
 
 def _names(words: Mapping[str, RouterAnswer]) -> dict[str, frozenset[str]]:
-    return {router: frozenset(each.pod for each in workers) for router, workers in _told(words).items()}
+    return {router: frozenset(each.pod for each in workers) for router, workers in _reports(words).items()}

@@ -13,7 +13,7 @@ SERVING = "serving"
 
 
 class RouterRegistrations:
-    """Implements `fleet.net.kubernetes.ports.RouterReports`."""
+    """Implements `operators.observed.router_poller.RouterReports`."""
 
     async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
         access = ControlAccess(LoadedCredentials(secret=secret, purpose=Purpose.ROUTER_CONTROL))

@@ -1,4 +1,4 @@
-"""What a cluster has of one deployment, as `reconcile` looks at it. Pure."""
+"""Observed state of one deployment, the input of `reconcile`. Pure."""
 
 from collections.abc import Container, Mapping
 
@@ -12,7 +12,7 @@ from operators.scaling import RevisionReplicas
 
 
 class ObservedChild(Struct, frozen=True, kw_only=True):
-    """Of one role and revision, as it is."""
+    """The child of one role and revision as it is."""
 
     kind: str
     """Empty: it has no controller any more, and only pods are left."""
@@ -21,60 +21,60 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     role: str
     replicas: RevisionReplicas
     ready_pods: int = 0
-    """Replicas that are ready, whether their router knows them or not."""
+    """Ready replicas, whether their router knows them or not."""
 
     registered: int = 0
     """Replicas that all routers know, whether they are ready or not."""
 
     serving: tuple[RunningPod, ...] = ()
-    """Pods that routers give requests to, of replicas that are ready; by name."""
+    """Pods of ready replicas to which routers send requests; by name."""
 
     members: tuple[str, ...] = ()
-    """StatefulSets, one for each replica, where it is made of these; by name."""
+    """The StatefulSets, if each replica has one; by name."""
 
     ready_members: tuple[str, ...] = ()
-    """Of these, those that are ready and known to a router."""
+    """The StatefulSets that are ready and known to a router."""
 
     warm: Mapping[str, int] = {}
-    """Warm blocks of these, each with all of its pods, where it is known."""
+    """The known numbers of warm blocks of these StatefulSets, each for all its pods."""
 
     halves: tuple[str, ...] = ()
-    """Of these, those of which some pods have a node, and others have found none for a while."""
+    """The StatefulSets of which some pods have a node, and others have found none for a while."""
 
     left_behind: tuple[str, ...] = ()
-    """Pods that go on although one of their group has begun anew, and the group has not come together since."""
+    """Pods that go on although another pod of their group has restarted, and the group has not become ready since."""
 
 
 class ObservedRouter(Struct, frozen=True, kw_only=True):
-    """The Deployment of routers, and what is reported of its present specification."""
+    """The Deployment of routers, and the status of its present specification."""
 
     name: str
     asked: int
-    """What its `replicas` says."""
+    """The value of its `replicas` field."""
 
     replicas: int = 0
     ready: int = 0
     updated: int = 0
     pods: tuple[RunningPod, ...] = ()
-    """Ready ones, by name."""
+    """The ready pods, by name."""
 
     addresses: tuple[str, ...] = ()
-    """IP addresses of these, as their nodes say."""
+    """Their IP addresses, as their nodes report them."""
 
 
 class PodDeletionCost(Struct, frozen=True, kw_only=True):
-    """What it would cost to lose a pod."""
+    """The cost of losing a pod."""
 
     pod: str
     blocks: int | None
-    """Warm ones; None: not known."""
+    """The number of its warm blocks; None: unknown."""
 
     said: str | None = None
-    """What its annotation says."""
+    """The value of its annotation."""
 
 
 class ApiRefusal(Struct, frozen=True, order=True):
-    """A write that the API server will not do."""
+    """A write that the API server refused."""
 
     kind: str
     name: str
@@ -83,55 +83,55 @@ class ApiRefusal(Struct, frozen=True, order=True):
 
 
 class ObservedState(Struct, frozen=True, kw_only=True):
-    """What a cluster has of a deployment."""
+    """The objects of a deployment in the cluster."""
 
     children: tuple[ObservedChild, ...] = ()
     digests: Mapping[tuple[str, str], str] = {}
-    """Of what the deployment owns, by kind and name."""
+    """Digests of the deployment's objects, by kind and name."""
 
     foreign: Container[tuple[str, str]] = frozenset()
-    """Kinds and names of what it does not own, though it would have that name."""
+    """Kinds and names that the deployment would use, but that belong to others."""
 
     scalers: Mapping[str, int] = {}
-    """Replicas that RoleScalers ask for, by role."""
+    """Replicas that RoleScalers request, by role."""
 
     own_scalers: frozenset[str] = frozenset()
-    """Names of RoleScalers that were made for it."""
+    """Names of RoleScalers that were made for the deployment."""
 
     conditions: tuple[Condition, ...] = ()
-    """As last written: a condition keeps its instant for as long as its status is the same."""
+    """The conditions as last written: a condition keeps its time while its status is the same."""
 
     generation: int = 0
     router: ObservedRouter | None = None
     """None: there is no Deployment of routers."""
 
     old_routers: tuple[str, ...] = ()
-    """Deployments of routers of a role that has another name by now."""
+    """Deployments of routers whose role has another name by now."""
 
     registrations_known: bool = False
-    """Whether anybody has said which workers routers know."""
+    """Whether anybody has reported which workers routers know."""
 
     partly: Mapping[str, tuple[str, ...]] = {}
-    """Pods of workers that some routers know and others do not: these, by pod."""
+    """Routers that do not know a worker, by pod, for workers that other routers know."""
 
     silent: tuple[str, ...] = ()
-    """Pods of routers that are ready, and have not said which workers they know although others have."""
+    """Pods of ready routers that have not reported their workers, although others have."""
 
-    shown: ProbeEvidence | None = None
-    """What probes have shown; None: none are sent."""
+    evidence: ProbeEvidence | None = None
+    """What probes have shown; None: no probes are sent."""
 
     proved: str = ""
-    """Digest of the pods of which the status says that they have answered."""
+    """Digest of the pods that have answered according to the status."""
 
     troubles: tuple[PodTrouble, ...] = ()
-    """Why pods do not run, the most telling first."""
+    """Why pods do not run, the most informative cause first."""
 
-    worths: Mapping[tuple[str, str], tuple[PodDeletionCost, ...]] = {}
-    """Of pods, by role and revision."""
+    deletion_costs: Mapping[tuple[str, str], tuple[PodDeletionCost, ...]] = {}
+    """Deletion costs of pods, by role and revision."""
 
     refusals: tuple[ApiRefusal, ...] = ()
-    """Of the last attempts."""
+    """Refusals of the last writes."""
 
     served: OptionalKinds = OptionalKinds()
     afresh: bool = False
-    """Take nothing for granted: what should be there is applied, even if its digest says that it is."""
+    """Apply every object that should exist, even if its digest says that it is up to date."""

@@ -1,17 +1,21 @@
-"""What has to be shown before a deployment is called Ready: that its workers answer requests that come through its routers. Pure.
+"""Probe evidence: a deployment is Ready when probes have shown that its workers answer through its routers. Pure.
 
 Rules:
 
-1. Every worker that answers requests has to have answered one, asked for by name. Where prefill workers compute prompts, one of them
-   computes the probe's, and the worker that answers has to say that it took the blocks over.
-2. A pod whose container has begun anew is another one, and so is one that was made anew with the same name, as StatefulSets do. When routers or
-   prefill workers are others than at the last answer, one worker of each role that answers is asked again.
-3. What was shown is kept in the status as a digest of the pods. As long as these are the same nothing is sent, not by the next leader either.
-4. One failure may be a Service that has not heard of its pods yet: the second one of its sort in a row is told, and is so until there is an answer, or
-   two in a row of the other sort.
-5. A router that wants a key which nobody has given has shown nothing: that is not known, and not a failure.
-6. Nor is it one when a router lets a probe in no more than anybody else, since it has no room (`ProbeFailure.busy`): such a router lives, and is busy with
-   requests of others. Where all workers have answered before, behind other routers, that is enough; of a worker that never has, it says nothing.
+1. Every worker that answers requests has to answer one that names it. If prefill workers compute prompts, one of them
+   computes the probe's prompt, and the answering worker has to report that it took the blocks over.
+2. A pod whose container has restarted counts as another pod, and so does a recreated pod with the same name, as
+   StatefulSets make it. If routers or prefill workers differ from those at the last answer, one worker of each
+   answering role is probed again.
+3. Evidence is kept in the status as a digest of the pods. While they stay the same nothing is sent, not by the next
+   leader either.
+4. One failure may come from a Service that does not know its pods yet. The second failure of its kind in a row is
+   reported, until there is an answer, or two failures of the other kind in a row.
+5. A router that demands an API key which the operator does not have has shown nothing: the result is unknown, not a
+   failure.
+6. A router that rejects a probe like any other request, because it has no room (`ProbeFailure.busy`), is no failure
+   either: it lives, and is busy with other requests. If all workers have answered before behind other routers, that is
+   enough; for a worker that never has, it shows nothing.
 """
 
 import hashlib
@@ -21,14 +25,14 @@ import msgspec
 from msgspec import Struct
 
 TOLD_AFTER = 2
-"""Failures in a row."""
+"""Failures in a row before one is reported."""
 
 HALF = 8
-"""Characters of a digest: what is behind the routers, and then the routers."""
+"""Characters of each half of a digest: the pods behind the routers, and the routers."""
 
 
 class RunningPod(Struct, frozen=True, order=True):
-    """A pod, and how often its containers have begun anew. Names of pods may come again, uids do not."""
+    """A pod and the number of its containers' restarts. A pod's name may be used again, its uid is not."""
 
     pod: str
     restarts: int = 0
@@ -36,43 +40,44 @@ class RunningPod(Struct, frozen=True, order=True):
 
 
 class ProbeTarget(Struct, frozen=True, order=True):
-    """One request that is to be answered."""
+    """One request that has to be answered."""
 
     role: str
     worker: RunningPod
-    """That has to answer."""
+    """The worker that has to answer."""
 
     pair: bool = False
-    """A prefill worker has to compute the prompt."""
+    """Whether a prefill worker has to compute the prompt."""
 
 
 class ProbeSubject(Struct, frozen=True, kw_only=True):
-    """The pods that requests pass through."""
+    """The pods through which requests pass."""
 
     service: str
-    """Of the routers, for clients."""
+    """The routers' Service for clients."""
 
     model: str
     routers: tuple[RunningPod, ...]
     prefills: tuple[RunningPod, ...]
-    aims: tuple[ProbeTarget, ...]
-    doors: tuple[str, ...] = ()
-    """IP addresses of the routers: where a key is sent. In no digest: who answers is no other one at another address."""
+    targets: tuple[ProbeTarget, ...]
+    addresses: tuple[str, ...] = ()
+    """IP addresses of the routers, to which an API key is sent. They are in no digest, because a router at another address
+    is the same router."""
 
     @property
     def around(self) -> str:
-        """What stands before those who answer."""
+        """Digest of the routers and prefill workers before the answering workers."""
         return _digest([self.model, self.routers, self.prefills])
 
     @property
     def pools(self) -> str:
-        """The same without the routers."""
+        """The same digest without the routers."""
         return _digest([self.model, self.prefills])
 
     @property
     def behind(self) -> str:
-        """All that is behind the routers. The digest begins with it."""
-        return _digest([self.model, self.prefills, self.aims])[:HALF]
+        """Digest of everything behind the routers; the whole digest begins with it."""
+        return _digest([self.model, self.prefills, self.targets])[:HALF]
 
     @property
     def digest(self) -> str:
@@ -85,12 +90,12 @@ class Probe(Struct, frozen=True, kw_only=True):
     namespace: str
     deployment: str
     service: str
-    """Of the routers, for clients."""
+    """The routers' Service for clients."""
 
     model: str
     worker: str
     pair: bool
-    door: str = ""
+    router_address: str = ""
     """IP address of a router; empty: none is known."""
 
 
@@ -98,21 +103,21 @@ class ProbeCompletion(Struct, frozen=True):
     """A completion."""
 
     handed: bool | None = None
-    """Whether the blocks of the prompt came from another worker; None: that cannot be told, or was not asked for."""
+    """Whether the prompt's blocks came from another worker; None: unknown, or not demanded."""
 
 
 class ProbeFailure(Struct, frozen=True):
-    """No completion."""
+    """A probe without a completion."""
 
     status: int
-    """Of HTTP; 0: nobody answered."""
+    """HTTP status; 0: no answer."""
 
     text: str
-    """Short, and fit for conditions: no secrets."""
+    """A short text that is safe for conditions: no secrets."""
 
     wants_key: bool = False
     busy: bool = False
-    """A router refused it since there is no room, or since whoever asks has had enough of it."""
+    """Whether a router rejected the probe because it has no room, or because the sender has reached its limit."""
 
     def __str__(self) -> str:
         return f"{self.status} {self.text}" if self.status else self.text
@@ -122,115 +127,125 @@ class ProbeEvidence(Struct, frozen=True, kw_only=True):
     """What the probes of one deployment have shown so far."""
 
     through: frozenset[tuple[str, str, str]] = frozenset()
-    """Roles, and what stood before them (`ProbeSubject.around`, `ProbeSubject.pools`) at their last answers."""
+    """Roles with the digests (`ProbeSubject.around`, `ProbeSubject.pools`) at their last answers."""
 
     answered: frozenset[ProbeTarget] = frozenset()
     unhanded: frozenset[ProbeTarget] = frozenset()
-    """Of these: those that computed a prompt which they should have taken over."""
+    """Answered targets that computed a prompt which they should have taken over."""
 
     unclear: frozenset[ProbeTarget] = frozenset()
-    """And those of which it cannot be told."""
+    """Answered targets for which that is unknown."""
 
     failure: ProbeFailure | None = None
-    """Of the last probe."""
+    """The failure of the last probe."""
 
     about: str = ""
-    """Digest of what was to be shown."""
+    """Digest of the subject of the failure."""
 
     failures: int = 0
-    """Of its sort, busy or not, in a row."""
+    """The number of failures of this kind, busy or not, in a row."""
 
-    told: ProbeFailure | None = None
-    """The failure that may be told."""
+    reported: ProbeFailure | None = None
+    """The failure to report."""
 
     failed: str = ""
-    """The worker that it is about."""
+    """The worker that failed."""
 
 
 class PendingProbes(Struct, frozen=True):
-    """What is still to be shown, and what is known already; nothing is sent where all is."""
+    """The probes that are needed, and what is known already; none is sent if everything is known."""
 
     subject: ProbeSubject
-    shown: ProbeEvidence
+    evidence: ProbeEvidence
 
 
-def unanswered(subject: ProbeSubject, shown: ProbeEvidence) -> tuple[ProbeTarget, ...]:
-    """Those without whose answers it is not Ready, in order."""
+def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget, ...]:
+    """Return the targets without whose answers the deployment is not Ready, in order."""
     found: dict[str, list[ProbeTarget]] = {}
-    for aim in subject.aims:
-        asked = found.setdefault(aim.role, [])
-        if aim not in shown.answered:
-            asked.append(aim)
+    for target in subject.targets:
+        asked = found.setdefault(target.role, [])
+        if target not in evidence.answered:
+            asked.append(target)
     around = subject.around
-    for aim in subject.aims:
-        if not found[aim.role] and (aim.role, around, subject.pools) not in shown.through:
-            found[aim.role].append(aim)
-    return tuple(aim for role in found.values() for aim in role)
+    for target in subject.targets:
+        if not found[target.role] and (target.role, around, subject.pools) not in evidence.through:
+            found[target.role].append(target)
+    return tuple(target for role in found.values() for target in role)
 
 
-def missing_only_routers(subject: ProbeSubject, shown: ProbeEvidence) -> bool:
-    """Whether nothing is missing but an answer through these routers: workers, and what computes their prompts, have answered before."""
-    before = {(role, pools) for role, _, pools in shown.through}
-    return all(aim in shown.answered and (aim.role, subject.pools) in before for aim in unanswered(subject, shown))
-
-
-def wanted(subject: ProbeSubject, shown: ProbeEvidence) -> tuple[ProbeTarget, ...]:
-    """Those to be asked, in order: they have not answered yet, or did without taking blocks over."""
-    missing = unanswered(subject, shown)
-    return missing + tuple(aim for aim in subject.aims if aim in shown.unhanded and aim not in missing)
-
-
-def answered(shown: ProbeEvidence, subject: ProbeSubject, aim: ProbeTarget, answer: ProbeCompletion) -> ProbeEvidence:
-    """After an answer."""
-    others = {each for each in shown.through if each[0] != aim.role}
-    through = others | {(aim.role, subject.around, subject.pools)}
-    unhanded, unclear = shown.unhanded - {aim}, shown.unclear - {aim}
-    if aim.pair and answer.handed is False:
-        unhanded |= {aim}
-    if aim.pair and answer.handed is None:
-        unclear |= {aim}
-    return ProbeEvidence(
-        through=frozenset(through), answered=shown.answered | {aim}, unhanded=unhanded, unclear=unclear
+def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool:
+    """Return whether only an answer through these routers is missing; the workers have answered before."""
+    before = {(role, pools) for role, _, pools in evidence.through}
+    return all(
+        target in evidence.answered and (target.role, subject.pools) in before
+        for target in unanswered(subject, evidence)
     )
 
 
-def failed(shown: ProbeEvidence, subject: ProbeSubject, aim: ProbeTarget, failure: ProbeFailure) -> ProbeEvidence:
-    """After a failure: what was shown before stays so."""
-    alike = shown.failure is not None and shown.failure.busy == failure.busy
-    failures = shown.failures + 1 if alike else 1
-    shown = msgspec.structs.replace(shown, failure=failure, failures=failures, about=subject.digest)
+def wanted(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget, ...]:
+    """Return the targets to probe, in order: those that have not answered, and those that did not take blocks over."""
+    missing = unanswered(subject, evidence)
+    return missing + tuple(
+        target for target in subject.targets if target in evidence.unhanded and target not in missing
+    )
+
+
+def answered(
+    evidence: ProbeEvidence, subject: ProbeSubject, target: ProbeTarget, answer: ProbeCompletion
+) -> ProbeEvidence:
+    """Return the evidence after an answer."""
+    others = {each for each in evidence.through if each[0] != target.role}
+    through = others | {(target.role, subject.around, subject.pools)}
+    unhanded, unclear = evidence.unhanded - {target}, evidence.unclear - {target}
+    if target.pair and answer.handed is False:
+        unhanded |= {target}
+    if target.pair and answer.handed is None:
+        unclear |= {target}
+    return ProbeEvidence(
+        through=frozenset(through), answered=evidence.answered | {target}, unhanded=unhanded, unclear=unclear
+    )
+
+
+def failed(evidence: ProbeEvidence, subject: ProbeSubject, target: ProbeTarget, failure: ProbeFailure) -> ProbeEvidence:
+    """Return the evidence after a failure; earlier evidence stays."""
+    alike = evidence.failure is not None and evidence.failure.busy == failure.busy
+    failures = evidence.failures + 1 if alike else 1
+    evidence = msgspec.structs.replace(evidence, failure=failure, failures=failures, about=subject.digest)
     if failures < TOLD_AFTER:
-        return shown
-    return msgspec.structs.replace(shown, told=failure, failed=aim.worker.pod)
+        return evidence
+    return msgspec.structs.replace(evidence, reported=failure, failed=target.worker.pod)
 
 
-def kept(subject: ProbeSubject, shown: ProbeEvidence) -> ProbeEvidence:
-    """What counts of it: answers of pods that are there, and failures of just these."""
-    if shown.failure is not None and shown.about != subject.digest:
-        shown = msgspec.structs.replace(shown, failure=None, about="", failures=0, told=None, failed="")
-    there = frozenset(subject.aims)
-    if shown.answered <= there:
-        return shown
+def kept(subject: ProbeSubject, evidence: ProbeEvidence) -> ProbeEvidence:
+    """Return the evidence that still counts: answers of pods that exist, and failures of exactly these pods."""
+    if evidence.failure is not None and evidence.about != subject.digest:
+        evidence = msgspec.structs.replace(evidence, failure=None, about="", failures=0, reported=None, failed="")
+    there = frozenset(subject.targets)
+    if evidence.answered <= there:
+        return evidence
     return msgspec.structs.replace(
-        shown, answered=shown.answered & there, unhanded=shown.unhanded & there, unclear=shown.unclear & there
+        evidence,
+        answered=evidence.answered & there,
+        unhanded=evidence.unhanded & there,
+        unclear=evidence.unclear & there,
     )
 
 
 def evidence_from_status(subject: ProbeSubject, proved: str, handed: str) -> ProbeEvidence | None:
-    """What was shown by whoever wrote the status; None: nothing of this.
+    """Return the evidence of whoever wrote the status; None: the status has no evidence for this subject.
 
     Args:
-        subject: What is to be shown.
+        subject: The subject of the probes.
         proved: The digest in the status.
-        handed: Status of its condition KVPathReady.
+        handed: Status of the condition KVPathReady.
     """
     if not proved.startswith(subject.behind):
         return None
     around = subject.around if proved == subject.digest else ""
-    pairs = frozenset(aim for aim in subject.aims if aim.pair)
+    pairs = frozenset(target for target in subject.targets if target.pair)
     return ProbeEvidence(
-        through=frozenset((aim.role, around, subject.pools) for aim in subject.aims),
-        answered=frozenset(subject.aims),
+        through=frozenset((target.role, around, subject.pools) for target in subject.targets),
+        answered=frozenset(subject.targets),
         unhanded=pairs if handed == "False" else frozenset(),
         unclear=pairs if handed == "Unknown" else frozenset(),
     )

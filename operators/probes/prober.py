@@ -1,19 +1,20 @@
-"""Sends probes: to those deployments only of which something is still to be shown, and not too many at once.
+"""Prober: sends probes for deployments that lack evidence, with limited concurrency.
 
 Rules:
 
-1. A deployment has one probe on its way at most, all of them together `at_once`; deployments whose last one failed have half of these,
-   so that the others wait for no deadline of theirs. Nobody waits for a probe but the task that sent it.
-2. After a failure there is a pause that doubles, up to `longest_seconds`. Other pods are another subject, and begin anew.
-3. Nothing is sent by who does not lead.
+1. A deployment has at most one probe under way, and all deployments together have at most `at_once`. Deployments whose
+   last probe failed share half of these, so that the others do not wait for their deadlines. Only the sending task
+   waits for a probe.
+2. After a failure there is a pause that doubles, up to `longest_seconds`. Other pods are another subject, and begin
+   again.
+3. A process that does not lead sends nothing.
 """
 
 import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Never
+from typing import Never, Protocol
 
-from fleet.net.kubernetes.ports import ProbeSender
 from operators.keys import ReconcileKey
 from operators.probes import evidence as probing
 from operators.probes.evidence import (
@@ -29,6 +30,14 @@ from operators.probes.evidence import (
 FIRST_PAUSE_SECONDS = 0.5
 
 
+class ProbeSender(Protocol):
+    """Sends requests to the routers of deployments like any client."""
+
+    async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
+        """Send a request for one token. It has a deadline, and raises nothing."""
+        ...
+
+
 class Prober:
     def __init__(
         self,
@@ -38,7 +47,7 @@ class Prober:
         leads: Callable[[], bool],
         heard: Callable[[ReconcileKey], None],
     ) -> None:
-        """`heard` is told of whom something else is known than before."""
+        """Create the prober; `heard` is called with deployments whose evidence has changed."""
         self._clients = clients
         self._longest_seconds = longest_seconds
         self._leads = leads
@@ -51,19 +60,19 @@ class Prober:
         self._group: asyncio.TaskGroup | None = None
 
     def of(self, key: ReconcileKey) -> ProbeEvidence:
-        """What is known of a deployment."""
+        """Return what is known about a deployment."""
         return self._shown.get(key, ProbeEvidence())
 
     def want(self, key: ReconcileKey, wanted: PendingProbes | None) -> None:
-        """Show what is wanted of a deployment; None: nothing, for now."""
+        """Collect the missing evidence of a deployment; None: nothing is needed now."""
         if wanted is None:
             self._end(key)
             return
         if self._subjects.get(key) == wanted.subject:
-            return  # it is at it, or has done it
+            return  # the probes run already, or are done
         self._end(key)
         self._subjects[key] = wanted.subject
-        self._shown[key] = wanted.shown
+        self._shown[key] = wanted.evidence
         self._begin(key, wanted.subject)
 
     def forget(self, key: ReconcileKey) -> None:
@@ -71,7 +80,7 @@ class Prober:
         self._shown.pop(key, None)
 
     async def run(self) -> Never:
-        """Until cancelled."""
+        """Send probes until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for key, subject in self._subjects.items():
@@ -93,40 +102,40 @@ class Prober:
 
     async def _show(self, key: ReconcileKey, subject: ProbeSubject) -> None:
         pause, asked = min(FIRST_PAUSE_SECONDS, self._longest_seconds), 0
-        while aims := probing.wanted(subject, self.of(key)):
+        while targets := probing.wanted(subject, self.of(key)):
             async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
                 if not self._leads():
-                    self._subjects.pop(key, None)  # whoever leads again begins again
+                    self._subjects.pop(key, None)  # the next leader begins again
                     return
-                answer = await self._clients.ask(_probe(key, subject, aims[0], asked))
+                answer = await self._clients.ask(_probe(key, subject, targets[0], asked))
             asked += 1
-            if self._learn(key, subject, aims[0], answer):
+            if self._learn(key, subject, targets[0], answer):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._longest_seconds)
 
     def _learn(
-        self, key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, answer: ProbeCompletion | ProbeFailure
+        self, key: ReconcileKey, subject: ProbeSubject, target: ProbeTarget, answer: ProbeCompletion | ProbeFailure
     ) -> bool:
-        """Whether there should be a pause."""
+        """Add an answer to the evidence; return whether a pause should follow."""
         before = self.of(key)
         if isinstance(answer, ProbeFailure):
-            after = probing.failed(before, subject, aim, answer)
+            after = probing.failed(before, subject, target, answer)
         else:
-            after = probing.answered(before, subject, aim, answer)
+            after = probing.answered(before, subject, target, answer)
         self._shown[key] = after
-        if after.told != before.told or not probing.unanswered(subject, after):
+        if after.reported != before.reported or not probing.unanswered(subject, after):
             self._heard(key)
-        return isinstance(answer, ProbeFailure) or aim in after.unhanded
+        return isinstance(answer, ProbeFailure) or target in after.unhanded
 
 
-def _probe(key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, number: int) -> Probe:
-    """The next one, of so many: routers take turns."""
+def _probe(key: ReconcileKey, subject: ProbeSubject, target: ProbeTarget, number: int) -> Probe:
+    """Return the next probe; `number` makes the routers take turns."""
     return Probe(
         namespace=key.namespace,
         deployment=key.name,
         service=subject.service,
         model=subject.model,
-        worker=aim.worker.pod,
-        pair=aim.pair,
-        door=subject.doors[number % len(subject.doors)] if subject.doors else "",
+        worker=target.worker.pod,
+        pair=target.pair,
+        router_address=subject.addresses[number % len(subject.addresses)] if subject.addresses else "",
     )

@@ -94,7 +94,7 @@ def service_address(namespace: str, service: str) -> str:
 
 
 class ServedProbes:
-    """Implements `fleet.net.kubernetes.ports.ProbeSender`."""
+    """Implements `operators.probes.prober.ProbeSender`."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class ServedProbes:
                 found = await self._sent(probe, self._service(probe.namespace, probe.service), "")
                 if not (isinstance(found, ProbeFailure) and found.wants_key and key):
                     return found
-                if not probe.door:
+                if not probe.router_address:
                     return ProbeFailure(0, "its routers want an API key, and none of them has an address")
-                return await self._sent(probe, self._router(probe.door), key)
+                return await self._sent(probe, self._router(probe.router_address), key)
         except TimeoutError:
             return ProbeFailure(0, f"no answer within {self._deadline_seconds:g} s")
 

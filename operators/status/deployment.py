@@ -1,14 +1,14 @@
-"""What a deployment's status says. Pure.
+"""Status of a DisaggDeployment. Pure.
 
 Rules:
 
-1. A deployment is Ready when every role has as many replicas of the present revision as it should, all ready and known to all routers, when no
-   old one is left, when the routers are ready, and when all who answer requests have answered one since (`operators.probes.evidence`). Never on
-   hearsay: what nobody has told yet is not so.
-2. What stands in the way is the reason of Ready, the most telling first: a name that is taken, what the API server refuses, what scheduler and
-   kubelet say, what has not come up, what is not known to the routers, what does not answer.
-3. A condition keeps its instant for as long as its status is the same.
-4. Whether blocks arrive is seen by probes, and by nobody else: until the next one it is as it was seen last.
+1. A deployment is Ready when every role has its replicas of the present revision, all ready and known to all routers,
+   no old replica is left, the routers are ready, and every worker that answers requests has answered one since
+   (`operators.probes.evidence`). Unknown facts count as not fulfilled.
+2. The reason of Ready is the most informative obstacle: a taken name, a refusal of the API server, a problem from
+   scheduler or kubelet, a missing replica, a worker that routers do not know, a worker that does not answer.
+3. A condition keeps its time while its status is the same.
+4. Only probes show whether blocks arrive. Until the next probe, the last result counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,18 +34,18 @@ from operators.scaling import PairSide, ScaledRole
 MOST_CHARACTERS = 1024
 MOST_TOLD = 4
 PASSING = frozenset({"ServedProbePending", "RouterSilent"})
-"""Reasons of Ready that are there for a moment on the way to it: nobody is told in a hurry."""
+"""Reasons of Ready that last only a moment on the way to it, so that their status is not written in a hurry."""
 
 BUSY = "the routers live and let in no more; the probe has no right of way, and is sent again"
 NOT_TOLD = "neither a router nor a Lease says which workers are registered"
 TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 ConditionUpdate = tuple[str, str, str, str]
-"""Type, status, reason, message."""
+"""Type, status, reason and message of a condition."""
 
 
 def status(
-    wish: DesiredDeployment,
-    seen: ObservedState,
+    desired: DesiredDeployment,
+    observed: ObservedState,
     pools: Sequence[ScaledRole],
     possible: Sequence[ScaledRole],
     taken: Sequence[str],
@@ -54,43 +54,43 @@ def status(
     at_rest: bool,
     now: str,
 ) -> tuple[DisaggDeploymentStatus, PendingProbes | None]:
-    """The status that there should be, and what probes are to show; None: nothing yet, or none are sent.
+    """Return the status to write, and the probes to send; None: not yet, or no probes are sent.
 
     Args:
-        wish: What somebody has written.
-        seen: What there is.
-        pools: Roles of workers, with what is asked for.
-        possible: The same, with what budget and ratio allow.
-        taken: What has one of our names and is not ours.
+        desired: The desired deployment.
+        observed: The observed state.
+        pools: The roles of workers with the requested targets.
+        possible: The same roles with the targets that budget and ratio allow.
+        taken: Objects of others that have one of our names.
         present: Revision of the specification.
-        routers: Replicas of the router that there should be.
-        at_rest: Nothing is under way, and no step is possible.
+        routers: The desired number of router replicas.
+        at_rest: Whether no change is under way, and no step is possible.
         now: RFC 3339.
     """
-    workers = [_role(pool, seen, present) for pool in possible]
-    router = _router(wish, seen, routers)
+    workers = [_role(pool, observed, present) for pool in possible]
+    router = _router(desired, observed, routers)
     roles = (*workers, router)
     behind = [each for each in roles if not _whole(each)]
     old = any(each.asked for pool in possible for each in pool.replicas if each.revision != present)
     unregistered = [each for each in workers if each.registered < each.desired]
-    hindrance = next(_hindrances(wish, seen, taken, behind, unregistered, old), None)
-    wanted = None if hindrance or wish.spec.suspend else _wanted(wish, seen, possible, present)
-    ready: ConditionUpdate = ("Ready", FALSE, *hindrance) if hindrance else _served(wish, seen, wanted)
+    hindrance = next(_hindrances(desired, observed, taken, behind, unregistered, old), None)
+    wanted = None if hindrance or desired.spec.suspend else _wanted(desired, observed, possible, present)
+    ready: ConditionUpdate = ("Ready", FALSE, *hindrance) if hindrance else _served(desired, observed, wanted)
     progressing = bool(behind or unregistered)
     said: list[ConditionUpdate] = [
         ready,
         ("Progressing", TRUE if progressing else FALSE, ready[2] if progressing and hindrance else "Settled", ""),
-        _degraded(seen, taken),
-        _scheduled(seen),
-        _registered(seen, unregistered),
-        _kv_path(wish, seen, wanted),
+        _degraded(observed, taken),
+        _scheduled(observed),
+        _registered(observed, unregistered),
+        _kv_path(desired, observed, wanted),
         _limited(pools, possible, [pool.name for pool in possible if at_rest and _stuck(pool)]),
         _rebalancing(possible, present, at_rest),
     ]
     sides = {side: sum(pool.target for pool in possible if pool.side is side) for side in PairSide}
-    answered = wanted is not None and not unanswered(wanted.subject, wanted.shown)
+    answered = wanted is not None and not unanswered(wanted.subject, wanted.evidence)
     found = DisaggDeploymentStatus(
-        observed_generation=seen.generation,
+        observed_generation=observed.generation,
         current_revision="" if old else present,
         update_revision=present,
         roles=roles,
@@ -99,25 +99,25 @@ def status(
         else "",
         gpus=sum(pool.there * pool.gpus for pool in possible),
         ready_roles=f"{len(roles) - len({each.name for each in (*behind, *unregistered)})}/{len(roles)}",
-        proved=wanted.subject.digest if wanted is not None and answered else seen.proved,
-        conditions=tuple(condition(seen.conditions, seen.generation, now, each) for each in said),
+        proved=wanted.subject.digest if wanted is not None and answered else observed.proved,
+        conditions=tuple(condition(observed.conditions, observed.generation, now, each) for each in said),
     )
     return found, wanted
 
 
-def misread(seen_conditions: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
-    """Conditions of an object whose specification this operator does not understand: it was written for another version."""
-    said: ConditionUpdate = ("Ready", FALSE, "SpecificationRefused", problem)
-    return tuple(condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:])))
-
-
-def with_obstacle(
-    seen_conditions: Sequence[Condition], generation: int, problem: str, now: str
+def unreadable_conditions(
+    before: Sequence[Condition], generation: int, problem: str, now: str
 ) -> tuple[Condition, ...]:
-    """Conditions of a deployment that is left as it is because the operator has no control secret for it."""
+    """Return the conditions of an object whose specification was written for another version of the operator."""
+    said: ConditionUpdate = ("Ready", FALSE, "SpecificationRefused", problem)
+    return tuple(condition(before, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:])))
+
+
+def with_obstacle(before: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
+    """Return the conditions of a deployment that stays unchanged because the operator has no control secret for it."""
     said: ConditionUpdate = ("Ready", FALSE, "ControlSecretUnusable", problem)
-    new = [condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
-    return (*new, *(each for each in seen_conditions if each.type not in {"Ready", "Degraded"}))
+    new = [condition(before, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
+    return (*new, *(each for each in before if each.type not in {"Ready", "Degraded"}))
 
 
 def condition(before: Sequence[Condition], generation: int, now: str, said: ConditionUpdate) -> Condition:
@@ -133,8 +133,8 @@ def condition(before: Sequence[Condition], generation: int, now: str, said: Cond
     )
 
 
-def _role(pool: ScaledRole, seen: ObservedState, present: str) -> RoleStatus:
-    children = [each for each in seen.children if each.role == pool.name]
+def _role(pool: ScaledRole, observed: ObservedState, present: str) -> RoleStatus:
+    children = [each for each in observed.children if each.role == pool.name]
     return RoleStatus(
         name=pool.name,
         desired=pool.target,
@@ -146,13 +146,13 @@ def _role(pool: ScaledRole, seen: ObservedState, present: str) -> RoleStatus:
     )
 
 
-def _router(wish: DesiredDeployment, seen: ObservedState, desired: int) -> RoleStatus:
-    there = seen.router
+def _router(desired: DesiredDeployment, observed: ObservedState, replicas: int) -> RoleStatus:
+    there = observed.router
     if there is None:
-        return RoleStatus(name=wish.router.name, desired=desired, draining=0 if desired else 1)
+        return RoleStatus(name=desired.router.name, desired=replicas, draining=0 if replicas else 1)
     return RoleStatus(
-        name=wish.router.name,
-        desired=desired,
+        name=desired.router.name,
+        desired=replicas,
         replicas=there.replicas,
         ready=there.ready,
         updated=there.updated,
@@ -165,76 +165,78 @@ def _whole(role: RoleStatus) -> bool:
 
 
 def _hindrances(
-    wish: DesiredDeployment,
-    seen: ObservedState,
+    desired: DesiredDeployment,
+    observed: ObservedState,
     taken: Sequence[str],
     behind: Sequence[RoleStatus],
     unregistered: Sequence[RoleStatus],
     old: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Why it is not ready, the most telling reason first."""
+    """Yield the obstacles to Ready, the most informative first."""
     if taken:
         yield "NameTaken", f"not made by this deployment: {', '.join(taken)}"
-    if seen.refusals:
-        yield seen.refusals[0].reason, _refused(seen.refusals)
-    if behind and seen.troubles:
-        yield seen.troubles[0].reason.name, _troubled(seen)
+    if observed.refusals:
+        yield observed.refusals[0].reason, _refused(observed.refusals)
+    if behind and observed.troubles:
+        yield observed.troubles[0].reason.name, _troubled(observed)
     if behind:
         what = "; ".join(f"{each.name}: {each.ready} of {each.desired} ready, {each.updated} new" for each in behind)
-        yield ("RollingOut" if old else "Suspending" if wish.spec.suspend else "RolesNotReady"), what
-    if unregistered and not seen.registrations_known:
+        yield ("RollingOut" if old else "Suspending" if desired.spec.suspend else "RolesNotReady"), what
+    if unregistered and not observed.registrations_known:
         yield "RegistrationUnknown", NOT_TOLD
     if unregistered:
-        yield "NotRegistered", _unregistered(unregistered, seen)
-    if seen.silent:
-        yield "RouterSilent", _silent(seen)
+        yield "NotRegistered", _unregistered(unregistered, observed)
+    if observed.silent:
+        yield "RouterSilent", _silent(observed)
 
 
 def _wanted(
-    wish: DesiredDeployment, seen: ObservedState, pools: Sequence[ScaledRole], present: str
+    desired: DesiredDeployment, observed: ObservedState, pools: Sequence[ScaledRole], present: str
 ) -> PendingProbes | None:
-    """What is to be shown of a deployment in whose way nothing stands, and what of it is known."""
-    if seen.shown is None or seen.router is None:
+    """Return the probes that a deployment without obstacles needs, with what is known already."""
+    if observed.evidence is None or observed.router is None:
         return None
-    serving = {each.role: each.serving for each in seen.children if each.replicas.revision == present}
+    serving = {each.role: each.serving for each in observed.children if each.replicas.revision == present}
     prefills = tuple(each for pool in pools if pool.side is PairSide.PREFILL for each in serving.get(pool.name, ()))
-    pair = bool(prefills) and KvPath.DIRECT in wish.spec.kv_transfer.paths
+    pair = bool(prefills) and KvPath.DIRECT in desired.spec.kv_transfer.paths
     subject = ProbeSubject(
-        service=router_service(wish),
-        model=wish.spec.model.name,
-        routers=seen.router.pods,
-        doors=seen.router.addresses,
+        service=router_service(desired),
+        model=desired.spec.model.name,
+        routers=observed.router.pods,
+        addresses=observed.router.addresses,
         prefills=prefills,
-        aims=tuple(
+        targets=tuple(
             ProbeTarget(pool.name, worker, pair and pool.side is PairSide.DECODE)
             for pool in pools
             if pool.side is not PairSide.PREFILL
             for worker in serving.get(pool.name, ())
         ),
     )
-    shown = kept(subject, seen.shown)
-    if unanswered(subject, shown) and (seen.proved == subject.digest or shown == ProbeEvidence()):
-        shown = evidence_from_status(subject, seen.proved, _before(seen, "KVPathReady")[1]) or shown
-    return PendingProbes(subject, shown)
+    evidence = kept(subject, observed.evidence)
+    if unanswered(subject, evidence) and (observed.proved == subject.digest or evidence == ProbeEvidence()):
+        evidence = (
+            evidence_from_status(subject, observed.proved, _former_condition(observed, "KVPathReady")[1]) or evidence
+        )
+    return PendingProbes(subject, evidence)
 
 
-def _served(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
-    """Ready, where only an answer may be missing."""
-    if wish.spec.suspend:
+def _served(desired: DesiredDeployment, observed: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
+    """Return the condition Ready of a deployment that may only lack an answer."""
+    if desired.spec.suspend:
         return "Ready", FALSE, "Suspended", ""
     if wanted is None:
         return "Ready", TRUE, "AllRolesReady", "no request was sent to show it: the operator's probe.enabled is off"
-    subject, shown = wanted.subject, wanted.shown
-    missing = unanswered(subject, shown)
+    subject, evidence = wanted.subject, wanted.evidence
+    missing = unanswered(subject, evidence)
     if not missing:
         return "Ready", TRUE, "AllRolesReady", ""
-    failure, was = shown.told, _before(seen, "Ready")
-    what = f"{len(subject.aims) - len(missing)} of {len(subject.aims)} workers have answered a request"
-    # Until the next leader has asked twice, what the one before was told.
+    failure, was = evidence.reported, _former_condition(observed, "Ready")
+    what = f"{len(subject.targets) - len(missing)} of {len(subject.targets)} workers have answered a request"
+    # Until a new leader has sent two probes, the former leader's result counts.
     saturated = failure.busy if failure is not None else was[2] == "Saturated"
     if saturated:
-        words = was[3] if failure is None else f"{what}; {shown.failed}: {failure}; {BUSY}"
-        return "Ready", TRUE if missing_only_routers(subject, shown) else UNKNOWN, "Saturated", words
+        words = was[3] if failure is None else f"{what}; {evidence.failed}: {failure}; {BUSY}"
+        return "Ready", TRUE if missing_only_routers(subject, evidence) else UNKNOWN, "Saturated", words
     if failure is None:
         return "Ready", FALSE, "ServedProbePending", what
     if failure.wants_key:
@@ -242,55 +244,55 @@ def _served(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes 
             "Ready",
             UNKNOWN,
             "ServedProbeNeedsKey",
-            f"{failure}; give the operator one for {wish.namespace}/{wish.name}: probe.keys",
+            f"{failure}; give the operator one for {desired.namespace}/{desired.name}: probe.keys",
         )
-    return "Ready", FALSE, "ServedProbeFailed", f"{shown.failed}: {failure}"
+    return "Ready", FALSE, "ServedProbeFailed", f"{evidence.failed}: {failure}"
 
 
-def _degraded(seen: ObservedState, taken: Sequence[str]) -> ConditionUpdate:
+def _degraded(observed: ObservedState, taken: Sequence[str]) -> ConditionUpdate:
     if taken:
         return "Degraded", TRUE, "NameTaken", f"not made by this deployment: {', '.join(taken)}"
-    if seen.refusals:
-        return "Degraded", TRUE, seen.refusals[0].reason, _refused(seen.refusals)
-    if any(each.reason not in UNPLACED for each in seen.troubles):
+    if observed.refusals:
+        return "Degraded", TRUE, observed.refusals[0].reason, _refused(observed.refusals)
+    if any(each.reason not in UNPLACED for each in observed.troubles):
         return (
             "Degraded",
             TRUE,
-            next(each for each in seen.troubles if each.reason not in UNPLACED).reason.name,
-            _troubled(seen),
+            next(each for each in observed.troubles if each.reason not in UNPLACED).reason.name,
+            _troubled(observed),
         )
     return "Degraded", FALSE, "None", ""
 
 
-def _scheduled(seen: ObservedState) -> ConditionUpdate:
-    unplaced = [each for each in seen.troubles if each.reason in UNPLACED]
+def _scheduled(observed: ObservedState) -> ConditionUpdate:
+    unplaced = [each for each in observed.troubles if each.reason in UNPLACED]
     if unplaced:
         return "Scheduled", FALSE, unplaced[0].reason.name, "; ".join(map(str, unplaced[:MOST_TOLD]))
     return "Scheduled", TRUE, "AllPodsPlaced", ""
 
 
-def _registered(seen: ObservedState, unregistered: Sequence[RoleStatus]) -> ConditionUpdate:
+def _registered(observed: ObservedState, unregistered: Sequence[RoleStatus]) -> ConditionUpdate:
     if not unregistered:
-        if seen.silent:
-            return "RolesRegistered", UNKNOWN, "NotTold", _silent(seen)
+        if observed.silent:
+            return "RolesRegistered", UNKNOWN, "NotTold", _silent(observed)
         return "RolesRegistered", TRUE, "AllWorkersRegistered", ""
-    if not seen.registrations_known:
+    if not observed.registrations_known:
         return "RolesRegistered", UNKNOWN, "NotTold", NOT_TOLD
-    return "RolesRegistered", FALSE, "NotRegistered", _unregistered(unregistered, seen)
+    return "RolesRegistered", FALSE, "NotRegistered", _unregistered(unregistered, observed)
 
 
-def _kv_path(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
-    """Whether each worker that answers took over blocks that a prefill worker had computed."""
-    if not any(role.type is RoleType.PREFILL for role in wish.workers):
+def _kv_path(desired: DesiredDeployment, observed: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
+    """Return whether each answering worker took over blocks that a prefill worker had computed."""
+    if not any(role.type is RoleType.PREFILL for role in desired.workers):
         return "KVPathReady", TRUE, "NotNeeded", "no role hands blocks over"
-    if KvPath.DIRECT not in wish.spec.kv_transfer.paths:
-        text = "workers keep blocks of their own, and nothing brings those of a prefill worker to a decode worker; add direct"
+    if KvPath.DIRECT not in desired.spec.kv_transfer.paths:
+        text = "no path brings blocks from a prefill worker to a decode worker; add direct to kvTransfer.paths"
         return "KVPathReady", FALSE, "NoPath", text
-    subject, shown = (wanted.subject, wanted.shown) if wanted is not None else (None, ProbeEvidence())
-    pairs = [aim for aim in subject.aims if aim.pair] if subject is not None else []
-    if not pairs or any(aim not in shown.answered for aim in pairs):
-        was = _before(seen, "KVPathReady")
-        if seen.shown is not None and was[2] in {"HandedOver", "NotHandedOver", "NotObserved"}:
+    subject, evidence = (wanted.subject, wanted.evidence) if wanted is not None else (None, ProbeEvidence())
+    pairs = [target for target in subject.targets if target.pair] if subject is not None else []
+    if not pairs or any(target not in evidence.answered for target in pairs):
+        was = _former_condition(observed, "KVPathReady")
+        if observed.evidence is not None and was[2] in {"HandedOver", "NotHandedOver", "NotObserved"}:
             return was
         return (
             "KVPathReady",
@@ -298,10 +300,10 @@ def _kv_path(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes
             "NotObserved",
             "no probe was answered yet; routers count what arrives, as fleet_kv_bytes_total",
         )
-    if unhanded := [aim.worker for aim in pairs if aim in shown.unhanded]:
-        text = f"{_named(unhanded)}: computed the prompt of a probe, instead of taking over what a prefill worker had computed"
+    if unhanded := [target.worker for target in pairs if target in evidence.unhanded]:
+        text = f"{_named(unhanded)}: computed the prompt of a probe instead of taking over a prefill worker's blocks"
         return "KVPathReady", FALSE, "NotHandedOver", text
-    if unclear := [aim.worker for aim in pairs if aim in shown.unclear]:
+    if unclear := [target.worker for target in pairs if target in evidence.unclear]:
         return (
             "KVPathReady",
             UNKNOWN,
@@ -312,7 +314,7 @@ def _kv_path(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes
 
 
 def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> ConditionUpdate:
-    """Whether the number of prefill replicas, or of decode replicas, moves beside the other. A rollout by itself moves neither."""
+    """Return whether the number of prefill or of decode replicas is changing; a rollout by itself changes neither."""
     pairs = [pool for pool in pools if pool.side is not PairSide.ALONE]
     asked = {
         side: sum(pool.asked for pool in pairs if pool.side is side) for side in (PairSide.PREFILL, PairSide.DECODE)
@@ -334,12 +336,12 @@ def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> Co
 
 
 def _settled(pool: ScaledRole, present: str) -> bool:
-    """Whether it has replicas of the present revision alone."""
+    """Return whether the role has only replicas of the present revision."""
     return not any(each.asked for each in pool.replicas if each.revision != present)
 
 
 def _leaving(pool: ScaledRole, present: str) -> int:
-    """Pods of the present revision that drain: in a rollout those of another one do."""
+    """Return the number of draining pods of the present revision; in a rollout, pods of old revisions drain."""
     return sum(each.leaving for each in pool.replicas if each.revision == present)
 
 
@@ -358,7 +360,7 @@ def _limited(pools: Sequence[ScaledRole], possible: Sequence[ScaledRole], stuck:
 
 
 def _stuck(pool: ScaledRole) -> bool:
-    """Whether it would have to change, were there a way."""
+    """Return whether the role has to change but no step is possible."""
     return pool.asked != pool.target or any(each.asked for each in pool.replicas if each.revision != pool.revision)
 
 
@@ -366,26 +368,26 @@ def _refused(refusals: Sequence[ApiRefusal]) -> str:
     return "; ".join(f"{each.kind} {each.name}: {each.message}" for each in refusals[:MOST_TOLD])
 
 
-def _troubled(seen: ObservedState) -> str:
-    more = len(seen.troubles) - MOST_TOLD
-    return "; ".join(map(str, seen.troubles[:MOST_TOLD])) + (f"; and {more} more" if more > 0 else "")
+def _troubled(observed: ObservedState) -> str:
+    more = len(observed.troubles) - MOST_TOLD
+    return "; ".join(map(str, observed.troubles[:MOST_TOLD])) + (f"; and {more} more" if more > 0 else "")
 
 
-def _unregistered(roles: Sequence[RoleStatus], seen: ObservedState) -> str:
+def _unregistered(roles: Sequence[RoleStatus], observed: ObservedState) -> str:
     short = [f"{each.name}: {each.registered} of {each.desired} known to all routers" for each in roles]
-    partly = [f"{pod} is not known to {', '.join(routers)}" for pod, routers in seen.partly.items()]
+    partly = [f"{pod} is not known to {', '.join(routers)}" for pod, routers in observed.partly.items()]
     return "; ".join((*short, *partly[:MOST_TOLD]))
 
 
-def _silent(seen: ObservedState) -> str:
-    return f"{', '.join(seen.silent[:MOST_TOLD])}: has not said which workers it knows"
+def _silent(observed: ObservedState) -> str:
+    return f"{', '.join(observed.silent[:MOST_TOLD])}: has not said which workers it knows"
 
 
 def _named(workers: Sequence[RunningPod]) -> str:
     return ", ".join(each.pod for each in workers[:MOST_TOLD])
 
 
-def _before(seen: ObservedState, kind: str) -> ConditionUpdate:
-    """A condition as it was written last; empty: it was not."""
-    was = next((each for each in seen.conditions if each.type == kind), None)
+def _former_condition(observed: ObservedState, kind: str) -> ConditionUpdate:
+    """Return a condition as it was last written; empty texts if it was not."""
+    was = next((each for each in observed.conditions if each.type == kind), None)
     return (kind, was.status, was.reason, was.message) if was is not None else (kind, "", "", "")

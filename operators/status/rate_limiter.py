@@ -1,14 +1,15 @@
-"""When a status is written: not at each of the many small changes that one change is made of. Pure.
+"""Status rate limiter: decides when a changed status is written, because one change consists of many small ones. Pure.
 
 Rules:
 
-1. What is new is written at once, if the last write is SHORT ago at least: that somebody wishes something else, that it is done, what is
-   wrong. So a change has one write when it begins, and one when it has settled.
-2. What passes while a change is under way waits until the last write is LONG ago: numbers that count along, of pods that come up one by one,
-   and what follows from them. The more deployments have something to tell that passes, the longer it waits, so that all of them together write
-   MOST_PER_SECOND times at most: where a hundred change at once, or the machine is slow, each has its two writes all the same.
-3. What is so for a moment, until somebody has answered, waits until it has been so for LONG.
-4. Nothing is written that says what is there already.
+1. News is written at once if the last write is at least SHORT ago: a new specification, its completion, a problem. So a
+   change is written once when it begins, and once when it is complete.
+2. Progress during a change waits until the last write is LONG ago: counts of pods that start one by one, and what
+   follows from them. The more deployments have progress to write, the longer each waits, so that together they cause at
+   most MOST_PER_SECOND writes. So even if a hundred deployments change at once, or the machine is slow, each has its
+   two writes.
+3. A state that usually lasts a moment, until something answers, is written once it has lasted for LONG.
+4. An unchanged status is not written.
 """
 
 from collections.abc import Hashable
@@ -21,20 +22,20 @@ Key = TypeVar("Key", bound=Hashable)
 SHORT = Nanos(1 * SECOND)
 LONG = Nanos(10 * SECOND)
 MOST_PER_SECOND = 2
-"""Writes of what only passes, of all deployments."""
+"""The most writes of mere progress in a second, over all deployments."""
 
 MOST = 4096
-"""Writes that are remembered before those are forgotten that do not matter any more."""
+"""Writes that are remembered; above this number, those that do not matter any more are forgotten."""
 
 
 class StatusRateLimiter(Generic[Key]):
     def __init__(self) -> None:
         self._written: dict[Key, Nanos] = {}
-        self._brief: dict[Key, Nanos] = {}  # since when
-        self._passing: set[Key] = set()  # have something to tell that is not new
+        self._brief: dict[Key, Nanos] = {}  # the begin of a state that usually lasts a moment
+        self._passing: set[Key] = set()  # keys with progress to write
 
     def due(self, key: Key, now: Nanos, *, urgent: bool, brief: bool = False) -> Nanos:
-        """When the status that differs may be written; `urgent` by rule 1, `brief` by rule 3."""
+        """Return when a changed status may be written; `urgent`: rule 1; `brief`: rule 3."""
         if brief:
             return Nanos(self._brief.setdefault(key, now) + LONG)
         self._brief.pop(key, None)
@@ -51,10 +52,10 @@ class StatusRateLimiter(Generic[Key]):
         self._passing.discard(key)
         self._brief.pop(key, None)
         self._written[key] = now
-        if len(self._written) > MOST:  # of many that are no more, perhaps
+        if len(self._written) > MOST:  # many of the objects may be gone
             self._written = {key: at for key, at in self._written.items() if now < at + LONG}
 
     def rests(self, key: Key) -> None:
-        """There is nothing to tell, or nobody any more to tell it of."""
+        """Note that nothing is to be written: the status is unchanged, or the object has gone."""
         self._passing.discard(key)
         self._brief.pop(key, None)

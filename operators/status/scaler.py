@@ -1,4 +1,4 @@
-"""What the status of RoleScalers says, and of ServingPlans, which wait for a planner. Pure."""
+"""Status of RoleScalers, and of ServingPlans, which have no effect while no planner exists. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from operators.api.serving_plan import ServingPlanStatus
 from operators.manifests.names import DesiredDeployment, pod_selector
 from operators.status.deployment import FALSE, TRUE, ConditionUpdate, condition
 
-NO_PLANNER = "no planner is installed, so nothing is decided by this; replicas stay as they are asked for"
+NO_PLANNER = "no planner is installed, so this plan has no effect; replicas stay as requested"
 
 
 def scaler_status(
@@ -19,26 +19,26 @@ def scaler_status(
     generation: int,
     asked: int,
     role: str,
-    wish: DesiredDeployment | None,
+    desired: DesiredDeployment | None,
     status: DisaggDeploymentStatus | None,
     now: str,
 ) -> RoleScalerStatus:
-    """Of a RoleScaler. HPAs and `kubectl scale` read its replicas and its selector.
+    """Return the status of a RoleScaler; HPAs and `kubectl scale` read its replicas and its selector.
 
     Args:
-        before: As it was written last.
-        conditions: In it.
-        generation: Of what was asked for.
-        asked: Replicas.
-        role: Whose.
-        wish: Its deployment; None: there is none, or it cannot be understood.
-        status: Of that.
+        before: The last written status.
+        conditions: Its conditions.
+        generation: Generation of the specification.
+        asked: Requested replicas.
+        role: The role's name.
+        desired: The desired deployment; None: it is missing or cannot be understood.
+        status: Status of the deployment.
         now: RFC 3339.
     """
-    target = next((each for each in wish.spec.roles if each.name == role), None) if wish is not None else None
+    target = next((each for each in desired.spec.roles if each.name == role), None) if desired is not None else None
     there = next((each for each in status.roles if each.name == role), None) if status is not None else None
     said: list[ConditionUpdate] = []
-    if wish is None or target is None:
+    if desired is None or target is None:
         text = f"no role {role} in a DisaggDeployment of that name"
         said.append(("Bound", FALSE, "NoTarget", text))
     elif target.scaling.mode is ScalingMode.STATIC:
@@ -52,7 +52,7 @@ def scaler_status(
             said.append(
                 ("WithinBounds", FALSE, "OutOfBounds", f"{asked} are asked for; scaling allows {least} to {most}")
             )
-        elif there is not None and there.desired < asked and not wish.spec.suspend:
+        elif there is not None and there.desired < asked and not desired.spec.suspend:
             said.append(("WithinBounds", FALSE, "BudgetOrRatio", f"{there.desired} of {asked}: balance allows no more"))
         else:
             said.append(("WithinBounds", TRUE, "WithinBounds", ""))
@@ -60,14 +60,14 @@ def scaler_status(
     return RoleScalerStatus(
         observed_generation=generation,
         replicas=there.replicas if there is not None else 0,
-        selector=pod_selector(wish, role) if wish is not None else "",
+        selector=pod_selector(desired, role) if desired is not None else "",
         last_scale_time=now if scaled else str(before.get("lastScaleTime", "")),
         conditions=tuple(condition(conditions, generation, now, each) for each in said),
     )
 
 
 def plan_status(conditions: Sequence[Condition], generation: int, found: bool, now: str) -> ServingPlanStatus:
-    """Of a ServingPlan, as long as nobody plans."""
+    """Return the status of a ServingPlan while no planner exists."""
     target: ConditionUpdate = (
         ("TargetFound", TRUE, "Found", "") if found else ("TargetFound", FALSE, "NoTarget", "no such DisaggDeployment")
     )

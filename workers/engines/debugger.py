@@ -1,11 +1,11 @@
-"""Debuggers: whether a process is traced, which Linux says in /proc."""
+"""Debugger check: whether a process is traced, which Linux shows in /proc."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 
 def is_traced(pids: Iterable[int]) -> bool:
-    """True if a debugger is attached to one of these processes. Where the system does not say it, none is."""
+    """Return whether a debugger is attached to one of these processes; False if the system does not show it."""
     return any(_tracer_of(pid) for pid in pids)
 
 

@@ -1,4 +1,4 @@
-"""Kinds of work that an engine has not done before: it may compile a kernel for them, or load an adapter, within a step."""
+"""Novel work: requests of a kind that is new to an engine, so that a step may compile a kernel or load an adapter."""
 
 from fleet.core.ids import RequestId
 from fleet.core.requests import Sampling
@@ -7,7 +7,7 @@ Kind = tuple[bool, ...]
 
 
 class NovelWork:
-    """The requests of a kind that is new to the engine, until the engine has brought something of them."""
+    """The requests of a new kind whose first tokens the engine has not produced yet."""
 
     def __init__(self) -> None:
         self._done: set[Kind] = set()
@@ -17,13 +17,13 @@ class NovelWork:
         return bool(self._waiting)
 
     def begun(self, request_id: RequestId, sampling: Sampling, *, loads: bool) -> None:
-        """A request goes to the engine. `loads`: the engine has to load something for it first."""
+        """Note that a request goes to the engine; `loads`: the engine has to load something for it first."""
         kind = _kind_of(sampling)
         if loads or kind not in self._done:
             self._waiting[request_id] = kind
 
     def brought(self, request_id: RequestId) -> None:
-        """The engine has brought tokens of a request."""
+        """Note that the engine has produced tokens of a request."""
         if (kind := self._waiting.pop(request_id, None)) is not None:
             self._done.add(kind)
 
@@ -32,7 +32,7 @@ class NovelWork:
 
 
 def _kind_of(sampling: Sampling) -> Kind:
-    """Return the properties of a request that decide which of an engine's kernels and libraries take part."""
+    """Return the properties of a request that decide which kernels and libraries the engine uses."""
     return (
         sampling.temperature > 0,
         sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0,

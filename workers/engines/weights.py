@@ -1,4 +1,4 @@
-"""Which weights these are: what tells two models of one name apart, or two adapters."""
+"""Weights revision: a digest that tells apart two models, or two LoRA adapters, with the same name."""
 
 import hashlib
 import re
@@ -11,12 +11,12 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def revision_of(files: Iterable[Path]) -> str:
-    """Digest of a folder's configuration (JSON) and weights (safetensors), 32 hex digits.
+    """Return a digest of a folder's configuration (JSON) and weights (safetensors), 32 hex digits.
 
-    Up to 1 GiB, all of it is read. Beyond, each weight file counts by its name, size, modification time and header (which
-    lists every tensor's type, shape and place): two copies of one model then share blocks only if they were copied with
-    their times, but two models never do. What was fetched from the Hugging Face Hub counts by its SHA-256 in place of the time,
-    wherever and whenever it was fetched.
+    Up to 1 GiB, all files are read. Above, each weight file counts by its name, size, modification time and header,
+    which lists the type, shape and place of every tensor. Two copies of one model then share blocks only if they were
+    copied with their times, but two models never do. A file from the Hugging Face Hub counts by its SHA-256 instead
+    of its time, wherever and whenever it was fetched.
     """
     files = sorted(files)
     whole = sum(file.stat().st_size for file in files) <= WHOLE_CONTENT_BYTES
@@ -35,6 +35,6 @@ def revision_of(files: Iterable[Path]) -> str:
 
 
 def _sha256_of(file: Path) -> str:
-    """As the hub's client has it: files of a snapshot are links to others that are named by their content. Empty: it is not known."""
+    """Return the SHA-256 that the hub's client put into the name of a stored file; empty: it is not a stored file."""
     name = file.resolve().name if file.is_symlink() else ""
     return name if SHA256.fullmatch(name) else ""

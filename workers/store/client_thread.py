@@ -1,4 +1,4 @@
-"""A client of a store node, and the one thread that makes its calls: they go out one after the other, and the worker's loop waits for none."""
+"""Store thread: a client of a store node with one thread for its calls, so that the worker's event loop never waits."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,11 +17,11 @@ Answer = TypeVar("Answer")
 
 
 class StoreThread:
-    """Made by `open_store_thread`."""
+    """One store client and its thread; made by `open_store_thread`."""
 
     def __init__(self, client: StoreClient, thread: ThreadPoolExecutor) -> None:
         self.client = client
-        """For use in `call`; what it knows of itself may be read anywhere."""
+        """The client. Its calls go through `call`; what it knows without a call may be read anywhere."""
 
         self._thread = thread
 
@@ -33,19 +33,21 @@ class StoreThread:
 async def open_store_thread(
     address: str, kv: Fingerprint, credentials: Credentials, name: str, *, wait_seconds: float | None = None
 ) -> AsyncIterator[StoreThread]:
-    """Open a client of the node at `address`, for an engine with blocks like `kv`; it joins the node as soon as that answers.
+    """Open a client of the node at `address`, for an engine with blocks like `kv`.
 
-    Leaving takes as long as a call that is under way: the client is of one thread, which closes it.
+    It joins as soon as the node answers.
+
+    Leaving the context waits for the current call, because the thread also closes the client.
 
     Args:
-        address: Of the node's control plane.
-        kv: What the engine's blocks are.
-        credentials: For a node on another host.
-        name: Of the thread.
-        wait_seconds: How long to wait for the node here; None: as long as one that is starting takes.
+        address: Address of the node's control plane.
+        kv: Fingerprint of the engine's blocks.
+        credentials: Credentials for a node on another host.
+        name: Name of the thread.
+        wait_seconds: How long to wait for the node here; None: as long as a starting node takes.
 
     Raises:
-        LayoutMismatch: The node answers, and holds blocks of this model that are not like these.
+        LayoutMismatch: The node answers, and its blocks of this model are not like these.
         BadCredentials: A file of the credentials cannot be used.
     """
     with ThreadPoolExecutor(1, thread_name_prefix=name) as thread:

@@ -1,6 +1,6 @@
-"""The KV store node that a worker has in its own process, where its settings say so: the smallest set-up.
+"""Embedded store: a KV store node inside the worker's process.
 
-The node is there before the engine, which connects to it as to any other, and goes after it.
+The node starts before the engine, which connects to it as to any other node, and ends after it.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from workers.settings import WorkerSettings
 
 
 class SettingsWithStore(Struct, frozen=True):
-    """A worker's settings with a store that is there."""
+    """A worker's settings together with its running store node."""
 
-    settings: WorkerSettings  # as the engine is to have them: they name the node's address
-    node: StoreEndpoints | None  # of the node in this process; None: there is none
+    settings: WorkerSettings  # for the engine; they name the node's address
+    node: StoreEndpoints | None  # the node in this process; None: there is none
 
 
 @asynccontextmanager
@@ -30,18 +30,18 @@ async def open_embedded_store(
     """Run the node of `settings.embedded_store` while the context is open.
 
     Args:
-        settings: Of the worker.
+        settings: Settings of the worker.
         new_loop: Makes the node's event loop.
 
     Raises:
-        ConfigurationRefused: The node's settings cannot be obeyed here; names the field.
+        ConfigurationRefused: The node's settings cannot be used here; the message names the field.
         NodeEnded: The node ended by itself.
     """
     told = settings.embedded_store
     if told is None:
         yield SettingsWithStore(settings, None)
         return
-    from kvstore.service.embedded import open_embedded  # noqa: PLC0415 - most workers have no node, and it takes a while
+    from kvstore.service.embedded import open_embedded  # noqa: PLC0415 - slow to import, and most workers have no node
 
     async with AsyncExitStack() as held:
         try:

@@ -1,13 +1,15 @@
-"""Which of a worker's warm blocks are worth most: what of them to bring away first when it goes. Pure.
+"""Evacuation priority: the order in which a draining worker's warm blocks are copied. Pure.
 
 Rules:
 
-1. A worker is worth the blocks that are warm there, one like the other: that is what routers count, what its Lease says, and
-   what is compared where one of several has to go. Here they are put in order, since there may not be time or room for all.
-2. A block comes before those that fewer of the latest prompts began with; among equals, before those that were used longer ago;
-   then by its place in its chain. So no block comes before one that its chain needs first.
-3. What none of these prompts began with (answers, and what was asked for long ago) comes last, as it came into the cache.
-4. Prompts are kept up to `MOST_BYTES`, the latest ones; naming their blocks is left for the day that it is needed.
+1. The worth of a worker is its number of warm blocks, each counted alike. Routers count it, its Lease reports it, and
+   Kubernetes compares it to choose the worker to remove. Here the blocks are ordered, because there may not be time
+   or room for all of them.
+2. A block comes first if more of the recent prompts began with it; among equal blocks, if it was used more recently;
+   then by its position in its chain. So no block comes before a block that its chain needs first.
+3. Blocks that no recent prompt began with (answers, and old prompts) come last, in the order in which the cache
+   stored them.
+4. The newest prompts are kept, up to `MOST_BYTES`. Their blocks are named only when an evacuation needs them.
 """
 
 from collections import deque
@@ -17,18 +19,14 @@ from msgspec import Struct
 
 from fleet.core.requests import TokenBytes
 from kvstore.block import BlockHash, HashAlgorithm, chain
+from workers.ports import RecentPrompt
 
 MOST_BYTES = 8 << 20
-"""Of tokens: 2 million, 65,000 blocks of 32, which are named in a tenth of a second."""
-
-
-class RecentPrompt(Struct, frozen=True):
-    tokens: TokenBytes
-    salt: bytes
+"""Bytes of tokens: 2 million tokens, or 65,000 blocks of 32, which take a tenth of a second to name."""
 
 
 class RecentPrompts:
-    """Of one worker."""
+    """The newest prompts of one worker."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
@@ -42,37 +40,37 @@ class RecentPrompts:
             self._bytes -= len(self._prompts.popleft().tokens)
 
     def all(self) -> tuple[RecentPrompt, ...]:
-        """The latest one last."""
+        """Return the prompts, the newest one last."""
         return tuple(self._prompts)
 
 
 class _BlockUse(Struct):
-    """Of one block."""
+    """How recent prompts use one block."""
 
-    place: int  # in its chain
+    position: int  # in its chain
     count: int = 0
-    latest: int = 0  # number of the prompt
+    latest: int = 0  # number of the newest prompt that uses it
 
 
 def by_evacuation_priority(
     prompts: Iterable[RecentPrompt], cached: Sequence[BlockHash], *, block_tokens: int, algorithm: HashAlgorithm
 ) -> list[BlockHash]:
-    """Names of blocks that may be warm, what is worth most first (rules 2 and 3).
+    """Return the names of blocks that may be warm, the most valuable first (rules 2 and 3).
 
     Args:
-        prompts: The latest one last.
-        cached: What the engine holds, in the order in which it came.
-        block_tokens: Tokens a block.
-        algorithm: Of the names.
+        prompts: The recent prompts, the newest one last.
+        cached: Blocks that the engine holds, in the order in which they were stored.
+        block_tokens: Tokens in a block.
+        algorithm: Hash algorithm of the names.
     """
     uses: dict[BlockHash, _BlockUse] = {}
     for number, prompt in enumerate(prompts):
         names = chain(prompt.tokens, block_tokens, salt=prompt.salt, algorithm=algorithm)
-        for place, name in enumerate(names):
+        for position, name in enumerate(names):
             use = uses.get(name)
             if use is None:
-                use = uses[name] = _BlockUse(place)
+                use = uses[name] = _BlockUse(position)
             use.count += 1
             use.latest = number
-    ordered = sorted(uses, key=lambda name: (-uses[name].count, -uses[name].latest, uses[name].place))
+    ordered = sorted(uses, key=lambda name: (-uses[name].count, -uses[name].latest, uses[name].position))
     return ordered + [name for name in cached if name not in uses]

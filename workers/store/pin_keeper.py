@@ -1,11 +1,12 @@
-"""Holding the chains of sessions in a KV store node, beside the worker's loop.
+"""Pin keeper: pins the chains of sessions in a KV store node, beside the worker's event loop.
 
 Rules:
 
-1. Nothing here delays the engine or a router: calls go out one after the other from one thread, with the client's
-   deadlines, and at most `MAX_QUEUED_PINS` are under way. More are dropped and counted; so is what the node does not answer.
-2. An engine's last blocks reach the store some moments after the answer's end. So a chain that is not held whole is
-   asked for again after each of `RETRY_PAUSES_SECONDS`, unless its session has gone on meanwhile.
+1. Nothing here delays the engine or a router. One thread makes the calls one after the other, with the client's
+   deadlines, and at most `MAX_QUEUED_PINS` are pending. Further ones are dropped and counted, and so are calls that
+   the node does not answer.
+2. An engine's last blocks reach the store some moments after the end of the answer. So a chain that is not pinned as
+   a whole is tried again after each of `RETRY_PAUSES_SECONDS`, unless its session has gone on meanwhile.
 """
 
 import asyncio
@@ -20,30 +21,30 @@ from kvstore.block import BlockHash, chain
 from kvstore.layouts.fingerprint import Fingerprint
 from kvstore.messages import SessionPinResult
 from kvstore.security.credentials import Credentials
+from workers.ports import PinChain, UnpinChain
 from workers.store.client_thread import StoreThread, open_store_thread
-from workers.store.session_pins import PinChain, UnpinChain
 
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_PINS = 256
-RETRY_PAUSES_SECONDS = (0.05, 0.2, 1.0)  # seconds
+RETRY_PAUSES_SECONDS = (0.05, 0.2, 1.0)
 
 
 class StorePinKeeper:
     """Implements `workers.ports.PinKeeper`; made by `open_pin_keeper`."""
 
     def __init__(self, store: StoreThread, tasks: asyncio.TaskGroup) -> None:
-        self.held = 0  # chains
-        self.refused = 0  # chains of which a part exceeded what the node's holds may keep
-        self.dropped = 0  # holds that were not asked for, or not answered
+        self.pinned = 0  # chains
+        self.refused = 0  # chains of which a part exceeded the node's limit for pins
+        self.dropped = 0  # pins that were not requested, or not answered
         self._store = store
         self._tasks = tasks
         self._numbers = count(1)
-        self._wanted: dict[str, int] = {}  # number of the hold that each session is to have
+        self._wanted: dict[str, int] = {}  # the number of the pin that each session shall have
         self._running: set[asyncio.Task[None]] = set()
 
     def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
-        """In the background, in this order."""
+        """Pin and unpin in the background, in this order."""
         for each in asked:
             self._wanted.pop(each.session, None)
             if len(self._running) >= MAX_QUEUED_PINS:
@@ -58,15 +59,18 @@ class StorePinKeeper:
             task.add_done_callback(self._running.discard)
 
     def close(self) -> None:
-        """What is held already stays so until its deadline: the session may go on at another worker."""
+        """Cancel pending calls.
+
+        Pins that exist stay until their deadline, because the session may go on at another worker.
+        """
         for task in self._running:
             task.cancel()
 
     async def _supervised(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
-        except Exception:  # supervisor: a chain that is not held is a later miss, and nobody else's affair
-            log.exception("a session's blocks could not be held")
+        except Exception:  # supervisor: a chain that is not pinned is only a later miss
+            log.exception("session pin failed")
             self.dropped += 1
 
     async def _hold(self, asked: PinChain, number: int) -> None:
@@ -75,7 +79,7 @@ class StorePinKeeper:
         for pause in (0.0, *RETRY_PAUSES_SECONDS):
             await asyncio.sleep(pause)
             if self._wanted.get(asked.session) != number:
-                return  # it has gone on, or holds anew
+                return  # the session has gone on, or has a newer pin
             held = await self._store.call(partial(self._ask, asked, names))
             if held is None or held.refused or held.blocks == len(names):
                 break
@@ -84,7 +88,7 @@ class StorePinKeeper:
         if held is None:
             self.dropped += 1
             return
-        self.held += held.blocks > 0
+        self.pinned += held.blocks > 0
         self.refused += held.refused > 0
 
     async def _release(self, asked: UnpinChain) -> None:
@@ -102,12 +106,14 @@ class StorePinKeeper:
 async def open_pin_keeper(
     address: str, kv: Fingerprint, credentials: Credentials, *, wait_seconds: float | None = None
 ) -> AsyncIterator[StorePinKeeper]:
-    """Keep chains in the node at `address`, for an engine with blocks like `kv`, from when that answers.
+    """Open a keeper of pins in the node at `address`, for an engine with blocks like `kv`.
 
-    Leaving takes as long as a call that is under way.
+    It works as soon as the node answers.
+
+    Leaving the context waits for the current call.
 
     Raises:
-        LayoutMismatch: The node holds blocks of this model that are not like these.
+        LayoutMismatch: The node's blocks of this model are not like these.
     """
     async with (
         open_store_thread(address, kv, credentials, "store-holds", wait_seconds=wait_seconds) as store,

@@ -1,16 +1,18 @@
-"""Which blocks a store is to keep while their sessions wait, for a tool or for a person. Pure.
+"""Session pins: which blocks a store keeps while a session waits, for example for a tool or a person. Pure.
 
 Rules:
 
-1. Work with a session has a chain: its prompt, and the answer as far as its KV was computed, which is all but the last
-   token. When the work ends, however it does, its chain is to be held. An end by a tool call or a stop string is found
-   by the router, and looks like a cancellation here. Prefill work, and work that gave no token, holds nothing.
-2. A hold lasts as long as `LATEST` of the pauses did that this worker has seen and that followed a pause of similar
-   length (`kvstore.eviction.session_pauses`), but no longer than `longest`. While too little is known, that long.
-3. When the session goes on, its hold is released with the first tokens. Until then it keeps the blocks in place, and
+1. An attempt with a session has a chain: its prompt, and the answer as far as its KV was computed, which is all but
+   the last token. When the attempt ends, for any reason, its chain is pinned. The router detects tool calls and stop
+   strings, so such an end looks like a cancellation here. A prefill attempt, and an attempt without a token, pins
+   nothing.
+2. A pin lasts as long as `LATEST` of the observed pauses did that followed a pause of similar length
+   (`kvstore.pauses`), but at most `longest`. While too few pauses are known, it lasts `longest`.
+3. When the session goes on, its pin ends with the first tokens. Until then the pin keeps the blocks in the store, and
    from then on the engine has them.
-4. The store knows a session by a digest of its name and the tenant's salt: nobody ends another tenant's holds.
-5. `MAX_SESSIONS` are remembered, for the lengths of their pauses; the one that was heard of the longest ago goes first.
+4. The store knows a session by a digest of its name and the tenant's salt, so that nobody can end another tenant's
+   pins.
+5. The pauses of `MAX_SESSIONS` sessions are remembered; the session that was idle longest is forgotten first.
 """
 
 import hashlib
@@ -21,31 +23,17 @@ from msgspec import Struct
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import RequestId
-from fleet.core.requests import TOKEN_BYTES, TokenBytes
+from fleet.core.requests import TOKEN_BYTES
 from fleet.core.roles import Phase
 from fleet.core.work import Progress, Rejected, Start
 from kvstore.eviction.session_pauses import LATEST, GapTimes
+from workers.ports import PinChain, UnpinChain
 
 MAX_SESSIONS = 16_384
 
 
-class PinChain(Struct, frozen=True, kw_only=True):
-    """Keep a chain, as far as the store has it; takes the place of the session's former hold."""
-
-    session: str
-    tokens: TokenBytes
-    salt: bytes
-    lasting: Nanos
-
-
-class UnpinChain(Struct, frozen=True, kw_only=True):
-    """The session has gone on."""
-
-    session: str
-
-
 class _SessionAttempt:
-    """One piece of work that the engine has."""
+    """One attempt with a session that the engine runs."""
 
     __slots__ = ("generated", "session", "start")
 
@@ -56,14 +44,14 @@ class _SessionAttempt:
 
 
 class _SessionPauses(Struct):
-    """Of one session."""
+    """Pauses of one session."""
 
-    ended: Nanos | None = None  # its last work; None while it goes on
-    last: Nanos | None = None  # length of the pause before
+    ended: Nanos | None = None  # the end of its last attempt; None while one runs
+    last: Nanos | None = None  # the length of the pause before
 
 
 class SessionPinPolicy:
-    """See the module. Work is told by the engine's ids."""
+    """Decides which chains to pin, by the rules above. Attempts are known by the engine's ids."""
 
     def __init__(self, longest: Nanos):
         assert longest > 0, longest
@@ -73,7 +61,7 @@ class SessionPinPolicy:
         self._gaps = GapTimes()
 
     def began(self, start: Start, now: Nanos) -> None:
-        """The engine was given work."""
+        """Note that the engine was given an attempt."""
         if not start.session or start.phase is Phase.PREFILL:
             return
         session = store_session_name(start.session, start.salt)
@@ -85,7 +73,7 @@ class SessionPinPolicy:
             pauses.ended, pauses.last = None, gap
 
     def heard(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> Iterator[PinChain | UnpinChain]:
-        """What an engine's step means for the store."""
+        """Yield the pins that follow from an engine step."""
         if not self._works:
             return
         for output in outputs:
@@ -116,7 +104,7 @@ class SessionPinPolicy:
         )
 
     def _pauses(self, session: str) -> _SessionPauses:
-        """Of a session that is just heard of."""
+        """Return the pauses of a session, which counts as just used."""
         pauses = self._sessions.setdefault(session, _SessionPauses())
         self._sessions.move_to_end(session)
         if len(self._sessions) > MAX_SESSIONS:
@@ -125,5 +113,5 @@ class SessionPinPolicy:
 
 
 def store_session_name(session: str, salt: bytes) -> str:
-    """32 hexadecimal digits (rule 4)."""
+    """Return the session's name in the store, 32 hexadecimal digits (rule 4)."""
     return hashlib.sha256(salt + b"\0" + session.encode()).hexdigest()[:32]

@@ -1,23 +1,22 @@
-"""Whether production and simulation decide alike: one scenario through both, and their decision logs line by line.
+"""Agreement test: production code and the simulator must make the same decisions for one scenario, compared line by line.
 
 `simulated` runs a plan as `fleet.sim.run.simulate` does. `served` runs it through the servers of production on a virtual loop
 (`fleet.app.agreement.production_world`). Both give the log of `fleet.sim.decision_log`, and the two are equal, instants to the nanosecond and all.
 
-What that shows, and what it does not:
+What the test shows, and what it does not:
 
-1. The machine is the same in both, so a log says whether the world around it is: that a simulation's router hears what a router
-   hears in production, in the same order and at the same instants, and that what it says comes about as it does there.
-2. Engines are the simulation's in both. How long a step takes on a GPU is not a question of agreement but of accuracy
-   (`fleet hardware accuracy`); and an engine that tells each token alone would fill the log with growing bookings.
-3. The wire takes the same time for everything, one way, in both. In production everything else takes time too: some ten
-   microseconds of the router's for a request. On the virtual loop, as in the simulation, computing takes none.
-4. What happens at one and the same instant in different places has no order. A log may say so (two workers end a step at once),
-   and then two runs may differ without either being wrong; the kernel's seed shuffles such ties in both. Scenarios whose
-   arrivals and step times are of no common measure have none. What one worker says is in order, always.
-5. A worker that is cut off for longer than settings allow is given up after exactly that silence in the simulation, and after up to a
-   quarter more in production, which counts silence in slices; here, a message later. So logs agree over shorter cuts, and not beyond
-   longer ones.
-6. Loads that workers report reach routers in production alone. No decision depends on them but where adapters are loaded.
+1. The machine is the same in both, so equal logs show that its surroundings are the same: the simulated router gets the same events
+   as a router in production, in the same order and at the same instants, and its commands have the same effects.
+2. Both use the simulated engines. How long a step takes on a GPU is a question of accuracy (`fleet hardware accuracy`), not of
+   agreement; and an engine that reports each token would fill the log with growing reservations.
+3. Every message takes the same one-way delay in both. In production everything else takes time, too, such as some ten microseconds of
+   the router for a request. On the virtual loop, as in the simulation, computing takes no time.
+4. Events of one instant in different places have no order. If two workers end a step at once, two logs may differ and both are
+   right; the kernel's seed shuffles such ties in both. Scenarios without a common measure of arrival and step times have no ties.
+   The events of one worker are always in order.
+5. A worker whose network is cut for longer than the heartbeat timeout is given up after exactly that time in the simulation. In
+   production it takes up to a quarter longer, because silence is counted in slices. So logs agree for shorter cuts only.
+6. Load reports of workers reach routers in production only. Decisions depend on them only where LoRA adapters are loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,26 +33,26 @@ from fleet.sim.decision_log import DecisionLog
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import EndedRequest
 from fleet.sim.run import RunPlan, world_arguments
-from fleet.sim.workload.clients import Traffic, begin
+from fleet.sim.workload.clients import Traffic, start_clients
 from fleet.sim.world import World
 
 LOOK_EVERY = 100 * MILLISECOND
-PATIENCE = 600 * SECOND  # between two ends of requests
+PATIENCE = 600 * SECOND  # longest time between two ends of requests
 
 
 class RequestStuck(ConfigurationRefused):
-    """A request is never over, or takes longer than can be waited for."""
+    """A request is never over, or takes too long."""
 
 
 class LoggedRun(Struct, frozen=True):
-    """What came of a run."""
+    """Decision log and ended requests of a run."""
 
     lines: Sequence[str]
     ended: Sequence[EndedRequest]
 
 
 def simulated(plan: RunPlan, traffic: Traffic) -> LoggedRun:
-    """The decisions of a simulation."""
+    """Run a plan in the simulator and return its decisions."""
     kernel, log, ended = Kernel(plan.seed), DecisionLog(), list[EndedRequest]()
     world = World(kernel, plan.pools, plan.router, record=log, ended=ended.append, **world_arguments(plan))
     log.machine = world.machine
@@ -62,7 +61,7 @@ def simulated(plan: RunPlan, traffic: Traffic) -> LoggedRun:
 
 
 def served(plan: RunPlan, traffic: Traffic) -> LoggedRun:
-    """The decisions of production's servers, in virtual time."""
+    """Run a plan through production's servers in virtual time and return their decisions."""
     log = DecisionLog()
     log.machine = ObservedMachine(plan.router, Random(plan.seed), plan.policy, keys_from_tokens, observer=log)
     ended = serve(plan, traffic, log.machine)
@@ -73,9 +72,9 @@ def serve(plan: RunPlan, traffic: Traffic, machine: RouterMachine) -> list[Ended
     """Run a plan through production's servers.
 
     Args:
-        plan: What happens.
+        plan: The plan.
         traffic: What clients send.
-        machine: Of the router, made with the hasher `keys_from_tokens`, and seed and policy of the plan.
+        machine: The router's machine, made with the hasher `keys_from_tokens`, and seed and policy of the plan.
 
     Raises:
         Stuck: A request is never over.
@@ -88,7 +87,7 @@ def serve(plan: RunPlan, traffic: Traffic, machine: RouterMachine) -> list[Ended
         kernel.run(until=Nanos(-1))
         kernel.skip(Nanos(0))
         _drive(kernel, world, plan, traffic, ended.append, over=world.close)
-    except BaseException:  # whatever it is, Ctrl-C included: tasks must not outlive it
+    except BaseException:  # Ctrl-C included: no task may outlive the run
         world.abandon()
         raise
     return ended
@@ -103,17 +102,17 @@ def _drive(
     *,
     over: Callable[[], None],
 ) -> None:
-    """Let a plan happen to the end of the last request."""
+    """Run a plan to the end of its last request."""
     for fault in plan.faults:
         world.fail(fault)
-    clients = begin(plan.clients, kernel, world, traffic, ended)
+    clients = start_clients(plan.clients, kernel, world, traffic, ended)
 
     def look() -> None:
         if clients.over:
             over()
         elif world.live and kernel.now() - max(world.last_end, 0) > PATIENCE:
             raise RequestStuck(
-                f"{world.live} requests are not over at {kernel.now() / SECOND:.3f} s, and none has been for {PATIENCE // SECOND} s"
+                f"{world.live} requests are not over at {kernel.now() / SECOND:.3f} s, and none has ended for {PATIENCE // SECOND} s"
             )
         else:
             kernel.after(LOOK_EVERY, look)
@@ -124,7 +123,7 @@ def _drive(
 
 
 def first_difference(some: Sequence[str], others: Sequence[str]) -> int | None:
-    """The first line in which two logs differ, from 0 on; None: in none."""
+    """Return the index of the first line in which two logs differ, or None."""
     for number, (one, other) in enumerate(zip(some, others, strict=False)):
         if one != other:
             return number

@@ -1,4 +1,4 @@
-"""The simulation's workers behind the port of engines, so that production's worker servers host them."""
+"""Hosted engine: a simulated worker behind the engine port, so that production's worker server can host it."""
 
 import asyncio
 from collections import deque
@@ -11,14 +11,14 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish
 from fleet.core.work import KvEvent, KvRemoved, KvStored, LoadReport, Progress, Start, WorkerDescription
 from fleet.router.messages import CacheAssumed, CancelAttempt, Dispatch, WorkerStepped
-from fleet.sim.cluster.prompts import hashes_of
+from fleet.sim.cluster.block_names import hashes_of
 from workers.ports import EngineFacts, EngineOutput, Pulse
 
 Item = TypeVar("Item")
 
 
 class HostedEngine:
-    """Implements `workers.ports.Engine` around a worker of `fleet.sim.world`."""
+    """Implements `workers.ports.Engine` for a worker of `fleet.sim.world`."""
 
     def __init__(
         self,
@@ -26,12 +26,12 @@ class HostedEngine:
         execute: Callable[[Dispatch | CancelAttempt], None],
         load: Callable[[], LoadReport],
     ):
-        """An engine that is ready.
+        """Begin as a ready engine.
 
         Args:
-            description: Of the worker, as the world has it.
+            description: The worker's description in the world.
             execute: Gives the world's worker what a router said.
-            load: The worker's.
+            load: Returns the worker's load report.
         """
         self.facts = EngineFacts(
             name=description.engine,
@@ -47,21 +47,21 @@ class HostedEngine:
         )
         self.load = load
         self._id = description.worker_id
-        self._obey = execute
+        self._execute = execute
         self._held: set[RequestId] = set()
-        self._outputs = _Feed[EngineOutput]()
-        self._changes = _Feed[Sequence[KvEvent]]()
+        self._outputs = _ItemQueue[EngineOutput]()
+        self._changes = _ItemQueue[Sequence[KvEvent]]()
 
     # The port.
 
     def submit(self, start: Start) -> None:
         self._held.add(start.request_id)
-        self._obey(Dispatch(worker_id=self._id, start=start))
+        self._execute(Dispatch(worker_id=self._id, start=start))
 
     def cancel(self, request_id: RequestId) -> None:
         if request_id in self._held:
             self._held.remove(request_id)
-            self._obey(CancelAttempt(worker_id=self._id, request_id=request_id))
+            self._execute(CancelAttempt(worker_id=self._id, request_id=request_id))
             self._outputs.put([Progress(request_id=request_id, finish=Finish.CANCELLED)])
 
     def outputs(self) -> AsyncIterator[EngineOutput]:
@@ -71,56 +71,56 @@ class HostedEngine:
         return self._changes.items()
 
     def pulses(self) -> Sequence[Pulse]:
-        """None: simulated faults of engines are not hangs, and virtual time needs no watchdog."""
+        """Return no pulses: simulated engines never hang."""
         return ()
 
     def traced(self) -> bool:
         return False
 
     def kill(self) -> None:
-        raise AssertionError("an engine that shows no steps is never taken to hang")
+        raise AssertionError("an engine without pulses is never killed as hanging")
 
     @property
     def lent(self) -> int:
-        """None that a drain would have to wait for."""
+        """Number of leases that a drain has to wait for; always 0."""
         return 0
 
     # What the world's worker does.
 
     def stepped(self, event: WorkerStepped) -> None:
         self._held.difference_update([each.request_id for each in event.progress if each.finish is not None])
-        self._outputs.put([_unsigned(each) for each in event.progress])
+        self._outputs.put([_without_worker(each) for each in event.progress])
 
     def cache_changed(self, event: CacheAssumed) -> None:
         changes: list[KvEvent] = []
-        if event.removed:  # first: it makes the room
+        if event.removed:  # first, because removals make the room
             changes.append(KvRemoved(hashes_of(event.removed)))
         if event.stored:
             changes.append(KvStored(hashes_of(event.stored)))
         self._changes.put(changes)
 
 
-class _Feed(Generic[Item]):
-    """What one consumer has not taken yet: no more than comes in an instant, since time stands still until it has."""
+class _ItemQueue(Generic[Item]):
+    """Items that one consumer has not taken yet; these are few, because virtual time stands still until it has."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
-        self._some = asyncio.Event()
+        self._available = asyncio.Event()
 
     def put(self, item: Item) -> None:
         self._items.append(item)
-        self._some.set()
+        self._available.set()
 
     async def items(self) -> AsyncIterator[Item]:
         while True:
             while self._items:
                 yield self._items.popleft()
-            self._some.clear()
-            await self._some.wait()
+            self._available.clear()
+            await self._available.wait()
 
 
-def _unsigned(progress: Progress) -> Progress:
-    """Engines do not know what their worker is called."""
+def _without_worker(progress: Progress) -> Progress:
+    """Remove the worker's name from a handoff, because engines do not know it."""
     if progress.handoff is None:
         return progress
     return structs.replace(progress, handoff=structs.replace(progress.handoff, prefill_worker=WorkerId("")))

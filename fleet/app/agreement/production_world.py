@@ -1,16 +1,16 @@
-"""The servers of production in virtual time, between a world's clients and its engines.
+"""Production world: the servers of production in virtual time, between a world's clients and its engines.
 
-A `ProductionWorld` is a `fleet.sim.world.World` but for the way from a client to an engine and back, which it takes through what
-`fleet serve` runs: `RouterServer` around the machine, `WorkerStreams`, frames of `fleet.v1`, the worker's end of the stream,
+A `ProductionWorld` is a `fleet.sim.world.World` whose requests go from client to engine and back through what `fleet serve` runs:
+`RouterServer` around the machine, `WorkerStreams`, frames of `fleet.v1`, the worker's end of the stream,
 `Session`, `WorkerServer` around the worker's machine; and workers that register under leases, whom routers find by the registry.
 
 Rules:
 
-1. Three things are not production's. Connections are in memory (`fleet.sim.virtual_loop`). Engines are the simulation's (`fleet.app.agreement.hosted_engine`).
-   A worker's process is a group of tasks; it is killed by cutting its connections and cancelling them.
-2. Prompts go over the wire as token ids from which the keys of their blocks can be read (`tokens_from_keys`, `keys_from_tokens`), in place of
-   hashes: the blocks of a trace have names and no tokens. Whether prompts are hashed alike everywhere is not a question of time.
-3. Workers take a moment to join: begin before the first request (`JOIN_TIME`).
+1. Three things differ from production. Connections are in memory (`fleet.sim.virtual_loop`). Engines are the simulation's (`fleet.app.agreement.hosted_engine`).
+   A worker's process is a group of tasks; to kill it means to cut its connections and cancel its tasks.
+2. Prompts go over the wire as token ids that contain the block keys (`tokens_from_keys`, `keys_from_tokens`), in place of
+   hashes, because the blocks of a trace have names and no tokens. Whether all processes hash alike is not tested here.
+3. Workers take a moment to join, so time begins before the first request (`JOIN_TIME`).
 """
 
 import asyncio
@@ -57,63 +57,63 @@ from workers.server import WorkerServer
 from workers.settings import WorkerSettings
 
 JOIN_TIME = SECOND
-"""What workers need to join, amply."""
+"""More time than workers need to join."""
 
 APART = 10_000
-"""Nanoseconds between the starts of two workers that are there from the beginning: routers know workers in the order of joining."""
+"""Nanoseconds between the starts of two first workers, so that the router knows them in this order."""
 
 DRAIN = 3600 * SECOND
-WORD = np.dtype("<u4")  # of a token id
+WORD = np.dtype("<u4")  # a token id
 KEY = np.dtype("<u8")
 
 
 class ProductionWorld(World):
-    """A world whose router and workers are processes of production; `close` it when nothing is to come any more."""
+    """A world whose router and workers run production's servers; `close` it after the last request."""
 
     def __init__(self, *arguments: Any, machine: RouterMachine, message_delay: Nanos, **named: Any):
-        """As `World`, whose `record` says nothing here.
+        """Begin like `World`; its argument `record` has no effect here.
 
         Args:
-            arguments: Of the world; the first is the kernel.
-            machine: The router's, made with the hasher `keys_from_tokens`.
-            message_delay: Between router and workers, one way.
-            named: More of the world.
+            arguments: Arguments of `World`; the first one is the kernel.
+            machine: The router's machine, made with the hasher `keys_from_tokens`.
+            message_delay: One-way delay between router and workers.
+            named: Further arguments of `World`.
         """
         kernel, _, settings = arguments
-        self._loop = VirtualLoop(kernel, message_delay)  # type: ignore[abstract]  # its rule 5
+        self._loop = VirtualLoop(kernel, message_delay)  # type: ignore[abstract]  # see its rule 5
         self._registry = RegistryServer(MembershipSettings(), kernel)
         self._streams = WorkerStreams(settings, self._registry.membership(), reachability=self._registry.hear)
         self._router = RouterServer(machine, self._streams, kernel)
         self._processes: dict[WorkerId, _WorkerProcess] = {}
-        self._asking: dict[RequestId, asyncio.Task[None]] = {}
-        self._apart: int | None = 0  # from now to the next start; None: all are there that are there from the beginning
+        self._serving: dict[RequestId, asyncio.Task[None]] = {}
+        self._next_start: int | None = 0  # time to the next start of a first worker; None: all have started
         self._closed = False
-        super().__init__(*arguments, message_delay=Nanos(0), **named)  # messages take their time in the loop
+        super().__init__(*arguments, message_delay=Nanos(0), **named)  # the loop delays messages
         self._machine = machine
         self._cluster.cut = self._cut
-        self._apart = None
+        self._next_start = None
         self._running: list[asyncio.Task[None]] = [
             self._loop.begin(each)
             for each in (self._registry.run(), self._router.run(), self._streams.run(self._router.hear))
         ]
 
     def close(self) -> None:
-        """End all processes; who joins later does not start."""
+        """End all processes; workers that join later do not start."""
         self._closed = True
         self._loop.cancel_all()
 
     def abandon(self) -> None:
-        """End all processes in the middle of what they do; the world is of no use any more."""
+        """End all processes at once; the world cannot be used afterwards."""
         self._closed = True
         self._loop.abandon()
 
-    def _hear(self, event: RouterEvent) -> None:
-        """What the world tells its router comes about in production, or goes there."""
+    def _handle(self, event: RouterEvent) -> None:
+        """Perform an event of the world in production's servers."""
         match event:
             case Arrived():
-                self._asking[event.request_id] = self._loop.begin(self._ask(_written_out(event)))
+                self._serving[event.request_id] = self._loop.begin(self._serve(_with_token_ids(event)))
             case RequestCancelled():
-                self._asking.pop(event.request_id).cancel()
+                self._serving.pop(event.request_id).cancel()
             case WorkerStepped():
                 self._processes[event.worker_id].engine.stepped(event)
             case CacheAssumed():
@@ -123,34 +123,34 @@ class ProductionWorld(World):
             case WorkerDraining():
                 self._running.append(self._loop.begin(self._processes[event.worker_id].drain()))
             case WorkerLeft():
-                self._loop.turn()  # its last words
+                self._loop.turn()  # deliver what it sent before
                 self._processes.pop(event.worker_id).kill()
-            case _:  # what reaches a router by other ways than its workers' streams
+            case _:  # events that do not come through workers' streams
                 self._loop.call_later(self._loop.delay / SECOND, self._router.hear, event)
 
     def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:
-        """Nothing passes between its process and the router; what that means is for these two to find out."""
+        """Hold all data between a worker's process and the router, which have to notice it by themselves."""
         process = self._processes[worker.id]
         if process.hold():
             self._kernel.after(lasting, process.release)
 
-    async def _ask(self, arrived: Arrived) -> None:
-        """One client's request, from its arrival to its end."""
+    async def _serve(self, arrived: Arrived) -> None:
+        """Serve one request from its arrival to its end."""
         request_id, now = arrived.request_id, self._kernel.now
         try:
             async with self._router.submit(arrived) as answer:
                 async for item in answer:
                     if isinstance(item, Complete):
-                        self._ended_at(request_id, now(), item.cached_tokens, "")
+                        self._end(request_id, now(), item.cached_tokens, "")
                     elif isinstance(item, StartedOver):
                         self._started_over(request_id)
                     else:
                         self._emitted(Emit(request_id=request_id, progress=item), now())
         except RequestRejected as refused:
-            self._ended_at(request_id, now(), 0, refused.reason.value)
+            self._end(request_id, now(), 0, refused.reason.value)
 
-    def _ended_at(self, request_id: RequestId, now: Nanos, cached_tokens: int, refused: str) -> None:
-        del self._asking[request_id]
+    def _end(self, request_id: RequestId, now: Nanos, cached_tokens: int, refused: str) -> None:
+        del self._serving[request_id]
         self._over(request_id, now, cached_tokens, refused)
 
     def _begin(self, description: WorkerDescription) -> None:
@@ -168,20 +168,20 @@ class ProductionWorld(World):
         self._processes[description.worker_id] = process
         if self._closed:
             return
-        if self._apart is None:
+        if self._next_start is None:
             process.start()
         else:
-            self._kernel.after(Nanos(self._apart), process.start)
-            self._apart += APART
+            self._kernel.after(Nanos(self._next_start), process.start)
+            self._next_start += APART
 
 
 class _WorkerProcess:
-    """A worker's process."""
+    """The tasks that stand for a worker's process."""
 
     def __init__(
         self, loop: VirtualLoop, description: WorkerDescription, engine: HostedEngine, registry: RegistryServer
     ):
-        """Not started yet."""
+        """Prepare a process without starting it."""
         self.engine = engine
         self._loop = loop
         self._path = f"/{description.worker_id}"
@@ -204,7 +204,7 @@ class _WorkerProcess:
             address=settings.listen,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self._held = False  # nothing passes to or from it
+        self._held = False  # whether its network is cut
 
     def start(self) -> None:
         loop, server = self._loop, self._server
@@ -215,27 +215,27 @@ class _WorkerProcess:
         await self._registration.run()
 
     async def drain(self) -> None:
-        """Take no more work, and end when there is none; it says at once that others may have its name, as `workers.registration` does."""
+        """Drain the worker. It gives its name free at once, as `workers.registration` does."""
         _, registering = self._tasks
         registering.cancel()
         await self._registration.leave()
         await self._server.drain(Nanos(DRAIN))
 
     def hold(self) -> bool:
-        """Cut it off; whether it was there, and was not cut off already."""
+        """Cut the network of the process; return False if it was cut already or has not started."""
         if self._held or not self._loop.hold(self._path):
             return False
         self._held = True
         return True
 
     def release(self) -> None:
-        """End a cut, if it has not ended with the process."""
+        """End a cut, unless it ended with the process."""
         if self._held:
             self._held = False
             self._loop.release(self._path)
 
     def kill(self) -> None:
-        """Nobody is told; routers notice that their connections have ended."""
+        """Kill the process; routers only notice that their connections end."""
         self._held = False
         if self._tasks:
             self._loop.cut(self._path)
@@ -244,10 +244,10 @@ class _WorkerProcess:
 
 
 class _InMemoryRegistry:
-    """Implements `workers.ports.Registry` without a wire.
+    """Implements `workers.ports.Registry` in memory.
 
-    What a worker says to it and what it then tells routers take a message's time each: so the last words of one incarnation
-    reach them before the next one takes its place.
+    A call and the notification of routers take a message delay each, so the last events of an incarnation reach routers before its
+    successor takes its place.
     """
 
     def __init__(self, registry: RegistryServer, delay: Nanos):
@@ -269,15 +269,15 @@ class _InMemoryRegistry:
         self._registry.deregister(Deregister(worker_id=worker_id, incarnation=incarnation))
 
 
-def _written_out(arrived: Arrived) -> Arrived:
-    """With token ids in place of keys."""
+def _with_token_ids(arrived: Arrived) -> Arrived:
+    """Replace the block keys of an arrival by token ids that contain them."""
     ((block_tokens, keys),) = arrived.keys.items()
     tokens = tokens_from_keys(keys, block_tokens, len(arrived.tokens) // TOKEN_BYTES)
     return structs.replace(arrived, tokens=tokens, keys={})
 
 
 def tokens_from_keys(keys: Sequence[int], block_tokens: int, num_tokens: int) -> TokenBytes:
-    """A prompt whose full blocks say their keys: 64 bits less one in the first two tokens of each, and zeros elsewhere."""
+    """Return token ids that contain the block keys: key plus one in the first two tokens of each full block, and zeros elsewhere."""
     assert block_tokens * WORD.itemsize >= KEY.itemsize, block_tokens
     tokens = np.zeros(num_tokens, WORD)
     words = np.array([key + 1 for key in keys], KEY).view(WORD).reshape(-1, 2)
@@ -286,7 +286,7 @@ def tokens_from_keys(keys: Sequence[int], block_tokens: int, num_tokens: int) ->
 
 
 def keys_from_tokens(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - a `Hasher`
-    """The keys of such a prompt; blocks of zeros, which an answer may have filled, have none."""
+    """Return the block keys that token ids contain; blocks of generated tokens contain zeros and have no keys."""
     words = np.frombuffer(tokens, WORD)
     blocks = words[: len(words) // block_tokens * block_tokens].reshape(-1, block_tokens)
     said = np.ascontiguousarray(blocks[:, :2]).view(KEY).ravel().tolist()

@@ -1,26 +1,27 @@
-"""A foreign server as a worker: what it is to the router, and how requests get there.
+"""External backend: an OpenAI-compatible server as a worker of the router.
 
 Rules:
 
-1. A server is a worker that does whole requests. It joins when it answers a question for its health, and leaves when it
-   answers none, while nothing else is heard from it either. An answer to anything is as good as one for its health.
-2. Whoever cannot be reached, or fails `TRIPS` requests in a row, gets no new ones (it is draining), and has left when those
-   that run there are over. It comes back when it answers for its health, after a pause that doubles as long as it goes on
-   failing requests; one more failure then is enough. Of the servers of a model at least half go on whatever requests they
-   fail, and the only one does: a request that no server can take would otherwise put all of them out, as often as somebody sends it.
-3. Every request that was begun is told of once: as finished, as rejected, or by the server's leaving. One that is cancelled
-   is told of no more. Where a connection turns out to have been closed while it was idle, the request is sent again over a
-   new one: the server has not seen it.
-4. Progress is told as that of engines is, but the tokens are not known, only how many they are, roughly.
-5. A server without KV events is believed to hold what was sent there (`fleet.router.kv_index.assumed_cache`). Of one with them it
-   is known, from the first event after it joined, or from the oldest one that it repeats. Where something is wrong with its
-   events, that is told by name (`fleet.backends.kv_events.health`), and it is placed as one that holds what was heard of it.
-6. Before it joins, a server whose tokenizer the settings name is asked what it makes of the golden prompts
-   (`fleet.frontend.text.tokenizer_check`); where that is something else, its events name nothing that is ever asked for.
-7. A server that answers for its health and gives no content of its answers is out of rotation (`fleet.backends.external.silence` decides), whoever
-   ends the requests. It stays a worker meanwhile: what was sent there is still believed to be cached when it is back.
-8. A router that has no socket left blames no server: a request waits for one as long as for a connection, and is refused
-   then; a question for health that cannot be asked says nothing.
+1. A server is a worker that runs whole requests. It joins when it answers a health check. It leaves when it answers
+   none and nothing else is heard from it; any answer counts as much as one to a health check.
+2. A server that cannot be reached, or fails `TRIPS` requests in a row, gets no new requests (it drains) and leaves when
+   its running requests have ended. It returns when it answers a health check, after a pause that doubles while it goes
+   on failing; then one more failure suffices. At least half of the servers of a model stay, whatever requests fail, and
+   a single server always stays: a request that no server can handle could otherwise remove all of them.
+3. Each request gets exactly one end: finished, rejected, or the server's leaving. A cancelled request gets none. If a
+   connection turns out to have been closed while it was idle, the request is sent again over a new one, because the
+   server has not seen it.
+4. Progress is reported as for engines, but with the approximate number of tokens instead of their ids.
+5. A server without KV events is assumed to hold what was sent there (`fleet.router.kv_index`). The cache of a server
+   with KV events is known from the first event after it joined, or from the oldest one that it repeats. If its events
+   are wrong, an alert names the problem (`workers.engines`), and the server is placed by the events that were
+   understood.
+6. Before a server joins whose tokenizer the settings name, the tokenizer check compares the two. If they differ, its KV
+   events describe blocks that no request will ask for.
+7. A server that answers health checks but sends no content of its answers leaves rotation (the router's silence rules
+   decide), no matter who ends the requests. It stays a worker, so its cache is still assumed when it returns.
+8. If this router has no socket left, no server is blamed. A request waits for a socket as long as for a connection and
+   is then rejected; a health check that cannot be sent counts as unknown.
 """
 
 import asyncio
@@ -75,25 +76,25 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
 
-TRIPS = 5  # failures in a row, as hyperscalers' proxies have it (Envoy's outlier detection: 5 answers of 5xx)
-MISSES = 3  # questions for its health in a row that a server does not answer
-FIRST_PAUSE_SECONDS = 1.0  # of a server that failed too many requests
+TRIPS = 5  # failures in a row, like Envoy's outlier detection (5 answers of 5xx)
+MISSES = 3  # health checks in a row without an answer
+FIRST_PAUSE_SECONDS = 1.0  # first pause of a server that failed too many requests
 LONGEST_PAUSE_SECONDS = 30.0
-SEARCH_SECONDS = 0.25  # between two questions to a server that is not there; they cost little, waiting for it much
-IDLE_SECONDS = 60.0  # of a connection that a burst has left over; servers close them sooner, or never
-OUT_OF_SOCKETS_SECONDS = 0.05  # between two attempts then (rule 8)
+SEARCH_SECONDS = 0.25  # between two health checks of a server that is away
+IDLE_SECONDS = 60.0  # of idle connections that a burst has left; servers close them earlier or never
+OUT_OF_SOCKETS_SECONDS = 0.05  # between two attempts to get a socket (rule 8)
 RETRY_AFTER_MS = 1000
-TOKEN = 0  # stands for each that is not known
-PROBE_INTERVAL = MILLISECOND // 2  # for each request there, between looks at all; each takes two microseconds
-PROBE_INTERVAL_WHILE_HEARD = SECOND  # while some are answered
-LEARNED_AT_ONCE = 64  # first bytes that are counted at a look, ten times a second
+TOKEN = 0  # stands for each unknown token id
+PROBE_INTERVAL = MILLISECOND // 2  # between two checks, for each of its requests; a check takes 2 µs per request
+PROBE_INTERVAL_WHILE_HEARD = SECOND  # while some requests make progress
+LEARNED_AT_ONCE = 64  # first bytes that a check evaluates, ten times a second
 
 Hear = Callable[[WorkerEvent], None]
-"""`fleet.router.server.RouterServer.hear`."""
+"""`RouterServer.hear`, which handles an event at once."""
 
 
 class ExternalBackend:
-    """One server. Implements `fleet.backends.external.upstream.UpstreamOwner`."""
+    """One external server. Implements `fleet.backends.external.upstream.UpstreamOwner`."""
 
     def __init__(
         self,
@@ -119,21 +120,21 @@ class ExternalBackend:
         self._compared_tokens = settings.compared_tokens
         self.joined = False
         self.asked = asyncio.Event()
-        """Set once it has joined, or has turned out not to be there."""
+        """Set once it has joined, or has turned out to be away."""
         self._connect_timeout_seconds = connect_timeout_seconds
         self._clock = clock
         self._hear: Hear
         self._tasks: asyncio.TaskGroup
-        self._taking = False  # new requests
+        self._taking = False  # whether it takes new requests
         self._incarnations = 0
         self._works: dict[RequestId, Upstream | asyncio.Task[None]] = {}
         self._idle: list[Upstream] = []
-        self._heard = False  # since the last look at its health
-        self._looked_at = Nanos(0)  # at all of its requests
+        self._heard = False  # since the last health check
+        self._looked_at = Nanos(0)  # time of the last check of all its requests
         self._failures = 0  # in a row
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
-        self._look = asyncio.Event()  # now, and not at the next turn
+        self._look = asyncio.Event()  # check its health now instead of at the next turn
         self._cache = KvEventFollower(settings, clock)
         self._tells_cached = False
         self._address = ServerAddress.of(settings.url, settings.api_key)
@@ -142,31 +143,31 @@ class ExternalBackend:
 
     @property
     def passed_over(self) -> Counter[SkipReason]:
-        """Blocks that it published and that are not followed, by why."""
+        """Blocks of its KV events that were skipped, by reason."""
         return self._cache.passed_over
 
     @property
     def alert(self) -> KvEventAlert | None:
-        """What is wrong with its KV events."""
+        """The problem with its KV events, if any."""
         return self._cache.alert
 
     @property
     def tokenises(self) -> TokenizerMatch:
-        """What it made of the golden prompts, beside this router."""
+        """The result of the tokenizer check."""
         return self._health.tokenises
 
     @property
     def taking(self) -> bool:
-        """Whether it takes new requests."""
+        """True if it takes new requests."""
         return self._taking
 
-    # From the router
+    # Calls of the router
 
     def start(self, work_id: RequestId, relayed: RelayedRequest) -> None:
         """Send a request.
 
         Raises:
-            WorkerUnreachable: It takes none now.
+            WorkerUnreachable: It takes no requests now.
         """
         if not self._taking:
             raise WorkerUnreachable(self.worker_id)
@@ -174,7 +175,7 @@ class ExternalBackend:
             self._cache.sent(keys, work_id)
         idle = self._idle
         while idle:
-            upstream = idle.pop()  # the latest: those that are not needed age until somebody closes them
+            upstream = idle.pop()  # the newest connection, so that unneeded ones age until they are closed
             if upstream.usable:
                 self._send(upstream, work_id, relayed)
                 return
@@ -195,7 +196,7 @@ class ExternalBackend:
         self._leave_when_done()
 
     async def run(self, hear: Hear) -> None:
-        """Keep looking after the server until cancelled."""
+        """Look after the server until cancelled."""
         self._hear = hear
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -204,13 +205,13 @@ class ExternalBackend:
             self._close()
 
     def look(self, now: Nanos) -> bool:
-        """Take in how its requests stand; the instants of this and of `decide` are the router's own time.
+        """Update the silence rules with the state of its requests; times are the router's own time.
 
-        While some of them go on, all are looked at once a second only: it is silence that has to be noticed soon. Very many are looked
-        at less often, so that looking takes no more than a hundredth of the processor.
+        While some requests make progress, all are checked only once a second, because only silence must be noticed
+        soon. Very many requests are checked less often, so that checking takes at most a hundredth of the processor.
 
         Returns:
-            Whether there is something to decide.
+            True if there is something to decide.
         """
         silence, works = self.silence, self._works
         heard = self._tell_first_bytes() or self._hears(now)
@@ -231,7 +232,7 @@ class ExternalBackend:
         return not silence.settled
 
     def _hears(self, now: Nanos) -> bool:
-        """Say whether some answer that has begun goes on; the first one that does is enough."""
+        """Return True if an answer that has begun makes progress."""
         for work in self._works.values():
             if isinstance(work, Upstream) and not work.quiet and work.spoke:
                 work.quiet_for(now)
@@ -239,7 +240,7 @@ class ExternalBackend:
         return False
 
     def decide(self, now: Nanos, siblings: "Sequence[ExternalBackend]") -> None:
-        """Do what its silence asks for (rule 7).
+        """Perform what the silence rules decide (rule 7).
 
         Args:
             now: The instant.
@@ -266,7 +267,7 @@ class ExternalBackend:
                     assert_never(command)
 
     def _tell_first_bytes(self) -> bool:
-        """Tell what has begun since the last look, if anything has. Of very many the first ones are enough to know how fast it is."""
+        """Report the first bytes since the last check; of very many, the first ones suffice to know the server's speed."""
         first_bytes, lost = self.first_bytes, self._own_time.lost
         if first_bytes:
             for sent_at, first_byte_at, size, streams in first_bytes[:LEARNED_AT_ONCE]:
@@ -304,7 +305,7 @@ class ExternalBackend:
             work.fail(why)
 
     async def _try(self, began_at: Nanos) -> None:
-        """Send a trial request, and tell what comes of it."""
+        """Send a trial request and report its outcome."""
         settings = self.settings
         trial = await try_request(self._address, self._trial_path, settings.model, settings.silence_timeout_seconds)
         now = self._own_time.of(self._clock.now())
@@ -315,7 +316,7 @@ class ExternalBackend:
             self._trial.cancel()
             self._trial = None
 
-    # From connections
+    # Calls of connections
 
     def spoke(self, upstream: Upstream, relayed: RelayedRequest) -> None:
         self.first_bytes.append((upstream.sent_at, self._clock.now(), len(relayed.body), relayed.streams))
@@ -373,7 +374,7 @@ class ExternalBackend:
         )
 
     async def _dial(self, work_id: RequestId, relayed: RelayedRequest) -> None:
-        """Send over a new connection (rule 8)."""
+        """Send a request over a new connection (rule 8)."""
         loop = asyncio.get_running_loop()
         address = self._address
         upstream: Upstream | None = None
@@ -416,7 +417,10 @@ class ExternalBackend:
         self._hear(AttemptRejected(worker_id=self.worker_id, rejected=rejected))
 
     def _compare(self, work_id: RequestId, usage: UpstreamUsage) -> None:
-        """Tell how much of a prompt it had cached. Who has ever told, and does not, had nothing (vLLM leaves out zeros)."""
+        """Report how much of a prompt the server had cached.
+
+        No value means nothing, if the server has ever sent one (vLLM omits zeros).
+        """
         self._tells_cached = self._tells_cached or usage.cached_tokens is not None
         if self._tells_cached:
             self._hear(
@@ -442,12 +446,12 @@ class ExternalBackend:
                     await self._health.compare_tokenizers()
                     self._join()
             elif heard:
-                misses = 0  # what runs there goes on
+                misses = 0  # its running requests go on
             elif healthy is not None:
                 misses += 1
                 if self.joined and misses >= MISSES:
                     self._lose()
-                elif misses == MISSES:  # once: it may be started later than this router, or its url be wrong
+                elif misses == MISSES:  # once: it may be started later, or its url be wrong
                     told = {"worker": self.worker_id, "url": self.settings.url, "cause": self._health.cause}
                     log.warning("worker does not answer; it joins when it does", extra=told)
             self.asked.set()
@@ -495,13 +499,13 @@ class ExternalBackend:
     def _count_failure(self) -> None:
         self._failures += 1
         if self._failures >= TRIPS and self._taking and self._can_spare(self):
-            self._failures = TRIPS - 1  # rule 2
+            self._failures = TRIPS - 1  # see rule 2
             self._not_before = Nanos(self._clock.now() + int(self._pause_seconds * SECOND))
             self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
             self._suspend()
 
     def _suspend(self, why: str = "it fails requests") -> None:
-        """Take no new requests; who calls this also calls `_leave_when_done`, once all is told."""
+        """Take no new requests. The caller also calls `_leave_when_done` once all events are sent."""
         if self._taking:
             self._taking = False
             told = {"worker": self.worker_id, "running": len(self._works), "cause": why}
@@ -513,7 +517,7 @@ class ExternalBackend:
             self._left()
 
     def _lose(self) -> None:
-        """It is gone, and with it what runs there."""
+        """Drop all running requests, because the server is gone."""
         works = list(self._works.values())
         self._works.clear()
         for work in works:
@@ -536,12 +540,12 @@ class ExternalBackend:
         self._look.set()
 
     def _listen(self) -> bool:
-        """Return whether anything was heard since the last time."""
+        """Return True if anything was heard since the last call."""
         heard, self._heard = self._heard, False
         return heard
 
     def _close_idle(self) -> None:
-        """Close connections that have not been needed for long."""
+        """Close connections that have been idle for long."""
         now = self._own_time.of(self._clock.now())
         old = [upstream for upstream in self._idle if upstream.quiet_for(now) >= IDLE_SECONDS * SECOND]
         for upstream in old:

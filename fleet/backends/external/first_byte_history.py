@@ -1,8 +1,8 @@
 """First-byte history: how long a server took until its first bytes, and how long for each KiB of prompt.
 
-Times are counted in buckets of half an octave, so that to add one takes no longer than a counter. When `REMEMBERED` are there all counts
-are halved: recent ones count more. A time far above the others is taken for `MOST_ABOVE` times what was expected: a server that woke up
-again after a minute does not teach that a minute is usual, and one that has become slow for good teaches it within some ten requests.
+Times are counted in buckets of half an octave, so adding one is as fast as a counter. When `REMEMBERED` times are there, all counts
+are halved, so recent ones count more. A time far above the others counts as `MOST_ABOVE` times the expected one: a server that wakes up
+after a minute does not teach that a minute is usual, and one that has become slow for good teaches it within about ten requests.
 """
 
 from math import isqrt
@@ -10,26 +10,28 @@ from math import isqrt
 from fleet.core.clock import Nanos
 
 REMEMBERED = 512
-BEYOND = 0.05  # share of the times that lies above what is expected
-CAUTION = 8.0  # times that are missing: with one time known nine times as much is expected, with eight twice
+BEYOND = 0.05  # share of times above the expected one
+CAUTION = (
+    8.0  # caution with few times: with one known time nine times as much is expected, with eight times twice as much
+)
 MOST_ABOVE = 4
 
 _BUCKETS = 130  # twice the bits of an instant
 
 
 class FirstByteHistory:
-    """The first bytes of one server, of one kind of answer."""
+    """The first bytes of one server for one kind of answer."""
 
     def __init__(self) -> None:
         self.count = 0
         self._times = [0] * _BUCKETS
         self._rates = [0] * _BUCKETS
-        self._most_time = self._most_rate = 1 << 62  # that are believed
-        self._time = self._rate = 0  # expected
+        self._most_time = self._most_rate = 1 << 62  # the largest accepted values
+        self._time = self._rate = 0  # expected values
         self._stale = False
 
     def add(self, waited: int, kib: int) -> None:
-        """Take one in.
+        """Add a measurement.
 
         Args:
             waited: Nanoseconds from sending the request to the first byte of its answer.
@@ -44,7 +46,7 @@ class FirstByteHistory:
         self._stale = True
 
     def expected(self, kib: int, total: int) -> float:
-        """Return how many nanoseconds until a first byte would be no surprise.
+        """Return the nanoseconds until a first byte that would be no surprise.
 
         Args:
             kib: Size of the request's body.

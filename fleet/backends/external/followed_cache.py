@@ -1,4 +1,4 @@
-"""What a foreign server publishes of its prefix cache, followed and judged (rule 5 of `fleet.backends.external.backend`)."""
+"""KV event follower: reads the KV events of an external backend and judges them (rule 5 of `backend.py`)."""
 
 import asyncio
 import logging
@@ -7,47 +7,47 @@ from collections.abc import Callable
 
 from fleet.backends.kv_events.health import ADVICE, EventHealth, KvEventAlert
 from fleet.backends.kv_events.stream import EventStreamCounters, read_events
-from fleet.backends.kv_events.translator import KvEventTranslator, SkipReason, salt_of_client
+from fleet.backends.kv_events.translator import KvEventTranslator, SkipReason
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.ids import RequestId, WorkerId
-from fleet.frontend.openai.prompt_keys import ALGORITHM
+from fleet.frontend.openai.prompt_keys import ALGORITHM, client_salt
 from fleet.router.messages import KvChanged
 from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
 
-EVENT_PATIENCE = Nanos(10 * SECOND)  # from a prompt's end to the event of its blocks; vLLM takes a step and 0.1 s
-LONG_PROMPT_BLOCKS = 4  # of which some are full, even where only the bytes of a prompt were counted
-REMEMBERED_PROMPTS = 4096  # to know whether one is new
+EVENT_PATIENCE = Nanos(10 * SECOND)  # from a prompt's end to the event of its blocks; vLLM needs a step and 0.1 s
+LONG_PROMPT_BLOCKS = 4  # some blocks are full, even if only the bytes of a prompt were counted
+REMEMBERED_PROMPTS = 4096  # for finding out whether a prompt is new
 
 
 class KvEventFollower:
-    """Of one server, while it is there."""
+    """KV events of one server while it is there."""
 
     def __init__(self, settings: OpenAiWorkerSettings, clock: Clock) -> None:
-        """Nothing is listened to before `follow`."""
+        """Prepare; `follow` connects."""
         self.followed = False
         self.alert: KvEventAlert | None = None  # what is wrong with the events
         self._settings = settings
         self._clock = clock
         self._worker_id = WorkerId(settings.worker_id)
         self._task: asyncio.Task[None] | None = None
-        self._prompts: dict[int, None] = {}  # last keys, of the latest ones
-        self._filling: set[RequestId] = set()  # works whose blocks are to be published
+        self._prompts: dict[int, None] = {}  # last keys of the latest prompts
+        self._filling: set[RequestId] = set()  # attempts whose blocks will be published
         self._begin()
 
     @property
     def passed_over(self) -> Counter[SkipReason]:
-        """Blocks that were published and that are not followed, by why."""
+        """Published blocks that were skipped, by reason."""
         return self._books.passed_over
 
     def follow(self, tasks: asyncio.TaskGroup, hear: Callable[[KvChanged], None]) -> None:
-        """Tell `hear` what is in it, until `stop`."""
+        """Pass the events to `hear` until `stop`."""
         self.followed = True
         self._task = tasks.create_task(self._read(hear))
 
     def stop(self) -> None:
-        """The server has left."""
+        """Stop, because the server has left."""
         self.followed = False
         self.alert = None
         self._filling.clear()
@@ -56,7 +56,7 @@ class KvEventFollower:
             self._task = None
 
     def sent(self, keys: tuple[int, ...], work_id: RequestId) -> None:
-        """A prompt is on its way; if it is long and new, its blocks are to be published."""
+        """Note a prompt that was sent; if it is long and new, its blocks will be published."""
         if len(keys) < LONG_PROMPT_BLOCKS or keys[-1] in self._prompts:
             return
         if len(self._prompts) == REMEMBERED_PROMPTS:
@@ -65,28 +65,28 @@ class KvEventFollower:
         self._filling.add(work_id)
 
     def filled(self, work_id: RequestId) -> None:
-        """A work has ended well."""
+        """Note an attempt that finished."""
         if work_id in self._filling:
             self._filling.remove(work_id)
             self._events.filled(self._clock.now())
 
     def forget(self, work_id: RequestId) -> None:
-        """A work has ended otherwise."""
+        """Note an attempt that did not finish."""
         self._filling.discard(work_id)
 
     def judge(self) -> None:
-        """Say it once when something is wrong with the events, and when it is right again."""
+        """Log once when something is wrong with the events, and when they are right again."""
         alert = self._events.alert(self._clock.now())
         if alert is self.alert:
             return
         self.alert = alert
         told = {"worker": self._worker_id, "url": self._settings.url}
         if alert is None:
-            log.info("KV events are as they should be again", extra=told)
+            log.info("KV events are valid again", extra=told)
             return
         size = self._books.published_block_tokens
         log.error(
-            "KV events are of no use: %s",
+            "KV events cannot be used: %s",
             ADVICE[alert],
             extra={**told, "alert": alert, **({"its_block_tokens": size} if size else {})},
         )
@@ -109,12 +109,12 @@ class KvEventFollower:
             await asyncio.sleep(settings.probe_seconds)
 
     def _begin(self) -> None:
-        """With nothing known."""
+        """Start again with nothing known."""
         self._books = KvEventTranslator(
             block_tokens=self._settings.block_tokens,
             algorithm=ALGORITHM,
             capacity=self._settings.kv_blocks,
-            salt_of=salt_of_client,
+            salt_of=client_salt,
         )
         self._heard = EventStreamCounters()
         self._events = EventHealth(self._books, self._heard, EVENT_PATIENCE)

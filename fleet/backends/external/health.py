@@ -1,4 +1,4 @@
-"""What a foreign server is asked before it gets requests, and while nothing else is heard from it."""
+"""Health checks and tokenizer check of an external backend."""
 
 import logging
 
@@ -21,7 +21,7 @@ OK = 200
 
 
 class ServerHealth:
-    """Of one server."""
+    """Health of one server."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ServerHealth:
         """Why it is not healthy, or what it answered."""
 
     async def healthy(self) -> bool | None:
-        """Whether it answers; None: nobody could ask."""
+        """Return True if the server answers; None if no request could be sent."""
         try:
             status, _ = await self._ask(b"GET", self._settings.health_path)
             if status in NO_SUCH_PATH:
@@ -53,7 +53,7 @@ class ServerHealth:
         return status < FIRST_SERVER_ERROR
 
     async def compare_tokenizers(self) -> None:
-        """Have it tokenise the golden texts, if it can, and note what it makes of them."""
+        """Compare the server's tokens of the sample texts with those of the codec, if there is one."""
         if (codec := self._codec) is None:
             return
         settings, tokenises = self._settings, TokenizerMatch.UNKNOWN
@@ -70,7 +70,8 @@ class ServerHealth:
         if tokenises is TokenizerMatch.OTHERWISE:
             told = {"worker": settings.worker_id, "url": settings.url, "tokenizer": settings.tokenizer}
             log.error(
-                "a server makes other tokens of the golden prompts than `tokenizer` does; set it to its own", extra=told
+                "tokenizer check failed, `tokenizer` differs from that of the server; set it to the server's",
+                extra=told,
             )
 
     async def _ask(self, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:

@@ -1,4 +1,4 @@
-"""Simple questions to a foreign server, each over a connection of its own: whether it is well, what it makes of a text."""
+"""Small HTTP client for external backends: health checks and tokenization, each over a connection of its own."""
 
 import asyncio
 import errno
@@ -10,37 +10,37 @@ import httptools
 from msgspec import Struct
 
 OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""What a process meets that has no socket left."""
+"""Error numbers of a process without a free socket."""
 
 MAX_ANSWER_BYTES = 1 << 20
-FIRST_FINAL_STATUS = 200  # those before say that an answer will follow
+FIRST_FINAL_STATUS = 200  # lower ones announce an answer
 FIRST_SERVER_ERROR = 500
 
 
 class BackendUnreachable(Exception):
-    """A server does not answer; the message says why."""
+    """The server does not answer; the message says why."""
 
 
 class OutOfSockets(BackendUnreachable):
-    """Not for its own reasons: this process or machine has no socket left."""
+    """No socket is left in this process or machine, so the server is not to blame."""
 
 
 class ServerAddress(Struct, frozen=True, kw_only=True):
-    """Where a server is, and what every request to it says."""
+    """Address of a server, and what every request to it contains."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None
     netloc: bytes
     prefix: bytes
-    """Of its paths, before ``/v1``."""
+    """Path prefix before ``/v1``."""
 
     authorization: bytes
-    """Empty: it gets what the client sent."""
+    """Empty: the client's header is passed on."""
 
     @classmethod
     def of(cls, url: str, api_key: str) -> Self:
-        """By its settings, which were checked."""
+        """Build the address from validated settings."""
         parts = urlsplit(url)
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         return cls(
@@ -53,7 +53,7 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
         )
 
     def opening(self, method: bytes, path: str) -> bytes:
-        """The lines that a request begins with."""
+        """Return the first lines of a request."""
         key = b"authorization: %s\r\n" % self.authorization if self.authorization else b""
         return b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s" % (method, self.prefix, path.encode(), self.netloc, key)
 
@@ -61,11 +61,11 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
 async def http_request(
     server: ServerAddress, method: bytes, path: str, body: bytes = b"", *, within_seconds: float
 ) -> tuple[int, bytes]:
-    """Status and content of the answer.
+    """Send a request and return the status and content of the answer.
 
     Raises:
-        Unreachable: There was none in time, or none that is HTTP.
-        Starved: Nobody could ask.
+        BackendUnreachable: No answer came in time, or it is not HTTP.
+        OutOfSockets: No socket was left for the request.
     """
     kind = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body) if body else b""
     question = b"%s%sconnection: close\r\n\r\n%s" % (server.opening(method, path), kind, body)
@@ -89,14 +89,14 @@ async def http_request(
 
 
 def connection_failure_cause(error: BaseException) -> str:
-    """Why a connection failed, in words."""
+    """Return in words why a connection failed."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 class _Answer:
-    """A short answer as a parser hears it."""
+    """A short answer, filled by the parser."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -108,12 +108,12 @@ class _Answer:
     def feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offered:  # is no HttpParserError
-            raise httptools.HttpParserError("it goes on in another protocol") from offered
+        except httptools.HttpParserUpgrade as offered:  # not a subclass of HttpParserError
+            raise httptools.HttpParserError("it switches to another protocol") from offered
         self._bytes += len(data)
         if self._bytes > MAX_ANSWER_BYTES:
             if self.status < FIRST_FINAL_STATUS:
-                raise httptools.HttpParserError("it goes on and on without an answer")
+                raise httptools.HttpParserError("too many bytes without an answer")
             self.complete = True
 
     def on_headers_complete(self) -> None:

@@ -1,18 +1,18 @@
-"""A router's own time: a clock that stands still while the router's process does not run.
+"""Running time: a clock that stands still while the router's process does not run.
 
-A machine that was suspended, a process that was stopped, or a core that others took for seconds: the router then finds that time has
-passed in which it could hear nobody. Whoever judges others by their silence has to leave that out.
+A suspended machine, a stopped process, or a core that other processes kept for seconds: afterwards time has passed in which the router
+could receive nothing. A judgement about the silence of others has to leave that time out.
 """
 
 from fleet.core.clock import SECOND, Nanos
 
 GRACE = (
     SECOND // 2
-)  # between two ticks; on a busy machine a tick comes late, and what it is late is left out from there on
+)  # allowed pause between two ticks; on a busy machine a tick comes late, and only the excess is left out
 
 
 class RunningTime:
-    """Told of the time regularly, by `tick`."""
+    """The clock; call `tick` regularly."""
 
     def __init__(self) -> None:
         self.lost = 0
@@ -21,13 +21,13 @@ class RunningTime:
         self._latest: Nanos | None = None
 
     def tick(self, now: Nanos) -> Nanos:
-        """Take in that it is `now` by the system's clock; return the own time."""
+        """Note the system's time; return the running time."""
         own = self.of(now)
         self.lost = now - own
         self._latest = now
         return own
 
     def of(self, now: Nanos) -> Nanos:
-        """Return the own time, as of now by the system's clock."""
+        """Return the running time at a system time."""
         late = 0 if self._latest is None else max(0, now - self._latest - GRACE)
         return Nanos(now - self.lost - late)

@@ -1,28 +1,28 @@
-"""Silence detector: whether a backend that answers for its health also answers requests.
+"""Silence detector: decides whether an external server that passes its health checks still answers requests.
 
-An engine can hang while its HTTP front goes on to answer `/health`. All that the router sees of that is silence: no byte of an answer.
-Silence may also be a long prompt, a long answer that comes in one piece, a queue, or a server that still loads. Rules:
+An engine can hang while its HTTP server goes on to answer `/health`. The router then only sees silence: no byte of any answer.
+Silence may also be a long prompt, a long answer in one piece, a queue, or a server that still loads. Rules:
 
-1. How long silence may last follows from what the server has done (`fleet.backends.external.first_byte_history`): from the times until its first bytes,
-   and from the same times for each KiB of prompt, so that a long prompt has long. A server with too short a past is judged by its
-   siblings', the other servers of its model. Where nobody has answered yet, nothing is concluded.
-2. A request that waits twice as long as expected, on a server that gives no byte to anybody, makes the server suspect. So does a
-   client that leaves after so long: who ends a request changes nothing. A suspect is asked for a completion of one token (`SendTrial`), on a
-   connection of its own, so that no client has to be the one who finds out.
-3. A server is out of rotation (`TakeOutOfRotation`) when its silence has lasted `silence_factor` times what was expected, and the trial request
-   has had no answer either. Before that some sibling must be sound: it has answered since, or has nothing to do. Where all are slow
-   alike, the cause is none of theirs.
-4. A server that answers some requests and never others is not silent. Requests that wait for much longer than expected while later
+1. The allowed silence follows from the server's past (`fleet.backends.external.first_byte_history`): from the times until its first
+   bytes, and from the same times for each KiB of prompt, so that a long prompt has more time. A server with too short a past is judged by
+   its siblings, the other servers of its model. If nobody has answered yet, nothing is concluded.
+2. A request that waits twice the expected time, on a server that sends no byte to anybody, makes the server suspect. A client that
+   leaves after so long does the same, because it does not matter who ends a request. A suspect server is asked for a completion of one
+   token (`SendTrial`), on a connection of its own, so that no client has to find out.
+3. A server leaves rotation (`TakeOutOfRotation`) when its silence has lasted `silence_factor` times the expected time, and the trial
+   request was not answered either. Some sibling must be sound: it has answered since, or has nothing to do. If all servers are
+   equally slow, none of them is the cause.
+4. A server that answers some requests and never others is not silent. Requests that wait much longer than expected while later
    ones were answered count too, and so do requests to servers that refuse trial requests; answers make up for them. `MOST_SILENT` of
    them are enough.
-5. What waits on a server that is out, and of which the client has seen nothing, is given up, which means that it is started elsewhere.
-   An answer that has begun is given up after `silence_cut_seconds` without content, since nobody else can go on with it.
-6. A server comes back (`ReturnToRotation`) when it answers the trial request, or gives any byte of an answer, and not before a pause that
-   doubles as often as it is out again soon. Where trial requests tell nothing it comes back after the pause, and one more silent
-   request is enough then.
-7. A byte is one of content. Comments in a stream of events, and a first event without content, are passed on, but a front sends them
+5. A request that waits on a server out of rotation, and of which the client has seen nothing, is abandoned, so it starts elsewhere.
+   An answer that has begun is abandoned after `silence_cut_seconds` without content, because no other server can continue it.
+6. A server returns (`ReturnToRotation`) when it answers the trial request or sends any byte of an answer, but not before a pause that
+   doubles each time it leaves again soon. If trial requests are not possible it returns after the pause, and one more silent
+   request is then enough to remove it.
+7. Only content counts. Comments in a stream of events, and a first event without content, are passed on, but an HTTP server sends them
    while its engine hangs: a request that got nothing else still waits for its first byte.
-8. Instants are the router's own time (`fleet.backends.external.running_time`), which stands still while the router does not run.
+8. Instants are running time (`fleet.backends.external.running_time`), which stands still while the router does not run.
 """
 
 from collections import Counter
@@ -36,70 +36,68 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId
 from fleet.router.settings.router import OpenAiWorkerSettings
 
-SUSPECT_FACTOR = 2.0  # over what is expected; a trial request costs little, so it may be sent in vain
-ENOUGH = 8  # answers of its own after which a server is judged by these alone
-MOST_SILENT = 3.0  # as Envoy ejects a host after a number of failures; an answer in between takes a fifth of them away
+SUSPECT_FACTOR = 2.0  # multiple of the expected time; a needless trial request costs little
+ENOUGH = 8  # answers after which a server is judged by its own past alone
+MOST_SILENT = 3.0  # like Envoy's ejection after a number of failures; each answer removes a fifth of them
 KEPT_BY_AN_ANSWER = 0.8
-BACK_WITH = 2.0  # silent requests that a server is believed to have had when it comes back
-OVERTAKEN = 4  # later requests that were answered first: not chance, nor the order in which a batch is computed
-OVERTAKES = 3  # requests that overtook others, after which a server is known to answer some while it computes others
+BACK_WITH = 2.0  # silent requests that a returning server starts with
+OVERTAKEN = 4  # later requests that were answered first: too many for chance or for the order within a batch
+OVERTAKES = 3  # overtakings after which a server is known to answer some requests while it computes others
 
-FREE_KIB = 4  # of a prompt; what is above may take longer than the past says, since the past may have been cached
-KIB_SECONDS = 0.25  # 1,000 tokens a second, the slowest prefill that is taken for granted
+FREE_KIB = 4  # KiB of a prompt; more of it may take longer than the past says, because the past may have been cached
+KIB_SECONDS = 0.25  # 1,000 tokens a second, the slowest prefill that is expected
 
-FIRST_PAUSE = 1 * SECOND  # between trial requests, and before a server comes back
+FIRST_PAUSE = 1 * SECOND  # between trial requests, and before a server returns
 LONGEST_ASK_PAUSE = 10 * SECOND
 LONGEST_OUT_PAUSE = 30 * SECOND
-CALM = 60 * SECOND  # after which pauses begin anew
+CALM = 60 * SECOND  # time without trouble after which the pauses start again from the first
 
 _UNSEEN = Nanos(-1)
 
 
 class OutstandingRequest(Struct, frozen=True, kw_only=True):
-    """One request on a server, as it stands now."""
+    """One request on a server, as it is now."""
 
     work_id: RequestId
     sent_at: Nanos
     size: int  # bytes of its body
-    streams: (
-        bool  # it is to be answered by events as they come, so that its first byte does not wait for its last token
-    )
-    begun: bool  # content of its answer came; comments and events without content are none
-    heard: bool  # something of its answer came since the last look
-    quiet_for: Nanos  # since when nothing did
-    overtaken: int  # requests sent later that were answered meanwhile
-    moved: bool  # it was given up elsewhere for its silence
-    passed_on: bool = False  # a part of its answer was passed on, so that no other server can give one
+    streams: bool  # True if the answer is streamed, so that its first byte does not wait for its last token
+    begun: bool  # content of its answer came; comments and events without content do not count
+    heard: bool  # a part of its answer came since the last look
+    quiet_for: Nanos  # time since the last part
+    overtaken: int  # later requests that were answered meanwhile
+    moved: bool  # another server was abandoned for it because of silence
+    passed_on: bool = False  # a part of its answer was passed on, so no other server can answer it
 
 
 class TrialOutcome(Enum):
     """The outcome of a trial request."""
 
     ANSWERED = auto()
-    REFUSED = auto()  # by what is before the engine, which says nothing about the engine
-    FAILED = auto()  # or not answered at all
+    REFUSED = auto()  # refused before the engine, which says nothing about the engine
+    FAILED = auto()  # failed, or not answered at all
 
 
 class SendTrial(Struct, frozen=True):
-    """Send a trial request; `SilenceDetector.told` takes what comes of it."""
+    """Send a trial request; `SilenceDetector.told` takes its outcome."""
 
 
 class ForgetTrial(Struct, frozen=True):
-    """Forget the trial request: nothing is to be told of it any more."""
+    """Forget the trial request; its outcome must not be reported."""
 
 
 class TakeOutOfRotation(Struct, frozen=True):
-    """Send it no more requests."""
+    """Send the server no more requests."""
 
     why: str
 
 
 class ReturnToRotation(Struct, frozen=True):
-    """It takes requests again."""
+    """Send requests to the server again."""
 
 
 class AbandonRequest(Struct, frozen=True):
-    """End a request here, which has it started elsewhere if its client has seen nothing."""
+    """End a request on this server; it starts elsewhere if its client has seen nothing."""
 
     work_id: RequestId
     why: str
@@ -109,77 +107,72 @@ SilenceCommand = SendTrial | ForgetTrial | TakeOutOfRotation | ReturnToRotation 
 
 
 class _AbandonedRequest(Struct, frozen=True):
-    """A request whose client left before a byte came, from a server that was silent all the time."""
+    """A request whose client left before the first byte, from a server that was silent all the time."""
 
     sent_at: Nanos
     waited: Nanos
 
 
 class SilenceDetector:
-    """One server. `note` the servers of a model, then let each `decide`."""
+    """The detector for one server. Call `note` for all servers of a model, then `decide` for each."""
 
     def __init__(self, settings: OpenAiWorkerSettings) -> None:
-        """Nothing is known yet.
-
-        Args:
-            settings: The server's.
-        """
         self._factor = settings.silence_factor
         self._floor = settings.silence_floor_seconds * SECOND
         self._ceiling = settings.silence_timeout_seconds * SECOND
         self._cut = settings.silence_cut_seconds * SECOND
         self._asks = settings.trial_requests
-        self.past = (FirstByteHistory(), FirstByteHistory())  # of answers in one piece, and of streams
+        self.past = (FirstByteHistory(), FirstByteHistory())  # histories of answers in one piece, and of streams
         self.answers = 0
         self._heard_at = Nanos(0)
-        self._latest_sent = _UNSEEN  # among the requests that were answered, the one sent last
-        self._silent = 0.0  # requests, less what answers made up for
+        self._latest_sent = _UNSEEN  # when the latest of the answered requests was sent
+        self._silent = 0.0  # silent requests, less what answers made up for
         self._overtakes = 0
         self._siblings: Sequence[SilenceDetector] = ()
-        self._known: dict[tuple[bool, int], float | None] = {}  # what `_limit` says, until the next look
+        self._known: dict[tuple[bool, int], float | None] = {}  # results of `_limit` until the next look
         self._outstanding: Sequence[OutstandingRequest] = ()
-        self._counted: set[RequestId] = set()  # outstanding requests that are in `_silent`
+        self._counted: set[RequestId] = set()  # outstanding requests that are counted in `_silent`
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
         self._left_kib = [
             0,
             0,
-        ]  # the longest prompts that were left, which it may still be busy with; of whole answers, and of streams
+        ]  # the longest abandoned prompts, which the server may still compute: whole answers, streams
         self._overtook = _UNSEEN
         self._out = False
         self._suspect = False
-        self._unresponsive = False  # it has not answered a trial request either
-        self._asked_at: Nanos | None = None  # a trial request is under way
+        self._unresponsive = False  # the trial request was not answered either
+        self._asked_at: Nanos | None = None  # when the current trial request was sent
         self._ask_from = Nanos(0)
         self._ask_pause = FIRST_PAUSE
-        self._mute_until = Nanos(0)  # trial requests tell nothing
+        self._mute_until = Nanos(0)  # until then trial requests say nothing
         self._back_from = Nanos(0)
         self._out_pause = FIRST_PAUSE
-        self._passed = False  # the trial request, while it is out
+        self._passed = False  # the trial request was answered while out of rotation
 
     @property
     def out(self) -> bool:
-        """True if it is out of rotation for its silence."""
+        """True if the server is out of rotation because of its silence."""
         return self._out
 
     @property
     def settled(self) -> bool:
-        """True if it owes nothing and there is nothing to find out, so that `decide` would say nothing."""
+        """True if the server owes nothing and nothing is open, so that `decide` would return nothing."""
         return self.calm and not self._outstanding
 
     @property
     def calm(self) -> bool:
-        """True if nothing is found out about it, so that it need be looked at only for its silence."""
+        """True if nothing is open about the server except its silence."""
         return not (self._out or self._left is not None or self._asked_at is not None)
 
-    # From requests
+    # Events of requests
 
     def heard(self, now: Nanos) -> None:
-        """Take in that some answer goes on."""
+        """Note that some answer goes on."""
         self._heard_at = max(self._heard_at, now)
 
     def answered(self, sent_at: Nanos, waited: Nanos, size: int, *, streams: bool) -> None:
-        """Take in the first byte of an answer."""
+        """Note the first byte of an answer."""
         self.answers += 1
         self.past[streams].add(waited, (size >> 10) + 1)
         self._heard_at = max(self._heard_at, Nanos(sent_at + waited))
@@ -188,13 +181,13 @@ class SilenceDetector:
             self._silent *= KEPT_BY_AN_ANSWER
 
     def answered_more(self, sent_at: Nanos, heard_at: Nanos, answers: int) -> None:
-        """Take in that more answers have begun, of which only the latest is told."""
+        """Note that more answers have begun, of which only the latest is given."""
         self.answers += answers
         self._heard_at = max(self._heard_at, heard_at)
         self._latest_sent = max(self._latest_sent, sent_at)
 
     def abandoned(self, request: OutstandingRequest, now: Nanos) -> None:
-        """Take in that a client left before a byte of its answer came."""
+        """Note that a client left before the first byte of its answer."""
         waited, kib = Nanos(now - request.sent_at), _kib(request.size)
         self._left_at = now
         self._left_kib[request.streams] = max(self._left_kib[request.streams], kib)
@@ -212,7 +205,7 @@ class SilenceDetector:
     # Looks
 
     def note(self, now: Nanos, outstanding: Sequence[OutstandingRequest]) -> None:
-        """Take in how its requests stand."""
+        """Note the state of the server's requests."""
         self._outstanding = outstanding
         self._known.clear()
         if any(each.begun and each.heard for each in outstanding):
@@ -230,12 +223,12 @@ class SilenceDetector:
             self._unresponsive = False
 
     def decide(self, now: Nanos, siblings: "Sequence[SilenceDetector]", *, spare: bool) -> list[SilenceCommand]:
-        """Say what to do about it.
+        """Return what to do about the server.
 
         Args:
             now: The instant.
-            siblings: The other servers of its model that take requests, all of which have noted how they stand.
-            spare: Whether enough of them are left for one that fails requests to be taken out.
+            siblings: The other servers of its model that take requests; `note` was called for all of them.
+            spare: True if enough of them remain so that a server that fails requests may leave rotation.
         """
         self._siblings = siblings
         commands: list[SilenceCommand] = []
@@ -262,12 +255,12 @@ class SilenceDetector:
         return commands
 
     def told(self, now: Nanos, waited: Nanos, trial: TrialOutcome) -> None:
-        """Take in what came of the trial request.
+        """Note the outcome of the trial request.
 
         Args:
             now: The instant.
-            waited: How long that took.
-            trial: What came of it.
+            waited: The time that it took.
+            trial: The outcome.
         """
         self._asked_at = None
         if trial is TrialOutcome.REFUSED:
@@ -275,7 +268,9 @@ class SilenceDetector:
             self._unresponsive = False
         if trial is not TrialOutcome.ANSWERED:
             return
-        if not self._unresponsive or self.past[True].count < ENOUGH:  # what a hang took is not how fast it is
+        if (
+            not self._unresponsive or self.past[True].count < ENOUGH
+        ):  # the duration of a hang does not measure the server's speed
             self.past[True].add(waited, 1)
         self._heard_at = max(self._heard_at, now)
         self._unresponsive = False
@@ -283,14 +278,14 @@ class SilenceDetector:
         self._passed = self._out
 
     def reset(self) -> None:
-        """Forget how it stands, since it has left; what it has done before still counts."""
+        """Forget the state of a server that has left; its past still counts."""
         self._out = self._suspect = self._unresponsive = self._passed = False
         self._silent = 0.0
         self._left, self._left_kib = None, [0, 0]
         self._asked_at = None
         self._outstanding = ()
 
-    # Inside
+    # Internal steps
 
     def _trials_tell(self, now: Nanos) -> bool:
         return self._asks and now >= self._mute_until
@@ -306,7 +301,7 @@ class SilenceDetector:
         commands.append(SendTrial())
 
     def _judge(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand], *, spare: bool) -> None:
-        """Take it out, if there is evidence and somebody else to serve."""
+        """Take the server out of rotation if there is evidence and another server can serve."""
         failing = self._silent >= MOST_SILENT and spare
         if not (self._unresponsive or failing):
             return
@@ -318,21 +313,21 @@ class SilenceDetector:
         self._out, self._passed = True, False
         self._back_from = Nanos(now + self._out_pause)
         self._out_pause = min(2 * self._out_pause, LONGEST_OUT_PAUSE)
-        self._ask_pause, self._ask_from = FIRST_PAUSE, now  # it was no false alarm
+        self._ask_pause, self._ask_from = FIRST_PAUSE, now  # the alarm was right
         if self._unresponsive:
             why = f"no byte came for {silence / SECOND:.1f} s, and no answer to a trial request"
         else:
-            why = "requests had no byte for much longer than others"
+            why = "requests got no byte for much longer than other requests"
         commands.append(TakeOutOfRotation(why))
 
     def sound(self, since: Nanos) -> bool:
-        """True if it takes requests and has answered since then, or has nothing to answer."""
+        """Return whether the server takes requests and has answered since then, or owes nothing."""
         if self._out or self._suspect or self._unresponsive:
             return False
         return not self._outstanding or self._heard_at >= since
 
     def _return(self, now: Nanos, commands: list[SilenceCommand]) -> None:
-        """Have it back, or find out whether that is possible (rule 6)."""
+        """Return the server to rotation, or find out whether that is possible (rule 6)."""
         if now < self._back_from:
             return
         answers = self._passed or (self._asked_at is not None and self._heard_at > self._asked_at)
@@ -344,7 +339,7 @@ class SilenceDetector:
             self._ask(now, commands)
 
     def _count(self, now: Nanos, *, too_long: bool) -> None:
-        """Count requests that wait for too long, on a server whose silence is too long or which passes them over (rule 4)."""
+        """Count requests that wait too long, on a server whose silence is too long or which skips them (rule 4)."""
         for each in self._outstanding:
             if each.begun or each.work_id in self._counted:
                 continue
@@ -356,7 +351,7 @@ class SilenceDetector:
                 self._silent += 1
 
     def _overtaken(self, each: OutstandingRequest) -> bool:
-        """Say whether later requests were answered. It tells nothing of an answer in one piece, which may be a long one."""
+        """Return whether later requests were answered first. It says nothing about an answer in one piece, which may be a long one."""
         return each.streams and each.overtaken >= OVERTAKEN
 
     def _stuck(self, each: OutstandingRequest, now: Nanos, limit: float) -> bool:
@@ -384,9 +379,9 @@ class SilenceDetector:
                 commands.append(AbandonRequest(each.work_id, f"it said nothing for {quiet / SECOND:.1f} s"))
 
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
-        """Return since when it owes somebody a byte and has given none; None if it owes nothing.
+        """Return since when the server owes a byte and has sent none; None if it owes nothing.
 
-        A client that left counts for one that waits if it had waited for suspiciously long; else it has simply changed its mind.
+        A client that left counts like a waiting one if it had waited suspiciously long; else it has simply changed its mind.
         """
         sent = [each.sent_at for each in self._outstanding]
         if self._left is not None and limits is not None and self._left.waited >= limits[0]:
@@ -396,7 +391,7 @@ class SilenceDetector:
         return Nanos(max(self._heard_at, min(sent))) if sent else None
 
     def _kinds(self) -> Counter[tuple[bool, int]]:
-        """Return what it may be busy with: whether it streams, and KiB, and how many such there are."""
+        """Return the kinds of requests that the server may be busy with (streamed, KiB) and their numbers."""
         kinds = Counter([(True, 1) if each.begun else (each.streams, _kib(each.size)) for each in self._outstanding])
         kinds.update([(bool(streams), kib) for streams, kib in enumerate(self._left_kib) if kib])
         if not kinds and self._asked_at is not None:
@@ -404,9 +399,9 @@ class SilenceDetector:
         return kinds
 
     def _limits(self) -> tuple[float, float] | None:
-        """Return after how long its silence is suspicious and too long, in nanoseconds; None if nobody knows.
+        """Return the nanoseconds after which the silence is suspicious and too long; None if they are unknown.
 
-        A server that computes one prompt after the other may be busy with the longest. One that was seen to answer some while it
+        A server that computes one prompt after the other may be busy with the longest. A server that was seen to answer some requests while it
         computes others owes a byte to the shortest.
         """
         kinds = self._kinds()
@@ -442,10 +437,10 @@ class SilenceDetector:
 
 
 def _kib(size: int) -> int:
-    """Return started KiB."""
+    """Return the started KiB."""
     return (size >> 10) + 1
 
 
 def _prefill(size: int) -> float:
-    """Return what a long prompt may take beyond what the past says, in nanoseconds."""
+    """Return the nanoseconds that a long prompt may take beyond what the past says."""
     return max(0, _kib(size) - FREE_KIB) * KIB_SECONDS * SECOND

@@ -1,4 +1,4 @@
-"""Trial requests: the shortest completion there is, which tells whether a foreign server's engine still answers."""
+"""Trial request: the shortest completion, which shows whether the engine of an external backend answers."""
 
 import msgspec
 
@@ -11,7 +11,7 @@ TEXT = "Hi"
 
 
 async def try_request(address: ServerAddress, path: str, model: str, within_seconds: float) -> TrialOutcome:
-    """Send one, of the kind that goes by `path`, and say what came of it."""
+    """Send a trial request of the kind that `path` serves, and return its outcome."""
     try:
         status, _ = await http_request(address, b"POST", path, trial_body(path, model), within_seconds=within_seconds)
     except BackendUnreachable:

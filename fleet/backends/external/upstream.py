@@ -1,24 +1,24 @@
-"""One connection to a foreign server: what it answers goes to the client as it comes.
+"""Upstream: one connection to an external backend, whose answer goes to the client as it arrives.
 
 Rules:
 
-1. One request at a time; a connection whose answer ended where HTTP says that it does is used again.
-2. The parser sees every byte, and only to say where the head and the answer end. What it rejects, and what nobody asked for,
-   ends the connection.
-3. The head waits for the first bytes of the content, so that both leave in one write, and so that a server that fails in
-   between costs nothing but time. What concerns this connection alone is taken out of it.
-4. An answer whose status is 500 or more is none; neither is one that is cut off, which a stream of events is as well that ends without
-   the event ``[DONE]``, if its server has ended one with it before. Whether another server may give one instead is
-   not decided here. What a server says before its answer (``100 Continue``, ``103 Early Hints``) is passed over, unless it goes on
-   and on; another protocol (101) is no answer.
-5. Tokens are not looked at. Events are counted, which is near enough to know how long an answer has become; a tenant is charged for
-   what the server says at the end, if it says it.
-6. A request, and an answer's head with what came with it, leave at the end of the turn, and what an answer brings about here
-   (bookings, counters, the connection's next use) comes after that (`fleet.backends.external.write_batcher`). Whatever else is said to a client
-   (an error, the end) goes behind what it is still to get. What follows in later turns is passed on at once: there is nothing to
-   decide in between.
-7. An answer says something from its first content on. Comments between events, and events that only name the role, are passed on, but
-   an engine that hangs may send them as well, so they are no sign of life (`has_content`).
+1. A connection carries one request at a time. It is reused if its answer ended where HTTP says.
+2. The parser sees every byte, only to find the end of the head and of the answer. The connection ends if the parser
+   rejects something, or if bytes arrive that nobody asked for.
+3. The head waits for the first bytes of the content, so that both leave in one write, and a server that fails in
+   between costs only time. Headers of this connection alone are removed.
+4. A status of 500 or more is no answer. Neither is an answer that is cut off, nor an event stream without ``[DONE]`` at
+   its end, if the server has ended an earlier one with it. The router decides whether another server may answer
+   instead. Interim heads (``100 Continue``, ``103 Early Hints``) are skipped, up to a limit; a switch of protocols
+   (101) is no answer.
+5. Tokens are not decoded. Counting events gives the length of an answer well enough; a tenant is charged for the usage
+   that the server reports at the end, if it reports one.
+6. A request, and the head of an answer with its first content, leave at the end of the turn; effects of the answer
+   (reservations, counters, the connection's next use) come after that (`write_batcher.py`). Anything else for the
+   client (an error, the end) goes after what is still unsent. Content in later turns is passed on at once, because
+   nothing is decided.
+7. An answer counts as begun with its first content. Comments between events, and events that only name the role, are
+   passed on, but a hung engine may send them too, so they are no sign of life (`has_content`).
 """
 
 import asyncio
@@ -39,43 +39,43 @@ from fleet.frontend.openai.relay import RelayedRequest
 from fleet.net.http.messages import ClientDisconnected
 
 MAX_HEAD_BYTES = 64 << 10  # of an answer
-MAX_KNOWN_HEADS = 256  # of answers; with a date in it, a head is known for a second
-SMALL_BODY_BYTES = 16 << 10  # up to here copying is cheaper than a second buffer to send
-MAX_INTERIM_HEADS = 16  # before an answer; usual is one
+MAX_KNOWN_HEADS = 256  # cached heads of answers; a head with a date is valid for a second
+SMALL_BODY_BYTES = 16 << 10  # up to here copying is cheaper than a second buffer
+MAX_INTERIM_HEADS = 16  # usual is one
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
-UNFINISHED = "its stream ended before its last event"
-USAGE_BYTES = 4096  # at the end of an answer, where usage is
+UNFINISHED = "the stream ended before its last event"
+USAGE_BYTES = 4096  # at the end of an answer, which holds the usage
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # of more digits it is no count
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # more digits are no count
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
 _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}(?=[ \r]).*?\r\n\r\n", re.DOTALL)
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
-_BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the end of an event at the end of a chunk
+_BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # an event and a chunk end here
 _PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
-_DONE = b"[DONE]"  # the last event of a stream
+_DONE = b"[DONE]"  # last event of a stream
 _LAST_CHUNK = b"0\r\n\r\n"
 _DATA_LINE = re.compile(rb"^data:[ \t]*([^\r\n]*)", re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^:", re.MULTILINE)
 
 
 class AnswerHead(Struct, frozen=True):
-    """What becomes of the head of an answer."""
+    """The head of an answer, prepared for clients."""
 
     start: bytes  # status line and headers, without the empty line
-    plain_start: bytes  # the same for clients that do not understand chunks
+    plain_start: bytes  # the same for clients without chunked encoding
     chunked: bool
-    until_close: bool  # the answer ends with the connection
-    streams: bool  # events
-    reusable: bool  # the connection
-    named: bool  # the server has a name of its own for the request
-    limits: bool  # it tells what is left of limits of its own
+    until_close: bool  # the connection's end is the answer's end
+    streams: bool  # the answer is an event stream
+    reusable: bool  # the connection can be reused
+    named: bool  # the server sent its own request id
+    limits: bool  # the server sent its own rate limits
 
 
 class AnswerHeads:
-    """Heads that were seen before, by their exact bytes."""
+    """Cache of prepared heads, by their exact bytes."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, AnswerHead] = {}
@@ -89,51 +89,52 @@ class AnswerHeads:
 
 
 class UpstreamOwner(Protocol):
-    """The worker that a connection leads to."""
+    """The backend that a connection belongs to."""
 
     heads: AnswerHeads
     write_batcher: WriteBatcher
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
-    """The answers whose first content came since the worker looked: when each was asked for and when that came, how long the request
-    is, and whether it is a stream."""
+    """First content of answers since the last check: time of the request, time of the content, size of the request, and
+    whether the answer is a stream.
+    """
 
     says_done: bool
-    """True if a stream of its has ended with ``[DONE]``."""
+    """True if one of its streams has ended with ``[DONE]``."""
 
     def spoke(self, upstream: "Upstream", relayed: RelayedRequest) -> None:
-        """Note the first content of an answer that began without content."""
+        """Note the first content of an answer whose head came without content."""
         ...
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
-        """So many tokens more were passed on."""
+        """Record that more tokens were passed on."""
         ...
 
     def finished(self, upstream: "Upstream", work_id: RequestId, tokens: int, *, reusable: bool) -> None:
-        """The answer is complete; `tokens` were passed on since it was told last."""
+        """Record a complete answer; `tokens` were passed on since the last report."""
         ...
 
     def failed(self, work_id: RequestId, reason: Reason, message: str) -> None:
-        """The answer is none, or was cut off; the connection is of no use any more."""
+        """Record that there is no answer, or only a part; the connection cannot be used any more."""
         ...
 
     def stale(self, work_id: RequestId, relayed: RelayedRequest) -> None:
-        """The server had closed the connection, which was idle, before it saw the request."""
+        """Send a request again: the server had closed the idle connection before it saw the request."""
         ...
 
     def closed(self, upstream: "Upstream") -> None:
-        """The connection was closed while nothing was asked of it."""
+        """Record that an idle connection was closed."""
         ...
 
 
 class Upstream(asyncio.Protocol):
-    """A connection; a `Flow` while it answers."""
+    """A connection to a server; an `AnswerStream` while it answers."""
 
     def __init__(self, owner: UpstreamOwner, report_every: int) -> None:
-        """For `create_connection`.
+        """Prepare a protocol for `create_connection`.
 
         Args:
-            owner: Hears how requests go on.
-            report_every: Tokens after which it is told again.
+            owner: Hears of the progress of requests.
+            report_every: Number of tokens between two reports of progress.
         """
         self._owner = owner
         self._report_every = report_every
@@ -142,25 +143,26 @@ class Upstream(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._work_id = RequestId("")
         self._relayed: RelayedRequest | None = None
-        self._client: asyncio.Transport | None = None  # once the head was passed on
-        self._complete = False  # the answer was, and that is about to be told
+        self._client: asyncio.Transport | None = None  # set when the head was passed on
+        self._complete = False  # the answer is complete, and the report is pending
         self._head: AnswerHead | None = None
-        self._held = b""  # of the head
-        self._unsent: list[bytes] = []  # until the turn ends: the request, or of the answer once there is a client
-        self._latest = b""  # of the answer, from the latest read on in which an event began; of long ones the end
-        self._earlier = b""  # the one before
+        self._held = b""  # bytes of the head
+        # until the end of the turn: the request, or a part of the answer once there is a client
+        self._unsent: list[bytes] = []
+        self._latest = b""  # bytes since the latest read in which an event began; of long ones the end
+        self._earlier = b""  # the read before
         self._interim_heads = 0  # before the answer
-        self._served = 0  # requests
-        self._events = 0  # not told yet
-        self._keep_alive = False  # of the client's connection
-        self._bodies: list[bytes] | None = None  # unpacked, for a client that does not understand chunks
-        self.sent_at = Nanos(0)  # this and the next one are the worker's: when it sent the request, and as which
+        self._served = 0  # requests served
+        self._events = 0  # not reported yet
+        self._keep_alive = False  # keep the client's connection
+        self._bodies: list[bytes] | None = None  # decoded, for clients without chunked encoding
+        self.sent_at = Nanos(0)  # set by the backend, like `turn`: when and as which one the request was sent
         self.turn = 0
         self.spoke = False  # content of the answer came (rule 7)
-        self.quiet = True  # no content came since the worker looked last
-        self._quiet_since: Nanos | None = None  # as it found then; None: it has not looked since the request was sent
+        self.quiet = True  # no content came since the last check
+        self._quiet_since: Nanos | None = None  # time of the first check without content; None: no check yet
 
-    # From the worker
+    # Calls of the backend
 
     @property
     def usable(self) -> bool:
@@ -168,7 +170,7 @@ class Upstream(asyncio.Protocol):
 
     @property
     def relayed(self) -> RelayedRequest | None:
-        """The request that is under way."""
+        """The running request."""
         return self._relayed
 
     @property
@@ -177,17 +179,17 @@ class Upstream(asyncio.Protocol):
         return self._client is not None
 
     def quiet_for(self, now: Nanos) -> Nanos:
-        """Since when nothing was heard, as far as one can tell who looks now and then; looking is what this is."""
+        """Return for how long nothing was heard, according to the checks; each call is a check."""
         if not self.quiet or self._quiet_since is None:
             self.quiet, self._quiet_since = True, now
         return Nanos(now - self._quiet_since)
 
     def begin(self, work_id: RequestId, relayed: RelayedRequest, opening: bytes) -> None:
-        """Send a request; nothing else is under way.
+        """Send a request; no other one is running.
 
         Args:
-            work_id: What it is called when it is told of.
-            relayed: The request, and where the answer goes.
+            work_id: Id of the attempt, for reports.
+            relayed: The request and the receiver of its answer.
             opening: Its head.
         """
         assert self._relayed is None
@@ -210,13 +212,13 @@ class Upstream(asyncio.Protocol):
         self._owner.write_batcher.send(self.flush)
 
     def drop(self) -> None:
-        """Nobody waits for the rest of the answer any more."""
+        """Abandon the rest of the answer, which nobody waits for."""
         self._send_answer()
         self._relayed = None
         self._transport.abort()
 
     def fail(self, message: str, reason: Reason = Reason.WORKER_LOST) -> None:
-        """Give the answer up."""
+        """Give up the answer."""
         assert self._relayed is not None
         self._send_answer()
         self._tell()
@@ -224,21 +226,21 @@ class Upstream(asyncio.Protocol):
         self._transport.abort()
         self._owner.failed(self._work_id, reason, message)
 
-    # From the event loop
+    # Calls of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not subclass asyncio's
         if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        if self._relayed is None or self._complete or (self._unsent and self._client is None):  # nothing was asked yet
+        if self._relayed is None or self._complete or (self._unsent and self._client is None):  # nothing was asked
             self._transport.abort()
             return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            # It takes one answer and no more, so that of one behind others it is told the beginning anew.
+            # The parser takes only one answer; an answer behind interim heads gets a new parser.
             if self._client is not None or not self._pass_over(self._held + data):
                 self.fail(f"its answer is no HTTP answer: {error}")
             return
@@ -261,7 +263,7 @@ class Upstream(asyncio.Protocol):
             self.quiet = False
             self._events += events
             self._earlier, self._latest = self._latest, data
-        else:  # it goes on with what came before
+        else:  # this read continues the one before
             self._latest = self._latest[-USAGE_BYTES:] + data[-USAGE_BYTES:]
             if self._head is None or not self._head.streams or _COMMENT_LINE.search(data) is None:
                 self.quiet = False
@@ -274,7 +276,7 @@ class Upstream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._send_answer()
         relayed, self._relayed = self._relayed, None
-        del self._parser  # the two hold each other
+        del self._parser  # it refers back to this object
         if relayed is None:
             self._owner.closed(self)
         elif self._complete or (self._ends_with_connection and exc is None and not self._cut_short(b"")):
@@ -285,16 +287,16 @@ class Upstream(asyncio.Protocol):
         else:
             cause = "" if exc is None else f": {exc}"
             self._relayed = relayed
-            self._tell()  # the router has to know of an answer that has begun, or it would begin another one
+            self._tell()  # the router must know that an answer has begun, or it would start another one
             self._relayed = None
             self._owner.failed(self._work_id, Reason.WORKER_LOST, f"it closed the connection before the end{cause}")
 
     def usage(self) -> "UpstreamUsage | None":
-        """What the end of the answer that has just come says of its prompt; None if it says nothing."""
+        """Return the usage at the end of the answer that has just come; None if there is none."""
         return read_usage(self._end())
 
     def _end(self) -> bytes:
-        """Of an answer: where its usage is, if it has one, in however many pieces it came, and in however many chunks."""
+        """Return the end of the answer, where its usage is, joined from reads and chunks."""
         latest = self._latest
         if len(latest) < USAGE_BYTES:
             latest = self._earlier[-USAGE_BYTES:] + latest
@@ -303,10 +305,10 @@ class Upstream(asyncio.Protocol):
 
     @property
     def _ends_with_connection(self) -> bool:
-        """Whether an answer has begun whose end is that of the connection."""
+        """True if an answer has begun that ends with the connection."""
         return self._client is not None and self._head is not None and self._head.until_close
 
-    # From whoever passes the answer on
+    # Calls of the relay
 
     def flush(self) -> None:
         """Send what waits for the end of the turn."""
@@ -315,7 +317,7 @@ class Upstream(asyncio.Protocol):
         self._unsent = []
         receiver = self._client or self._transport
         if receiver.is_closing():
-            return  # whoever it is for hears of that by itself
+            return  # its receiver learns of that by itself
         if len(unsent) == 1:
             receiver.write(unsent[0])
         else:
@@ -331,14 +333,14 @@ class Upstream(asyncio.Protocol):
             self._pass_on(event)
             self.flush()
 
-    # Inside
+    # Internals
 
     def _open(self, data: bytes) -> None:
-        """The answer begins."""
+        """Begin an answer once its head is complete."""
         if self._held:
             data = self._held + data
         end = data.find(b"\r\n\r\n") + 4
-        if end < 4:  # it was not found
+        if end < 4:  # not found
             self._held = data
             if len(data) > MAX_HEAD_BYTES:
                 self.fail(f"the head of its answer is larger than {MAX_HEAD_BYTES} bytes")
@@ -353,7 +355,7 @@ class Upstream(asyncio.Protocol):
             return
         complete = not self._due.end
         if end == len(data) and not complete:
-            self._held = data  # rule 3
+            self._held = data  # wait for content (rule 3)
             return
         relayed = self._relayed
         assert relayed is not None
@@ -365,7 +367,7 @@ class Upstream(asyncio.Protocol):
         try:
             self._client = relayed.begin(self._transport, self)
         except ClientDisconnected:
-            self._held = data  # until the request hears of it, from its connection
+            self._held = data  # until the client's connection reports it
             return
         if complete or not head.streams or has_content(data[end:]):
             self.spoke, self.quiet = True, False
@@ -393,7 +395,7 @@ class Upstream(asyncio.Protocol):
         self._owner.write_batcher.afterwards(self._finish if complete else self._tell)
 
     def _pass_over(self, data: bytes) -> bool:
-        """Go on behind the interim heads with which the answer begins; False if it begins with none, or with too many."""
+        """Skip interim heads before the answer; return False if there are none, or too many."""
         begin = 0
         while (interim := _INTERIM_HEAD.match(data, begin)) is not None:
             begin = interim.end()
@@ -412,7 +414,7 @@ class Upstream(asyncio.Protocol):
         return True
 
     def _cut_short(self, data: bytes) -> bool:
-        """Say whether an answer that ends with `data` is a stream that breaks off."""
+        """Return True if an answer that ends with `data` is a stream that was cut off."""
         head, owner = self._head, self._owner
         if head is None or not head.streams:
             return False
@@ -422,7 +424,7 @@ class Upstream(asyncio.Protocol):
         return owner.says_done
 
     def _end_early(self, data: bytes) -> None:
-        """Pass on what is left of a stream that breaks off, less the end of its last chunk, and give it up."""
+        """Pass on the rest of a stream that was cut off, without its last chunk, and give it up."""
         left = data.removesuffix(_LAST_CHUNK)
         if left:
             self._pass_on(left if self._bodies is None else self._unpacked(self._bodies))
@@ -431,21 +433,21 @@ class Upstream(asyncio.Protocol):
         self.fail(UNFINISHED)
 
     def _tell(self) -> None:
-        """Of the events since it was told last."""
+        """Report the events since the last report."""
         relayed = self._relayed
         events, self._events = self._events, 0
         if relayed is None or not events:
-            return  # dropped, or told of meanwhile
+            return  # dropped or reported meanwhile
         relayed.answer_tokens += events
         self._owner.advanced(self._work_id, events)
 
     def _unpack(self) -> None:
-        """Have the parser give the content of the answer."""
+        """Let the parser decode the content of the answer."""
         self._bodies = []
         self._parser = httptools.HttpResponseParser(_ExpectedAnswerWithBody(self._due, self._bodies))
 
     def _unpacked(self, bodies: list[bytes]) -> bytes:
-        """What has come, for a client that does not understand chunks."""
+        """Return the decoded content so far, for a client without chunked encoding."""
         content = b"".join(bodies)
         bodies.clear()
         return content
@@ -456,7 +458,7 @@ class Upstream(asyncio.Protocol):
             self._owner.write_batcher.send(self.flush)
 
     def _send_answer(self) -> None:
-        """Whatever is left of it. A request is not sent any more once its connection is closed."""
+        """Send the rest of the answer; a request is not sent any more once its connection is closed."""
         if self._client is not None:
             self.flush()
 
@@ -470,17 +472,17 @@ class Upstream(asyncio.Protocol):
         if not reusable:
             self._transport.close()
         relayed.answer_tokens += self._events
-        if relayed.tenant and (told := _COMPLETION_TOKENS.findall(self._end())):  # who is charged for them
+        if relayed.tenant and (told := _COMPLETION_TOKENS.findall(self._end())):  # the tenant is charged for them
             relayed.answer_tokens = int(told[-1])
         self._owner.finished(self, self._work_id, self._events, reusable=reusable)
         relayed.end(keep_alive=keep_alive)
 
 
 class _ExpectedAnswer:
-    """What the parser must still come upon: the beginning and the end of one answer.
+    """What the parser still has to find: the beginning and the end of one answer.
 
-    The parser takes them out itself, without a call of ours; where there is none to take, the server says more than it was
-    asked, and the parser fails.
+    The parser calls `pop` itself, which needs no Python function. If nothing is left to pop, the server has sent more
+    than was asked for, and the parser fails.
     """
 
     def __init__(self) -> None:
@@ -495,7 +497,7 @@ class _ExpectedAnswer:
 
 
 class _ExpectedAnswerWithBody:
-    """The same, and the content is wanted as well."""
+    """The same, and the parser collects the content."""
 
     def __init__(self, due: _ExpectedAnswer, bodies: list[bytes]) -> None:
         self.on_message_begin = due.on_message_begin
@@ -504,14 +506,14 @@ class _ExpectedAnswerWithBody:
 
 
 class UpstreamUsage(Struct, frozen=True):
-    """Of a prompt, in the server's own tokens."""
+    """Usage of a prompt, in the server's own tokens."""
 
     prompt_tokens: int
-    cached_tokens: int | None  # None: it does not say, which with some servers is to say none
+    cached_tokens: int | None  # None: not reported, which for some servers means 0
 
 
 class _Choice(Struct):
-    """The part of a choice that may hold content."""
+    """The fields of a choice that may hold content."""
 
     delta: dict[str, object] | None = None
     text: str | None = None
@@ -519,7 +521,7 @@ class _Choice(Struct):
 
 
 class _Event(Struct):
-    """The part of an event that may hold content."""
+    """The fields of an event that may hold content."""
 
     choices: list[_Choice]
 
@@ -528,7 +530,7 @@ _EVENTS = Decoder(_Event)
 
 
 def has_content(content: bytes) -> bool:
-    """Say whether a piece of a stream has content. Whatever is neither a comment nor an empty event is taken for content."""
+    """Return True if a piece of a stream has content: anything but comments and empty events."""
     lines = _DATA_LINE.findall(content)
     if not lines:
         return b"data:" in content or _COMMENT_LINE.search(content) is None
@@ -540,7 +542,7 @@ def _is_empty(line: bytes) -> bool:
         return True
     try:
         choices = _EVENTS.decode(line).choices
-    except DecodeError:  # ``[DONE]``, an error, a part of an event, or what another API says
+    except DecodeError:  # ``[DONE]``, an error, a part of an event, or another API
         return False
     return not any(
         each.finish_reason or each.text or any(said for name, said in (each.delta or {}).items() if name != "role")
@@ -549,7 +551,10 @@ def _is_empty(line: bytes) -> bool:
 
 
 def read_usage(content: bytes) -> UpstreamUsage | None:
-    """The latest usage in a piece of an answer. Inside a string of JSON there can be none: its quotes are escaped."""
+    """Return the latest usage in a piece of an answer.
+
+    A JSON string cannot contain one, because its quotes are escaped.
+    """
     prompt = _PROMPT_TOKENS.findall(content)
     if not prompt:
         return None
@@ -558,7 +563,7 @@ def read_usage(content: bytes) -> UpstreamUsage | None:
 
 
 def read_head(content: bytes) -> AnswerHead:
-    """What to pass on of a head that the parser has accepted, up to and with the empty line."""
+    """Return the prepared head of an answer that the parser has accepted, with its empty line."""
     status_line, *lines = content[:-4].split(b"\r\n")
     version, _, status = status_line.partition(b" ")
     keep_alive = version == b"HTTP/1.1"

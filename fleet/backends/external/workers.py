@@ -1,4 +1,4 @@
-"""All foreign servers of a router, by themselves or beside Fleet's own workers."""
+"""All external backends of a router."""
 
 import asyncio
 import logging
@@ -14,18 +14,18 @@ from fleet.core.clock import Clock
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.work import Start
 from fleet.frontend.openai.relay import RelayedRequest
-from fleet.frontend.text.tokenizer_check import TokenizerCheck, TokenizerMatch
-from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined, request_of
-from fleet.router.ports import TextCodec, Workers, WorkerUnreachable
+from fleet.frontend.text.tokenizer_check import TokenizerMatch
+from fleet.router.messages import request_of
+from fleet.router.ports import TextCodec, WorkerUnreachable
 from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
 
-PROBE_SECONDS = 0.1  # between two looks at what servers owe; a tenth of the shortest silence that counts
+PROBE_SECONDS = 0.1  # between two silence checks; a tenth of the shortest silence that counts
 
 
 class ExternalBackends:
-    """All servers that a router's settings name. Implements `fleet.frontend.openai.relay.PendingRequests`."""
+    """The external backends of a router's settings. Implements `fleet.frontend.openai.relay.PendingRequests`."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class ExternalBackends:
         clock: Clock,
         codecs: Mapping[ModelName, TextCodec] | None = None,
     ) -> None:
-        """Nothing is dialled before `run`.
+        """Prepare the backends; `run` dials.
 
         Args:
-            settings: Of each server.
-            connect_timeout_seconds: For a connection.
-            clock: Times them.
-            codecs: The tokenizers that the settings name, by model; what servers make of texts is compared with theirs.
+            settings: One entry per server.
+            connect_timeout_seconds: Time limit for a connection.
+            clock: The clock.
+            codecs: Tokenizers of the settings, by model, for the tokenizer check.
         """
         codecs = codecs or {}
         write_batcher = WriteBatcher()
@@ -62,7 +62,7 @@ class ExternalBackends:
         self._pending: dict[RequestId, RelayedRequest] = {}
 
     def _can_spare(self, worker: ExternalBackend) -> bool:
-        """Whether the others of its model can do without a worker that takes requests (rule 2 of `fleet.backends.external.backend`)."""
+        """Return True if the other backends of its model suffice without this one (rule 2 of `backend.py`)."""
         alike = [each for each in self._workers.values() if each.settings.model == worker.settings.model]
         others = sum(each.taking for each in alike if each is not worker)
         return others > 0 and 2 * others >= len(alike)
@@ -77,10 +77,10 @@ class ExternalBackends:
         self._pending.pop(relayed.request_id, None)
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
-        """Send a request that is expected.
+        """Send a pending request.
 
         Raises:
-            WorkerUnreachable: The server takes none, or it is no request for such a server.
+            WorkerUnreachable: The server takes no requests, or the request cannot be relayed.
         """
         relayed = self._pending.get(request_of(start.request_id))
         if relayed is None:
@@ -91,14 +91,14 @@ class ExternalBackends:
         self._workers[worker_id].cancel(request_id)
 
     async def run(self, hear: Hear) -> None:
-        """Look after all servers until cancelled; `hear` takes what they do, at once."""
+        """Look after all backends until cancelled; `hear` handles their events at once."""
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers.values():
                 tasks.create_task(worker.run(hear), name=f"worker {worker.worker_id}")
             tasks.create_task(self._look(), name="silence of servers")
 
     async def _look(self) -> Never:
-        """Look regularly whether servers answer what they were sent."""
+        """Check regularly whether the servers answer."""
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             now = self._own_time.tick(self._clock.now())
@@ -106,7 +106,7 @@ class ExternalBackends:
                 worker.decide(now, self._siblings(worker))
 
     def _siblings(self, worker: ExternalBackend) -> list[ExternalBackend]:
-        """Return the other servers of its model that take requests."""
+        """Return the other backends of its model that take requests."""
         model = worker.settings.model
         return [
             each
@@ -114,13 +114,33 @@ class ExternalBackends:
             if each is not worker and each.taking and each.settings.model == model
         ]
 
+    def gauges(self) -> list[tuple[str, str, str, Mapping[str, float]]]:
+        """Return name, help text, label and values of each metric about external backends."""
+        return [
+            ("fleet_foreign_servers", "External backends by state", "state", self.standing()),
+            ("fleet_cache_knowledge", "External backends by how their caches are known", "by", self.knowledge()),
+            (
+                "fleet_foreign_tokenizers",
+                "External backends by the result of the tokenizer check",
+                "tokenises",
+                self.tokenizers(),
+            ),
+            (
+                "fleet_kv_event_alerts",
+                "External backends by what is wrong with their KV events",
+                "alert",
+                self.alerts(),
+            ),
+            ("fleet_kv_event_passed_over", "Skipped blocks of KV events by reason", "why", self.passed_over()),
+        ]
+
     async def asked(self) -> None:
-        """When each has been asked whether it is there, and has joined if it is; whoever waits sets a deadline."""
+        """Wait until each backend has joined or has turned out to be away; the caller sets a deadline."""
         for worker in self._workers.values():
             await worker.asked.wait()
 
     def knowledge(self) -> dict[str, float]:
-        """Workers that are there, by how it is known what they have cached."""
+        """Count the joined backends by the way in which their caches are known."""
         counts = {"approximate": 0.0, "events": 0.0, "blind": 0.0}
         for worker in self._workers.values():
             if worker.joined:
@@ -130,21 +150,21 @@ class ExternalBackends:
         return counts
 
     def standing(self) -> dict[str, float]:
-        """Return how many servers take requests, are out for their silence, and are away for other reasons."""
+        """Count the backends that take requests, that are out for their silence, and that are away otherwise."""
         counts = {"serving": 0.0, "silent": 0.0, "away": 0.0}
         for worker in self._workers.values():
             counts["serving" if worker.taking else "silent" if worker.silence.out else "away"] += 1
         return counts
 
     def tokenizers(self) -> dict[str, float]:
-        """Workers that are there, by what they make of the golden texts."""
+        """Count the joined backends by the result of the tokenizer check."""
         counts = {str(tokenises): 0.0 for tokenises in TokenizerMatch}
         for worker in self._workers.values():
             counts[worker.tokenises] += worker.joined
         return counts
 
     def alerts(self) -> dict[str, float]:
-        """Workers by what is wrong with their KV events."""
+        """Count the backends by what is wrong with their KV events."""
         counts = {str(alert): 0.0 for alert in KvEventAlert}
         for worker in self._workers.values():
             if worker.alert is not None:
@@ -152,47 +172,8 @@ class ExternalBackends:
         return counts
 
     def passed_over(self) -> dict[str, float]:
-        """Blocks that are published and not followed, by why."""
+        """Count the published blocks that were skipped, by reason."""
         counts: Counter[str] = Counter()
         for worker in self._workers.values():
             counts.update(worker.passed_over)
         return {str(why): float(blocks) for why, blocks in counts.items()}
-
-
-class AllBackends:
-    """Fleet's own workers and foreign servers behind one door. Implements `fleet.router.ports.Workers`."""
-
-    def __init__(self, own: Workers, foreign: ExternalBackends, golden: TokenizerCheck | None = None) -> None:
-        self._own = own
-        self._foreign = foreign
-        self._golden = golden
-
-    def only_acceptable(self, hear: Hear) -> Hear:
-        """For the own workers: `hear` without those that have the name or the model of a foreign server."""
-
-        def hear_acceptable(event: WorkerEvent) -> None:
-            if self._acceptable(event):
-                hear(event)
-
-        return hear_acceptable
-
-    def start(self, worker_id: WorkerId, start: Start) -> None:
-        (self._foreign if worker_id in self._foreign else self._own).start(worker_id, start)
-
-    def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
-        (self._foreign if worker_id in self._foreign else self._own).cancel(worker_id, request_id)
-
-    def _acceptable(self, event: WorkerEvent) -> bool:
-        match event:
-            case WorkerJoined(description=description):
-                taken = description.worker_id in self._foreign or description.model in self._foreign.models
-                if taken:
-                    log.error(
-                        "a worker has the name or the model of one of openai_workers; it is not used",
-                        extra={"worker": description.worker_id, "model": description.model},
-                    )
-                return not taken and (self._golden is None or self._golden.accepts(description))
-            case StoreChanged():
-                return True
-            case _:
-                return event.worker_id not in self._foreign

@@ -1,36 +1,36 @@
-"""The end of a turn of the event loop: first everything is sent, then books are kept.
+"""Write batcher: sends everything of one turn of the event loop together, and updates counters afterwards.
 
 Rules:
 
-1. What is to leave in a turn waits for its end, but no more than `MAX_BATCHED_MESSAGES` messages do. A message that is sent by itself wakes
-   its receiver by itself, and sending and deciding in turns push each other out of the processor's caches: together they take a
-   quarter off a short request here, and half of what its server takes.
-2. Where turns have but one message it goes at once. So the first one does, unless the turn before that had any had several.
-3. What a turn brings about besides (bookings, counters, the next use of a connection) comes after all that is sent: nobody should
-   wait for books to be kept.
-4. One that fails at the end is reported by the event loop, as a callback of its own would be, and the others go on. What goes at once
-   fails for who has it sent, as a transport's `write` would; then what waits still goes at the end.
+1. Messages of a turn wait for its end, but at most `MAX_BATCHED_MESSAGES` of them. A message that is sent alone wakes
+   its receiver alone, and alternating between sending and deciding evicts both from the processor's caches. Batching
+   saves a quarter of the router's CPU time for a short request, and half of the server's.
+2. Where turns have only one message, it is sent at once. So the first message of a turn is sent at once, unless the
+   last turn with messages had several.
+3. Other effects of a turn (reservations, counters, the next use of a connection) come after all messages.
+4. A callback that fails at the end of a turn is reported by the event loop, and the others still run. A message that is
+   sent at once fails in its caller, like a transport's `write`; the waiting messages are then still sent at the end.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 
-MAX_BATCHED_MESSAGES = 16  # some milliseconds at most, with the longest prompts that are tokenised in the event loop
+MAX_BATCHED_MESSAGES = 16  # a few milliseconds, with the longest prompts that are tokenized in the event loop
 
 
 class WriteBatcher:
-    """Of one event loop."""
+    """The write batcher of one event loop."""
 
     def __init__(self) -> None:
         self._sending: deque[Callable[[], None]] = deque()
         self._afterwards: deque[Callable[[], None]] = deque()
         self._messages = 0  # in this turn
-        self._several = False  # in the latest turn that had any
+        self._several = False  # in the latest turn with messages
         self._due = False
 
     def send(self, send: Callable[[], None]) -> None:
-        """Have it called before anything of `afterwards`, in this order."""
+        """Call `send` before all callbacks of `afterwards`, in the order of the calls."""
         self._messages += 1
         if self._messages == 1 and not self._several:
             send()
@@ -43,7 +43,7 @@ class WriteBatcher:
             self._arm()
 
     def afterwards(self, keep: Callable[[], None]) -> None:
-        """Have it called once nothing waits to be sent."""
+        """Call `keep` once no message waits."""
         self._afterwards.append(keep)
         if not self._due:
             self._arm()

@@ -1,12 +1,15 @@
-"""Whether an engine's KV events can be relied on: what is wrong with them, by name.
+"""KV event health: whether an engine's KV events can be relied on, and which alert says what is wrong.
 
 Rules:
 
-1. Whoever serves a prompt of which a block was new has to say so. One that has served `ENOUGH` of them and says nothing for
-   `patience` after the first is silent. (A prompt that is new here may have been asked for elsewhere, before; not so many.)
-2. Blocks of another size than requests are cut by, and of no other, are no use: no name of theirs is ever asked for.
-3. Events of layers that keep no whole chain, and of no other, are refused (rule 4 of `fleet.backends.kv_events.translator`).
-4. What could not be read voids what is known, and is told until something is followed again.
+1. An engine that computes new blocks of a prompt has to publish them. One that has served `ENOUGH` such prompts and
+   publishes nothing for `patience` after the first of them is silent. (A prompt that is new here may have been served
+   by the engine before, but not that many.)
+2. If an engine publishes only blocks of another size than requests are cut into, its events are of no use, because
+   their names are never looked up.
+3. If it publishes only events of layers that do not keep whole chains, they are refused (rule 4 of
+   `fleet.backends.kv_events.translator`).
+4. An unreadable batch voids what is known. The alert stays until a block is followed again.
 """
 
 from collections.abc import Mapping
@@ -18,7 +21,7 @@ from fleet.core.clock import Nanos
 
 
 class KvEventAlert(StrEnum):
-    """Why a server is placed as if it held nothing. Public and stable: a metric label."""
+    """Why a server is placed as if it cached nothing. Public and stable: a metric label."""
 
     SILENT = "silent"
     OTHER_BLOCK_SIZE = "other_block_size"
@@ -32,7 +35,7 @@ ADVICE: Mapping[KvEventAlert, str] = {
     KvEventAlert.ATTENTION_REFUSED: "its layers keep no whole prompts (sliding windows, Mamba): take kv_events out here",
     KvEventAlert.UNREADABLE: "its KV events cannot be read: its version may be too new",
 }
-"""One line each on what to do, for a foreign server: `kv_events` and `block_tokens` are of its settings in the router."""
+"""What to do about each alert of an external backend: `kv_events` and `block_tokens` are its settings in the router."""
 
 REFUSED_ATTENTION = (
     SkipReason.SLIDING_WINDOW,
@@ -41,23 +44,23 @@ REFUSED_ATTENTION = (
     SkipReason.OTHER_ATTENTION,
 )
 
-ENOUGH = 3  # prompts; see rule 1
-NEVER = Nanos(1 << 62)  # a patience for engines whose silence is noticed by others
+ENOUGH = 3  # prompts (rule 1)
+NEVER = Nanos(1 << 62)  # the patience for engines whose silence is noticed elsewhere
 
 
 class EventHealth:
-    """Of one engine, from when it joined."""
+    """Health of one engine's events since it joined."""
 
     def __init__(self, books: KvEventTranslator, heard: EventStreamCounters, patience: Nanos) -> None:
         self._books = books
         self._heard = heard
         self._patience = patience
-        self._owed = 0  # prompts since the latest batch
+        self._owed = 0  # prompts with new blocks since the latest batch
         self._owed_since = Nanos(0)
         self._batches_then = 0
 
     def filled(self, now: Nanos) -> None:
-        """A prompt of which a block was new has been computed."""
+        """Note that a prompt with a new block has been computed."""
         if self._heard.batches != self._batches_then:
             self._owed, self._batches_then = 0, self._heard.batches
         if not self._owed:
@@ -65,7 +68,7 @@ class EventHealth:
         self._owed += 1
 
     def alert(self, now: Nanos) -> KvEventAlert | None:
-        """What is wrong now."""
+        """Return what is wrong now."""
         books, heard = self._books, self._heard
         if heard.unreadable and not len(books):
             return KvEventAlert.UNREADABLE

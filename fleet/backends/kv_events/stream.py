@@ -1,19 +1,20 @@
-"""The stream of an engine's KV events over ZeroMQ, without gaps (`fleet.backends.kv_events.formats` has the format).
+"""KV event stream: receives an engine's KV events (`fleet.backends.kv_events.formats`) over ZeroMQ without gaps.
 
 Rules:
 
-1. Who begins to listen asks first for all that the engine still repeats, so that an idle engine is known too. What is older
-   than that has no name here, since the blocks before it are not known.
-2. Batches are numbered. A gap is filled from where the engine repeats them; when that fails, everything known is void
-   (`KvCleared`) and counting starts again with what comes.
-3. A number that was there before, with something else in it, is of another process of the engine: everything known is void.
-   Numbers that go on do not tell, so who asks for a gap asks for the batch before it too.
-4. So it is after a batch that cannot be read.
-5. Who repeats a lot is heard in pieces: an engine's socket lets fall what its listener has not taken, in the middle too. What is
-   missing is asked for again; of what has a hole still, only what follows the hole counts.
-6. Who does not answer at all is not asked at every gap, which would be waited for each time: only after a pause, which doubles while
-   it does not.
-7. However much there is to take in, other tasks of the event loop have their turn in between.
+1. A new listener first asks for all batches that the engine still repeats, so that an idle engine's cache is known
+   too. Older blocks cannot be named, because the blocks before them are unknown.
+2. Batches are numbered. A gap is filled from the engine's replay endpoint. If that fails, everything known is void
+   (`KvCleared`), and counting starts again with the next batch.
+3. A number that came before with another content belongs to another process of the engine, so everything known is
+   void. Continuous numbers do not prove the same process, so a listener that asks for a gap also asks for the batch
+   before it.
+4. An unreadable batch has the same effect.
+5. A long replay arrives in pieces, because an engine's socket drops what its listener has not taken, also in the
+   middle. Missing batches are requested again. If a hole remains, only the batches after it count.
+6. A replay endpoint that does not answer is not asked at every gap, because each call would wait. It is asked again
+   after a pause that doubles while it stays silent.
+7. However much arrives, other tasks of the event loop get their turn in between.
 """
 
 import asyncio
@@ -33,41 +34,41 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REPLAY_TIMEOUT_SECONDS = 2.0  # without anything; the publisher looks at its replay socket every 0.1 s
-REPLAY_SECONDS = 60.0  # for all of it, however it comes; a hundred thousand batches take less
-FIRST_PAUSE_SECONDS = 10.0  # after no answer at all; a gap meanwhile costs what is known, and no wait
+REPLAY_TIMEOUT_SECONDS = 2.0  # without any message; the publisher polls its replay socket every 0.1 s
+REPLAY_SECONDS = 60.0  # for the whole replay; a hundred thousand batches take less
+FIRST_PAUSE_SECONDS = 10.0  # after no answer at all; a gap meanwhile clears what is known, without a wait
 LONGEST_PAUSE_SECONDS = 300.0
-RECEIVE_BATCHES = 100_000  # buffered here at most, as many as the publisher keeps
+RECEIVE_BATCHES = 100_000  # the most batches buffered here, as many as the publisher keeps
 
 REMEMBERED_BATCHES = 1024
-BATCHES_A_TURN = 16  # of the event loop: a receipt of what is there does not give it up
-MOST_PIECES = 32  # of a replay; an engine's socket holds a thousand batches, its buffer ten thousand
+BATCHES_A_TURN = 16  # then the event loop gets its turn, because receiving waiting messages does not yield
+MOST_PIECES = 32  # in one replay; an engine's socket holds a thousand batches, its buffer ten thousand
 
 END_OF_REPLAY = b"\xff" * 8
 NUMBER_BYTES = 8
 
 
 class EventStreamCounters(Struct):
-    """What came, and what did not."""
+    """Counts what arrived, and what did not."""
 
     batches: int = 0
     recovered: int = 0  # batches that were repeated
-    gaps: int = 0  # that could not be filled
-    restarts: int = 0  # of the engine
+    gaps: int = 0  # gaps that could not be filled
+    restarts: int = 0  # restarts of the engine
     unreadable: int = 0  # batches
-    why: str = ""  # the latest could not be read
+    why: str = ""  # why the latest unreadable batch could not be read
 
 
 async def read_events(
     endpoint: str, replay_endpoint: str, books: KvEventTranslator, heard: EventStreamCounters | None = None
 ) -> AsyncIterator[list[KvEvent]]:
-    """Batches of events as the engine publishes them; an item for each that was heard, however little it says.
+    """Yield batches of events as the engine publishes them, one item for each received batch, even if it is empty.
 
     Args:
-        endpoint: Where the engine publishes, as ZeroMQ writes it.
-        replay_endpoint: Where it repeats what it published; empty: nowhere.
-        books: Not used by anything else, and empty.
-        heard: Is counted in.
+        endpoint: The publisher's address in ZeroMQ's notation.
+        replay_endpoint: Where the engine repeats published batches; empty: nowhere.
+        books: The translator. It must be empty, and nothing else may use it.
+        heard: Counters to increment.
     """
     from zmq.asyncio import Context  # noqa: PLC0415 - comes with vLLM
     from zmq.constants import SUB  # noqa: PLC0415
@@ -79,7 +80,7 @@ async def read_events(
     try:
         subscriber.connect(endpoint)
         subscriber.subscribe(b"")
-        expected: int | None = None  # the first that comes may have any number
+        expected: int | None = None  # the first batch may have any number
         latest = _Latest()
         replay = _Replay(context, replay_endpoint)
         before = await replay.since(0)
@@ -99,7 +100,7 @@ async def read_events(
                 continue
             number = int.from_bytes(frames[1], "big")
             if latest.has(number, frames[2]):
-                continue  # was published while it was asked for, or overtaken
+                continue  # it was published while the replay ran, or overtaken
             events: list[KvEvent] = []
             if expected is not None and number < expected:
                 events.append(_restarted(books, heard))
@@ -112,7 +113,7 @@ async def read_events(
                     repeated = await replay.since(0)
                 missed = [repeated[each] for each in sorted(repeated) if expected <= each < number]
                 if len(missed) < number - expected:
-                    log.warning("KV events were lost; starting over", extra={"from": expected, "to": number})
+                    log.warning("kv events lost, starting over", extra={"from": expected, "to": number})
                     heard.gaps += 1
                     events.append(books.clear())
                 else:
@@ -131,7 +132,7 @@ async def read_events(
 
 
 class _Latest:
-    """The latest batches that were taken, by number: what comes again is no sign of a new process."""
+    """Hashes of the latest batches by number, so that a repeated batch does not look like a new process."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
@@ -140,7 +141,7 @@ class _Latest:
         return self._seen.get(number) == hash(payload)
 
     def agrees(self, number: int, repeated: Mapping[int, bytes]) -> bool:
-        """Whether the batch of a number may be the one that was taken, as far as both are known."""
+        """Return whether the repeated batch of a number may be the one that was taken, as far as both are known."""
         return number not in self._seen or number not in repeated or self.has(number, repeated[number])
 
     def note(self, number: int, payload: bytes) -> None:
@@ -158,31 +159,31 @@ def _taken(payload: bytes, books: KvEventTranslator, heard: EventStreamCounters)
 
 
 def _restarted(books: KvEventTranslator, heard: EventStreamCounters) -> KvEvent:
-    """Another process of the engine publishes: everything known is void."""
-    log.warning("an engine publishes its KV events from the first one on again; starting over")
+    """Clear everything known, because another process of the engine publishes now."""
+    log.warning("kv event publisher restarted, starting over")
     heard.restarts += 1
     return books.clear()
 
 
 def _void(books: KvEventTranslator, heard: EventStreamCounters, why: str) -> list[KvEvent]:
-    if not heard.unreadable:  # not at every batch
-        log.error("an engine's KV events cannot be read; its version may be too new", extra={"cause": why})
+    if not heard.unreadable:  # once, not at every batch
+        log.error("kv events unreadable, engine version may be too new", extra={"cause": why})
     heard.unreadable += 1
     heard.why = why
     return [books.clear()]
 
 
 class _Replay:
-    """Where an engine repeats its batches; empty: nowhere."""
+    """The replay endpoint of an engine; an empty address means none."""
 
     def __init__(self, context: "Context", endpoint: str) -> None:
         self._context = context
         self._endpoint = endpoint
-        self._not_before = 0.0  # by the event loop's clock, after it did not answer
+        self._not_before = 0.0  # on the event loop's clock, after a missing answer
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
     async def since(self, start: int) -> Mapping[int, bytes]:
-        """All batches from a number on that are still repeated; none if they do not come in time, or from nowhere."""
+        """Return the batches from a number on that the engine still repeats; empty if they do not come in time."""
         batches: dict[int, bytes] = {}
         clock = asyncio.get_running_loop()
         if not self._endpoint or clock.time() < self._not_before:
@@ -198,13 +199,16 @@ class _Replay:
                 return {}
             self._pause_seconds = FIRST_PAUSE_SECONDS
             missing = next(number for number in count(min(batches)) if number not in batches)
-            if missing == start or (ended and missing > max(batches)):  # no more can be had, or is there
+            if missing == start or (ended and missing > max(batches)):  # no more batches exist, or can be had
                 break
             start = missing
         return _after_holes(batches)
 
     async def _piece(self, start: int, until: float) -> tuple[Mapping[int, bytes], bool]:
-        """What comes from a number on, and whether its end comes; not after an instant of the event loop's clock."""
+        """Receive batches from a number on until the given instant of the event loop's clock.
+
+        Also return whether the replay's end came.
+        """
         from zmq.constants import DEALER  # noqa: PLC0415 - comes with vLLM
 
         socket = self._context.socket(DEALER)
@@ -215,7 +219,7 @@ class _Replay:
             async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
                 socket.connect(self._endpoint)
                 await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-                for received in range(1, RECEIVE_BATCHES + 1):  # of them some may have come twice
+                for received in range(1, RECEIVE_BATCHES + 1):  # some may come twice
                     *_, number, payload = await socket.recv_multipart()  # SGLang puts the topic before
                     if number == END_OF_REPLAY:
                         return batches, True
@@ -227,7 +231,7 @@ class _Replay:
                         await asyncio.sleep(0)
         except TimeoutError:
             return batches, False
-        except ValueError:  # of one frame
+        except ValueError:  # a message with a single frame
             return {}, True
         finally:
             socket.close(linger=0)
@@ -235,7 +239,7 @@ class _Replay:
 
 
 def _after_holes(batches: Mapping[int, bytes]) -> Mapping[int, bytes]:
-    """Those from which on none is missing."""
+    """Return the batches after the last hole."""
     if not batches:
         return {}
     last = max(batches)

@@ -1,19 +1,20 @@
-"""Books of an engine's prefix cache: what it publishes under its own hashes, under the names of `kvstore.block`.
+"""KV event translator: turns an engine's published cache events into events with the block hashes of `kvstore.block`.
 
 Rules:
 
-1. Engines name blocks by hashes that mean nothing outside the process. A stored block is named here from its parent, its
-   tokens and the salt of its chain, which its first block tells.
-2. Equal blocks may be in the cache twice, under one hash or several: a name is gone when its last copy is.
-3. Followed are whole blocks in the engine's own memory that our chain can name: tokens, an adapter by name, a salt. What
-   depends on more (images, embeddings), and everything behind it, is not; why is counted in `passed_over`, by block.
-4. Of an engine whose layers are grouped by their kind of attention, the first group of full attention is followed, removals
-   by their group alone. Groups that keep a part of a chain (sliding window, chunks) or a state (Mamba) are refused by that
-   name: a prefix that only they lost is believed to be there, and the engine computes it again.
-5. The books are bounded by what the engine can hold; more means that removals were lost, and nothing is known any more.
+1. Engines name blocks by hashes that mean nothing outside the process. A stored block is named here from its parent,
+   its tokens and the salt of its chain, which the chain's first block carries.
+2. Equal blocks may be in the cache twice, under one hash or several. A name is removed when its last copy is.
+3. Whole blocks in the engine's own memory are followed if our chain can name them: tokens, a LoRA adapter by name, a
+   salt. Blocks that depend on more (images, embeddings), and all blocks after them, are skipped; `passed_over` counts
+   them by reason.
+4. If an engine groups its layers by kind of attention, the first group with full attention is followed. Groups that
+   keep a part of a chain (sliding window, chunks) or a state (Mamba) are skipped for that reason. A prefix that only
+   these groups lost is believed to be present, and the engine computes it again.
+5. The number of followed blocks is bounded by what the engine can hold. More blocks mean that removals were lost, and
+   the translator starts over.
 """
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,25 +39,25 @@ from kvstore.block import SALT_BYTES, BlockHash, HashAlgorithm
 log = logging.getLogger(__name__)
 
 FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""vLLM's kinds whose blocks are the whole chain."""
+"""vLLM's kinds of attention whose blocks hold the whole chain."""
 
 OWN_MEMORY = frozenset({None, "GPU"})
 
 
 class SkipReason(StrEnum):
-    """Why a block that the engine published is not followed."""
+    """Why a published block is not followed."""
 
-    OTHER_BLOCK_SIZE = "other_block_size"  # than the one that requests are cut by
+    OTHER_BLOCK_SIZE = "other_block_size"  # requests are cut into blocks of another size
     PART_OF_A_BLOCK = "part_of_a_block"
     OTHER_TIER = "other_tier"
-    OTHER_GROUP = "other_group"  # of full attention too
+    OTHER_GROUP = "other_group"  # another group with full attention
     SLIDING_WINDOW = "sliding_window"
     CHUNKED_ATTENTION = "chunked_attention"
     MAMBA = "mamba"
-    OTHER_ATTENTION = "other_attention"  # of an encoder, or of no kind that is known here
-    NAMELESS_ADAPTER = "nameless_adapter"  # it has a number only
+    OTHER_ATTENTION = "other_attention"  # an encoder's attention, or an unknown kind
+    NAMELESS_ADAPTER = "nameless_adapter"  # the adapter has only a number
     NOT_ONLY_TOKENS = "not_only_tokens"
-    UNKNOWN_PARENT = "unknown_parent"  # passed over itself, or stored before anybody listened
+    UNKNOWN_PARENT = "unknown_parent"  # the parent was skipped, or stored before the router listened
 
 
 ATTENTION = {
@@ -67,25 +68,18 @@ ATTENTION = {
 }
 
 SaltOf = Callable[[str, str], bytes]
-"""The salt of a chain, from the adapter's name and the salt as the engine was told it, either of which may be empty.
+"""Computes the salt of a chain from the adapter's name and the salt that the engine was told; either may be empty.
 
 Raises:
-    ValueError: There can be no such chain.
-"""
+    ValueError: There can be no such chain."""
 
 
 def salt_of_router(adapter: str, told: str) -> bytes:
-    """Of an engine that Fleet's routers give work to: their salt, as hex, has the adapter in it."""
+    """Return the salt for an engine that works for Fleet's routers: their salt, as hex, already covers the adapter."""
     salt = bytes.fromhex(told)
     if len(salt) != (SALT_BYTES if told or adapter else 0):
-        raise ValueError("no salt of a router")
+        raise ValueError("this is not a router's salt")
     return salt
-
-
-def salt_of_client(adapter: str, told: str) -> bytes:
-    """Of a server whose clients choose salts, which may be any text."""
-    salt = hashlib.sha256(b"fleet.client-salt.v1\0" + told.encode("utf-8", "surrogatepass")).digest() if told else b""
-    return block.adapter_salt(adapter, salt) if adapter else salt
 
 
 class _CachedBlock(msgspec.Struct):
@@ -94,7 +88,7 @@ class _CachedBlock(msgspec.Struct):
 
 
 class KvEventTranslator:
-    """Books of one engine, from an empty cache on."""
+    """Translates the events of one engine, starting from an empty cache."""
 
     def __init__(
         self,
@@ -107,32 +101,33 @@ class KvEventTranslator:
         """Start with an empty cache.
 
         Args:
-            block_tokens: Tokens a block.
-            algorithm: Of the chain hashes.
+            block_tokens: Tokens in a block.
+            algorithm: Hash algorithm of the chain.
             capacity: Blocks that the engine can hold.
-            salt_of: What the salt of a chain follows from.
+            salt_of: Computes the salt of a chain.
         """
         self._block_tokens = block_tokens
         self._algorithm = algorithm
         self._capacity = capacity
         self._salt_of = salt_of
         self._held: dict[EngineHash, _CachedBlock] = {}
-        # How many of the engine's own hashes a name has: several where it knows apart what we do not.
+        # The number of engine hashes for each name: several if the engine distinguishes blocks that we do not.
         self._hashes: dict[BlockHash, int] = {}
-        self._main: int | None = None  # group that is followed
+        self._main: int | None = None  # the group that is followed
         self._knows_main = False
-        self.followed = 0  # blocks, ever
-        self.passed_over: Counter[SkipReason] = Counter()  # blocks, ever
-        self.published_block_tokens = 0  # of the latest block of another size
+        self.followed = 0  # blocks since the start
+        self.passed_over: Counter[SkipReason] = Counter()  # blocks since the start
+        self.published_block_tokens = 0  # size of the latest block of another size
 
     def __len__(self) -> int:
         return len(self._held)
 
     def take(self, payload: bytes) -> list[KvEvent]:
-        """Our events for one published batch, in its order.
+        """Return the events for one published batch, in order.
 
         Raises:
-            Unreadable: It follows no format that is known; the books are as far as they came, so of no use.
+            UnreadableEngineEvent: The batch follows no known format. The state is then incomplete and must be
+                cleared.
         """
         events: list[KvEvent] = []
         for published in decode(payload):
@@ -148,7 +143,7 @@ class KvEventTranslator:
                 case _:
                     assert_never(published)
         if len(self._held) > self._capacity:
-            log.warning("more blocks reported than the engine holds; starting over", extra={"blocks": len(self._held)})
+            log.warning("kv events exceed engine capacity, starting over", extra={"blocks": len(self._held)})
             return [self.clear()]
         return events
 
@@ -180,7 +175,7 @@ class KvEventTranslator:
         return new
 
     def _unfit(self, event: BlocksStored) -> SkipReason | None:
-        """Why blocks like these are not followed, wherever they are in a chain."""
+        """Return why such blocks are not followed, wherever they are in a chain."""
         if event.medium not in OWN_MEMORY:
             return SkipReason.OTHER_TIER
         if event.attention not in FULL_ATTENTION and event.attention is not None:
@@ -199,7 +194,7 @@ class KvEventTranslator:
         return None
 
     def _names(self, event: BlocksStored) -> list[BlockHash] | SkipReason:
-        """Of the blocks of an event, in order."""
+        """Return the names of an event's blocks, in order."""
         extra_keys = event.extra_keys or [None] * len(event.hashes)
         if len(extra_keys) != len(event.hashes):
             raise UnreadableEngineEvent(f"BlockStored: {len(event.hashes)} blocks, extra keys of {len(extra_keys)}")
@@ -222,7 +217,7 @@ class KvEventTranslator:
         return block.extend(parent, tokens.tobytes(), self._block_tokens, algorithm=self._algorithm)
 
     def _parent(self, event: BlocksStored, first_keys: Sequence[Any]) -> BlockHash | SkipReason:
-        """Name of the block before, or the root of the chain."""
+        """Return the name of the previous block, or the root of the chain."""
         if event.parent is not None:
             held = self._held.get(event.parent)
             return SkipReason.UNKNOWN_PARENT if held is None else held.name
@@ -257,7 +252,7 @@ class KvEventTranslator:
 
 
 def _without_adapter(keys: list[Any] | None, adapter: str | None) -> list[Any]:
-    """Extra keys of a block, less the name of its adapter, which vLLM puts first."""
+    """Return a block's extra keys without the adapter's name, which vLLM puts first."""
     if not keys:
         return []
     return keys[1:] if adapter and keys[0] == adapter else keys

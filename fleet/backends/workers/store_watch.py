@@ -1,7 +1,7 @@
-"""What a KV store node holds, followed over gRPC for the router's index.
+"""Store watch: follows the blocks of a KV store node over gRPC, for the router's prefix index.
 
-A stream begins with a dump of all that is held, so each (re)connection voids what was known. While there is no stream
-nothing is believed: from a node that cannot be reached nobody can load a block.
+A stream begins with a dump of all blocks, so every connection replaces what was known. Without a stream nothing is
+believed, because nobody can load a block from an unreachable node.
 """
 
 import asyncio
@@ -29,29 +29,29 @@ Tell = Callable[[StoreChanged], Awaitable[None]]
 
 
 class WatchBroken(Exception):
-    """The stream is of no use any more; the message says why."""
+    """The stream cannot be used any more; the message says why."""
 
 
 class GrpcStoreWatch:
-    """Follows one node. A node that hangs is noticed by the connection's keepalive, within ten seconds."""
+    """Follows one store node. The connection's keepalive notices a hung node within ten seconds."""
 
     def __init__(self, address: str, settings: RouterSettings):
-        """Follows from `run` on.
+        """Prepare; `run` connects.
 
         Args:
-            address: Of the node's control plane.
-            settings: Of the router.
+            address: Address of the node's control plane.
+            settings: Settings of the router.
 
         Raises:
-            BadCredentials: A file that proves who this router is cannot be used.
+            BadCredentials: A credentials file cannot be used.
         """
         self._address = address
         self._access = access.load(settings.store_credentials)
         self._settings = settings
-        self._told: set[tuple[StoreId, str]] = set()  # namespaces that the index may hold something of
+        self._told: set[tuple[StoreId, str]] = set()  # namespaces of which the index may hold blocks
 
     async def run(self, tell: Tell) -> Never:
-        """Tell of every change until cancelled; reconnects with growing pauses."""
+        """Report every change until cancelled; reconnect with growing pauses."""
         pause = FIRST_PAUSE_SECONDS
         cause = ""
         loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ class GrpcStoreWatch:
                 await self._watch(tell)
             except (grpc.aio.AioRpcError, WatchBroken) as error:
                 was_up = loop.time() - began > self._settings.max_reconnect_seconds
-                if was_up or _cause(error) != cause:  # not at every attempt
+                if was_up or _cause(error) != cause:  # log a repeated cause once
                     cause = _cause(error)
                     tls = await asyncio.to_thread(self._access.diagnose, self._address) if _is_cut(error) else ""
                     log.warning("store watch ended", extra={"address": self._address, "cause": tls or cause})
@@ -107,7 +107,7 @@ class GrpcStoreWatch:
 
 
 def _is_cut(error: grpc.aio.AioRpcError | WatchBroken) -> bool:
-    """True if there was no connection, for which TLS may be the reason."""
+    """Return True if there was no connection, which TLS may explain."""
     return isinstance(error, grpc.aio.AioRpcError) and error.code() in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,

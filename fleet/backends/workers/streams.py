@@ -1,19 +1,21 @@
-"""All workers of a cluster: one stream of frames to each member, kept up while it is one.
+"""Worker streams: one stream of frames to each member, reopened while the worker is a member.
 
 Rules:
 
-1. A member is dialled, greeted, and has joined when it has described itself; when it has joined its store it does so again. From then on its stream is the truth: it
-   has left when the stream breaks, when nothing came for the heartbeat timeout (workers report their load each second),
-   or when what came cannot be understood or has a gap in its KV events. `WorkerLeft` follows everything that it said.
-   While this process stands still it hears nothing, and that is no worker's silence.
-2. Then it is dialled again, with growing pauses, as long as it is a member. The dump with which a stream begins repairs
-   what was missed.
-3. A member that leaves the registry keeps its stream: work may still run there, and a stream that is alive says more
-   than a registry that cannot be reached. It is not dialled again once the stream has ended.
-4. Sending never waits: what a worker has not taken is kept up to a bound, and a stream that meets it counts as broken.
-5. The membership hears whether workers can be reached (`ReachabilityEvent`): a name is not given to another process while its holder is there.
-6. What is read is heard at once, before anything else is read. So a router that does not keep up reads less, which
-   slows the workers down, and nothing lies about unheard.
+1. A member is dialled and greeted; it has joined when it has described itself. It describes itself again when it joins
+   its store later. From then on only the stream counts: the worker has left when the stream breaks, when nothing came
+   for the heartbeat timeout (workers report their load every second), or when a message is invalid or KV events are
+   missing. `WorkerLeft` follows all events of the stream. Time in which this process stood still is not a worker's
+   silence.
+2. Then the member is dialled again, with growing pauses, while it is a member. Each stream begins with a cache dump,
+   which repairs what was missed.
+3. A member that leaves the registry keeps its stream: attempts may still run there, and a live stream is better
+   evidence than an unreachable registry. Once the stream has ended, the worker is not dialled again.
+4. Sending never waits. Unsent bytes are kept up to a limit, and a stream that reaches the limit counts as broken.
+5. The membership hears whether workers can be reached (`ReachabilityEvent`), so that no other process gets a name whose
+   holder is alive.
+6. Each message is handled before anything else is read. So a slow router reads less, which slows the workers down, and
+   no message waits in a queue.
 """
 
 import asyncio
@@ -74,18 +76,18 @@ from kvstore.net.frames import FrameConnection, SendBufferFull
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.05
-SLICES = 4  # that the heartbeat timeout is counted in
-UNREAD_BYTES = MAX_MESSAGE_BYTES  # by one worker; one that is that far behind is lost anyway
+SLICES = 4  # parts into which the heartbeat timeout is divided
+UNREAD_BYTES = MAX_MESSAGE_BYTES  # per worker; a worker that is so far behind counts as lost
 
 Hear = Callable[[WorkerEvent], None]
-"""Takes in what a worker did, at once."""
+"""Handles a worker's event immediately."""
 
 
 class StreamBroken(Exception):
-    """A stream to a worker is of no use any more; the message says why.
+    """A stream to a worker cannot be used any more; the message says why.
 
     Attributes:
-        absent: Whether the worker is taken to be gone: it could not be reached, or was silent for too long.
+        absent: True if the worker counts as gone: it could not be reached, or was silent for too long.
     """
 
     def __init__(self, why: str, *, absent: bool = False) -> None:
@@ -94,11 +96,11 @@ class StreamBroken(Exception):
 
 
 class _StreamTarget:
-    """A worker that is to be reached."""
+    """A worker to connect to."""
 
     def __init__(self, address: str, joined: MemberJoined | None):
         self.address = address
-        self.joined = joined  # None: configured by address, called what it calls itself
+        self.joined = joined  # None: configured by address, and any worker id is accepted
         self.wanted = True
         self.tried = False
         self.link: _WorkerConnection | None = None
@@ -106,12 +108,12 @@ class _StreamTarget:
 
     @property
     def description(self) -> WorkerDescription | None:
-        """What it says that it is, while there is a stream."""
+        """The worker's description, while there is a stream."""
         return None if self.link is None else self.link.description
 
 
 class WorkerStreams:
-    """Implements `fleet.router.ports.Workers`."""
+    """Streams to all workers. Implements `fleet.router.ports.Workers`."""
 
     def __init__(
         self,
@@ -121,13 +123,13 @@ class WorkerStreams:
         *,
         reachability: Callable[[ReachabilityEvent], None] = lambda _: None,
     ):
-        """Nothing is dialled before `run`.
+        """Prepare the streams; `run` dials.
 
         Args:
-            settings: Deadlines, and the store node to watch.
-            membership: Members as the registry knows them.
-            addresses: Workers that are members for ever.
-            reachability: Told at once which workers can be reached.
+            settings: Timeouts, and the store node to watch.
+            membership: Members of the registry.
+            addresses: Workers that are always members.
+            reachability: Called at once with changes of reachability.
 
         Raises:
             ConfigurationRefused: A file of `worker_credentials` cannot be used.
@@ -148,15 +150,16 @@ class WorkerStreams:
         self._send(worker_id, Cancel(request_id=request_id))
 
     def tried(self, worker_ids: Iterable[WorkerId]) -> bool:
-        """Whether each of these workers has joined, or could not be reached."""
+        """Return True if each of these workers has joined or could not be reached."""
         members = self._members
         return all(worker_id in members and members[worker_id].tried for worker_id in worker_ids)
 
     async def run(self, hear: Hear) -> None:
-        """Keep streams up until cancelled.
+        """Keep the streams open until cancelled.
 
         Args:
-            hear: Told what workers do, each worker's doings in their order. Never called from within `start` or `cancel`.
+            hear: Called with the events of the workers, in order for each worker. It is never called from `start` or
+                `cancel`.
         """
         async with asyncio.TaskGroup() as tasks:
             if self._settings.store:
@@ -177,7 +180,8 @@ class WorkerStreams:
             case MemberJoined():
                 before = self._members.get(change.worker_id)
                 if before is not None and _is(before, change):
-                    before.wanted, before.joined = True, change  # the registry knows what the stream never doubted
+                    # the registry reports what the stream has shown all along
+                    before.wanted, before.joined = True, change
                     return
                 member = _StreamTarget(change.address, change)
                 self._members[change.worker_id] = member
@@ -210,9 +214,9 @@ class WorkerStreams:
             del self._members[member.joined.worker_id]
 
     async def _keep_up(self, member: _StreamTarget, previous: asyncio.Task[None] | None, hear: Hear) -> None:
-        """Reach a member again and again, until it is wanted no more."""
+        """Connect to a member again and again, as long as it is wanted."""
         if previous is not None:
-            await asyncio.wait([previous])  # its last word is `WorkerLeft`; ours must not come before it
+            await asyncio.wait([previous])  # its `WorkerLeft` must come before our first event
         loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE_SECONDS
         cause = ""
@@ -226,18 +230,18 @@ class WorkerStreams:
                     joined = member.joined
                     self._reachability(MemberUnreachable(worker_id=joined.worker_id, incarnation=joined.incarnation))
                 was_up = loop.time() - began > self._settings.max_reconnect_seconds
-                if was_up or str(broken) != cause:  # not at every attempt
+                if was_up or str(broken) != cause:  # log a repeated cause once
                     cause = str(broken)
                     log.warning("worker stream ended", extra={"address": member.address, "cause": cause})
                 if was_up:
-                    pause = FIRST_PAUSE_SECONDS  # no reason to be wary
+                    pause = FIRST_PAUSE_SECONDS  # the stream was stable
             if member.wanted:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._settings.max_reconnect_seconds)
         self._forget(member)
 
     async def _converse(self, member: _StreamTarget, hear: Hear) -> Never:
-        """One stream, from dialling to its end, which raises `StreamBroken`."""
+        """Run one stream from dialling to its end, which raises `StreamBroken`."""
 
         def accept(connection: FrameConnection) -> _WorkerConnection:
             member.link = _WorkerConnection(connection, member, self._links, self._settings, hear, self._reachability)
@@ -259,12 +263,12 @@ class WorkerStreams:
             await member.link.ended.wait()
             raise StreamBroken(member.link.why, absent=member.link.silent)
         except TimeoutError:
-            raise StreamBroken("it did not answer in time", absent=True) from None
+            raise StreamBroken("no answer in time", absent=True) from None
         except (OSError, ValueError) as error:
             raise StreamBroken(str(error), absent=True) from error
         finally:
             if member.link is not None:
-                member.link.end("it is not wanted any more")
+                member.link.end("the worker is not a member any more")
                 member.link = None
 
     def _send(self, worker_id: WorkerId, message: RouterMessage) -> bool:
@@ -273,7 +277,7 @@ class WorkerStreams:
 
 
 class _WorkerConnection:
-    """A stream to a worker: says hello, and lets the router hear what the worker says."""
+    """Connection to one worker: sends the router's messages and reports the worker's events."""
 
     def __init__(
         self,
@@ -284,11 +288,11 @@ class _WorkerConnection:
         hear: Hear,
         reachability: Callable[[ReachabilityEvent], None],
     ):
-        self.description: WorkerDescription | None = None  # once it has joined
-        self.begun = asyncio.Event()  # it has joined, or has ended
+        self.description: WorkerDescription | None = None  # set when it has joined
+        self.begun = asyncio.Event()  # it has joined or ended
         self.ended = asyncio.Event()
-        self.why = ""  # it has ended
-        self.silent = False  # it has ended because nothing was heard
+        self.why = ""  # cause of the end
+        self.silent = False  # it ended because of silence
         self._connection = connection
         self._member = member
         self._links = links
@@ -296,20 +300,21 @@ class _WorkerConnection:
         self._reachability = reachability
         self._sequence = 0  # of the next KV events
         self._patience_seconds = settings.heartbeat_timeout_seconds
-        self._silence: _SilenceTimer | None = None  # once it has joined
+        self._silence: _SilenceTimer | None = None  # set when it has joined
         self.say(RouterHello(router_id=settings.router_id))
 
     def say(self, message: RouterMessage) -> bool:
-        """Send; False when the stream is broken, or is from now on."""
+        """Send a message; return False if the stream is broken or breaks now."""
         try:
             self._connection.send(encode_router_message(message).SerializeToString())
-        except SendBufferFull as error:  # a lost cancellation would leave work running that nobody waits for
-            asyncio.get_running_loop().call_soon(self.end, str(error))  # not from within: the router is deciding
+        except SendBufferFull as error:  # a lost cancellation would leave an attempt running for nobody
+            # later, because the router is in the middle of a decision
+            asyncio.get_running_loop().call_soon(self.end, str(error))
             return False
         return True
 
     def end(self, why: str) -> None:
-        """Break it, if it is not over."""
+        """Break the stream, unless it has ended."""
         if self.ended.is_set():
             return
         self.why = why
@@ -327,7 +332,7 @@ class _WorkerConnection:
         self.silent = True
         self.end(why)
 
-    # For the connection.
+    # Callbacks of the connection
 
     def received(self, payload: bytes) -> None:
         if self._silence is not None:
@@ -341,10 +346,10 @@ class _WorkerConnection:
         except (StreamBroken, MalformedMessage) as error:
             self.end(str(error))
         except DecodeError:
-            self.end("it says what is no message of fleet.v1")
+            self.end("it sent something that is not a message of fleet.v1")
 
     def resumed(self) -> None:
-        """Nothing waits for it: see rule 4."""
+        """Ignore it: sending never waits (rule 4)."""
 
     def lost(self, cause: Exception | None) -> None:
         self.end("it ended the stream" if cause is None else tls_failure_cause(cause, "worker_credentials"))
@@ -390,14 +395,14 @@ class _WorkerConnection:
                 assert_never(message)
 
     def _described_anew(self, description: WorkerDescription) -> KvPathsChanged:
-        """Take in a second description: only what follows from the worker's store may differ."""
+        """Handle a second description; only the fields that depend on the worker's store may differ."""
         before = self.description
         assert before is not None
         if structs.replace(description, kv_paths=before.kv_paths, store_id=before.store_id) != before:
-            raise StreamBroken("it described itself as another worker than before")
+            raise StreamBroken("its second description is that of another worker")
         self.description = description
         log.info(
-            "worker described anew",
+            "worker description changed",
             extra={"worker": description.worker_id, "store": description.store_id, "kv_paths": description.kv_paths},
         )
         return KvPathsChanged(
@@ -406,16 +411,16 @@ class _WorkerConnection:
 
 
 class _SilenceTimer:
-    """Says when nothing was heard for so long.
+    """Reports that nothing was heard for the given time.
 
-    The time is counted in slices, since a process that stood still (was stopped or starved) finds its timer due before it
-    reads what came meanwhile. However long it stood still, that is one slice.
+    The time is counted in slices. A process that stood still (stopped or starved) finds its timer due before it reads
+    what arrived meanwhile; however long it stood still, that counts as one slice.
     """
 
     def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
         self._seconds = seconds
         self._tell = tell
-        self._quiet = 0  # slices
+        self._quiet = 0  # slices without a message
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds / SLICES, self._tick)
 
@@ -427,14 +432,14 @@ class _SilenceTimer:
 
     def _tick(self) -> None:
         self._quiet += 1
-        if self._quiet > SLICES:  # the first one had begun before the latest message
+        if self._quiet > SLICES:  # the first slice had begun before the latest message
             self._tell(f"it said nothing for {self._seconds:g} s")
         else:
             self._timer = self._loop.call_later(self._seconds / SLICES, self._tick)
 
 
 def _is(member: _StreamTarget, joined: MemberJoined) -> bool:
-    """Whether a member that we have a stream to, or are dialling, is the very one that the registry announces."""
+    """Return True if the member is the same process as the one that the registry announces."""
     if member.address != joined.address:
         return False
     if member.description is not None:

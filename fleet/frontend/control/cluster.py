@@ -1,4 +1,4 @@
-"""`fleet.v1.Cluster`: what operators ask of a running router."""
+"""Service `fleet.v1.Cluster`: status, explanations and thresholds of a running router."""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
@@ -22,13 +22,13 @@ from kvstore.v1 import blocks_pb2, blocks_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-STORE_SECONDS = 1.0  # for the store node to say how full it is
+STORE_SECONDS = 1.0  # timeout of the call to the store node
 
 FetchStoreStatus = Callable[[], Awaitable[blocks_pb2.StatsResponse | None]]
 
 
 class RouterApi(Protocol):
-    """What is needed of `fleet.router.server.RouterServer`."""
+    """The part of `fleet.router.server.RouterServer` that the service needs."""
 
     def status(self) -> RouterSnapshot: ...
 
@@ -44,7 +44,7 @@ class RouterApi(Protocol):
 
 
 class PeerRoutersApi(Protocol):
-    """What is needed of `fleet.peers.routers.PeerRouters`."""
+    """The part of `fleet.peers.routers.PeerRouters` that the service needs."""
 
     async def explained(self, request_id: RequestId) -> pb.ExplainResponse | None: ...
 
@@ -52,7 +52,7 @@ class PeerRoutersApi(Protocol):
 
 
 class ClusterService:
-    """The service over one router, which asks the others of its cluster where it has to."""
+    """The service of one router; it asks peer routers where needed."""
 
     def __init__(
         self, router: RouterApi, ask_store: FetchStoreStatus | None, others: PeerRoutersApi | None = None
@@ -123,23 +123,23 @@ class ClusterService:
 
 
 def store_status_call(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> FetchStoreStatus:
-    """Asks a store node how full it is."""
+    """Return a call that asks a store node for its usage."""
 
     async def ask() -> blocks_pb2.StatsResponse | None:
         try:
             return await stub.Stats(blocks_pb2.StatsRequest(), timeout=STORE_SECONDS)
         except grpc.aio.AioRpcError as error:
-            log.warning("the store node does not answer", extra={"code": error.code().name})
+            log.warning("store node unreachable", extra={"code": error.code().name})
             return None
 
     return ask
 
 
 def parse_thresholds(values: dict[str, Any]) -> Thresholds:
-    """Thresholds by name.
+    """Return thresholds by name.
 
     Raises:
-        Refused: INVALID_ARGUMENT, with the one that is out of its range.
+        RequestRejected: INVALID_ARGUMENT; a threshold is out of range.
     """
     try:
         return msgspec.convert(values, Thresholds)

@@ -1,7 +1,8 @@
-"""Control port of a router: the registry of workers, `fleet.v1.Cluster` and `fleet.v1.Selection`, health and reflection.
+"""Control port of a router: worker registry, `fleet.v1.Cluster`, `fleet.v1.Selection`, health and reflection.
 
-Whoever is served here can register workers, read what routers know of prompts, hold workers' capacity and change thresholds. So
-the port is never the clients' one: it is a Unix socket of the router's user, or asks each caller for a proof (`control_access`).
+A caller of this port can register workers, learn about prompts, reserve workers' capacity and change thresholds. So it
+is never a port for clients: it is a Unix socket of the router's user, or requires a proof from each caller
+(`fleet.net.control.access`).
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -38,22 +39,23 @@ async def open_control_port(
     shared: bool = False,
     others: PeerRoutersApi | None = None,
 ) -> AsyncIterator[str]:
-    """Listen and serve until the context ends; then running calls are cancelled. Yields the address.
+    """Listen and serve until the context ends; then cancel running calls. Yield the address.
 
     Args:
-        listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``; empty: the Unix socket that belongs to `grpc_address`.
-        access: What callers over TCP have to prove.
-        router: Says how the cluster is.
-        serving: Whether requests can be served now, for health.
-        grpc_address: Where clients reach this router.
-        services: More services: what adds each to the server, by full name.
-        store: gRPC address of the KV store node, asked how full it is; empty: there is none.
+        listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``; empty for the Unix socket that belongs to
+            `grpc_address`.
+        access: What callers over TCP must prove.
+        router: The router.
+        serving: Returns whether requests can be served now, for health.
+        grpc_address: The address for clients.
+        services: Further services: the function that adds each to the server, by full name.
+        store: gRPC address of the KV store node, which is asked for its usage; empty if there is none.
         store_access: What the router proves to that node.
         shared: Whether other processes may listen on the same port.
-        others: The other routers of the cluster, if there are any.
+        others: The peer routers, if there are any.
 
     Raises:
-        ConfigurationRefused: Nobody can listen there, or others could reach the socket; the message says why.
+        ConfigurationRefused: The address is malformed, in use, or open to other users.
     """
     services = services or {}
     if not listen:
@@ -77,9 +79,7 @@ async def open_control_port(
             with private_umask():
                 port = access.bind(server, address)
             Path(path).chmod(0o600)
-            held.callback(
-                remove, path, identity(path)
-            )  # the server removes it when it stops, and a successor may be there by then
+            held.callback(remove, path, identity(path))  # removes the socket unless a successor has replaced it
             return port
 
         yield await held.enter_async_context(open_port(server, listen, (CLUSTER, *services), serving, bind=bind))

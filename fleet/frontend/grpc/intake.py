@@ -1,42 +1,34 @@
-"""What the gRPC fronts of a router have in common: when they take requests, how much of them, and until when a client waits."""
+"""Request intake of the gRPC frontends: draining, memory for messages, and deadlines."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.core.errors import Reason, RequestRejected, draining_rejection
+from fleet.core.errors import draining_rejection
 from fleet.frontend.generation import Generation
 from fleet.net.grpc.calls import Context
+from fleet.net.grpc.errors import long_message_rejection
 from fleet.net.settings import ORDINARY_BODY_BYTES
-
-RETRY_AFTER_MS = 1000
-
-
-def long_message_rejection() -> RequestRejected:
-    """Return the refusal of a message for which there is no room."""
-    return RequestRejected(
-        Reason.QUEUE_FULL, "too many long requests are being taken in; retry later", retry_after_ms=RETRY_AFTER_MS
-    )
 
 
 class MessageMemory(Protocol):
-    """The part of `fleet.net.grpc.http2.Http2Server` that counts messages while they arrive."""
+    """The memory counters of `fleet.net.grpc.http2.Http2Server`."""
 
     held_bytes: int
     max_held_bytes: int
 
 
 class RequestIntake:
-    """Open until `drain`."""
+    """Admits requests until `drain`."""
 
     def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
-        """Nothing runs yet.
+        """Create an open intake.
 
         Args:
             generation: Serves the requests.
             clock: For deadlines.
-            server: Counts the messages of everything that arrives or runs.
+            server: Counts the bytes of messages that arrive or are being served.
         """
         self._generation = generation
         self._server = server
@@ -44,31 +36,31 @@ class RequestIntake:
         self._draining = False
 
     def drain(self) -> None:
-        """Take no more requests; running ones go on."""
+        """Admit no more requests; running ones continue."""
         self._draining = True
 
     def ready(self) -> bool:
-        """Whether a request sent now would find a worker."""
+        """Return whether a request would find a worker now."""
         return bool(self._generation.models()) and not self._draining
 
     def check(self) -> None:
-        """Let a request in.
+        """Check that requests are admitted.
 
         Raises:
-            Refused: DRAINING.
+            RequestRejected: DRAINING.
         """
         if self._draining:
             raise draining_rejection()
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
-        """While a request runs whose message stays in memory; what is in it that nobody asked for does as well.
+        """Count a message as held while its request runs.
 
         Args:
-            size: Of the message, in bytes.
+            size: The size of the message in bytes.
 
         Raises:
-            Refused: QUEUE_FULL; it is a long one, and those that run take as much as they may.
+            RequestRejected: QUEUE_FULL, because the message is a long one and the memory for messages is full.
         """
         server = self._server
         if size > ORDINARY_BODY_BYTES and server.held_bytes + size > server.max_held_bytes:
@@ -83,11 +75,11 @@ class RequestIntake:
         return self._clock.now()
 
     def deadline(self, context: Context, timeout_ms: int = 0) -> Nanos | None:
-        """The instant after which nobody waits: of the call, or of a message that comes with it, whichever is earlier.
+        """Return the instant after which nobody waits: the earlier one of the call's and the message's deadline.
 
         Args:
             context: The call.
-            timeout_ms: What the message says; 0: nothing.
+            timeout_ms: The timeout in the message; 0 means none.
         """
         remaining = context.time_remaining()
         spans = [] if remaining is None else [int(remaining * SECOND)]

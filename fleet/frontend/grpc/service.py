@@ -1,4 +1,4 @@
-"""gRPC port of a router for clients: `fleet.v1.Inference`, health and reflection. All else is on the control port (`grpc_control`)."""
+"""gRPC port for clients: `fleet.v1.Inference`, health and reflection. Other services are on the control port."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -42,19 +42,19 @@ async def open_grpc_frontend(
     shared: bool = False,
     connection_seconds: float = 0,
 ) -> AsyncIterator["GrpcFrontend"]:
-    """Listen and serve until the context ends; then running calls are cancelled.
+    """Listen and serve until the context ends; then cancel running calls.
 
     Args:
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         generation: Serves the requests.
         clock: For deadlines.
-        max_held_bytes: Limit of the messages of all requests that arrive or run, beyond which long ones are refused.
+        max_held_bytes: The limit for the messages of requests that arrive or run; beyond it long ones are refused.
         limits: Limits of connections.
         shared: Whether other processes may listen on the same port.
-        connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
+        connection_seconds: The lifetime of a client's connection; 0 sets no limit.
 
     Raises:
-        ConfigurationRefused: Nobody can listen there; the message says why.
+        ConfigurationRefused: The address is malformed or in use.
     """
     server = Http2Server(
         shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
@@ -66,16 +66,16 @@ async def open_grpc_frontend(
 
 
 class GrpcFrontend:
-    """Made by `open_grpc_frontend`."""
+    """The service `fleet.v1.Inference`; `open_grpc_frontend` makes it."""
 
     def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
-        self.address = ""  # as clients write it, with the port that was taken
+        self.address = ""  # with the port that was taken
         self.door = RequestIntake(generation, clock, server)
         self._generation = generation
 
     def inference(self) -> grpc.GenericRpcHandler:
-        """`fleet.v1.Inference`, whose methods take bytes."""
-        stream: Any = grpc.unary_stream_rpc_method_handler  # the stubs know no coroutines
+        """Return the handlers of `fleet.v1.Inference`, which take bytes."""
+        stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs know no coroutines
         inference = {
             "Generate": stream(self._generate, response_serializer=serialize),
             "ListModels": unary_context_handler(self._list_models),

@@ -1,12 +1,12 @@
-"""The port of a router that speaks the Open Inference Protocol, as KServe's and Triton's clients do.
+"""Port for the Open Inference Protocol, which the clients of KServe and Triton speak.
 
 Rules:
 
-1. In a stream each request ends by itself: with its final response, or with an error that carries its id. Neither ends the
-   stream, nor does a message that is none.
-2. Requests of a stream run side by side, `MAX_IN_STREAM` at most; the next one waits until one has ended, and none after it
-   is read, so that a client that sends more is slowed down by its connection.
-3. When a call is cancelled, so is all that it asked for.
+1. In a stream each request ends by itself: with its final response, or with an error that carries its id. Neither ends
+   the stream, and neither does a malformed message.
+2. Requests of a stream run concurrently, at most `MAX_IN_STREAM`. The next one waits until one has ended, and no
+   further message is read, so the connection slows down a client that sends more.
+3. Cancelling a call cancels all its requests.
 """
 
 import asyncio
@@ -75,19 +75,10 @@ async def open_kserve_frontend(
     shared: bool = False,
     connection_seconds: float = 0,
 ) -> AsyncIterator["KserveFrontend"]:
-    """Listen and serve until the context ends; then running calls are cancelled.
-
-    Args:
-        listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
-        generation: Serves the requests.
-        clock: For deadlines.
-        max_held_bytes: Limit of the messages of all requests that arrive or run, beyond which long ones are refused.
-        limits: Limits of connections.
-        shared: Whether other processes may listen on the same port.
-        connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
+    """Listen and serve until the context ends; then cancel running calls. `open_grpc_frontend` has the same arguments.
 
     Raises:
-        ConfigurationRefused: Nobody can listen there; the message says why.
+        ConfigurationRefused: The address is malformed or in use.
     """
     server = Http2Server(
         shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
@@ -99,15 +90,15 @@ async def open_kserve_frontend(
 
 
 class KserveFrontend:
-    """Made by `open_kserve_frontend`."""
+    """The Open Inference Protocol; `open_kserve_frontend` makes it."""
 
     def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
-        self.address = ""  # as clients write it, with the port that was taken
+        self.address = ""  # with the port that was taken
         self.door = RequestIntake(generation, clock, server)
         self._generation = generation
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """The service's methods, all of which take bytes, and what answers its other ones."""
+        """Return the handlers of the service's methods, which take bytes, and one for all other methods."""
         stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
         methods = {
             "ServerLive": unary_handler(self._server_live),
@@ -167,7 +158,7 @@ class KserveFrontend:
 
     async def _stream(self, messages: Messages, context: Context) -> None:
         room = asyncio.Semaphore(MAX_IN_STREAM)
-        turns = asyncio.Lock()  # one message at a time
+        turns = asyncio.Lock()  # one write at a time
 
         async def answer(content: bytes, writer: MessageWriter) -> None:
             async def write(message: pb.ModelStreamInferResponse) -> None:
@@ -185,7 +176,7 @@ class KserveFrontend:
                 async for content in messages:
                     await room.acquire()
                     tasks.create_task(answer(content, writer))
-            except grpc.aio.AbortError as error:  # the messages before are answered first
+            except grpc.aio.AbortError as error:  # earlier messages are answered first
                 refused = error
         if refused is not None:
             raise refused
@@ -193,13 +184,13 @@ class KserveFrontend:
     async def _answer(
         self, content: bytes, context: Context, write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]]
     ) -> None:
-        """One request of a stream (rule 1)."""
+        """Answer one request of a stream (rule 1)."""
         message = pb.ModelInferRequest()
 
         async def send_one(response: pb.ModelInferResponse, *, final: bool) -> None:
             await write(encode_streamed(response, final=final))
 
-        with suppress(CallerDisconnected):  # the library cancels the call as soon as it knows
+        with suppress(CallerDisconnected):  # the library is about to cancel the call
             try:
                 message = parse_message(pb.ModelInferRequest, content)
                 with self.door.holding(len(content)):
@@ -225,7 +216,7 @@ class KserveFrontend:
     async def _generate(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
         request, form = inference.request, inference.form
         model = request.model
-        text: list[str] = []  # of an answer that is sent whole
+        text: list[str] = []  # of an answer that is not streamed
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
 
@@ -258,7 +249,7 @@ class SendResponse(Protocol):
 
 
 class _UnimplementedMethods(grpc.GenericRpcHandler):
-    """Answers the protocol's other methods: repositories, configurations, statistics, shared memory."""
+    """Answers the protocol's methods that Fleet does not serve: repositories, configurations, statistics, shared memory."""
 
     def __init__(self, served: tuple[str, ...]) -> None:
         self._served = ", ".join(served)
@@ -272,7 +263,7 @@ class _UnimplementedMethods(grpc.GenericRpcHandler):
             await context.abort(
                 grpc.StatusCode.UNIMPLEMENTED, f"{method[:100]} is not served by Fleet; served: {self._served}"
             )
-            raise AssertionError  # aborting raises
+            raise AssertionError  # `abort` raises
 
         handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
         return handler(refuse)

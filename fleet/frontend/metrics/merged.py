@@ -1,4 +1,4 @@
-"""Metrics of several processes in one answer: a scrape through their common port reaches any one of them."""
+"""Metrics of several router processes in one answer, because a scrape of their common port reaches only one of them."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,10 +6,10 @@ LABEL = "router"
 
 
 def merge_metrics(expositions: Mapping[str, str]) -> str:
-    """All samples, each with the label ``router``; what is said of a metric is said once.
+    """Return all samples with a label ``router``; help and type of each metric appear once.
 
     Args:
-        expositions: As `prometheus_client.generate_latest` writes them, by router.
+        expositions: Output of `prometheus_client.generate_latest` by router.
     """
     described: dict[str, list[str]] = {}  # by metric: help and type
     samples: dict[str, list[str]] = {}
@@ -22,7 +22,7 @@ def merge_metrics(expositions: Mapping[str, str]) -> str:
 
 
 def _metrics(exposition: str) -> Iterator[tuple[str, list[str]]]:
-    """Name and lines of each metric, which begin with its help."""
+    """Yield the name and the lines of each metric, which begin with its help."""
     for lines in exposition.split("# HELP ")[1:]:
         yield lines.partition(" ")[0], f"# HELP {lines}".splitlines()
 

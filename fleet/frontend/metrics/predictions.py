@@ -1,6 +1,6 @@
-"""What profiles say of a live router's workers, beside what they do: made from settings, read as metrics.
+"""Metrics of latency predictions: how well the profiles of workers match their measured times.
 
-Whatever goes wrong with it ends it, with a line in the log; the router serves on.
+An error in the predictions stops them with a log message; the router serves on.
 """
 
 import logging
@@ -24,19 +24,16 @@ from fleet.router.settings.profiles import ProfileSettings
 log = logging.getLogger(__name__)
 
 PREDICTION_GAUGES: Mapping[str, str] = {
-    "error": "Median relative error of predictions, corrected by what was learnt of the worker",
-    "close": "Share of predictions within a fifth of what came",
-    "profile_error": "Median relative error of the profile alone",
-    "profile_close": "Share of the profile's own predictions within a fifth of what came",
-    "factor": "Learnt: how many times as long as its profile says the worker takes",
-    "added_ms": "Learnt: milliseconds that it adds",
+    "error": "Median relative error of predictions with the worker's correction",
+    "close": "Share of predictions within 20 % of the measured time",
+    "profile_error": "Median relative error of the profile without correction",
+    "profile_close": "Share of predictions of the profile alone within 20 % of the measured time",
+    "factor": "Learned factor between measured and predicted times",
+    "added_ms": "Learned additional milliseconds",
 }
-"""Of `fleet.router.latency_predictions.PredictionAccuracy`."""
 
 
 class PredictionMetrics(LatencyPredictions):
-    """Implements `fleet.router.observer.Observer`; register it with a `CollectorRegistry`."""
-
     def __init__(self, profile_of: Callable[[WorkerDescription], WorkerProfile | None]):
         super().__init__(profile_of)
         self._over = False
@@ -46,7 +43,7 @@ class PredictionMetrics(LatencyPredictions):
             return
         try:
             super().__call__(now, event, commands)
-        except Exception:  # supervisor: nothing that is predicted is worth a request
+        except Exception:  # supervisor: no prediction is worth a request
             log.exception("predictions stopped", extra={"event": type(event).__name__})
             self._over = True
 
@@ -58,10 +55,10 @@ class PredictionMetrics(LatencyPredictions):
             for each in expected:
                 gauge.add_metric([each.worker_id, each.kind], getattr(each, name))
             yield gauge
-        made = CounterMetricFamily("fleet_predictions", "Predictions beside which something came", labels=labels)
-        drifts = CounterMetricFamily(
-            "fleet_worker_drifts", "How often a worker became another than it was learnt to be", labels=labels
+        made = CounterMetricFamily(
+            "fleet_predictions", "Predictions that were compared with a measured time", labels=labels
         )
+        drifts = CounterMetricFamily("fleet_worker_drifts", "Latency drift alarms", labels=labels)
         for each in expected:
             made.add_metric([each.worker_id, each.kind], each.predictions)
             drifts.add_metric([each.worker_id, each.kind], each.alarms)
@@ -70,10 +67,10 @@ class PredictionMetrics(LatencyPredictions):
 
 
 def open_prediction_metrics(profiles: Mapping[str, ProfileSettings]) -> PredictionMetrics:
-    """Of workers whose names begin with those of the profiles; the longest that fits counts.
+    """Return predictions for the workers whose names begin with a profile's name; the longest match counts.
 
     Raises:
-        ConfigurationRefused: A model, GPU or cut is not possible; names the profile and the field.
+        ConfigurationRefused: A model, a GPU or a sharding is invalid; the message names the profile and the field.
     """
     known = {name: _profile(f"profiles.{name}", settings) for name, settings in profiles.items()}
 

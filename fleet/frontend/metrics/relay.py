@@ -1,7 +1,7 @@
-"""Counts and times of relayed requests.
+"""Metrics of relayed requests.
 
-A counter of the client library takes longer than the rest of what is done for a streamed token, so here are plain
-numbers, which become metrics when somebody asks for them.
+A counter of the client library costs more than the rest of the work for a streamed token. So plain numbers are counted,
+and become metrics on a scrape.
 """
 
 from bisect import bisect_left
@@ -37,13 +37,11 @@ class _DurationHistogram:
 
 
 class RelayMetrics:
-    """Register it with a `CollectorRegistry`."""
-
     def __init__(self, gauges: Callable[[], Iterable[tuple[str, str, str, Mapping[str, float]]]]) -> None:
-        """Start at zero.
+        """Create the collector for a `CollectorRegistry`, with all counts at zero.
 
         Args:
-            gauges: Name, meaning, label and values by label value of what else is shown, read when it is asked for.
+            gauges: Returns further gauges: name, meaning, label, and values by label value.
         """
         self._gauges = gauges
         self._ended: dict[str, int] = {SERVED: 0}
@@ -51,23 +49,27 @@ class RelayMetrics:
         self._whole = _DurationHistogram()
 
     def first_byte(self, nanos: int) -> None:
-        """Record how long after its arrival the first byte of an answer was passed on."""
+        """Record the time from the arrival of a request to the first byte of its answer."""
         self._first_byte.observe(nanos)
 
     def ended(self, reason: Reason | None, nanos: int) -> None:
-        """Record a request that is over, so long after its arrival, and why if it was not served."""
+        """Record the end of a request: its duration, and the reason if it was not served."""
         outcome = SERVED if reason is None else reason
         self._ended[outcome] = self._ended.get(outcome, 0) + 1
         if reason is None:
             self._whole.observe(nanos)
 
     def collect(self) -> Iterator[Metric]:
-        ended = CounterMetricFamily("fleet_relayed_requests", "Relayed requests that ended, by how", labels=["outcome"])
+        ended = CounterMetricFamily(
+            "fleet_relayed_requests", "Relayed requests that ended, by outcome", labels=["outcome"]
+        )
         for outcome, count in self._ended.items():
             ended.add_metric([str(outcome)], count)
         yield ended
-        yield self._first_byte.family("fleet_relayed_ttft_seconds", "Arrival to first byte passed on")
-        yield self._whole.family("fleet_relayed_request_seconds", "Arrival to end of the answer")
+        yield self._first_byte.family(
+            "fleet_relayed_ttft_seconds", "Seconds from arrival to the first relayed byte of the answer"
+        )
+        yield self._whole.family("fleet_relayed_request_seconds", "Seconds from arrival to the end of the answer")
         for name, meaning, label, values in self._gauges():
             gauge = GaugeMetricFamily(name, meaning, labels=[label])
             for value, number in values.items():

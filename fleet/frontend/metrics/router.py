@@ -1,4 +1,4 @@
-"""What a router knows of itself and its workers, as metrics; read when somebody asks for them."""
+"""Metrics of a router and its workers, read on each scrape."""
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
@@ -7,37 +7,34 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fleet.router.state.snapshot import RouterSnapshot
+from fleet.router.tenants import TenantUsage
 
 Value = TypeVar("Value", bound=StrEnum)
 
 COUNTERS: Mapping[str, str] = {
     "retried": "Attempts that failed and were followed by another",
     "fallbacks": "Prompts computed by the decode worker because a prefill worker had failed",
-    "continued": "Streams that went on, on another worker, after tokens had been sent",
-    "workers_lost": "Workers that left, by themselves or not",
-    "late_messages": "Messages of work that was given up before",
-    "kv_mismatches": "Pieces of work that workers refused since their blocks are not like those handed over",
-    "policy_fallbacks": "Decisions that the default policy made because the chosen one did not",
+    "continued": "Streams that another worker continued after tokens had been sent",
+    "workers_lost": "Workers that left or were lost",
+    "late_messages": "Messages of attempts that had ended before",
+    "kv_mismatches": "Attempts that workers refused because the handed-over blocks do not match theirs",
+    "policy_fallbacks": "Decisions of the default policy after the chosen policy failed",
 }
-"""Of `fleet.router.state.snapshot.RouterCounters`."""
 
 WORKER_GAUGES: Mapping[str, str] = {
-    "running": "Requests that run, as the worker reports",
-    "waiting": "Requests that wait in the engine, as the worker reports",
-    "kv_blocks_used": "Blocks that running requests hold, as the worker reports",
-    "kv_blocks": "Blocks that the engine's cache has room for",
-    "cached_blocks": "Blocks of the engine's prefix cache that the index knows",
-    "booked_requests": "Requests that this router has booked",
-    "booked_elsewhere": "Requests that other routers have booked",
-    "booked_blocks": "Blocks that this router has booked",
-    "booked_prefill_tokens": "Prompt tokens that this router has booked and that are not computed",
+    "running": "Running requests, as reported by the worker",
+    "waiting": "Requests that wait in the engine, as reported by the worker",
+    "kv_blocks_used": "Blocks of running requests, as reported by the worker",
+    "kv_blocks": "Capacity of the engine's cache in blocks",
+    "cached_blocks": "Blocks of the engine's prefix cache in the prefix index",
+    "booked_requests": "Requests reserved by this router",
+    "booked_elsewhere": "Requests reserved by peer routers",
+    "booked_blocks": "Blocks reserved by this router",
+    "booked_prefill_tokens": "Prompt tokens reserved by this router and not computed yet",
 }
-"""Of `fleet.router.state.snapshot.WorkerSnapshot`."""
 
 
 class RouterMetrics:
-    """Register it with a `CollectorRegistry`."""
-
     def __init__(
         self,
         read: Callable[[], RouterSnapshot],
@@ -46,13 +43,13 @@ class RouterMetrics:
         refused: Callable[[], Mapping[str, float]] | None = None,
         directory: Callable[[], bool | None] = lambda: None,
     ) -> None:
-        """Metrics of one router.
+        """Create the collector for a `CollectorRegistry`.
 
         Args:
-            read: Its state at the instant.
-            tasks: How many its event loop has; None: that is not told.
-            refused: Workers that are not used, by what they make of the golden prompts; None: that is not told.
-            directory: Whether the directory of workers answers; None: there is none, or it was not asked yet.
+            read: Returns the present state.
+            tasks: Returns the number of tasks of the event loop; None leaves the metric out.
+            refused: Returns the number of unused workers by the failed tokenizer check; None leaves the metric out.
+            directory: Returns whether the discovery directory answers; None if there is none or it was not read yet.
         """
         self._read = read
         self._tasks = tasks
@@ -63,28 +60,30 @@ class RouterMetrics:
         snapshot = self._read()
         counters = snapshot.counters
         yield GaugeMetricFamily(
-            "fleet_active_requests", "Requests that have not ended, waiting ones included", snapshot.active
+            "fleet_active_requests", "Requests that have not ended, including waiting ones", snapshot.active
         )
-        yield GaugeMetricFamily("fleet_queued_requests", "Requests that wait for room on a worker", snapshot.queued)
+        yield GaugeMetricFamily("fleet_queued_requests", "Requests in the admission queue", snapshot.queued)
         if self._tasks is not None:
             yield GaugeMetricFamily("fleet_tasks", "Tasks of the router's event loop", self._tasks())
         if (reachable := self._directory()) is not None:
             yield GaugeMetricFamily(
                 "fleet_directory_reachable",
-                "Whether the directory of workers (etcd, Kubernetes, a file) answers; while it does not, known workers stay until their leases end",
+                "Whether the discovery directory (etcd, Kubernetes, a folder) answers; meanwhile known workers stay until their leases end",
                 float(reachable),
             )
-        yield GaugeMetricFamily("fleet_index_blocks", "Distinct blocks that the index knows", snapshot.index_blocks)
+        yield GaugeMetricFamily("fleet_index_blocks", "Distinct blocks in the prefix index", snapshot.index_blocks)
         yield CounterMetricFamily(
-            "fleet_index_overflowed_blocks", "Blocks not noted because their holder was full", snapshot.index_overflowed
+            "fleet_index_overflowed_blocks",
+            "Blocks left out of the prefix index because their holder was full",
+            snapshot.index_overflowed,
         )
         for name, meaning in COUNTERS.items():
             yield CounterMetricFamily(f"fleet_{name}", meaning, getattr(counters, name))
-        yield _by("fleet_refused_requests", "Requests that were refused, by reason", "reason", counters.refused)
+        yield _by("fleet_refused_requests", "Rejected requests by reason", "reason", counters.refused)
         yield _by(
-            "fleet_impossible_requests", "Requests that nobody could serve, by cause", "cause", counters.impossible
+            "fleet_impossible_requests", "Requests that no worker could serve, by cause", "cause", counters.impossible
         )
-        yield _by("fleet_placements", "Placements, by why on one worker or two", "why", counters.placements)
+        yield _by("fleet_placements", "Placements by the reason for one worker or a pair", "why", counters.placements)
         for name, meaning in WORKER_GAUGES.items():
             yield _of_workers(snapshot, f"fleet_worker_{name}", meaning, name)
         yield _stores(snapshot)
@@ -92,7 +91,7 @@ class RouterMetrics:
         if self._refused is not None:
             refused = GaugeMetricFamily(
                 "fleet_refused_workers",
-                "Workers not used since golden prompts come out otherwise",
+                "Workers that failed the tokenizer check and are not used",
                 labels=["different"],
             )
             for field, count in self._refused().items():
@@ -117,7 +116,7 @@ def _of_workers(snapshot: RouterSnapshot, name: str, meaning: str, field: str) -
 
 def _stores(snapshot: RouterSnapshot) -> Metric:
     family = GaugeMetricFamily(
-        "fleet_store_blocks", "Blocks that the index knows", labels=["store", "namespace", "tier"]
+        "fleet_store_blocks", "Blocks in the prefix index by store tier", labels=["store", "namespace", "tier"]
     )
     for store in snapshot.stores:
         family.add_metric([store.store_id, store.fingerprint, store.tier], store.blocks)
@@ -125,13 +124,13 @@ def _stores(snapshot: RouterSnapshot) -> Metric:
 
 
 def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
-    """How well it is known what workers have cached, see `fleet.router.kv_index.cache_accuracy`."""
+    """Yield the metrics of what the router knows of caches, see `fleet.router.kv_index.cache_accuracy`."""
     gauges = {
-        "workers": "Workers by how it is known what they have cached",
-        "drifting_workers": "Workers that report to have cached something else than is known of them",
-        "precision": "Of the prompt tokens lately believed to be cached, the part that was",
-        "recall": "Of the prompt tokens lately cached, the part that was believed to be",
-        "hit_rate_error": "Hit rate lately believed, less the reported one, of prompts with hits",
+        "workers": "Workers by how the router knows their cache",
+        "drifting_workers": "Workers whose reported cache differs from what the router believes",
+        "precision": "Part of the predicted cached tokens that was cached, recently",
+        "recall": "Part of the cached tokens that was predicted, recently",
+        "hit_rate_error": "Predicted hit rate minus the reported one, for recent prompts with hits",
     }
     families = {
         name: GaugeMetricFamily(f"fleet_cache_{name}", meaning, labels=["knowledge"])
@@ -139,7 +138,7 @@ def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
     }
     tokens = CounterMetricFamily(
         "fleet_cache_compared_tokens",
-        "Prompt tokens of compared requests: all, believed to be cached, reported to have been, both",
+        "Prompt tokens of compared requests: all, predicted as cached, reported as cached, both",
         labels=["knowledge", "what"],
     )
     for each in snapshot.knowledge:
@@ -161,3 +160,20 @@ def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
             tokens.add_metric([each.knowledge, what], count)
     yield from families.values()
     yield tokens
+
+
+class TenantMetrics:
+    """Requests and tokens of the tenants that the settings name."""
+
+    def __init__(self, read: Callable[[], Mapping[str, TenantUsage]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("fleet_tenant_requests", "Admitted requests", labels=["tenant"])
+        tokens = CounterMetricFamily("fleet_tenant_tokens", "Tokens of prompts and of answers", labels=["tenant", "of"])
+        for tenant, usage in self._read().items():
+            requests.add_metric([tenant], usage.requests)
+            tokens.add_metric([tenant, "prompts"], usage.prompt_tokens)
+            tokens.add_metric([tenant, "answers"], usage.answer_tokens)
+        yield requests
+        yield tokens

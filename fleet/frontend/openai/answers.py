@@ -1,6 +1,6 @@
-"""Answers in the shapes of the OpenAI API: one object, or server-sent events.
+"""Answers of the OpenAI API: one object, or server-sent events.
 
-A streamed token costs little: what is the same in every event of a request is encoded once.
+The bytes that all events of a request share are encoded once, so a streamed token costs little.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,14 @@ from typing import Protocol
 
 import msgspec
 
-from fleet.core.errors import RequestRejected
 from fleet.core.ids import ModelName
-from fleet.core.requests import Delta, Finished, KvPhase, Logprobs, ModelCard, Usage
+from fleet.core.requests import Delta, Finished, KvPhase, Logprobs, ModelCard, RateLimitStatus, RemainingLimit, Usage
 from fleet.frontend.openai.requests import OpenAiRequest
-from fleet.net.status_codes import REASON_STATUSES
+from fleet.net.http.messages import sse_event
 
 DONE = b"data: [DONE]\n\n"
-EVENT_STREAM = "text/event-stream; charset=utf-8"
-UNKNOWN_MODEL_LENGTH = 2**31 - 1  # tokens: the length of a model that nobody knows
-MIN_LOGPROB = -9999.0  # OpenAI's word for a token that cannot be; JSON has no infinity
+UNKNOWN_MODEL_LENGTH = 2**31 - 1  # tokens; stands for an unknown model length
+MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
 
 Json = dict[str, object]
 
@@ -25,50 +23,34 @@ encode = msgspec.json.encode
 
 
 class TokenText(Protocol):
-    """Text of one token."""
+    """Returns the text of one token."""
 
     def __call__(self, model: ModelName, token_id: int) -> str: ...
 
 
-def _error(refused: RequestRejected) -> Json:
-    error: Json = {
-        "message": refused.message,
-        "type": REASON_STATUSES[refused.reason].openai,
-        "param": refused.field or None,
-        "code": refused.reason,
-    }
-    if refused.cause:
-        error["cause"] = refused.cause
-    return error
-
-
-def error_body(refused: RequestRejected) -> bytes:
-    """The body of a failed call; `refused` names the field as the client wrote it."""
-    return encode({"error": _error(refused)})
-
-
-def error_event(refused: RequestRejected) -> bytes:
-    """Return the last event of a stream that failed. It has the hint that else is in a header: when a retry may succeed."""
-    error = _error(refused)
-    if refused.retry_after_ms:
-        error["retry_after_ms"] = refused.retry_after_ms
-    return sse_event(encode({"error": error}))
-
-
-def sse_event(content: bytes) -> bytes:
-    """One server-sent event."""
-    return b"data: " + content + b"\n\n"
-
-
 def model_object(card: ModelCard, created: int) -> Json:
-    """A model as ``GET /v1/models`` lists it."""
+    """Return a model as ``GET /v1/models`` lists it."""
     length: Json = {} if card.max_model_len == UNKNOWN_MODEL_LENGTH else {"max_model_len": card.max_model_len}
-    parent: Json = {"parent": card.parent} if card.parent else {}  # as vLLM lists adapters
+    parent: Json = {"parent": card.parent} if card.parent else {}  # as vLLM lists LoRA adapters
     return {"id": card.name, "object": "model", "created": created, "owned_by": "fleet", **length, **parent}
 
 
+def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, str], ...]:
+    """Return the headers of an answer; none for a tenant without limits."""
+    headers: list[tuple[str, str]] = []
+    for name in () if allowance is None else ("requests", "tokens"):
+        bucket: RemainingLimit | None = getattr(allowance, name)
+        if bucket is not None:
+            headers += [
+                (f"x-ratelimit-limit-{name}", str(bucket.limit)),
+                (f"x-ratelimit-remaining-{name}", str(bucket.remaining)),
+                (f"x-ratelimit-reset-{name}", f"{bucket.full_in_seconds:.3f}s"),
+            ]
+    return tuple(headers)
+
+
 class ChatFormatter:
-    """Shapes of ``/v1/chat/completions``."""
+    """Formats the answers of ``/v1/chat/completions``."""
 
     def __init__(self, asked: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
         self._asked = asked
@@ -82,7 +64,7 @@ class ChatFormatter:
         self._first = b'"role":"assistant",'
 
     def chunk(self, delta: Delta) -> bytes:
-        """An event; empty while there is nothing to tell."""
+        """Return an event; empty if there is nothing to send."""
         if not delta.text and not delta.logprobs:
             return b""
         return self._content(
@@ -90,8 +72,8 @@ class ChatFormatter:
         )
 
     def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
-        """The events that end the stream."""
-        # An answer without any text still is the assistant's.
+        """Return the events that end the stream."""
+        # An answer without text still needs the role.
         rest = self._content(finished.text, b"null") if finished.text or self._first else b""
         final = b"".join(
             (b"data: ", self._chunk_head, b'},"logprobs":null,"finish_reason":', encode(finished.finish),
@@ -109,7 +91,7 @@ class ChatFormatter:
         )  # fmt: skip
 
     def whole(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs], finished: Finished) -> bytes:
-        """The answer as one object."""
+        """Return the answer as one object."""
         choice: Json = {
             "index": 0,
             "message": {"role": "assistant", "content": text, "refusal": None},
@@ -140,24 +122,24 @@ class ChatFormatter:
         return {
             "token": text,
             "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": None if "\ufffd" in text else list(text.encode()),  # a part of a character has no text
+            "bytes": None if "\ufffd" in text else list(text.encode()),  # part of a character, which has no text
         }
 
 
 class CompletionFormatter:
-    """Shapes of ``/v1/completions``."""
+    """Formats the answers of ``/v1/completions``."""
 
     def __init__(self, asked: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
         self._asked = asked
         self._token_text = token_text
         self._model = model
-        self._offset = 0  # characters, of the next token
+        self._offset = 0  # offset of the next token in characters
         self._head = {"id": f"cmpl-{asked.request.id}", "object": "text_completion", "created": created, "model": model}
         self._chunk_head = encode(self._head)[:-1] + b',"choices":[{"index":0,"text":'
         self._chunk_tail = b"}]" + _null_usage(asked)
 
     def chunk(self, delta: Delta) -> bytes:
-        """An event; empty while there is nothing to tell."""
+        """Return an event; empty if there is nothing to send."""
         if not delta.text and not delta.logprobs:
             return b""
         logprobs = encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"
@@ -167,7 +149,7 @@ class CompletionFormatter:
         )  # fmt: skip
 
     def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
-        """The events that end the stream."""
+        """Return the events that end the stream."""
         final = b"".join(
             (b"data: ", self._chunk_head, encode(finished.text), b',"logprobs":null,"finish_reason":', encode(finished.finish),
              self._chunk_tail, b',"fleet":', encode(_fleet(self._asked, finished.kv, token_ids)), b"}\n\n")
@@ -175,7 +157,7 @@ class CompletionFormatter:
         return final + _usage_chunk(self._asked, self._head, finished) + DONE
 
     def whole(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs], finished: Finished) -> bytes:
-        """The answer as one object."""
+        """Return the answer as one object."""
         choice: Json = {
             "index": 0,
             "text": text,
@@ -236,7 +218,7 @@ def _usage_chunk(asked: OpenAiRequest, head: Mapping[str, object], finished: Fin
 
 
 def _fleet(asked: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[int]) -> Json:
-    """The object ``fleet``: where the prompt's blocks came from, as the message KvProof has it, and the token ids."""
+    """Return the object ``fleet``: the origin of the prompt's blocks, as in the message KvProof, and the token ids."""
     phases: list[Json] = [
         {
             "phase": phase.phase,

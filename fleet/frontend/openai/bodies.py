@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI API as clients write them: their fields, what of them cannot be obeyed, and how wrong ones are refused."""
+"""Request bodies of the OpenAI API: their fields, the values that are not supported, and the errors of invalid ones."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field 
 
 
 class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The object ``fleet`` of a body; the fields are those of proto/fleet/v1/inference.proto."""
+    """The object ``fleet`` of a body; proto/fleet/v1/inference.proto has the same fields."""
 
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
@@ -51,11 +51,11 @@ class MessageBody(Struct, frozen=True, kw_only=True):
 
 
 Schema = str | dict[str, Any]
-"""As JSON, or as the text of it, as vLLM's clients may write it."""
+"""A JSON object, or its text, which vLLM's clients may send."""
 
 
 class NamedSchema(Struct, frozen=True, kw_only=True):
-    """OpenAI's; its name and description are for models that know them."""
+    """A schema in OpenAI's form; its name and description are not used."""
 
     schema: dict[str, Any]
 
@@ -66,7 +66,7 @@ class ResponseFormat(Struct, frozen=True, kw_only=True):
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's; one of these."""
+    """vLLM's fields for structured output; one of them is set."""
 
     json: Schema | None = None
     regex: str | None = None
@@ -76,7 +76,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OpenAiBody(Struct, frozen=True, kw_only=True):
-    """What both endpoints share. Null is the same as absent."""
+    """Fields of both endpoints. Null is the same as absent."""
 
     model: str | None = None
     stream: bool | None = None
@@ -90,7 +90,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     response_format: ResponseFormat | None = None
     fleet: FleetOptions | None = None
-    # vLLM's
+    # vLLM's fields
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -102,7 +102,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    # Only to be refused by name; see ALREADY_SO.
+    # Not supported; see ACCEPTED_VALUES.
     n: Any = None
     best_of: Any = None
     echo: Any = None
@@ -143,7 +143,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
 class CompletionBody(OpenAiBody, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
-    tools: Any = None  # only to be refused by name
+    tools: Any = None  # not supported
 
 
 class ChatBody(OpenAiBody, frozen=True, kw_only=True):
@@ -191,7 +191,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
 }
-"""Fields that we cannot obey, with the values that ask for what happens anyway (null always does)."""
+"""Unsupported fields, with the values that have no effect (null never has one)."""
 
 OPENAI_FIELD_NAMES: Mapping[str, str] = {
     "text": "prompt",
@@ -205,10 +205,10 @@ OPENAI_FIELD_NAMES: Mapping[str, str] = {
 
 
 def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyType:
-    """A body, as far as `decoder` looks at it.
+    """Return the body, as far as `decoder` reads it.
 
     Raises:
-        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
     """
     try:
         return decoder.decode(body)
@@ -223,7 +223,7 @@ def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyT
 
 
 def invalid_body(error: msgspec.ValidationError, parent: str = "") -> RequestRejected:
-    """Of a value in `parent` that has the wrong type or range; msgspec ends its message with the path."""
+    """Return the rejection of a value in `parent` with a wrong type or range; msgspec's message ends with its path."""
     message, path = split_validation_error(error)
     field = parent + path
     if (named := _NAMED_FIELD.search(message)) is not None:

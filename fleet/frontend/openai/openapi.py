@@ -1,6 +1,6 @@
-"""What the HTTP port takes and gives, as an OpenAPI 3.1 document: bodies as the types that read them say.
+"""OpenAPI 3.1 document of the HTTP port, made from the types of the bodies.
 
-Of embeddings, which only foreign servers make, the body is theirs to judge; the document has what is looked at here, and the input.
+External backends judge the bodies of embeddings; the document lists the fields that the router reads, and the input.
 """
 
 from functools import cache
@@ -51,10 +51,10 @@ OBJECT_OR_EVENTS = {**OBJECT_ALONE, "text/event-stream": {"schema": EVENT}}
 
 @cache
 def openapi_document(*, embeddings: bool) -> bytes:
-    """The document, as JSON.
+    """Return the document as JSON.
 
     Args:
-        embeddings: Whether there are servers that may make them.
+        embeddings: Whether a server may make embeddings.
     """
     bodies, components = msgspec.json.schema_components(
         (CompletionBody, ChatBody), ref_template="#/components/schemas/{name}"
@@ -64,7 +64,7 @@ def openapi_document(*, embeddings: bool) -> bytes:
             if name in schema.get("properties", {}):
                 schema["properties"][name] = {
                     "enum": [None, *values],
-                    "description": "Taken where it says what happens anyway.",
+                    "description": "Accepted if it has no effect.",
                 }
     completion, chat = bodies
     embedding = {"/v1/embeddings": {"post": _posting("embed", EMBEDDINGS_BODY, OBJECT_ALONE)}} if embeddings else {}

@@ -1,29 +1,29 @@
-"""What a prompt for a foreign server has in common with others: its blocks, by key.
+"""Prompt keys: block keys of prompts for external backends.
 
 Rules:
 
-1. With a tokenizer, a prompt is its token ids, cut into blocks, as the server will have it. Without one, and where no
-   template of ours says what the server makes of a message (tools, images), it is the client's own bytes, 4 of which
-   count as a token; prompts that begin alike still have blocks in common.
-2. A key stands for a block and all that is before it. For servers that tell what they hold, keys are those of
-   `kvstore.block.chain`; for others routers alone compare them, and 64 bits do (`fleet.router.native.twin.block_keys`). Routers
-   that are given the same secret have these in common; with none they are this process's own.
-3. Prompts with different adapters, or different salts (``cache_salt``, as vLLM and SGLang call it), have no block in common.
-4. What cannot be understood is not refused here: the server that gets it says better what is wrong with it.
+1. With a tokenizer, a prompt is its token ids in blocks, as at the server. Without one, and where no known template
+   renders a message (tools, images), it is the client's own bytes, 4 of which count as a token; prompts with the same
+   beginning still share blocks.
+2. A key stands for a block and everything before it. For servers with KV events, keys are those of
+   `kvstore.block.chain`. For others only routers compare them, so 64 bits suffice
+   (`fleet.router.native.twin.block_keys`). Routers with the same secret compute the same keys; without a secret the
+   keys are private to this process.
+3. Prompts with different LoRA adapters or different salts (``cache_salt`` in vLLM and SGLang) share no block.
+4. An unreadable prompt is not rejected here, because its server reports the error better.
 """
 
 import array
+import hashlib
 import hmac
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from hashlib import shake_256
 
 import msgspec
 import numpy as np
 from msgspec import Raw, Struct, structs
 
-from fleet.backends.kv_events.translator import salt_of_client
 from fleet.core.clock import MILLISECOND, Clock, Nanos
 from fleet.core.errors import RequestRejected
 from fleet.core.ids import ModelName
@@ -33,21 +33,22 @@ from fleet.frontend.openai.bodies import ContentPart, MessageBody
 from fleet.router.kv_index.prefix_index import KEY_BYTES, keys_of
 from fleet.router.native.costs import block_keys
 from fleet.router.ports import TextCodec
-from kvstore.block import HashAlgorithm, chain
+from kvstore.block import HashAlgorithm, adapter_salt, chain
 
 ALGORITHM = HashAlgorithm.XXH3_128  # the names stay within this process
-RUNS = 5  # of the tokenizer; the quickest counts: what else the machine does then says nothing about it
-MAX_INLINE_TIME = 2 * MILLISECOND  # of tokenising, while other requests wait
+RUNS = 5  # measurements of the tokenizer; the fastest one counts
+MAX_INLINE_TIME = 2 * MILLISECOND  # longest tokenizing on the event loop, where other requests wait
 
 PURPOSE = b"fleet.prompt_keys.v1"
-"""Of what is derived from a secret. Another way to name blocks needs another one: what it names is nothing to routers with this one."""
+"""Context for keys derived from the secret. Another derivation needs another context, so that its keys never match
+these."""
 
 _TEXT = msgspec.json.Decoder(str)
 _MESSAGES = msgspec.json.Decoder(list[MessageBody])
 
 
 class KeyedPrompt(Struct, frozen=True):
-    """A prompt as placement sees it."""
+    """A prompt with its block keys."""
 
     model: ModelName
     tokens: TokenBytes
@@ -56,22 +57,22 @@ class KeyedPrompt(Struct, frozen=True):
 
 
 class SecretBlockKeys:
-    """Names of blocks that no worker knows. Several threads may ask for them.
+    """Computes block keys that no worker knows. Threads may share it.
 
-    They follow from factors which are nobody else's to know: who knows them can write two prompts with the same names.
+    The keys follow from secret factors: with these factors one could construct two prompts with equal keys.
     """
 
     def __init__(self, secret: str = "") -> None:
-        """Draws what the factors are made of.
+        """Derive the root of the factors.
 
         Args:
-            secret: What it follows from; all who have that have the same names. Empty: it is drawn at random.
+            secret: Shared by all processes with equal keys. Empty draws a random root.
         """
-        # No salt of a tenant (`kvstore.block.tenant_salt`), which others are told, comes of the same secret by SHA-512.
+        # Salts of tenants (`kvstore.block.salt_for`), which others see, are derived from the same secret by SHA-512.
         self._root = hmac.digest(secret.encode(), PURPOSE, "sha512") if secret else secrets.token_bytes(64)
         self.fingerprint = int.from_bytes(self._expanded("fingerprint", 8), "little") if secret else 0
-        """In 64 bits, tells names by one secret from those by another; 0: nobody else has them."""
-        self._factors: dict[int, bytes] = {}  # by tokens of a block
+        """64 bits that tell keys of different secrets apart; 0 for random keys."""
+        self._factors: dict[int, bytes] = {}  # by block size in tokens
 
     def __call__(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
         factors = self._factors.get(block_tokens)
@@ -85,11 +86,17 @@ class SecretBlockKeys:
         return tuple(key ^ mask for key in keys)
 
     def _expanded(self, what: str, count: int) -> bytes:
-        return shake_256(self._root + what.encode()).digest(count)
+        return hashlib.shake_256(self._root + what.encode()).digest(count)
+
+
+def client_salt(adapter: str, told: str) -> bytes:
+    """Return the salt of a chain on a server whose clients choose salts, which may be any text."""
+    salt = hashlib.sha256(b"fleet.client-salt.v1\0" + told.encode("utf-8", "surrogatepass")).digest() if told else b""
+    return adapter_salt(adapter, salt) if adapter else salt
 
 
 class PromptReader:
-    """Reads the prompts for one model. `read` may be called from several threads."""
+    """Reads the prompts for one model. Several threads may call `read`."""
 
     def __init__(
         self,
@@ -99,14 +106,14 @@ class PromptReader:
         clock: Clock,
         private: SecretBlockKeys | None,
     ) -> None:
-        """Measures how fast the tokenizer is.
+        """Create the reader and measure the tokenizer's speed.
 
         Args:
-            model: Whose prompts.
-            block_sizes: Of its workers, in tokens.
+            model: The model.
+            block_sizes: Block sizes of its workers, in tokens.
             codec: Its tokenizer; None if there is none.
             clock: Times the tokenizer.
-            private: Names blocks. None: workers tell which they hold, and so name them (rule 2).
+            private: Computes keys for servers without KV events; None for servers with them (rule 2).
         """
         self.model = model
         self._block_sizes = tuple(dict.fromkeys(block_sizes))
@@ -116,33 +123,33 @@ class PromptReader:
         self.adapter: LoraAdapter | None = None
         self._uncached: Mapping[int, tuple[int, ...]] = dict.fromkeys(self._block_sizes, ())
         self.inline_bytes = 1 << 30
-        """Longer prompts are better read in a thread."""
+        """Longer prompts should be read in a thread."""
         if codec is not None:
             self.inline_bytes = max(
                 len(sample) * MAX_INLINE_TIME // _tokenizing_time(codec, sample, clock) for sample in _samples()
             )
 
     def for_adapter(self, name: ModelName) -> "PromptReader":
-        """One for requests that name an adapter of this model."""
+        """Return a reader for requests that name a LoRA adapter of this model."""
         reader = copy(self)
         reader.adapter = LoraAdapter(name)
-        reader._salt = salt_of_client(name, "")  # noqa: SLF001 - our own
+        reader._salt = client_salt(name, "")  # noqa: SLF001 - a copy that this method makes
         return reader
 
     def salted(self, read: KeyedPrompt, told: str) -> KeyedPrompt:
-        """A prompt of ours, of a client that keeps it apart from others' with a salt."""
+        """Return the prompt with keys for a client's cache salt."""
         if not any(read.keys.values()):
             return read
-        salt = salt_of_client("" if self.adapter is None else self.adapter.name, told)
+        salt = client_salt("" if self.adapter is None else self.adapter.name, told)
         keys = {size: self._keys(read.tokens, size, salt) for size in self._block_sizes}
         return structs.replace(read, keys=keys)
 
     def read_text(self, prompt: str) -> KeyedPrompt:
-        """The prompt of a completion, where it is one text."""
+        """Read the prompt of a completion that is one text."""
         return self._named(prompt.encode() if self._codec is None else self._codec.encode(prompt))
 
     def read(self, prompt: Raw, messages: Raw, tools: Raw) -> KeyedPrompt:
-        """The prompt of a completion, or of a chat, whatever it is."""
+        """Read the prompt of any completion or chat."""
         tokens = None
         if self._codec is not None:
             tokens = self._chat(messages, tools, self._codec) if messages else self._completion(prompt, self._codec)
@@ -151,7 +158,7 @@ class PromptReader:
         return self._named(tokens)
 
     def uncached(self, content: Raw) -> KeyedPrompt:
-        """What no server caches, such as the text of an embedding: so long, and with no blocks in common."""
+        """Return a prompt that no server caches, such as the text of an embedding; it has a length and no keys."""
         return KeyedPrompt(self.model, bytes(content), self._uncached, self.adapter)
 
     def _named(self, tokens: TokenBytes) -> KeyedPrompt:
@@ -188,21 +195,21 @@ class PromptReader:
 
 
 def _samples() -> Iterator[str]:
-    """Texts of some 6 KiB, none of whose words comes twice or nearly none: tokenizers remember words."""
+    """Yield texts of some 6 KiB whose words hardly repeat, because tokenizers cache words."""
     for run in range(RUNS):
         numbers = range(256 * run, 256 * (run + 1))
         yield " ".join(f"sample {number} of_words, {number * 7919:x}" for number in numbers)
 
 
 def _tokenizing_time(codec: TextCodec, text: str, clock: Clock) -> Nanos:
-    """On tokenising it."""
+    """Return the time to tokenize a text."""
     began_at = clock.now()
     codec.encode(text)
     return Nanos(max(1, clock.now() - began_at))
 
 
 def _text(body: MessageBody) -> str | None:
-    """What a message says, if text is all that it says."""
+    """Return the text of a message; None if it has other content."""
     if body.tool_calls or body.function_call:
         return None
     match body.content:

@@ -1,16 +1,16 @@
-"""Requests for foreign servers: read once, placed by the router, and then bytes that are passed on.
+"""Relay: reads requests for external backends, has the router place them, and passes the bytes of requests and answers on.
 
 Rules:
 
-1. A body is read for what placement needs (model, prompt, the length asked for, the object ``fleet``) and goes on as the
-   client wrote it; whether the rest of it makes sense, the server knows. So does its answer, whatever its status below 500.
-2. A request is submitted, placed and begun without leaving the event loop's turn in which its last byte came, unless its
-   prompt is so long that tokenising it would hold up others: then a thread does that.
-3. It is over once, and its bookings with it: when the last byte of the answer was passed on, when the client has gone (then
-   the connection to the server is cut, which is how such servers learn it), or when the router has refused it.
-4. What goes wrong before the first byte of an answer was passed on is an HTTP status of its own. After that, a stream of
-   events whose last event is whole gets an event with an ``error`` object, and any other answer ends with its connection.
-   The error says which server was lost, and not what another server could have done.
+1. The relay reads what placement needs (model, prompt, requested length, the object ``fleet``) and forwards the body
+   unchanged. The server judges the rest, and its answer is relayed with any status below 500.
+2. A request is submitted, placed and sent in the turn of the event loop in which its last byte arrived. Only tokenizing
+   a long prompt, which would delay other requests, moves to a thread.
+3. A request and its reservations end once: after the last byte of the answer, when the client disconnects (then the
+   connection to the server is closed, which is how such servers learn it), or when the router rejects it.
+4. A failure before the first byte of an answer has its own HTTP status. A later one appends an event with an ``error``
+   object to a stream that ends with a whole event; any other answer ends with its connection. The error names the lost
+   server.
 """
 
 import asyncio
@@ -28,37 +28,35 @@ from fleet.core.errors import Reason, RequestRejected, internal_error
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TOKEN_BYTES
 from fleet.frontend.metrics.relay import RelayMetrics
-from fleet.frontend.openai.answers import error_event
+from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
-from fleet.frontend.openai.failures import send_rejection
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
-from fleet.frontend.openai.rate_limit_headers import rate_limit_headers
 from fleet.frontend.openai.relay_requests import (
     EMBEDDINGS,
     MAX_ANSWER_TOKENS,
     RelayRawBody,
     RelayTextBody,
     apply_fleet_options,
-    passed_on,
+    forwarded_headers,
     prompt_bytes,
     read_body,
     read_prompt,
     relay_sampling,
 )
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
+from fleet.net.http.errors import error_event, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import ClientDisconnected
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
 from fleet.router.server import RequestListener
-from fleet.router.shared_limits import admit_with_peers, await_settle
-from fleet.router.tenants import Tenants
+from fleet.router.tenants import Tenants, admit_with_peers, await_settle
 
 log = logging.getLogger(__name__)
 
 
 class RouterApi(Protocol):
-    """What is needed of `fleet.router.server.RouterServer`."""
+    """The part of `fleet.router.server.RouterServer` that the relay needs."""
 
     def open(self, arrived: Arrived, stream: RequestListener) -> None: ...
 
@@ -66,31 +64,31 @@ class RouterApi(Protocol):
 
 
 class AnswerStream(Protocol):
-    """An answer on its way: the connection to the server that gives it."""
+    """An answer in progress: the connection to its server."""
 
     def flush(self) -> None:
-        """Pass on what waits for the end of the turn, so that something else may be said."""
+        """Relay the bytes that wait for the end of the turn, so that other bytes can follow."""
         ...
 
     def at_event_boundary(self) -> bool:
-        """Whether what was passed on so far ends with a whole event, so that another one may follow."""
+        """Return whether the relayed bytes end with a whole event, so that another event may follow."""
         ...
 
     def send_last_event(self, event: bytes) -> None:
-        """Pass on one more event, if the answer ends with its connection and so far with a whole event."""
+        """Relay one more event if the answer ends with its connection and so far with a whole event."""
         ...
 
 
 class RelayStage(Enum):
-    READING = auto()  # in a thread
+    READING = auto()  # a thread reads the prompt
     SUBMITTED = auto()
     OVER = auto()
 
 
 class RelayedRequest:
-    """One request, between its client and the worker that it was placed on.
+    """One request between its client and its server.
 
-    Implements `ExchangeTask` for the client's connection and `RequestListener` for the router.
+    Implements `ExchangeTask` for the client's connection and `Listener` for the router.
     """
 
     def __init__(self, relay: "Relay", exchange: Exchange, request_id: RequestId, began_at: Nanos, tenant: str) -> None:
@@ -102,33 +100,35 @@ class RelayedRequest:
         self._began = False
         self.request_id = request_id
         self.path = head.path
-        self.head = passed_on(head) if head.passed_on is None else head.passed_on
-        self.authorization = b"" if relay.takes_keys else head.headers.get(b"authorization", b"")  # not ours to show
+        self.head = forwarded_headers(head) if head.forwarded_headers is None else head.forwarded_headers
+        self.authorization = (
+            b"" if relay.takes_keys else head.headers.get(b"authorization", b"")
+        )  # Fleet's own keys stay here
         self.body = request.body
-        self.keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt, by block size; not of what nobody caches
+        self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size; empty for embeddings
         self.began_at = began_at
-        self.first_byte_at = began_at  # once an answer has begun
-        self.streams = False  # the client asked for events as they come
-        self.moved = False  # from a server that was silent to another one
+        self.first_byte_at = began_at  # set when the answer starts
+        self.streams = False  # the client asked for a stream
+        self.moved = False  # moved away from a silent server
         self.tenant = tenant
-        self.flow: AnswerStream | None = None  # while an answer comes
-        self.answer_tokens = 0  # passed on, roughly
-        self.keeps_alive = exchange.keeps_alive  # whether the client takes another answer on its connection
+        self.flow: AnswerStream | None = None  # set while an answer arrives
+        self.answer_tokens = 0  # relayed so far, approximately
+        self.keeps_alive = exchange.keeps_alive  # whether the client may send another request on its connection
         self.chunks = head.chunked_answer  # whether the client understands chunks
-        self.limits = b""  # what is left of the tenant's, as headers
+        self.limits = b""  # rate limit headers of the tenant
 
     @property
     def began(self) -> bool:
-        """Whether a byte of an answer was passed on, so that no other server can give one."""
+        """Whether a byte of an answer was relayed, so that no other server can answer."""
         return self._began
 
     # From the worker
 
     def begin(self, source: asyncio.Transport, flow: AnswerStream) -> asyncio.Transport:
-        """Where the answer goes that comes from `source`, now that it begins.
+        """Return the transport to the client for the answer from `source`.
 
         Raises:
-            ClientGone: The client has just closed its connection.
+            ClientDisconnected: The client has just closed its connection.
         """
         client = self._exchange.relay(source)
         self._began = True
@@ -137,21 +137,21 @@ class RelayedRequest:
         return client
 
     def end(self, *, keep_alive: bool) -> None:
-        """The answer was passed on whole."""
+        """Note that the answer was relayed completely."""
         if self._stage is not RelayStage.OVER:
             self._stage = RelayStage.OVER
             self._relay.ended(self, None)
             self._exchange.relayed(keep_alive=keep_alive)
 
     def give_up(self, refused: RequestRejected) -> None:
-        """It cannot be sent, whichever worker it is for."""
+        """Reject a request that cannot be sent to any server."""
         self.refuse(refused)
         self._relay.router.close(self.request_id, self)
 
     # From the router
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Only a refusal is news: what the others tell, was passed on before."""
+        """Take an item from the router; only a rejection matters, because the answer was relayed already."""
         if isinstance(item, RequestRejected):
             self.refuse(rename_field(item, OPENAI_FIELD_NAMES))
 
@@ -176,12 +176,12 @@ class RelayedRequest:
         if self._began:
             self._exchange.relayed(keep_alive=False)
         else:
-            self._exchange.over()
+            self._exchange.finish()
 
     # From the client's connection
 
     def cancel(self) -> None:
-        """The client has gone."""
+        """End the request, because the client has disconnected."""
         if self._stage is RelayStage.OVER:
             return
         submitted = self._stage is RelayStage.SUBMITTED
@@ -189,7 +189,7 @@ class RelayedRequest:
         self._relay.ended(self, RequestRejected(Reason.CANCELLED, "the client has gone"))
         if submitted:
             self._relay.router.close(self.request_id, self)
-        self._exchange.over()
+        self._exchange.finish()
 
     @property
     def over(self) -> bool:
@@ -197,7 +197,7 @@ class RelayedRequest:
 
 
 class PendingRequests(Protocol):
-    """Where workers find what they are told to do, see `fleet.backends.external.workers`."""
+    """Where workers find the requests that they are told to serve, see `fleet.backends.external.workers`."""
 
     def expect(self, relayed: RelayedRequest) -> None: ...
 
@@ -205,7 +205,7 @@ class PendingRequests(Protocol):
 
 
 class Relay:
-    """All requests for foreign servers of one router process."""
+    """All relayed requests of one router process."""
 
     def __init__(
         self,
@@ -220,18 +220,18 @@ class Relay:
         id_prefix: str,
         only: bool,
     ) -> None:
-        """Nothing is started.
+        """Create the relay.
 
         Args:
             router: Places requests.
-            workers: Send them where they were placed.
-            readers: By the models that foreign servers have.
-            tenants: Who may ask for how much.
-            metrics: Of relayed requests.
-            clock: Times them.
+            workers: Send placed requests.
+            readers: Prompt readers by the models of external backends.
+            tenants: Rate limits.
+            metrics: Metrics of relayed requests.
+            clock: For times.
             threads: For long prompts.
-            id_prefix: Makes request ids those of this process.
-            only: Whether there are no models besides.
+            id_prefix: Prefix of this process for request ids.
+            only: Whether there are no other models.
         """
         self.router = router
         self._workers = workers
@@ -247,14 +247,14 @@ class Relay:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._threads = threads
-        self._settling: set[asyncio.Task[bool]] = set()  # requests near a limit that others share
+        self._settling: set[asyncio.Task[bool]] = set()  # requests that wait for shared limits
 
     async def quiet(self) -> None:
-        """Wait until nothing is relayed."""
+        """Wait until no request is relayed."""
         await self._quiet.wait()
 
     def serve(self, exchange: Exchange) -> ExchangeTask | None:
-        """Begin to serve a request for one of `fleet.frontend.openai.relay_requests.PATHS`; None if it is for a model that others serve."""
+        """Start to serve a request for one of `relay_requests.PATHS`; return None if the model is not external."""
         began_at = self._clock.now()
         request = exchange.request
         path = request.head.path
@@ -267,7 +267,7 @@ class Relay:
         except RequestRejected as refused:
             with suppress(ClientDisconnected):
                 send_rejection(exchange, refused)
-            exchange.over()
+            exchange.finish()
             return _FINISHED
         if reader is None:
             return None
@@ -294,16 +294,16 @@ class Relay:
         return relayed
 
     async def arrival(self, path: str, content: bytes, request_id: RequestId, authorization: str) -> Arrived | None:
-        """What the router has to know of a request that somebody else sends to its server; None: it is for a model that others serve.
+        """Return the event for a request that another program sends; None if the model is not external.
 
         Args:
             path: One of `fleet.frontend.openai.relay_requests.PATHS`.
-            content: Its body.
-            request_id: What the router calls it.
-            authorization: What the client sent to prove its tenant.
+            content: The body.
+            request_id: The router's id for the request.
+            authorization: The client's authorization header.
 
         Raises:
-            Refused: It is not to be placed.
+            RequestRejected: The request is not to be placed.
         """
         body = read_body(content, path)
         tenant = "" if body.fleet is None else body.fleet.tenant
@@ -317,7 +317,7 @@ class Relay:
             read = read_prompt(body, reader, path)
         await admit_with_peers(self._tenants, tenant, len(read.tokens) // TOKEN_BYTES, self._clock)
         arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
-        return structs.replace(arrived, second_hand=True)
+        return structs.replace(arrived, external=True)
 
     # From requests
 
@@ -334,10 +334,10 @@ class Relay:
         if self._active == 0:
             self._quiet.set()
 
-    # Inside
+    # Internal
 
     def _reader(self, body: RelayTextBody | RelayRawBody, path: str) -> PromptReader | None:
-        """The one of the model that is asked for; None if that may be somebody else's."""
+        """Return the prompt reader of the requested model; None if the model may be served elsewhere."""
         model = body.model
         readers = self._readers
         if model:
@@ -356,10 +356,10 @@ class Relay:
         return reader
 
     def _submit(self, relayed: RelayedRequest, body: RelayTextBody | RelayRawBody, read: KeyedPrompt) -> None:
-        """Have it placed, which begins it.
+        """Have the router place the request, which sends it.
 
         Raises:
-            Refused: The tenant may not have it, the object ``fleet`` is wrong, or the router takes no requests.
+            RequestRejected: A rate limit is reached, the object ``fleet`` is invalid, or the router drains.
         """
         relayed.keys = read.keys
         stream = body.stream
@@ -375,10 +375,10 @@ class Relay:
     def _arrived(
         self, request_id: RequestId, tenant: str, began_at: Nanos, body: RelayTextBody | RelayRawBody, read: KeyedPrompt
     ) -> Arrived:
-        """A request as the router hears of it.
+        """Return the router's event for a request.
 
         Raises:
-            Refused: The object ``fleet`` is wrong.
+            RequestRejected: The object ``fleet`` is invalid.
         """
         arrived = Arrived(
             request_id=request_id,
@@ -393,10 +393,10 @@ class Relay:
         return arrived if body.fleet is None else apply_fleet_options(arrived, body.fleet, began_at)
 
     def _submit_when_sure(self, relayed: RelayedRequest, body: RelayTextBody | RelayRawBody, read: KeyedPrompt) -> None:
-        """Submit now, or after the other routers have heard what the tenant took here, where it is near a limit.
+        """Submit now; near a shared rate limit, first wait until the peer routers know the usage here.
 
         Raises:
-            Refused: As of `_submit`.
+            RequestRejected: See `_submit`.
         """
         settle = self._tenants.settle_with_others
         tokens = len(read.tokens) // TOKEN_BYTES
@@ -422,30 +422,30 @@ class Relay:
     def _submit_after(
         self, relayed: RelayedRequest, waiting: "asyncio.Future[Any]", submit: Callable[[], None]
     ) -> None:
-        """Submit when something is done that the request waits for, unless its client has gone by then."""
+        """Submit when a future is done, unless the client has disconnected by then."""
 
         def done(future: "asyncio.Future[Any]") -> None:
             if future.cancelled():
                 return
-            future.exception()  # asked for, or asyncio complains where nobody waits for the prompt any more
+            future.exception()  # retrieve it, or asyncio logs an unretrieved exception
             if relayed.over:
                 return
             try:
                 submit()
             except RequestRejected as refused:
                 relayed.refuse(refused)
-            except Exception:  # supervisor: a tokenizer that fails on one prompt does not leave its request waiting
-                log.exception("prompt not read", extra={"request": relayed.request_id})
+            except Exception:  # supervisor: a tokenizer error does not leave the request waiting
+                log.exception("prompt reading failed", extra={"request": relayed.request_id})
                 relayed.refuse(internal_error())
 
         waiting.add_done_callback(done)
 
 
 class _FinishedTask:
-    """Serving what is over already."""
+    """Task of a request that has ended already."""
 
     def cancel(self) -> None:
-        """There is nothing to cancel."""
+        """Do nothing."""
 
 
 _FINISHED = _FinishedTask()

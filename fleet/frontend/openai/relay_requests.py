@@ -1,7 +1,7 @@
-"""What is read of a request that is passed on: of its body what placement needs, of its head what goes on.
+"""Relayed requests: the parts of the body that placement needs, and the headers to forward.
 
-A body of one text is parsed in one go; of any other, what is not looked at is not parsed either (`msgspec.Raw`). Whether it
-makes sense, the server knows.
+A completion of one text is parsed completely. In any other body, unused fields are not parsed (`msgspec.Raw`); the
+server validates them.
 """
 
 from functools import lru_cache
@@ -25,9 +25,9 @@ COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 PATHS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS})
 
-MAX_ANSWER_TOKENS = 2**30  # tokens, for placement; a client may write any number, of as many digits as it likes
+MAX_ANSWER_TOKENS = 2**30  # tokens, for placement; the number in a body is unbounded
 
-# What concerns one connection only (RFC 9110, 7.6.1), or is said anew to the next one.
+# Headers of one connection (RFC 9110, 7.6.1), and those that the next connection sets itself.
 _NOT_FORWARDED = frozenset(
     b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
     b"content-length accept-encoding authorization".split()
@@ -35,7 +35,7 @@ _NOT_FORWARDED = frozenset(
 
 
 class RelayBody(Struct, kw_only=True):
-    """What is looked at of any body."""
+    """Fields that are read from any body."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -45,14 +45,14 @@ class RelayBody(Struct, kw_only=True):
 
 
 class RelayTextBody(RelayBody, kw_only=True):
-    """A completion of one text: most of them, parsed in one go."""
+    """A completion of one text, the most common body."""
 
     prompt: str
     stream: bool | None = None
 
 
 class RelayRawBody(RelayBody, kw_only=True):
-    """Whatever else it may be. `Raw` is not parsed."""
+    """Any other body. `Raw` fields are not parsed."""
 
     prompt: Raw = Raw()
     stream: Raw = Raw()
@@ -67,21 +67,21 @@ _SALT = msgspec.json.Decoder(str)
 
 
 def read_body(content: bytes, path: str) -> RelayTextBody | RelayRawBody:
-    """A body, as far as it is looked at.
+    """Return the body, as far as it is read.
 
     Raises:
-        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
     """
     if path == COMPLETIONS:
         try:
             return _TEXT.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # of another kind, or wrong: below is said how
+            pass  # another kind of body, or an invalid one, which is reported below
     return decode_body(_ANY, content)
 
 
 def prompt_bytes(body: RelayTextBody | RelayRawBody) -> int:
-    """About how long the prompt is, in bytes."""
+    """Return the approximate size of the prompt in bytes."""
     if isinstance(body, RelayTextBody):
         return len(body.prompt)
     return max(len(memoryview(body.prompt)), len(memoryview(body.messages)))
@@ -98,7 +98,7 @@ def read_prompt(body: RelayTextBody | RelayRawBody, reader: PromptReader, path: 
 
 
 def _salt_text(salt: Raw) -> str:
-    """A salt as engines tell it; of one that is no text, the server will say what is wrong with it."""
+    """Return a salt as engines report it. A salt that is no text is the server's to reject."""
     try:
         return _SALT.decode(salt)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -106,10 +106,10 @@ def _salt_text(salt: Raw) -> str:
 
 
 def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Arrived:
-    """A request with what the object ``fleet`` says of it.
+    """Return a request with the options of the object ``fleet``.
 
     Raises:
-        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
     """
     try:
         check_hints(options)
@@ -128,13 +128,13 @@ def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos
 
 @lru_cache(maxsize=1024)
 def relay_sampling(max_tokens: int) -> Sampling:
-    """Of an answer that no other server can go on with, because its tokens are not known: as with a seed."""
+    """Return sampling with a seed: no other server can continue a relayed answer, because its tokens are unknown."""
     return Sampling(max_tokens=max(1, max_tokens), seed=0)
 
 
-def passed_on(head: HttpHead) -> bytes:
-    """The header lines of a request that go on to a server; noted in the head."""
+def forwarded_headers(head: HttpHead) -> bytes:
+    """Return the header lines to forward, and store them in the head."""
     dropped = _NOT_FORWARDED.union(name.strip() for name in head.headers.get(b"connection", b"").lower().split(b","))
     lines = [name + b": " + value + b"\r\n" for name, value in head.headers.items() if name not in dropped]
-    head.passed_on = b"".join(lines)
-    return head.passed_on
+    head.forwarded_headers = b"".join(lines)
+    return head.forwarded_headers

@@ -1,16 +1,16 @@
-"""Bodies of the OpenAI API, read into our requests.
+"""Reads request bodies of the OpenAI API.
 
 Rules:
 
-1. A field that we know has its type checked; what is wrong is refused under the name the client wrote.
-2. A field that we do not know is ignored, as OpenAI's servers do with each other's.
-3. A field that would change the answer and that we cannot obey is refused by name, unless it says what we do anyway.
-4. What OpenAI has no field for is in the object ``fleet``, where unknown names are refused.
-5. Tools become part of the prompt, and what the model makes of them is text: calls are not read out of it, so none can be
-   demanded (`tool_choice`).
+1. The types of known fields are checked; an error names the field as the client wrote it.
+2. Unknown fields are ignored, as OpenAI's servers do with each other's.
+3. A field that would change the answer and is not supported is rejected, unless its value has no effect.
+4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
+5. Tools become part of the prompt, and the model's calls are returned as text. They are not parsed, so `tool_choice`
+   cannot demand one.
 
-Besides OpenAI's, the sampling parameters of vLLM's server are understood (`top_k`, `min_p`, `repetition_penalty`,
-`min_tokens`, `ignore_eos`, `stop_token_ids`), because benchmarks send them.
+vLLM's sampling parameters are supported too (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
+`stop_token_ids`), because benchmarks send them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -59,13 +59,13 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 
 class OpenAiRequest(Struct, frozen=True, kw_only=True):
-    """A body as we understood it."""
+    """Parsed request body."""
 
     request: GenerateRequest
     stream: bool
     include_usage: bool
     return_token_ids: bool
-    names: Mapping[str, str]  # for refusals that come later
+    names: Mapping[str, str]  # for later rejections
 
 
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -76,7 +76,7 @@ def read_completion(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiReq
     """Read the body of ``POST /v1/completions``.
 
     Raises:
-        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
     """
     completion = decode_body(_COMPLETION, body)
     _refuse_unsupported(completion)
@@ -97,7 +97,7 @@ def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
     """Read the body of ``POST /v1/chat/completions``.
 
     Raises:
-        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
     """
     chat = decode_body(_CHAT, body)
     _refuse_unsupported(chat)
@@ -141,7 +141,7 @@ def _build_request(
         "max_tokens": max_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "top_k": None if body.top_k == -1 else body.top_k,  # vLLM's way to say "off"
+        "top_k": None if body.top_k == -1 else body.top_k,  # -1 turns it off in vLLM
         "min_p": body.min_p,
         "seed": body.seed,
         "presence_penalty": body.presence_penalty,
@@ -181,7 +181,7 @@ def _build_request(
 
 
 def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
-    """What the answer must be, and the field that says so."""
+    """Return the structured output and the field that demands it."""
     said = dict(_structured_outputs(body))
     if len(said) > 1:
         first, second, *_ = said
@@ -192,7 +192,7 @@ def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
 
 
 def _structured_outputs(body: OpenAiBody) -> Iterator[tuple[str, StructuredOutput]]:
-    """All that is said of it, by field."""
+    """Yield all demanded structured outputs by field."""
     match body.response_format:
         case None | ResponseFormat(type="text"):
             pass

@@ -1,7 +1,7 @@
-"""The HTTP port of a router: the OpenAI API, health and metrics.
+"""HTTP port of a router: the OpenAI API, health and metrics.
 
-Head and first event of a stream leave in one write, and not before the first token: until then a failure still has its
-own HTTP status. A failure after that is an event with an ``error`` object, and no ``[DONE]`` follows.
+The head and the first event of a stream leave in one write after the first token. Until then a failure has its own HTTP
+status. A later failure is an event with an ``error`` object, and no ``[DONE]`` follows.
 """
 
 import uuid
@@ -21,21 +21,21 @@ from fleet.core.requests import Admitted, Delta, Finished, Logprobs
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.metrics.merged import merge_metrics
-from fleet.frontend.openai.answers import EVENT_STREAM, ChatFormatter, CompletionFormatter, model_object
-from fleet.frontend.openai.failures import send_http_error, send_rejection
+from fleet.frontend.openai.answers import ChatFormatter, CompletionFormatter, model_object, rate_limit_headers
 from fleet.frontend.openai.openapi import openapi_document
-from fleet.frontend.openai.rate_limit_headers import rate_limit_headers
 from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relay_requests import EMBEDDINGS
 from fleet.frontend.openai.relay_requests import PATHS as RELAYED_PATHS
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.net.http.errors import send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
+from fleet.net.http.messages import EVENT_STREAM
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field
 
 HEALTH_LIMITS = HttpSettings(
-    # A kubelet, a Prometheus and a few people need no more, and each answer is made anew.
+    # Enough for a kubelet, Prometheus and a few people; each answer is computed anew.
     max_connections=128,
     max_head_bytes=8 * KIB,
     max_body_bytes=KIB,
@@ -49,10 +49,10 @@ HEALTH_LIMITS = HttpSettings(
 
 
 class PeerRoutersApi(Protocol):
-    """What is needed of `fleet.peers.routers.PeerRouters`."""
+    """The part of `fleet.peers.routers.PeerRouters` that the frontend needs."""
 
     async def metrics(self) -> Mapping[str, str]:
-        """Of each process behind the same port, by router."""
+        """Return the metrics of each process behind the same port, by router."""
         ...
 
 
@@ -73,22 +73,22 @@ async def open_http_frontend(
     connection_seconds: float = 0,
     health_listen: str = "",
 ) -> AsyncIterator["HttpFrontend"]:
-    """Listen and serve until the context ends; then what is still running is cancelled.
+    """Listen and serve until the context ends; then cancel running requests.
 
     Args:
-        listen: ``host:port`` (port 0 takes a free one).
+        listen: ``host:port``; port 0 takes a free port.
         settings: Limits of connections.
         generation: Serves the requests.
-        registry: What ``/metrics`` shows.
+        registry: The metrics of ``/metrics``.
         clock: For deadlines.
-        relay: Serves the requests for models of foreign servers, if there are any.
+        relay: Serves the requests for external backends, if there are any.
         shared: Whether other processes may listen on the same port.
-        processes: Those behind the same port, whose metrics are shown together; None: there is but this one.
-        connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
-        health_listen: ``host:port`` of a listener for health and metrics alone; empty: there is none.
+        processes: The processes behind the same port, whose metrics are merged; None if this is the only one.
+        connection_seconds: The lifetime of a client's connection; 0 sets no limit.
+        health_listen: ``host:port`` of a listener for health and metrics alone; empty if there is none.
 
     Raises:
-        ConfigurationRefused: Nobody can listen there; the message says why.
+        ConfigurationRefused: An address is malformed or in use.
     """
     async with AsyncExitStack() as opened:
         frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds)
@@ -101,7 +101,7 @@ async def open_http_frontend(
 
 
 class HttpFrontend(HttpServer):
-    """Serves the OpenAI API; made by `open_http_frontend`."""
+    """Serves the OpenAI API; `open_http_frontend` makes it."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class HttpFrontend(HttpServer):
 
     @property
     def health_routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
-        """Answer for the listener of health and metrics, which goes on while the frontend drains."""
+        """The handlers of the listener for health and metrics, which continues while the frontend drains."""
         return {
             "/health": {"GET": self._health},
             "/live": {"GET": self._live},
@@ -140,7 +140,7 @@ class HttpFrontend(HttpServer):
         }
 
     async def drain(self, within_seconds: float) -> None:
-        """Take no more requests, and wait for the running ones, at most so long."""
+        """Stop accepting requests, and wait at most so long for the running ones."""
         await self.finish(within_seconds, None if self._relay is None else self._relay.quiet)
 
     def serve(self, exchange: Exchange) -> ExchangeTask:
@@ -151,16 +151,16 @@ class HttpFrontend(HttpServer):
             and head.path in RELAYED_PATHS
             and head.method == "POST"
             and not self.draining
-            and (head.passed_on is not None or _unsuitable_content(head.headers) is None)
+            and (head.forwarded_headers is not None or _unsuitable_content(head.headers) is None)
             and (serving_ := relay.serve(exchange)) is not None
         ):
             return serving_
         return super().serve(exchange)
 
-    def answer_of(self, path: str) -> Mapping[str, RouteHandler] | None:
+    def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:
         if path.startswith("/v1/models/"):
             return {"GET": self._model}
-        return super().answer_of(path)
+        return super().handlers_of(path)
 
     async def _chat(self, exchange: Exchange) -> None:
         await self._generate(exchange, read_chat, ChatFormatter)
@@ -169,7 +169,7 @@ class HttpFrontend(HttpServer):
         await self._generate(exchange, read_completion, CompletionFormatter)
 
     async def _embed(self, exchange: Exchange) -> None:
-        """Refuse what cannot be relayed; nobody else makes embeddings."""
+        """Refuse an embedding request that cannot be relayed; only external backends make embeddings."""
         if self.draining:
             raise draining_rejection()
         problem = _unsuitable_content(exchange.request.headers)
@@ -199,7 +199,7 @@ class HttpFrontend(HttpServer):
     ) -> None:
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
-            ("x-accel-buffering", "no"),  # nginx would hold events back
+            ("x-accel-buffering", "no"),  # nginx would buffer events
             ("x-request-id", asked.request.id),
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
@@ -263,7 +263,7 @@ class HttpFrontend(HttpServer):
         raise RequestRejected(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
 
     async def _health(self, exchange: Exchange) -> None:
-        """For probes, which have no key; what is served is then told only to those who have one."""
+        """Answer probes, which have no key; where keys are required, the models stay secret."""
         models = [card.name for card in self._generation.models()]
         serving = bool(models) and not self.draining
         status = "ok" if serving else "draining" if self.draining else "no worker serves yet"
@@ -272,7 +272,7 @@ class HttpFrontend(HttpServer):
         exchange.respond(code, msgspec.json.encode(told))
 
     async def _live(self, exchange: Exchange) -> None:
-        """For probes that ask whether the process answers, whatever it can serve."""
+        """Answer probes that ask whether the process responds."""
         exchange.respond(HTTPStatus.OK, msgspec.json.encode({"status": "live"}))
 
     async def _openapi(self, exchange: Exchange) -> None:
@@ -287,12 +287,12 @@ class HttpFrontend(HttpServer):
 
 
 def _authorization(exchange: Exchange) -> str:
-    """What a client sent to prove its tenant; empty: nothing."""
+    """Return the authorization header of a request; empty if there is none."""
     return exchange.request.headers.get(b"authorization", b"").decode("latin-1")
 
 
 def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:
-    """What is wrong with a body that is not plain JSON."""
+    """Return what is wrong with a body that is not plain JSON; None if it is JSON."""
     content_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
     if content_type != b"application/json" and not content_type.endswith(b"+json"):
         return "content-type: must be application/json"

@@ -1,7 +1,7 @@
-"""One answer: tokens go in, text that is certain comes out, until a stop string ends it.
+"""Answer text: turns an answer's tokens into the text that is certain, until a stop string ends it.
 
-A token that ends generation (end of sequence, or a stop token) counts as a token and gives no text. While fewer than
-`min_tokens` tokens have come, stop strings are not looked for.
+A token that ends generation (end of sequence, or a stop token) counts as a token and yields no text. Stop strings are ignored until
+`min_tokens` tokens have come.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from fleet.router.ports import TextDecoder
 
 
 class AnswerText:
-    """State of one request's text."""
+    """The text of one request's answer."""
 
     def __init__(
         self, decoder: TextDecoder, *, stop: Sequence[str] = (), end_token_ids: frozenset[int], min_tokens: int = 0
@@ -22,10 +22,10 @@ class AnswerText:
         self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
         self.num_tokens = 0
-        self.stopped = False  # by a stop string
+        self.stopped = False  # True after a stop string
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> Delta:
-        """Take the tokens of a step; of those after a stop string nothing is kept."""
+        """Add the tokens of a step; tokens after a stop string are dropped."""
         assert not self.stopped
         texts = []
         taken = 0
@@ -43,7 +43,7 @@ class AnswerText:
         return Delta(text="".join(texts), token_ids=tuple(token_ids[:taken]), logprobs=tuple(logprobs[:taken]))
 
     def finish(self) -> str:
-        """The rest of the text, now that no more tokens come."""
+        """Return the rest of the text, when no more tokens come."""
         if self.stopped:
             return ""
         rest = self._decoder.flush()

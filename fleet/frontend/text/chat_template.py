@@ -1,7 +1,7 @@
-"""Chat templates as Hugging Face renders them: Jinja in a sandbox, with the globals that templates rely on.
+"""Chat templates of Hugging Face models, rendered by Jinja in a sandbox with the globals that templates expect.
 
-The template is read from ``chat_template.jinja``, else from ``tokenizer_config.json``. It is code that comes with the
-weights; the sandbox keeps it from everything but the messages.
+The template comes from ``chat_template.jinja`` or else from ``tokenizer_config.json``. It is code that is delivered
+with the weights; the sandbox restricts it to the messages.
 """
 
 import json
@@ -23,13 +23,13 @@ from fleet.core.requests import ChatMessage
 
 
 class ChatTemplate:
-    """One model's template, compiled."""
+    """Compiled template of one model."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: Path) -> None:
-        """Compile.
+        """Compile the template.
 
         Raises:
-            ConfigurationRefused: The template is not valid; the message names `origin`.
+            ConfigurationRefused: The template is invalid; the message names `origin`.
         """
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
@@ -49,15 +49,15 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "") -> str:
-        """The conversation as text, up to where the assistant's turn begins.
+        """Return the conversation as text, up to the start of the assistant's turn.
 
         Args:
-            messages: Checked.
-            tools: JSON list, checked; empty: none.
+            messages: Valid messages.
+            tools: Valid JSON list; empty if there are none.
 
         Raises:
-            Refused: The template does not accept these messages or knows no tools (INVALID_ARGUMENT, field
-                ``chat.messages`` or ``chat.tools``): it would leave them out without a word.
+            RequestRejected: The template cannot render these messages, or would silently drop tools or tool calls
+                (INVALID_ARGUMENT, field ``chat.messages`` or ``chat.tools``).
         """
         if tools and not self._takes_tools:
             raise invalid("chat.tools", "the model's chat template knows no tools; leave them out")
@@ -78,7 +78,7 @@ class ChatTemplate:
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """As `transformers` gives messages to templates: arguments of calls are objects, and what is not said is not there."""
+    """Return a message in the form of `transformers`: the arguments of calls are objects, and empty fields are absent."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         told["tool_calls"] = [_with_parsed_arguments(call) for call in json.loads(message.tool_calls)]
@@ -89,7 +89,7 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's clients write arguments as a text of JSON."""
+    """Parse the arguments of a call, which OpenAI's clients write as JSON text."""
     function = call["function"]
     arguments = function["arguments"]
     if isinstance(arguments, str):
@@ -99,9 +99,9 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant said, for training; here it changes nothing."""
+    """Ignores the tag ``{% generation %}``, which marks the assistant's text for training."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -119,5 +119,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Hugging Face has it: Jinja's own escapes HTML."""
+    """Serialise like Hugging Face; Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

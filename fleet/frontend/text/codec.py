@@ -1,7 +1,7 @@
 """Tokenizer and chat template of a Hugging Face model folder.
 
-Encoding is fastokens' where it gives the same ids as Hugging Face's tokenizers, which is tried once when the model is
-loaded, because it is ten times faster and more; decoding is ours (`fleet.frontend.text.decoder`).
+fastokens encodes if it gives the same ids as Hugging Face's tokenizers, because it is at least ten times faster. This
+is checked once when the model is loaded. Decoding is Fleet's own (`fleet.frontend.text.decoder`).
 """
 
 import json
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# What the two encoders are compared on: white space, digits, scripts, marks that combine, code, emoji, odd characters.
+# Samples for the comparison of the two encoders: white space, digits, scripts, combining marks, code, emoji.
 SAMPLES = (
     "Hello, world! It's 12345.67 o'clock; don't you'LL   see?\n\n\tdef f(x):\r\n        return x**2  # ok\n",
     "   leading and trailing   ",
@@ -34,19 +34,19 @@ SAMPLES = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa 0000000000000000 ================ \n\n\n\n\n\n",
 )
 
-REMEMBERED_BYTES = 16 << 20  # of text between special tokens, with its ids: a conversation comes again with each turn
+REMEMBERED_BYTES = 16 << 20  # cache of text between special tokens; a conversation recurs with each turn
 
 EncodeText = Callable[[str, bool], TokenBytes]
-"""Text and whether the model's own special tokens go before it, to ids."""
+"""Encodes a text; the flag adds the model's special tokens before it."""
 
 
 def load_codec(model_dir: str | Path) -> TextCodec:
-    """Read tokenizer, chat template and end-of-sequence ids of a model folder.
+    """Read the tokenizer, the chat template and the end-of-sequence ids of a model folder.
 
-    Blocks for up to a second with a large vocabulary.
+    It blocks for up to a second with a large vocabulary.
 
     Raises:
-        ConfigurationRefused: The folder is not a model's; the message says what is missing or wrong.
+        ConfigurationRefused: The folder is not a model folder; the message says what is missing or wrong.
     """
     folder = Path(model_dir)
     if not folder.is_dir():
@@ -70,7 +70,7 @@ def load_codec(model_dir: str | Path) -> TextCodec:
 
 
 class HuggingFaceCodec:
-    """Implements `fleet.router.ports.TextCodec`. Safe to use from several threads."""
+    """Implements `fleet.router.ports.TextCodec`. Threads may share it."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class HuggingFaceCodec:
         self._tokenizer = tokenizer
         self._encode = encode
         self._template = template
-        self._tool_template = tool_template  # None: the one for everything else
+        self._tool_template = tool_template  # None uses the default template
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._table = TokenBytesTable(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
-        self._lead = _ids(encode("a", False))[-1:]  # a token before another shows whether that one brings a space
+        self._lead = _ids(encode("a", False))[-1:]  # a leading token shows whether the next one adds a space
         self._lead_text = self._decode(self._lead)
-        self._token_texts: dict[int, str] = {}  # at most the vocabulary
+        self._token_texts: dict[int, str] = {}  # bounded by the vocabulary
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +111,7 @@ class HuggingFaceCodec:
         return self._encode(template.render(messages, tools), False)
 
     def decoder(self, prompt: TokenBytes = b"") -> TextDecoder:
-        last = _ids(prompt[-64:])  # 16 tokens: more than any decoder looks at
+        last = _ids(prompt[-64:])  # 16 tokens, more than any decoder needs
         if self._table is not None:
             return ByteLevelDecoder(self._table, last)
         return WindowDecoder(self._tokenizer, last)
@@ -139,7 +139,7 @@ def _ids(tokens: TokenBytes) -> list[int]:
 def _load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower error
         raise ConfigurationRefused(f"{path}: is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -162,18 +162,18 @@ def _choose_encoder(path: Path, tokenizer: Tokenizer) -> EncodeText:
         differs = _first_difference(encode_fast, encode, tokenizer)
     except (ValueError, RuntimeError, TypeError, OSError, NotImplementedError) as error:
         log.info(
-            "fastokens does not take this tokenizer; using the slower one",
+            "fastokens rejects the tokenizer, using tokenizers",
             extra={"path": str(path), "cause": str(error)},
         )
         return encode
     if differs is not None:
-        log.warning("fastokens gives other ids; using the slower tokenizer", extra={"path": str(path), "text": differs})
+        log.warning("fastokens gives different ids, using tokenizers", extra={"path": str(path), "text": differs})
         return encode
     return encode_fast
 
 
 def _first_difference(one: EncodeText, other: EncodeText, tokenizer: Tokenizer) -> str | None:
-    """The first sample whose ids differ."""
+    """Return the first sample whose ids differ; None if all are equal."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:64]
     samples: Iterable[str] = (*SAMPLES, *(f"a {content} b{content}c" for content in added), " ".join(SAMPLES) * 4)
     for text in samples:
@@ -184,7 +184,7 @@ def _first_difference(one: EncodeText, other: EncodeText, tokenizer: Tokenizer) 
 
 
 def _load_object(path: Path) -> Mapping[str, Any]:
-    """A JSON object; empty if there is no such file."""
+    """Read a JSON object; return an empty one if there is no such file."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -197,7 +197,7 @@ def _load_object(path: Path) -> Mapping[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Names of special tokens to their text, as templates know them."""
+    """Return the texts of the special tokens by the names that templates use."""
     found = {}
     for name in SPECIAL_TOKENS:
         match settings.get(name):
@@ -211,7 +211,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def _load_templates(
     folder: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> dict[str, ChatTemplate]:
-    """By name: ``default``, and for some models ``tool_use``."""
+    """Return templates by name: ``default``, and ``tool_use`` for some models."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return {"default": ChatTemplate(path.read_text(encoding="utf-8"), special_tokens, origin=path)}
@@ -229,7 +229,7 @@ def _load_templates(
 
 
 def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
-    """Rows of the embedding: more than the tokenizer knows where it is padded; ids up to there do no harm."""
+    """Return the rows of the embedding, which may exceed the tokenizer's vocabulary by padding; such ids do no harm."""
     declared = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return declared if isinstance(declared, int) else int(tokenizer.get_vocab_size(with_added_tokens=True))
 
@@ -237,7 +237,7 @@ def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
 def _eos_token_ids(
     folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """Those of the generation settings (else of the model's), and the tokenizer's own, as engines have it."""
+    """Return the end ids of the generation settings (else of the model's) and of the tokenizer, as engines do."""
     declared = _load_object(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     ids = declared if isinstance(declared, list) else [declared]
     if (text := special_tokens.get("eos_token")) is not None:

@@ -4,14 +4,14 @@ Rules:
 
 1. The text ends before the stop string that is complete first; of several that are complete with the same character,
    before the longest. So the answer does not depend on how the text was cut into pieces.
-2. Text is held back exactly as long as it may be the beginning of a stop string.
+2. Text is held back only while it may be the beginning of a stop string.
 """
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """The search for one request."""
+    """The search for the stop strings of one request."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
@@ -21,13 +21,13 @@ class StopStrings:
 
     @property
     def held(self) -> str:
-        """Text that may be the beginning of a stop string."""
+        """The text that may be the beginning of a stop string."""
         return self._held
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Take more text; returns the text that is now certain, and whether a stop string ended it."""
+        """Add text; return the text that is certain now, and whether a stop string ended it."""
         text = self._held + text
-        first: tuple[int, int] | None = None  # where it ends, where it begins
+        first: tuple[int, int] | None = None  # end and beginning of the earliest match
         for string in self._strings:
             begin = text.find(string)
             if begin >= 0 and (first is None or (begin + len(string), begin) < first):
@@ -40,12 +40,12 @@ class StopStrings:
         return text[:begin], False
 
     def flush(self) -> str:
-        """What was held back, now that no more text comes."""
+        """Return the text that was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _beginning(self, text: str) -> int:
-        """Where the longest end of `text` that a stop string begins with is."""
+        """Return the position of the longest end of `text` that is the beginning of a stop string."""
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[begin] in self._first_characters:
                 tail = text[begin:]

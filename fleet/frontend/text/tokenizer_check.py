@@ -1,14 +1,15 @@
-"""Golden prompts: what a worker makes of them, compared with what the router does, before it gets any work.
+"""Tokenizer check: compares how a worker and the router tokenize, render and name samples, before the worker gets work.
 
 Rules:
 
-1. A worker tells three digests: of the token ids of the golden texts, of the golden conversations as its template renders them,
-   and of the names of golden blocks without a salt, with a tenant's and with an adapter's. What it cannot tell is empty, and
-   not compared: a worker without a tokenizer of its own, a model without a template.
-2. Other token ids mean that the router would send it nonsense, other names that nothing it caches is ever found: it is not used.
-   Another template is told and no more, since the router renders.
-3. A foreign server is asked to tokenise the golden texts where it can (``/tokenize`` of vLLM, SGLang and llama.cpp). One that does it
-   otherwise is used all the same, since it gets the clients' own bytes; that its cache is not known by its tokens is said.
+1. A worker reports three digests: of the token ids of the sample texts, of the sample conversations rendered by its
+   template, and of the names of sample blocks without a salt, with a tenant's and with a LoRA adapter's. An empty
+   digest is not compared, for example for a worker without a tokenizer or a model without a template.
+2. Different token ids would give the worker wrong prompts, and different names would hide everything that it caches, so
+   the worker is not used. A different template is only logged, because the router renders.
+3. An external server is asked to tokenize the sample texts if it can (``/tokenize`` of vLLM, SGLang and llama.cpp). A
+   different result is only reported, because the server gets the clients' own bytes; the router then does not know its
+   cache by token ids.
 """
 
 import hashlib
@@ -39,7 +40,8 @@ SAMPLE_TEXTS = (
     "      many      spaces      " + "a" * 70,
     '<|user|></s>[INST]{"key": ["value", null, true]}',
 )
-"""What tokenizers differ in: words, scripts, indentation, digits, spaces, long runs, and what looks like their special tokens."""
+"""Samples on which tokenizers differ: words, scripts, indentation, digits, spaces, long runs, and look-alikes of
+special tokens."""
 
 SAMPLE_CONVERSATIONS = (
     (ChatMessage(role="user", content="Is it raining?"),),
@@ -54,7 +56,7 @@ BLOCKS = 4
 
 
 def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDigests:
-    """What is made of the golden prompts here."""
+    """Return the digests of the samples in this process."""
     return TokenizerDigests(
         tokens="" if codec is None else _digest([codec.encode(text) for text in SAMPLE_TEXTS]),
         template="" if codec is None else _template(codec),
@@ -63,26 +65,26 @@ def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDi
 
 
 def folder_tokenizer_digests(model_dir: str, block_tokens: int) -> TokenizerDigests:
-    """The same with the tokenizer of a model folder, if it has one."""
+    """Return the digests with the tokenizer of a model folder, if there is one."""
     codec = None
     if model_dir and (Path(model_dir) / "tokenizer.json").is_file():
         try:
             codec = load_codec(model_dir)
         except ConfigurationRefused as error:
-            log.warning("the tokenizer cannot be compared with the router's", extra={"cause": str(error)})
+            log.warning("tokenizer check skipped, the tokenizer cannot be loaded", extra={"cause": str(error)})
     return tokenizer_digests(codec, block_tokens)
 
 
 class TokenizerMatch(StrEnum):
-    """What a foreign server makes of the golden texts, beside this router. Public: a metric label."""
+    """Result of the comparison with an external server; it is a public metric label."""
 
     ALIKE = "alike"
     OTHERWISE = "otherwise"
-    UNKNOWN = "unknown"  # it cannot be asked, or no tokenizer was named for it here
+    UNKNOWN = "unknown"  # the server cannot tokenize, or the router has no tokenizer for it
 
 
 def tokenize_request_body(model: ModelName, text: str) -> bytes:
-    """The body of a request to ``/tokenize``: llama.cpp calls the text otherwise."""
+    """Return the body of a request to ``/tokenize``; llama.cpp has another name for the text."""
     return msgspec.json.encode({"model": model, "prompt": text, "content": text})
 
 
@@ -91,7 +93,7 @@ class _Tokenised(Struct):
 
 
 def compare_tokens(codec: TextCodec, text: str, answer: bytes) -> TokenizerMatch:
-    """What the answer to `tokenize_request_body` says. Whether a token is set before every text is no difference: llama.cpp does it later."""
+    """Compare the answer to `tokenize_request_body`, without the leading special token that llama.cpp adds later."""
     try:
         theirs = msgspec.json.decode(answer, type=_Tokenised).tokens
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -109,7 +111,7 @@ class TokenizerCheck:
         self._refused: dict[WorkerId, str] = {}
 
     def accepts(self, description: WorkerDescription) -> bool:
-        """Whether a worker that joins may be used; says why not."""
+        """Return whether a worker that joins may be used; log the reason if not."""
         self._refused.pop(description.worker_id, None)
         if description.golden is None:
             return True
@@ -123,14 +125,14 @@ class TokenizerCheck:
         if not different:
             return True
         if different == ["template"]:
-            log.warning("a worker's chat template is not the one that this router renders with", extra=told)
+            log.warning("worker has another chat template than the router", extra=told)
             return True
-        log.error("a worker makes something else of the golden prompts; it is not used", extra=told)
+        log.error("worker refused by the tokenizer check", extra=told)
         self._refused[description.worker_id] = different[0]
         return False
 
     def refused(self) -> dict[str, float]:
-        """Workers that are not used, by what is different."""
+        """Return the number of refused workers by the failed comparison."""
         counts = {"tokens": 0.0, "blocks": 0.0}
         for field in self._refused.values():
             counts[field] += 1
@@ -147,7 +149,7 @@ def _template(codec: TextCodec) -> str:
     try:
         return _digest([codec.render(messages) for messages in SAMPLE_CONVERSATIONS])
     except RequestRejected:
-        return ""  # it has none, or one that takes no such conversations
+        return ""  # no template, or one that cannot render these conversations
 
 
 def _blocks(block_tokens: int) -> str:

@@ -1,14 +1,14 @@
-"""Threads for prompts that are long enough to hold up everybody else, were they tokenised in the event loop.
+"""Tokenizer threads: long prompts are tokenized in threads, because they would block the event loop.
 
 Rules:
 
-1. What waits is kept here and not in the executor, which keeps what was cancelled until a thread comes upon it: a client that
-   sends long prompts and leaves would fill the memory so.
-2. What a thread has begun counts until it is done, whoever still waits for it.
-3. Texts that take very long (a second and more for some MiB of white space, say) never have all threads at once, nor more than
-   a share of the places: who sends many of them waits for himself, and long prompts of the usual kind go past.
-4. Each very long text is tokenised in a thread that ends with it. A tokenizer keeps its scratch memory with the thread, some 43
-   bytes for a byte of white space (320 MB for 7.5 MB), and would keep it for ever; the end of the thread frees it.
+1. Waiting work is kept here and not in the executor, which keeps cancelled work until a thread reaches it: a client that
+   sends long prompts and leaves could fill the memory.
+2. Work that a thread has begun counts until it is done, even if nobody waits for it.
+3. Very long texts (which may take a second or more, such as some MiB of white space) never occupy all threads, nor more than
+   a share of the places. A client that sends many of them waits for itself, and other long prompts pass.
+4. Each very long text is tokenized in a thread that ends with it. A tokenizer keeps its scratch memory with the thread, about 43
+   bytes for a byte of white space (320 MB for 7.5 MB), and never frees it before the thread ends.
 """
 
 import asyncio
@@ -20,41 +20,40 @@ from typing import Any, TypeVar
 from fleet.core.errors import Reason, RequestRejected
 
 THREADS = 2
-MOST = 64  # that wait or run: half a GiB at the largest size that fronts take
-VERY_LONG_BYTES = 256 << 10  # of text; some 60,000 tokens of prose, and up to 0.1 s of whatever else it may be
-MOST_VERY_LONG = 16  # that wait or run
+MOST = 64  # tasks that wait or run: half a GiB at the largest request size
+VERY_LONG_BYTES = 256 << 10  # about 60,000 tokens of prose, and up to 0.1 s for any text
+MOST_VERY_LONG = 16  # very long tasks that wait or run
 RETRY_AFTER_MS = 1000
-TRIM_SECONDS = 1.0  # after a very long text: until then its thread and its request have freed what they had
+TRIM_SECONDS = 1.0  # delay after a very long text, in which its thread and its request free their memory
 
 Result = TypeVar("Result")
 
 
 class TokenizerThreads:
-    """One router process has these, whatever its fronts and models."""
+    """The tokenizer threads of one router process, for all frontends and models."""
 
     def __init__(self, trim: Callable[[], None] | None = None) -> None:
-        """Begin without threads.
+        """Start without threads.
 
         Args:
-            trim: Gives memory that was freed back to the system; called in a thread some time after very long texts. None:
-                nobody does.
+            trim: Returns freed memory to the system; called in a thread some time after very long texts. None: nothing is called.
         """
         self._trim = trim
         self._trim_due: asyncio.TimerHandle | None = None
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._very_long = _ThreadShare(THREADS - 1, MOST_VERY_LONG)
         self._others = _ThreadShare(THREADS, MOST)
-        self._lanes = (self._very_long, self._others)  # who gets fewer threads begins first
+        self._lanes = (self._very_long, self._others)  # the share with fewer threads begins first
 
     def run(self, work: Callable[[], Result], size: int) -> "asyncio.Future[Result]":
-        """Have a thread do it. Cancelling the future gives up what has not begun.
+        """Run work in a thread. Cancelling the future gives up work that has not begun.
 
         Args:
-            work: To do.
-            size: Of the text, about, in bytes or characters.
+            work: The function to call.
+            size: The approximate size of the text in bytes or characters.
 
         Raises:
-            Refused: QUEUE_FULL; too many wait.
+            RequestRejected: QUEUE_FULL; too much work waits.
         """
         lane = self._very_long if size > VERY_LONG_BYTES else self._others
         if lane.full or sum(map(len, self._lanes)) >= MOST:
@@ -68,7 +67,7 @@ class TokenizerThreads:
         return future
 
     def close(self) -> None:
-        """Give the threads up; who has waited must have ended."""
+        """Give up the threads; all callers of `run` must have ended."""
         if self._trim_due is not None:
             self._trim_due.cancel()
         for lane in self._lanes:
@@ -89,14 +88,14 @@ class TokenizerThreads:
 
     @staticmethod
     def _run_alone(work: Callable[[], Result]) -> Result:
-        """Do it in a thread that ends with it (rule 4)."""
+        """Run work in a thread that ends with it (rule 4)."""
         with ThreadPoolExecutor(1, thread_name_prefix="tokenise-very-long") as thread:
             return thread.submit(work).result()
 
     def _done(self, lane: "_ThreadShare", future: "asyncio.Future[Any]", begun: "asyncio.Future[Any]") -> None:
         lane.running -= 1
         if begun.cancelled():
-            return  # the threads were given up
+            return  # the threads were closed
         if lane is self._very_long and self._trim is not None and self._trim_due is None:
             self._trim_due = future.get_loop().call_later(TRIM_SECONDS, self._trim_now, self._trim)
         error = begun.exception()
@@ -113,16 +112,16 @@ class TokenizerThreads:
 
 
 class _ThreadShare:
-    """Work of one kind, in the order in which it came."""
+    """Work of one kind, in the order of its arrival."""
 
     def __init__(self, threads: int, most: int) -> None:
-        self.threads = threads  # that may do it at once
+        self.threads = threads  # the most threads for this kind
         self.waiting: dict[asyncio.Future[Any], Callable[[], Any]] = {}
         self.running = 0
         self._most = most
 
     def __len__(self) -> int:
-        """What waits or runs."""
+        """Return the number of tasks that wait or run."""
         return len(self.waiting) + self.running
 
     @property

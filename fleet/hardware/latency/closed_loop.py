@@ -1,15 +1,15 @@
-"""What a benchmark client measures at an engine: time to the first token and a token's time, at fixed concurrency.
+"""Closed loop: TTFT and TPOT that a benchmark measures at an engine with a fixed concurrency.
 
-Measurements of engines that are public were taken like that: so many clients, each sending its next prompt when it has its
-answer, all starting at once, a fixed number of requests in all. What such a client sees is not a step's time:
+Public measurements were taken in this way: a fixed number of clients start at once, each sends its next prompt when it has its
+answer, and the number of requests is fixed. The measured times differ from step times:
 
-1. In a client's turn the engine makes every other client's prefill too. With `b` running, a turn takes b prefills and one
-   decode step a token; what is left after the first token, shared out among the tokens, is the time per token.
-2. All prompts of the first wave come at once and wait for each other. The mean over all waves has their wait divided by the
+1. During the turn of one request the engine also computes the prompts of all others. With `b` running requests, a turn takes b
+   prefills and one decode step for each token. The time after the first token, divided by the tokens, is the TPOT.
+2. All prompts of the first wave come at once and wait for each other. In the mean over all waves, their wait is divided by the
    number of waves.
-3. Who finds no room for its KV waits for a whole turn of another one.
+3. A request that finds no room for its KV waits for a whole turn of another request.
 
-Arithmetic only, as in `steps`; all times are seconds.
+All times are seconds. As in `step_model`, the formulas do not branch on values.
 """
 
 from msgspec import Struct
@@ -18,13 +18,13 @@ from fleet.hardware.latency.step_model import StepModel, pairs
 
 
 class BenchmarkClient(Struct, frozen=True, kw_only=True):
-    """How a benchmark asked, and what lies between its clock and the engine's."""
+    """How a benchmark sends requests, and the time that it measures outside the engine."""
 
-    waves: float = 10.0  # requests in all, in units of the concurrency
-    mean_length: float = 1.0  # of prompts and answers, as a share of what is written
-    front: float = 0.0  # before the engine sees a request, and after it has answered
-    front_token: float = 0.0  # a prompt token's share in that
-    late_slots: float = 0.0  # clients that wait although there is room: engines that free a slot too late
+    waves: float = 10.0  # number of requests divided by the concurrency
+    mean_length: float = 1.0  # mean length of prompts and answers, as a share of the stated length
+    front: float = 0.0  # seconds before the engine sees a request and after it has answered
+    front_token: float = 0.0  # additional seconds for each prompt token
+    late_slots: float = 0.0  # clients that wait although there is room, because engines free a slot late
 
 
 class ClientMeasurement(Struct, frozen=True, kw_only=True):
@@ -42,15 +42,15 @@ def closed_loop(
     capacity_tokens: float,
     budget_tokens: float,
 ) -> ClientMeasurement:
-    """What a client sees at an engine that mixes prefills with decoding.
+    """Return what a client measures at an engine that prefills and decodes.
 
     Args:
-        step: Of one attention group.
-        client: What it adds.
-        concurrency: Requests under way at once, of the group.
-        prompt_tokens: Of each, and nothing of it cached.
-        answer_tokens: Of each.
-        capacity_tokens: KV that the group can hold.
+        step: Step model of one attention group.
+        client: The benchmark.
+        concurrency: Concurrent requests of the group.
+        prompt_tokens: Length of each prompt; nothing is cached.
+        answer_tokens: Length of each answer.
+        capacity_tokens: Tokens of KV that the group can hold.
         budget_tokens: Most prompt tokens in one step.
     """
     prompt, answer = client.mean_length * prompt_tokens, client.mean_length * answer_tokens
@@ -81,20 +81,20 @@ def closed_loop_disaggregated(
     budget_tokens: float,
     transfer: float,
 ) -> ClientMeasurement:
-    """What a client sees where some engines make prefills and others decode.
+    """Return what a client measures if some engines prefill and others decode.
 
     Args:
-        prefill: Of one attention group that makes prefills.
-        decode: Of one that decodes.
-        client: What it adds.
-        concurrency: Requests under way at once, of all groups together.
-        prefill_groups: Groups of the one kind, all workers together.
-        decode_groups: Of the other.
-        prompt_tokens: Of each, and nothing of it cached.
-        answer_tokens: Of each.
-        capacity_tokens: KV that one decoding group can hold.
+        prefill: Step model of one attention group that prefills.
+        decode: Step model of one attention group that decodes.
+        client: The benchmark.
+        concurrency: Concurrent requests of all groups together.
+        prefill_groups: Attention groups of all prefill workers.
+        decode_groups: Attention groups of all decode workers.
+        prompt_tokens: Length of each prompt; nothing is cached.
+        answer_tokens: Length of each answer.
+        capacity_tokens: Tokens of KV that one decoding group can hold.
         budget_tokens: Most prompt tokens in one step.
-        transfer: Of one prompt's KV.
+        transfer: Seconds to move one prompt's KV.
     """
     prompt, answer = client.mean_length * prompt_tokens, client.mean_length * answer_tokens
     context = prompt + 0.5 * answer
@@ -104,20 +104,20 @@ def closed_loop_disaggregated(
     own = chunks * prefill.seconds(prompt / chunks, pairs(prompt, 0.0) / chunks, 0.0, 0.0)
     queued = _most(concurrency / prefill_groups, 1.0)
     full = prefill.seconds(budget_tokens, budget_tokens * 0.5 * prompt, 0.0, 0.0) * prompt / budget_tokens
-    behind = _most(0.0, queued * full - own - answer * tpot)  # the prefill engines are what limits the rate
+    behind = _most(0.0, queued * full - own - answer * tpot)  # if the prefill engines limit the rate
     burst = 0.5 * (queued - 1.0) * full / client.waves
     first = own + client.front + client.front_token * prompt + transfer
     return ClientMeasurement(ttft=first + burst + behind, tpot=tpot)
 
 
 def _prefill(step: StepModel, prompt: float, budget: float, running: float, context: float) -> float:
-    """All chunks of one prompt, each along with the decoding of the others."""
+    """Return the time for all chunks of one prompt, each together with the decoding of the other requests."""
     chunks = _chunks(prompt, budget)
     return chunks * step.seconds(prompt / chunks, pairs(prompt, 0.0) / chunks, running - 1.0, (running - 1.0) * context)
 
 
 def _chunks(prompt: float, budget: float) -> float:
-    """As a smooth number, at least one."""
+    """Return the number of chunks as a smooth number of at least one."""
     return _most(prompt / budget, 1.0)
 
 

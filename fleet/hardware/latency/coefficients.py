@@ -1,16 +1,15 @@
-"""What engines make of accelerators, as fitted from public measurements, and how far to trust it.
+"""Coefficients: the efficiencies of engines on accelerators, fitted to public measurements, with their errors.
 
-`coefficients.json` is made by `loadtests/hardware/fit.py`; it says itself what it was fitted to, under which licence, and how far
-it was from measurements that it was not fitted to. Rules:
+`loadtests/hardware/fit.py` makes `coefficients.json`. The file contains the source of the measurements, their licence, and the errors
+on measurements that were held out of the fit. Rules:
 
-1. A coefficient is where the fit began, times one factor for each level of grouping that its subject belongs to: its engine,
-   its GPU, how its numbers are stored, its kind of model, and finally this very model on this GPU and engine (`LEVELS`). What was
-   never measured has the factor 1, so an estimate always exists, and rests on whatever comes nearest.
-2. How near that is, is its `EstimateBasis`. Each basis has an error of its own, measured by leaving out of the fit curves, whole
-   models, and whole GPUs.
-3. On a GPU that was not measured at all, shares of compute and bandwidth are scaled by what matrix products reach there in
-   comparison with those that were (`OperatorEfficiency`), where that is known.
-4. Models are recognised by their shape, so fine-tunes of one base are one model.
+1. A coefficient is a start value times one factor for each group that its subject belongs to: engine, GPU, data types, kind of model,
+   and finally this model on this GPU and engine (`LEVELS`). A group that was never measured has the factor 1, so an estimate always
+   exists and rests on the nearest measurements.
+2. How near these are is the `EstimateBasis`. Each basis has its own error, which was measured by leaving curves, whole models, or whole GPUs out of the fit.
+3. On a GPU without measurements, the shares of compute and bandwidth are scaled by what matrix products reach there in comparison with
+   the measured GPUs (`OperatorEfficiency`), if that is known.
+4. Models are recognised by their shape, so all fine-tunes of a base model are one model.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,18 +33,18 @@ FILE = "coefficients.json"
 EFFICIENCIES = Efficiency.__struct_fields__
 CLIENTS = ("waves", "front", "front_token", "late_slots")
 NAMES = (*EFFICIENCIES, *CLIENTS)
-"""Of all coefficients, in the order of `GroupFactors.of`."""
+"""Names of all coefficients, in the order of `GroupFactors.of`."""
 
 INFERENCEX = "inferencex"
 OTHER_MAKERS_ERRORS = (0.5, 0.35)
-"""To the first token and per token, where only another maker's GPUs were measured. Per token: the median over five published
-figures of the MI300X, none of them fitted to (docs/hardware.md); to the first token: a guess."""
+"""Errors of TTFT and TPOT if only GPUs of other makers were measured. The error of TPOT is the median over five published figures of
+the MI300X, none of which was used to fit (docs/hardware.md); the error of TTFT is a guess."""
 
-LEAST_ROWS = 10  # of a set of measurements, for its error to mean something
+LEAST_ROWS = 10  # fewest measurements of a set whose error is used
 
 
 class CoefficientSubject(Struct, frozen=True, kw_only=True):
-    """What a coefficient may depend on."""
+    """Properties that a coefficient may depend on."""
 
     gpu: str
     backend: str
@@ -72,28 +71,28 @@ LEVELS: dict[str, Callable[[CoefficientSubject], str]] = {
     "client": lambda of: f"{of.client} {of.backend} {of.phase}",
     "gpu_client": lambda of: f"{of.client} {of.gpu} {of.backend} {of.phase}",
 }
-"""Groupings from the widest to the narrowest, and a subject's group in each."""
+"""Levels of grouping from the widest to the narrowest, and a subject's group in each."""
 
 
 class EstimateBasis(StrEnum):
-    """Whose measurements an estimate rests on, and so which measurements its error was found with."""
+    """Measurements on which an estimate rests, and with which its error was found."""
 
-    MODEL = "model"  # this one, at other lengths, concurrencies or cuts
+    MODEL = "model"  # this model, at other lengths, concurrencies or shardings
     GPU = "gpu"  # other models on this GPU and engine
     ENGINE = "engine"  # this engine on other GPUs
 
 
 class GroupFactors(Struct, frozen=True, kw_only=True):
-    """Of one group."""
+    """Factors of one group."""
 
     level: str
     key: str
-    rows: int  # measurements that they rest on
+    rows: int  # measurements of the group
     of: tuple[float, ...]
 
 
 class OperatorEfficiency(Struct, frozen=True, kw_only=True):
-    """What single matrix products reach on a GPU: shares of its data sheet, by what they compute with."""
+    """Efficiency of single matrix products on a GPU in one data type, as shares of its data sheet."""
 
     gpu: str
     number: Number
@@ -106,13 +105,13 @@ class OperatorEfficiency(Struct, frozen=True, kw_only=True):
 
 
 class AccuracyRow(Struct, frozen=True, kw_only=True):
-    """Errors on measurements that were not used to fit."""
+    """Errors on measurements that were held out of the fit."""
 
     basis: EstimateBasis
     system: str  # "all": every GPU
     backend: str  # "all": every engine
     phase: MeasuredPhase
-    model: str = "all"  # "all": every model; else as `fleet.hardware.aiconfigurator` calls it
+    model: str = "all"  # "all": every model; otherwise its name in `fleet.hardware.aiconfigurator` calls it
     accuracy: Accuracy
     fitted_on: str
     tested_on: str
@@ -138,25 +137,25 @@ class Coefficients(Struct, frozen=True, kw_only=True):
 
 
 class StepModelEstimate(Struct, frozen=True, kw_only=True):
-    """A step model, and what it rests on."""
+    """A step model and the measurements on which it rests."""
 
     step: StepModel
-    client: BenchmarkClient  # what clients measure on top of steps
+    client: BenchmarkClient  # time that clients measure outside of steps
     basis: EstimateBasis
     rows: int  # measurements of the nearest group
-    ttft_error: float  # median, relative, on measurements of that basis that were not used to fit
+    ttft_error: float  # median relative error on held-out measurements of that basis
     tpot_error: float
 
 
 @cache
 def coefficients() -> Coefficients:
-    """Those that come with this version."""
+    """Return the coefficients of this version."""
     content = resources.files(__package__).joinpath(FILE).read_bytes()
     return msgspec.json.decode(content, type=Coefficients)
 
 
 def shape_of(model: ModelSizes) -> str:
-    """What tells one model from others, whatever it is called."""
+    """Return what identifies a model, whatever its name is."""
     return f"{model.layers}x{model.hidden}/{model.heads}/{model.vocabulary}/{model.experts}"
 
 
@@ -185,12 +184,12 @@ def subject_of(
 
 
 def estimate(placement: ShardedModel, backend: str, known: Coefficients | None = None) -> StepModelEstimate:
-    """The step model of a placement under an engine.
+    """Return the step model of a sharded model under an engine.
 
     Args:
-        placement: What runs where.
+        placement: The sharded model.
         backend: vllm, sglang or trtllm.
-        known: Instead of the coefficients that come with this version.
+        known: Coefficients that replace those of this version.
 
     Raises:
         ConfigurationRefused: No engine of that name was measured.
@@ -222,7 +221,7 @@ def estimate(placement: ShardedModel, backend: str, known: Coefficients | None =
 def compose(
     start: Sequence[float], groups: dict[tuple[str, str], GroupFactors], subject: CoefficientSubject
 ) -> tuple[Efficiency, BenchmarkClient]:
-    """The coefficients of a subject."""
+    """Return the coefficients of a subject."""
     values = list(start)
     for level, key in LEVELS.items():
         if (found := groups.get((level, key(subject)))) is not None:
@@ -235,9 +234,9 @@ def compose(
 
 
 def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients) -> Efficiency:
-    """An efficiency of other GPUs, for this one: in proportion to what matrix products reach on both.
+    """Scale an efficiency of other GPUs to this one, in proportion to what matrix products reach on both.
 
-    Attention and reading KV follow products on GPUs of one maker, who share kernels. Of another maker's they say nothing: these stay as they are.
+    Attention and reading KV are scaled alike on GPUs of one maker, which share kernels. For GPUs of another maker they stay the same.
     """
     gpu, precision = placement.gpu.id, placement.model.precision
     groups = known.groups()
@@ -259,7 +258,7 @@ def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients)
 def _relative(
     operators: Sequence[OperatorEfficiency], gpu: str, measured: set[str], number: Number
 ) -> tuple[float, float]:
-    """Shares of compute and bandwidth over the measured GPUs' in the same numbers; 1 where not known."""
+    """Return the shares of compute and bandwidth relative to the measured GPUs in the same data type; 1 if unknown."""
     here = [each for each in operators if each.gpu == gpu and each.number is number]
     there = [each for each in operators if each.gpu in measured and each.number is number]
     if not here or not there:
@@ -292,7 +291,7 @@ def _basis(
 
 
 def _errors(rows: Sequence[AccuracyRow], basis: EstimateBasis, gpu: str, backend: str) -> tuple[float, float]:
-    """Medians of the nearest set of measurements that says how good that basis is."""
+    """Return the median errors of the nearest set of held-out measurements for a basis."""
     for system, engine in ((gpu, backend), ("all", backend), ("all", "all")):
         for row in rows:
             found = (row.basis, row.phase, row.system, row.backend) == (basis, MeasuredPhase.AGGREGATED, system, engine)

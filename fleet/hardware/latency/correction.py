@@ -1,17 +1,17 @@
-"""What an engine really takes, learnt while it runs: a profile's prediction, corrected, and an alarm when it drifts.
+"""Correction: the difference between predicted and measured step times of one worker, learned while it runs, with a drift alarm.
 
 Rules:
 
 1. An engine differs from its profile in two ways: it is slower or faster by a factor (clocks, kernels, a neighbour), and it adds a
-   time to every step (launches, a busy host). So seconds = `added` + `factor` × predicted. Keep one such line
-   for steps with prompts in them and one for steps that only decode: the two meet different limits of the hardware.
-2. The line is a least-squares fit of relative errors that forgets: a sample weighs half as much after `HALF_LIFE` others. It starts as
-   if it had seen `PRIOR` samples of an engine that is exactly its profile, at a small and at a large step.
-3. What one step took says little: hosts pause. A sample counts for at most `OUTLIER` times what was expected, and no less than its inverse.
-4. Drift is told by a two-sided cumulative sum of the logarithms of seen / predicted (Page, Biometrika 41, 1954), after `SETTLED`
-   samples: `SLACK` is what may stay unexplained, `ALARM` the sum that is too much. With errors of 20 % there is a false alarm in more than a
-   million steps; a change by half as much again is told within twenty.
-5. With an alarm, what was learnt before is worth only `PRIOR` samples: the new truth is learnt as fast as the first one was.
+   time to every step (launches, a busy host). So seconds = `added` + `factor` × predicted. Use one correction for steps with prompts
+   and one for steps that only decode, because these meet different limits of the hardware.
+2. The line is a least-squares fit of relative errors that forgets: a sample weighs half as much after `HALF_LIFE` others. It starts
+   with `PRIOR` samples of an engine that matches its profile exactly, at a small and at a large step.
+3. A single step says little, because hosts pause. A measured time is limited to `OUTLIER` times the expected time, and to its inverse.
+4. A two-sided cumulative sum of log(measured / predicted) detects drift (Page, Biometrika 41, 1954) after `SETTLED` samples. `SLACK` is
+   the error that is tolerated, and `ALARM` the sum that raises the alarm. With errors of 20 % a false alarm comes once in more than
+   a million steps; a change by a half is detected within twenty steps.
+5. After an alarm, everything learned before weighs only `PRIOR` samples, so the new difference is learned as fast as the first one.
 """
 
 from collections.abc import Sequence
@@ -25,28 +25,28 @@ OUTLIER = 4.0
 SETTLED = 50
 SLACK = 0.2
 ALARM = 2.5
-LONGEST = 1e6  # seconds of a step
+LONGEST = 1e6  # most seconds of a step
 _KEPT = exp(-log(2.0) / HALF_LIFE)
-_SMALL, _LARGE = 0.01, 0.1  # seconds: of the steps of the prior
+_SMALL, _LARGE = 0.01, 0.1  # seconds of the steps in the prior
 
 
 class LearnedCorrection(Struct, frozen=True, kw_only=True):
-    """How an engine differs from its profile."""
+    """Learned difference between an engine and its profile."""
 
     factor: float
-    added: float  # seconds a step
+    added: float  # seconds per step
     samples: int
-    """Since the start, or since the last alarm."""
+    """Samples since the start, or since the last alarm."""
 
     error: float
-    """Median-like size of what stays unexplained, as a share: the moving mean of |log(seen / predicted)|, as exp(.) - 1."""
+    """Typical relative error after correction: exp(m) - 1, where m is the moving mean of |log(measured / predicted)|."""
 
     alarms: int
-    """How often it has become another engine; a counter for metrics."""
+    """Number of drift alarms; a counter for metrics."""
 
 
 class Correction:
-    """Of the steps of one engine, of one kind: with prompts in them, or decoding only."""
+    """Correction for one kind of steps of one engine: steps with prompts, or steps that only decode."""
 
     def __init__(self) -> None:
         self._alarms = 0
@@ -54,18 +54,18 @@ class Correction:
         self._start(())
 
     def predict(self, profile: float) -> float:
-        """Seconds that a step will take, of which the profile says `profile` seconds. At least a tenth of that."""
+        """Return the corrected duration of a step that the profile predicts as `profile` seconds; at least a tenth of that."""
         return max(0.1 * profile, self._added + self._factor * profile)
 
     def observe(self, profile: float, seconds: float) -> bool:
-        """Learn that a step took `seconds` where the profile says `profile`; whether this was the one too many: an alarm.
+        """Learn from a step that took `seconds` where the profile predicts `profile`; return True for a drift alarm.
 
         Raises:
             ValueError: One of them is not a positive number below `LONGEST`.
         """
         if not (0.0 < profile < LONGEST and 0.0 < seconds < LONGEST):
             raise ValueError(
-                f"a step of {seconds} seconds, predicted as {profile}: both must be above 0, and no million"
+                f"a step of {seconds} seconds, predicted as {profile}: both must be above 0 and below a million"
             )
         expected = self.predict(profile)
         seen = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
@@ -86,11 +86,11 @@ class Correction:
         )
 
     def _start(self, known: Sequence[tuple[float, float]]) -> None:
-        """Forget all but the prior: what the line says of a small and of a large step."""
+        """Start with the prior: a small and a large step."""
         self._factor, self._added = 1.0, 0.0
         self._samples = 0
         self._above = self._below = 0.0
-        # Sums of a weighted least-squares fit of seconds over the profile's, each sample weighing 1 / profile².
+        # Sums of a weighted least-squares fit of measured over predicted seconds; each sample weighs 1 / profile².
         self._weight = self._profile = self._square = self._seconds = self._product = 0.0
         for profile, seconds in known or ((_SMALL, _SMALL), (_LARGE, _LARGE)):
             self._add(profile, seconds, PRIOR / 2)
@@ -114,7 +114,7 @@ class Correction:
         self._product += weight * profile * seconds
 
     def _fit(self) -> None:
-        """The line; the mean ratio where all steps were alike, so that nothing tells its two parts from each other."""
+        """Fit the line, or only the mean ratio if all steps were alike, because its two parts cannot be told apart then."""
         spread = self._weight * self._square - self._profile * self._profile
         if spread > 1e-3 * self._weight * self._square:
             factor = (self._weight * self._product - self._profile * self._seconds) / spread

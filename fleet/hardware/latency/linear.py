@@ -1,8 +1,7 @@
-"""How long an engine takes, as a function of what it is given: the one model of it, for every simulation.
+"""Linear latency model: step and transfer times of the simulated engine that workers host, as straight lines.
 
-Straight lines, since that is what engines show: a prefill costs a constant and so much a token (attention adds so much
-per token of context before it); a decode step costs a constant, so much a sequence and so much a token of context;
-a transfer costs a constant and its bytes.
+A prefill costs a constant and a time per token, to which attention adds a time per token of context. A decode step costs a constant,
+a time per sequence and a time per token of context. A transfer costs a constant and a time per byte.
 """
 
 from collections.abc import Iterable
@@ -16,8 +15,8 @@ Milliseconds = Annotated[float, Meta(ge=0)]
 class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Coefficients of one engine on one device, in milliseconds.
 
-    The defaults resemble a tiny Llama model (hidden 256, 4 layers, fp32) on one CPU core under vLLM 0.32 with one OMP
-    thread. Measured there: decode steps of 2.4, 3.8 and 8.75 ms at batch 1, 8 and 32; a 3000-token prompt in 0.21 s.
+    The defaults resemble a tiny Llama model (hidden 256, 4 layers, fp32) on one CPU core under vLLM 0.32 with one OMP thread. It
+    was measured with decode steps of 2.4, 3.8 and 8.75 ms at batch sizes 1, 8 and 32, and a 3000-token prompt in 0.21 s.
     """
 
     prefill_base_ms: Milliseconds = 5.0
@@ -27,10 +26,10 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     step_ms_per_sequence: Milliseconds = 0.2
     step_ms_per_context_token: Milliseconds = 0.0
     transfer_base_ms: Milliseconds = 0.5
-    transfer_ms_per_mib: Milliseconds = 0.3  # 3.4 GB/s: a plain socket over loopback on the same machine
+    transfer_ms_per_mib: Milliseconds = 0.3  # 3.4 GB/s, as measured on a loopback socket of the same machine
 
     def prefill_ms(self, new_tokens: int, context_tokens: int = 0) -> float:
-        """Time to compute `new_tokens` after `context_tokens` whose KV is there; 0 when there is nothing to compute."""
+        """Return the time to compute `new_tokens` after `context_tokens` whose KV exists; 0 if there is nothing to compute."""
         assert new_tokens >= 0, new_tokens
         assert context_tokens >= 0, context_tokens
         if not new_tokens:
@@ -40,7 +39,7 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.prefill_base_ms + per_token * new_tokens
 
     def decode_ms(self, sequences: int, context_tokens: int = 0) -> float:
-        """Time of one decode step of `sequences` whose contexts add up to `context_tokens`; 0 for an empty batch."""
+        """Return the time of a decode step of `sequences` whose contexts add up to `context_tokens`; 0 for an empty batch."""
         assert sequences >= 0, sequences
         assert context_tokens >= 0, context_tokens
         if not sequences:
@@ -50,13 +49,13 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     def step_ms(self, prefills: Iterable[tuple[int, int]], sequences: int, context_tokens: int = 0) -> float:
-        """Time of a mixed step: chunks of prompts, as (new tokens, context tokens), along with a decode batch."""
+        """Return the time of a mixed step: prompt chunks as (new tokens, context tokens), and a decode batch."""
         chunks = [self.prefill_ms(new, context) for new, context in prefills]
         shared_base = self.prefill_base_ms * max(0, len(chunks) - 1)  # one launch for all chunks
         return sum(chunks) - shared_base + self.decode_ms(sequences, context_tokens)
 
     def transfer_ms(self, num_bytes: int) -> float:
-        """Time to move blocks of `num_bytes` in all; 0 when nothing moves."""
+        """Return the time to move `num_bytes` of blocks; 0 if nothing moves."""
         assert num_bytes >= 0, num_bytes
         if not num_bytes:
             return 0.0

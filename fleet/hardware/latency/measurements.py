@@ -1,11 +1,11 @@
-"""Measurements of engines on real accelerators, and how far a prediction is from them.
+"""Measurements of engines on real accelerators, and the error of predictions.
 
 Rules:
 
-1. A measurement is what one benchmark client saw on average: time to the first token and time per token, at a fixed
-   concurrency, at one configuration. Its *curve* is the same configuration at any concurrency, any engine version, any day.
-2. Whole curves are held out, never single points: a fifth of all curves, by a hash of what they are, so that whoever repeats
-   the split gets the same one. The same figures under two names are one measurement.
+1. A measurement is the mean TTFT and TPOT of a benchmark at one configuration and concurrency. Its curve is the same
+   configuration at any concurrency, engine version and date.
+2. Whole curves are held out of the fit, never single points: a fifth of all curves, chosen by a hash of their configuration, so that
+   the split can be repeated. The same figures under two names are one measurement.
 3. Errors are relative to what was measured: |predicted / measured - 1|.
 """
 
@@ -20,14 +20,14 @@ from fleet.hardware.models import Precision
 from fleet.hardware.sharding import ShardingDegrees
 
 ALL = "all"
-"""Whatever it is."""
+"""Any system, engine or model."""
 
 HELD_OUT_OF = 5
-"""One curve in so many is not used to fit."""
+"""One curve in so many is held out of the fit."""
 
 
 class MeasuredPhase(StrEnum):
-    """What one engine did for a request."""
+    """Kind of serving that was measured."""
 
     AGGREGATED = "aggregated"
     DISAGGREGATED = "disaggregated"
@@ -46,11 +46,11 @@ class Measurement(Struct, frozen=True, kw_only=True):
     version: str
     model: str
     precision: Precision
-    client: str  # who measured, and so in which way
+    client: str  # the benchmark
     concurrency: int  # of the whole deployment
     prompt_tokens: int
     answer_tokens: int
-    prefill: MeasuredRole  # of aggregated serving: the same as `decode`
+    prefill: MeasuredRole  # the same as `decode` if serving is aggregated
     decode: MeasuredRole
     phase: MeasuredPhase
     ttft_ms: float
@@ -58,7 +58,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
     @property
     def curve(self) -> str:
-        """What has to be the same for two measurements to lie on one curve over concurrency."""
+        """Configuration that all measurements of a curve share."""
         ways = [
             f"{side.workers}x tp{side.parallelism.tp} pp{side.parallelism.pp} dp{side.parallelism.dp} ep{side.parallelism.ep}"
             for side in (self.prefill, self.decode)
@@ -73,7 +73,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(Struct, frozen=True, kw_only=True):
-    """Relative errors of a set of predictions: their means and their medians; 0.1 is 10 %."""
+    """Means and medians of the relative errors of predictions; 0.1 is 10 %."""
 
     rows: int
     ttft_mape: float
@@ -83,7 +83,7 @@ class Accuracy(Struct, frozen=True, kw_only=True):
 
 
 def distinct(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Each once: the same figures of the same GPU and backend are one measurement, whatever else its rows say."""
+    """Return each measurement once: equal figures of one GPU and backend are one measurement."""
     seen: dict[tuple[str, str, float, float], Measurement] = {}
     for each in measurements:
         seen.setdefault((each.gpu, each.backend, each.ttft_ms, each.tpot_ms), each)
@@ -93,7 +93,7 @@ def distinct(measurements: Iterable[Measurement]) -> list[Measurement]:
 def accuracy(
     measurements: Sequence[Measurement], predict: Callable[[Measurement], tuple[float, float]]
 ) -> Accuracy | None:
-    """Of `predict`, which gives milliseconds to the first token and per token; None where there is nothing to compare."""
+    """Return the accuracy of `predict`, which returns TTFT and TPOT in milliseconds; None without measurements."""
     if not measurements:
         return None
     first, each = [], []
@@ -111,7 +111,7 @@ def accuracy(
 
 
 class AccuracyCell(Struct, frozen=True, order=True):
-    """A set of measurements that errors are told of: one system, engine, phase and model, or all of them."""
+    """Set of measurements whose errors are reported: one system, engine, phase and model, or `ALL` of them."""
 
     system: str
     backend: str
@@ -130,7 +130,7 @@ class AccuracyCell(Struct, frozen=True, order=True):
 
 
 def cells(measurements: Iterable[Measurement]) -> list[AccuracyCell]:
-    """All together, each engine, each GPU with each engine, each model."""
+    """Return the cells: all measurements, each engine, each GPU with each engine, each model."""
     found: set[AccuracyCell] = set()
     for each in measurements:
         found |= {

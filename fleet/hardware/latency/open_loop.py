@@ -1,21 +1,21 @@
-"""What clients see at one engine while requests come to it by chance: the tail of first tokens, and of a token's time.
+"""Open loop: percentiles of TTFT and TPOT at one engine while requests arrive at random.
 
 Rules:
 
-1. An engine is in one of three positions: it computes prompts and answers together, prompts alone, or answers alone. What it is under is
-   told by how many requests it runs on average (`running`), or, of prompts alone, by how many come a second.
-2. While it answers one request with others, a turn of all of them is their answers' steps and one prompt each. So
-   `running / (answer × step + running × prompt)` requests come and go a second, and a token's time is its step and its share of prompts.
-3. How many others are there when one runs is Poisson-distributed about their mean where requests come at a rate (as in M/G/inf; its tail is
-   taken from the normal distribution of that mean and variance), and never more than there are clients where these wait for answers. A
-   percentile of a token's time is the time among that many others.
-4. Prompts wait for prompts before them: as in M/D/1, where a share `u` waits at all, and waits have an exponential tail of rate 2 (1 - u) / s (Kingman's
-   heavy-traffic limit, 1962; its mean is Pollaczek's and Khinchine's). Prompts that wait are computed in full
-   steps, so `s` is a prompt's share of one. Those in one step end together, so that one waits for some that came later, too: half as many as
-   were before it, as far as a step has room. Nobody's wait is less than a step that is under way.
-5. As if requests were spread over engines by chance. A router that looks does better; nothing is counted on that.
+1. An engine prefills and decodes (aggregated), or only prefills, or only decodes. Its load is the mean number of running requests
+   (`running`), or for prefills alone the number of prompts per second.
+2. In an aggregated engine, a turn of all running requests takes the decode steps of their answers and one prefill each. So
+   `running / (answer × step + running × prompt)` requests come and go per second, and the TPOT is a step and its share of prefills.
+3. If requests come at a rate, the number of others beside a running request is Poisson-distributed (as in M/G/inf; the tail is taken
+   from the normal distribution with that mean and variance). If clients wait for answers, it is at most the number of clients. A
+   percentile of the TPOT is the TPOT with the same percentile of others.
+4. Prompts wait for prompts before them, as in M/D/1: a share `u` waits at all, and waits have an exponential tail of rate
+   2 (1 - u) / s (Kingman's heavy-traffic limit, 1962; its mean is that of Pollaczek and Khinchine). Waiting prompts are computed in
+   full steps, so `s` is a prompt's share of a full step. Prompts of one step end together, so a prompt also waits for some that came
+   later: half as many as were before it, as far as a step has room. A wait is at least the rest of the step that is under way.
+5. Requests are assumed to be spread over engines at random. A good router does better, but nothing here counts on that.
 
-Arithmetic only; all times are seconds.
+All times are seconds.
 """
 
 from math import inf, log, sqrt
@@ -28,12 +28,12 @@ from fleet.hardware.latency.step_model import StepModel, pairs
 
 
 class RequestShape(Struct, frozen=True, kw_only=True):
-    """What all of them are like."""
+    """Lengths of the requests."""
 
     prompt_tokens: float
     answer_tokens: float
     cached_tokens: float = 0.0
-    """Of the prompt, whose KV is there already."""
+    """Prompt tokens whose KV is cached."""
 
     @property
     def new_tokens(self) -> float:
@@ -41,7 +41,7 @@ class RequestShape(Struct, frozen=True, kw_only=True):
 
     @property
     def context(self) -> float:
-        """Of a running request, on average."""
+        """Mean context of a running request."""
         return self.prompt_tokens + 0.5 * self.answer_tokens
 
 
@@ -51,60 +51,60 @@ class EngineReplica(Struct, frozen=True, kw_only=True):
     step: StepModel
     client: BenchmarkClient
     capacity_tokens: float
-    """KV that it holds."""
+    """Tokens of KV that it can hold."""
 
     most_running: float
     budget_tokens: float
-    """Prompt tokens in one step."""
+    """Most prompt tokens in one step."""
 
 
 class BatchOccupancy(Struct, frozen=True, kw_only=True):
-    """How many others there are when a request runs."""
+    """Number of other requests beside a running one."""
 
     percentile: float
     waiting_clients: bool
-    """Each sends its next request when it has its answer; else requests come whatever becomes of those before."""
+    """Whether each client sends its next request after its answer; otherwise requests come at a rate."""
 
     def others(self, running: float) -> float:
-        """So many or fewer, in that share of all cases, where `running` is the mean."""
+        """Return the percentile of the number of others, where `running` is the mean."""
         if self.waiting_clients:
             return max(0.0, running - 1.0)
         return running + max(0.0, NormalDist().inv_cdf(self.percentile)) * sqrt(running)
 
     def wait(self, rate: float, busy: float, share: float, beside: float, longest: float) -> float:
-        """For other prompts, before one's own is computed.
+        """Return the percentile of a prompt's wait for other prompts.
 
         Args:
-            rate: Of prompts, a second.
-            busy: A prompt's step when it is alone.
-            share: Of a full step that a prompt takes.
+            rate: Prompts per second.
+            busy: Duration of a prompt's step when it is alone.
+            share: Part of a full step that a prompt takes.
             beside: Other prompts that a step has room for.
-            longest: That it can take.
+            longest: Upper limit of the wait.
         """
         used = rate * share
         if used >= 1.0:
             return inf
         rest = 1.0 - self.percentile
         queued = log(used / rest) * share / (2.0 * (1.0 - used)) if used > rest else 0.0
-        met = min(1.0, rate * busy)  # chance to meet a step that is under way
+        met = min(1.0, rate * busy)  # probability that a step is under way
         residual = busy * (1.0 - rest / met) if met > rest else 0.0
         return min(max(queued + min(0.5 * queued, beside * share), residual), longest)
 
 
 def aggregated_rate(engine: EngineReplica, request: RequestShape, running: float) -> float:
-    """Requests a second of an engine that computes prompts and answers, with so many of them running."""
+    """Return the requests per second of an aggregated engine."""
     decode = _decode(engine, request, running)
     return running / (request.answer_tokens * decode + running * _added(engine, request, running))
 
 
 def aggregated_tpot(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float) -> float:
-    """A token's time at such an engine."""
+    """Return the TPOT of an aggregated engine."""
     others = occupancy.others(running)
     return _decode(engine, request, 1.0 + others) + others * _added(engine, request, others) / request.answer_tokens
 
 
 def aggregated_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float) -> float:
-    """The first token's at such an engine."""
+    """Return the TTFT of an aggregated engine."""
     others = occupancy.others(running)
     own = _prompt(engine, request, others)
     share = max(_added(engine, request, running), _full(engine, request))
@@ -115,7 +115,7 @@ def aggregated_ttft(engine: EngineReplica, request: RequestShape, occupancy: Bat
 
 
 def prefill_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, rate: float) -> float:
-    """The first token's time at an engine that computes prompts alone, so many a second."""
+    """Return the TTFT of an engine that only prefills, with `rate` prompts per second."""
     own = _prompt(engine, request, 0.0)
     busy = _chunk(engine, request, 0.0)
     return (
@@ -126,24 +126,24 @@ def prefill_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchO
 
 
 def highest_prefill_rate(engine: EngineReplica, request: RequestShape) -> float:
-    """Requests a second beyond which prompts would pile up at such an engine."""
+    """Return the rate beyond which prompts pile up at an engine that only prefills."""
     return 1.0 / _full(engine, request)
 
 
 def decode_rate(engine: EngineReplica, request: RequestShape, running: float) -> float:
-    """Requests a second of an engine that computes answers alone, with so many of them running."""
+    """Return the requests per second of an engine that only decodes."""
     return running / (request.answer_tokens * _decode(engine, request, running))
 
 
 def decode_tpot(
     engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float, transfer: float
 ) -> float:
-    """A token's time at such an engine; `transfer`: until a prompt's KV has come, which is shared out among the answer's tokens."""
+    """Return the TPOT of an engine that only decodes; the transfer time of the KV is divided among the answer's tokens."""
     return _decode(engine, request, 1.0 + occupancy.others(running)) + transfer / request.answer_tokens
 
 
 def highest_concurrency(engine: EngineReplica, request: RequestShape) -> float:
-    """Requests for which there is room."""
+    """Return the number of requests that an engine has room for."""
     return min(engine.most_running, engine.capacity_tokens / (request.prompt_tokens + request.answer_tokens))
 
 
@@ -157,7 +157,7 @@ def _chunks(engine: EngineReplica, request: RequestShape) -> float:
 
 
 def _chunk(engine: EngineReplica, request: RequestShape, others: float) -> float:
-    """One step with a chunk of a prompt, along with the others' tokens."""
+    """Return the time of one step with a prompt chunk, together with the decoding of others."""
     chunks = _chunks(engine, request)
     new = request.new_tokens
     return engine.step.seconds(
@@ -166,18 +166,18 @@ def _chunk(engine: EngineReplica, request: RequestShape, others: float) -> float
 
 
 def _prompt(engine: EngineReplica, request: RequestShape, others: float) -> float:
-    """All chunks of a prompt."""
+    """Return the time for all chunks of a prompt."""
     return _chunks(engine, request) * _chunk(engine, request, others)
 
 
 def _added(engine: EngineReplica, request: RequestShape, others: float) -> float:
-    """What a prompt adds to the steps of those who run."""
+    """Return the time that a prompt adds to the steps of running requests."""
     others = max(1.0, others)
     return _prompt(engine, request, others) - _chunks(engine, request) * _decode(engine, request, others)
 
 
 def _full(engine: EngineReplica, request: RequestShape) -> float:
-    """A prompt's share of full steps."""
+    """Return a prompt's share of full steps."""
     share = engine.budget_tokens / request.new_tokens
     return (
         engine.step.seconds(engine.budget_tokens, share * pairs(request.new_tokens, request.cached_tokens), 0.0, 0.0)
@@ -190,5 +190,5 @@ def _beside(engine: EngineReplica, request: RequestShape) -> float:
 
 
 def _around(engine: EngineReplica, request: RequestShape) -> float:
-    """What lies between the client's clock and the engine's."""
+    """Return the time that the client measures outside the engine."""
     return engine.client.front + engine.client.front_token * request.prompt_tokens

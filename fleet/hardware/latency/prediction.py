@@ -1,4 +1,4 @@
-"""What the model predicts for a measurement: its configuration placed, its client emulated."""
+"""Prediction of a measurement: its configuration is sharded, and its benchmark is emulated."""
 
 from collections.abc import Mapping
 
@@ -15,17 +15,17 @@ from fleet.hardware.sharding import ShardedModel, shard_model
 from fleet.hardware.transfers import REACHED, kv_bytes_per_link, link_between
 
 BUDGET_TOKENS = 8192.0
-"""Prompt tokens in one step: the default of vLLM's server on data-centre GPUs, of SGLang and of TensorRT-LLM."""
+"""Most prompt tokens in one step: the default of vLLM's server on data-centre GPUs, of SGLang and of TensorRT-LLM."""
 
 MEAN_LENGTHS = {"inferencex": 0.9, "authors": 1.0}
-"""InferenceX draws lengths evenly between 0.8 of what is written and all of it; the others are exact."""
+"""Mean length as a share of the stated length. InferenceX draws lengths evenly between 0.8 and 1; other benchmarks are exact."""
 
 MEMORY_SHARE = 0.95
-"""Of the GPU that benchmarks gave to engines, at most; what fits only beyond that was not run as it says."""
+"""Most of a GPU's memory that benchmarks gave to engines; a configuration that needs more was not run as stated."""
 
 
 def can_be_placed(measured: Measurement, models: Mapping[str, ModelSizes]) -> bool:
-    """Whether the configuration is possible as it is written down."""
+    """Return whether the stated configuration is possible."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     try:
         for side in (measured.prefill, measured.decode):
@@ -36,13 +36,13 @@ def can_be_placed(measured: Measurement, models: Mapping[str, ModelSizes]) -> bo
 
 
 def cut(measured: Measurement, models: Mapping[str, ModelSizes], side: MeasuredRole) -> ShardedModel:
-    """One side of a measurement, whether it fits or not."""
+    """Return one side of a measurement as a sharded model, whether it fits or not."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     return ShardedModel(model=model, gpu=gpu(measured.gpu), parallelism=side.parallelism)
 
 
 def predict(measured: Measurement, models: Mapping[str, ModelSizes], known: Coefficients) -> tuple[float, float]:
-    """Milliseconds to the first token, and per token, as the measurement's client would see them."""
+    """Return TTFT and TPOT in milliseconds, as the measurement's benchmark would measure them."""
     prefill, decode = (cut(measured, models, side) for side in (measured.prefill, measured.decode))
     efficiency, client = compose(known.start, known.groups(), subject(measured, models))
     client = msgspec.structs.replace(client, mean_length=MEAN_LENGTHS[measured.client])
@@ -78,12 +78,12 @@ def predict(measured: Measurement, models: Mapping[str, ModelSizes], known: Coef
 
 
 def subject(measured: Measurement, models: Mapping[str, ModelSizes]) -> CoefficientSubject:
-    """What its coefficients depend on."""
+    """Return what the coefficients of a measurement depend on."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     return subject_of(model, measured.gpu, measured.backend, client=measured.client, phase=measured.phase)
 
 
 def transfer_seconds(source: ShardedModel, target: ShardedModel, tokens: int) -> float:
-    """Of one prompt's KV between two replicas that share no node."""
+    """Return the seconds to move one prompt's KV between two replicas on different nodes."""
     link = link_between(source.gpu, same_node=source.gpu.gpus_per_node > 8)
     return link.latency_us * 1e-6 + kv_bytes_per_link(source, target, tokens) / (link.bandwidth * REACHED)

@@ -1,16 +1,16 @@
-"""How long a step of an engine takes on real accelerators: closed forms over what has to be read, multiplied and exchanged.
+"""Step model: the duration of an engine step on real accelerators, in closed forms of what is read, multiplied and exchanged.
 
 Rules:
 
-1. `work` says what a step would take if every part of the hardware reached its data sheet, part by part. `Efficiency` says what
-   share of that an engine reaches, and what it adds; it is fitted from measurements (`coefficients`). Their quotient,
-   `StepModel`, is a dozen numbers, and a call of it is arithmetic only: simulators make a hundred thousand a second.
-2. Reading weights and multiplying with them overlap, attention and exchange come on top. The overlap is the root of the sum
-   of squares: the larger of two where they differ, 1.4 times each where they are equal.
-3. A step reads the experts that its tokens are sent to: 1 - (1 - k/E)^tokens of them, as if chosen independently.
-4. Sparse attention attends to so many tokens at most; windows and states of linear layers cost the same at any length.
-5. Times are of one pass through all pipeline stages. Several batches in different stages at once are the caller's to model.
-6. Everything here is arithmetic without branches on values, so that arrays do as well as numbers: the fit uses that.
+1. `work` computes how long each part of a step would take if the hardware reached its data sheet. `Efficiency` says what share of
+   that an engine reaches, and what it adds; it is fitted to measurements (`coefficients`). `StepModel`, their quotient, consists of
+   a dozen numbers, and a call of it is only arithmetic: simulators make a hundred thousand calls a second.
+2. Reading weights overlaps with multiplying them; attention and exchange are added. The overlap of two times is the root of the sum
+   of their squares: about the larger one if they differ, and 1.4 times each if they are equal.
+3. A step reads the experts that its tokens are sent to: 1 - (1 - k/E)^tokens of them, as if tokens chose independently.
+4. Sparse attention attends to a limited number of tokens. Windows and states of linear layers cost the same at any length.
+5. A time covers one pass through all pipeline stages. The caller models several batches in different stages.
+6. The formulas do not branch on values, so they also work on arrays, which the fit uses.
 """
 
 from math import log2
@@ -26,43 +26,43 @@ MICROSECOND = 1e-6
 
 
 class StepWork(Struct, frozen=True, kw_only=True):
-    """What a step takes at the hardware's limits, in seconds, on the busiest GPU of one attention group."""
+    """Parts of a step at the hardware's limits, in seconds, on the busiest GPU of one attention group."""
 
-    dense_read: float  # all dense weights, once
-    dense_token: float  # multiplying one token with them
-    experts_read: float  # all experts of the GPU, once
-    experts_token: float  # multiplying one token with those it is sent to
-    missed: float  # chance that a token leaves an expert out
+    dense_read: float  # reading all dense weights
+    dense_token: float  # multiplying one token with the dense weights
+    experts_read: float  # reading all experts of the GPU
+    experts_token: float  # multiplying one token with its experts
+    missed: float  # probability that a token does not use an expert
     groups: float  # attention groups whose tokens meet in the experts
     pair: float  # one token attending to another one in prefill
     context: float  # one token of context of a decoding sequence
     sequence: float  # states and windows of a decoding sequence
     most_attended: float
-    exchanges: float  # collective operations of a step, weighted by how many take part
-    exchange_token: float  # bytes of one token through the links
+    exchanges: float  # collective operations of a step, weighted by the number of GPUs
+    exchange_token: float  # moving one token's bytes through the links
     layers: float
     moe_layers: float
 
 
 class Efficiency(Struct, frozen=True, kw_only=True):
-    """What an engine makes of it. Shares of the hardware's limit (1: all of it), and times that it adds."""
+    """Efficiency of an engine: shares of the hardware's limits (1: all of it), and times that it adds."""
 
     memory: float  # reading dense weights
-    compute: float  # multiplying with them
+    compute: float  # multiplying with dense weights
     experts_memory: float
     experts_compute: float
-    attention: float  # prefill attention, of bf16 operations
+    attention: float  # prefill attention, as a share of bf16 operations
     kv: float  # reading KV
     link: float
     exchange_us: float  # one collective operation of two GPUs
-    layer_us: float  # what one layer needs besides: launches, norms, small kernels
-    moe_layer_us: float  # and one with experts: routing, sorting tokens, gathering
+    layer_us: float  # rest of one layer: launches, norms, small kernels
+    moe_layer_us: float  # additional rest of a layer with experts: routing, sorting tokens, gathering
     step_us: float
     sequence_us: float  # one decoding sequence: sampling, scheduling, detokenising
 
 
 class StepModel(Struct, frozen=True, kw_only=True):
-    """Times of one placement under one engine, in seconds. Make it with `step_model`; it is a value like any other."""
+    """Durations of one sharded model under one engine, in seconds; made by `step_model`."""
 
     base: float
     sequence: float
@@ -78,13 +78,13 @@ class StepModel(Struct, frozen=True, kw_only=True):
     most_attended: float
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
-        """How long a step takes; not to be asked of an empty one.
+        """Return the duration of a step, which must not be empty.
 
         Args:
-            prefill_tokens: Tokens of all chunks of prompts in the step, of one attention group.
-            prefill_pairs: What they attend to: the sum over chunks of `pairs(new, context)`.
+            prefill_tokens: Tokens of all prompt chunks in the step, for one attention group.
+            prefill_pairs: Sum over the chunks of `pairs(new, context)`.
             decodes: Sequences that get one token each.
-            decode_context: Tokens of their contexts, all together.
+            decode_context: Sum of the lengths of their contexts, in tokens.
         """
         tokens = prefill_tokens + decodes
         pairs_most = prefill_tokens * self.most_attended
@@ -105,12 +105,12 @@ class StepModel(Struct, frozen=True, kw_only=True):
         return time
 
     def step_time(self, prefill_tokens: int, prefill_pairs: float, decodes: int, decode_context: int) -> Nanos:
-        """`seconds`, in whole nanoseconds."""
+        """Return `seconds` in whole nanoseconds."""
         return Nanos(int(self.seconds(prefill_tokens, prefill_pairs, decodes, decode_context) * SECOND))
 
 
 def pairs(new_tokens: float, context_tokens: float) -> float:
-    """How many pairs of tokens a chunk's attention covers: each new token sees the context, and the new ones before it."""
+    """Return the number of token pairs in a chunk's attention: each new token sees the context and the new tokens before it."""
     return new_tokens * (context_tokens + 0.5 * new_tokens)
 
 
@@ -141,7 +141,7 @@ def work(placement: ShardedModel) -> StepWork:
     model, gpu, way = placement.model, placement.gpu, placement.parallelism
     number = model.precision
     ranks = way.tp * way.dp
-    output = model.hidden * model.vocabulary  # the embedding that logits are made with; in bf16
+    output = model.hidden * model.vocabulary  # the output embedding, in bf16
     dense = model.dense_parameters * stored_bytes(number.weights) + 2.0 * output
     routed = model.moe_layers * model.expert_parameters
     seen = model.window_layers * model.window * model.heads * (model.key_dim + model.value_dim)
@@ -166,7 +166,7 @@ def work(placement: ShardedModel) -> StepWork:
 
 
 def _context_seconds(placement: ShardedModel) -> float:
-    """Reading one token's KV; with MLA, multiplying with it weighs as much: all heads share one vector."""
+    """Return the time for one token of context. With MLA, multiplying takes as long as reading, because all heads share one vector."""
     model, gpu = placement.model, placement.gpu
     read = model.kv_bytes_per_token / placement.kv_ranks / gpu.bandwidth
     if model.attention is not Attention.LATENT:
@@ -176,7 +176,7 @@ def _context_seconds(placement: ShardedModel) -> float:
 
 
 def _exchanges(placement: ShardedModel) -> float:
-    """Collective operations of a step; among 2 GPUs each counts 1, and half more for every doubling."""
+    """Return the number of collective operations of a step. One among 2 GPUs counts 1, and half more for every doubling."""
     model, way = placement.model, placement.parallelism
     attention = model.layers * _rounds(way.tp)
     if way.dp == 1:
@@ -189,7 +189,7 @@ def _rounds(ranks: int) -> float:
 
 
 def _exchange_seconds(placement: ShardedModel) -> float:
-    """Of one token's hidden states, in bf16, through the links: all-reduces, and where groups meet, to the experts and back."""
+    """Return the time of one token's hidden states on the links: all-reduces, and with several groups the way to the experts and back."""
     model, gpu, way = placement.model, placement.gpu, placement.parallelism
     num_bytes = 2.0 * model.hidden
     ranks = way.tp * way.dp
@@ -201,6 +201,6 @@ def _exchange_seconds(placement: ShardedModel) -> float:
 
 
 def group_bandwidth(gpu: Gpu, ranks: int) -> float:
-    """Bytes a second that one of so many GPUs can send to the others, the slowest link on the way."""
+    """Return the bytes a second that one of `ranks` GPUs can send to the others, by the slowest link."""
     link: GpuLink = gpu.in_node if ranks <= gpu.gpus_per_node else gpu.between_nodes
     return link.bandwidth * min(link.links, max(1, ranks - 1))

@@ -1,14 +1,15 @@
-"""etcd as the directory of workers: one key each, under a lease that etcd ends.
+"""etcd directory: one key per worker, under a lease that etcd ends.
 
 Rules:
 
-1. A key belongs to the lease under which it was last written. So the end of an older process's lease, or its goodbye (which is the
-   end of that lease and nothing else), does not touch the key of its successor.
-2. The last one to begin has the key. From then on a worker keeps its lease alive and looks whether the key is still under it: where it
-   is gone it is written anew, where it is under another's the worker has been replaced.
-3. A router reads all keys, watches for a third of a lease, and reads them again. What it reads is alive, since etcd has ended the
-   leases of the others. A watch that went silent thus costs one round at most, and a compaction nothing.
-4. A member of etcd that is cut off from the others must not be believed: reads are linearizable and watches need a leader.
+1. A key belongs to the lease under which it was last written. So the end of an older process's lease, or its
+   deregistration (which only ends that lease), does not touch the key of its successor.
+2. The incarnation that started last owns the key. From then on a worker keeps its lease alive and checks that the key
+   is still under it. A missing key is written again; a key under another lease means that the worker was replaced.
+3. A router reads all keys, watches for a third of a lease, and reads them again. Every key that it reads is valid,
+   because etcd has removed the others. So a silent watch costs one round, and a compaction nothing.
+4. An etcd member that is cut off from the others must not be believed: reads are linearizable and watches need a
+   leader.
 """
 
 import asyncio
@@ -33,21 +34,24 @@ from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)
 
-ROUNDS = 3  # in a lease
+ROUNDS = 3  # per lease
 LEADER = (("hasleader", "true"),)
 
 
 class EtcdRegistrationKey(Struct, frozen=True):
-    """A worker's key, as this process has written it."""
+    """A worker's key as this process has written it."""
 
     lease: int
 
 
 class EtcdDirectory:
-    """Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`; an async context manager that owns its channels."""
+    """Directory in etcd. Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`.
+
+    It is an async context manager that owns its channels.
+    """
 
     def __init__(self, settings: EtcdDiscovery) -> None:
-        """Nothing is dialled yet.
+        """Prepare; nothing is dialled yet.
 
         Raises:
             ConfigurationRefused: A file of `credentials` cannot be read.
@@ -103,10 +107,10 @@ class EtcdDirectory:
             raise DirectoryUnreachable("etcd: it does not take a watch") from error
 
     async def _publish(self, channel: grpc.aio.Channel, record: WorkerRecord) -> None:
-        """Write the key, or keep it.
+        """Write the key, or renew its lease.
 
         Raises:
-            Superseded: The key is another's.
+            WorkerSuperseded: Another process owns the key.
             AioRpcError: etcd did not do it.
         """
         me = (record.worker_id, record.incarnation)
@@ -139,7 +143,7 @@ class EtcdDirectory:
         return await rpc.KVStub(channel).Range(asked, timeout=CALL_SECONDS)
 
     async def _changes(self, revision: int) -> AsyncIterator[Any]:
-        """Events from a revision on, until the round is over."""
+        """Yield the changes since a revision, until the round is over."""
         created = rpc.WatchCreateRequest(
             key=self._prefix, range_end=_after(self._prefix), start_revision=revision, progress_notify=False
         )
@@ -155,7 +159,7 @@ class EtcdDirectory:
                 except TimeoutError:
                     return
                 if answer is grpc.aio.EOF or answer.canceled:
-                    return  # compacted, or no leader: all keys are read next, which says so if it lasts
+                    return  # compacted or without a leader; the next read shows whether that lasts
                 for event in answer.events:
                     yield event
         finally:
@@ -165,16 +169,16 @@ class EtcdDirectory:
         return self._prefix + quote(worker_id, safe="").encode()
 
     def _named(self, key: bytes) -> WorkerId | None:
-        """Whose key it is; None where it is nobody's."""
+        """Return the worker of a key; None if it is no worker's key."""
         worker_id = WorkerId(unquote(key[len(self._prefix) :], errors="replace"))
         return worker_id if self._key(worker_id) == key else None
 
     def _seen(self, pair: Any) -> RecordSeen | None:
-        """None where somebody wrote what is no record."""
+        """Return the record of a key; None if the value is not one."""
         try:
             record = msgspec.json.decode(pair.value, type=WorkerRecord)
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
-            log.warning("a key in the directory of workers is no record", extra={"key": pair.key[:200]})
+            log.warning("key ignored, its value is not a worker record", extra={"key": pair.key[:200]})
             return None
         return RecordSeen(record=record) if self._key(record.worker_id) == pair.key else None
 
@@ -186,7 +190,7 @@ async def _begin_lease(channel: grpc.aio.Channel, seconds: int) -> int:
 
 
 async def _keep_alive(channel: grpc.aio.Channel, lease: int) -> bool:
-    """Whether the lease was still there."""
+    """Return True if the lease still exists."""
     call = rpc.LeaseStub(channel).LeaseKeepAlive(iter([rpc.LeaseKeepAliveRequest(ID=lease)]), timeout=CALL_SECONDS)
     try:
         answer = await call.read()
@@ -204,6 +208,6 @@ async def _end_lease(channel: grpc.aio.Channel, lease: int) -> None:
 
 
 def _after(prefix: bytes) -> bytes:
-    """The first key after all that begin so; etcd's own way to ask for a prefix."""
+    """Return the first key after all keys with this prefix, as etcd expects it."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"

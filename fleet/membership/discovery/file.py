@@ -1,13 +1,14 @@
-"""A folder as the directory of workers: one file each, replaced as a whole.
+"""File directory: a folder with one file per worker.
 
 Rules:
 
-1. A file is written beside its place and renamed into it, so that it is never read in parts. A folder that is shared over a network
-   needs no more than that of its file system: no locks, no notifications, no clocks that agree.
-2. A renewal is a number that grows. Routers count a lease from when they saw the number change; times of files mean nothing.
-3. The last one to begin has the file: who finds another incarnation in its place when renewing has been replaced.
-4. What is in the folder and is no record, or not that of the worker whose place it takes (a copy, which would renew a dead worker
-   in turns with the record itself), is passed over, and said once.
+1. A file is written under another name and renamed, so that it is never read half-written. A shared network folder
+   needs nothing else from its file system: no locks, no notifications, no equal clocks.
+2. A renewal is a growing number. A router starts a lease when it sees the number change; file times are ignored.
+3. The incarnation that started last owns the file. One that finds another incarnation's file when it renews was
+   replaced.
+4. A file that is no record is ignored and logged once. So is a copy under another name, which would renew a dead worker
+   in turns with the original.
 """
 
 import asyncio
@@ -32,28 +33,28 @@ from workers.ports import RegistryUnreachable, WorkerSuperseded
 log = logging.getLogger(__name__)
 
 SUFFIX = ".worker.json"
-MAX_BYTES = 64 << 10  # of a record, which has a few hundred
-LONGEST_NAME = 200  # file systems take 255 bytes
+MAX_BYTES = 64 << 10  # a record has a few hundred
+LONGEST_NAME = 200  # file systems allow 255 bytes
 
 
 class DiscoveryFileEntry(WorkerRecord, frozen=True, kw_only=True):
-    """What is in a file."""
+    """Content of a file."""
 
     renewals: int
 
 
 class FileDirectory(StatelessDirectory):
-    """Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`."""
+    """Directory in a folder. Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`."""
 
     def __init__(self, settings: FileDiscovery) -> None:
-        """Nothing is read or written yet.
+        """Prepare; nothing is read or written yet.
 
         Raises:
-            ConfigurationRefused: The folder is not there.
+            ConfigurationRefused: The folder does not exist.
         """
         self._settings = settings
         self._folder = Path(settings.folder)
-        self._renewals: dict[tuple[WorkerId, Incarnation], int] = {}  # of workers that were published here
+        self._renewals: dict[tuple[WorkerId, Incarnation], int] = {}  # of workers that this process has published
         self._passed_over: set[str] = set()
         if not self._folder.is_dir():
             raise ConfigurationRefused(f"discovery.folder: {self._folder} is not a folder; make it, or mount it")
@@ -90,7 +91,7 @@ class FileDirectory(StatelessDirectory):
             yield DirectoryListing(all=tuple(map(_seen, entries)))
             await asyncio.sleep(self._settings.poll_ms / 1000)
 
-    # In a thread.
+    # Called in threads
 
     def _publish(self, entry: DiscoveryFileEntry) -> None:
         path = self._path(entry.worker_id)
@@ -123,9 +124,7 @@ class FileDirectory(StatelessDirectory):
             elif path.exists():
                 passed_over.add(path.name)
                 if path.name not in self._passed_over:
-                    log.warning(
-                        "a file in the directory of workers is no record of its worker", extra={"path": str(path)}
-                    )
+                    log.warning("file ignored, it is not the record of its worker", extra={"path": str(path)})
         self._passed_over = passed_over
         return entries
 
@@ -137,7 +136,10 @@ class FileDirectory(StatelessDirectory):
 
 
 def _entry(path: Path) -> DiscoveryFileEntry | None:
-    """What a file says; None where there is none, or no record in it. Whoever opens a pipe waits for its writer."""
+    """Return the content of a file; None if there is no valid one.
+
+    Special files are not opened, because a pipe would block.
+    """
     try:
         if not path.is_file():
             return None

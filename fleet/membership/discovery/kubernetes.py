@@ -1,18 +1,19 @@
-"""The Kubernetes API as the directory of workers: a Lease each, and an EndpointSlice where a Service is to have it.
+"""Kubernetes directory: a Lease per worker, and an EndpointSlice if a Service needs one.
 
 Rules:
 
-1. A worker's Lease carries its record in an annotation; the holder is the worker's id, which is its pod's name. The last incarnation to
-   begin takes it over; who finds another one's record when renewing has been replaced. Every write names the version that it is based
-   on, so that of two writers one is told so.
-2. A renewal is another `renewTime`. Routers compare it with the one they saw before and never with a clock: nodes' clocks may differ.
-3. A router lists, watches until the watch ends, is too old (410) or says nothing for `SILENCE_SECONDS`, and lists again.
-4. What is written here goes, whatever becomes of its worker. The Lease belongs to the worker's pod, the EndpointSlice to the Lease; and a
-   Lease that nobody renews is removed by whoever follows it, in the version that has ended (`fleet.membership.discovery.lease_expiry`): who was believed
-   dead makes it anew with its next renewal.
-5. A worker's EndpointSlice has one endpoint, itself, and is written when the worker takes its Lease and deleted with it. Until it
-   is written the worker is not registered.
-6. A Lease of the same name that is not of this cluster is left alone.
+1. A worker's Lease carries its record in an annotation; the holder is the worker's id, which is its pod's name. The
+   incarnation that started last takes the Lease over. One that finds another record when it renews was replaced. Every
+   write names the version that it is based on, so one of two concurrent writers fails.
+2. A renewal changes `renewTime`. Routers compare it with the previous value and never with a clock, because the clocks
+   of nodes may differ.
+3. A router lists, watches until the watch ends, expires (410) or is silent for `SILENCE_SECONDS`, and lists again.
+4. Nothing stays for ever. The Lease belongs to the worker's pod, and the EndpointSlice to the Lease. A router deletes a
+   Lease that nobody renews, in the version that has ended (`lease_expiry.py`); a worker that lives after all makes it
+   again.
+5. A worker's EndpointSlice has one endpoint. It is written when the worker takes its Lease and deleted with it. Until
+   it is written the worker is not registered.
+6. A Lease of the same name from another cluster is left alone.
 """
 
 import asyncio
@@ -56,23 +57,26 @@ WARM = f"{GROUP}/warm-blocks"
 AGENT = MANAGER = "fleet-worker"
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,200}[a-z0-9])?")
 
-SILENCE_SECONDS = 30.0  # workers renew more often: what is silent for longer is cut, or has none
-SWEEP_SECONDS = 1.0  # between two looks for leases that have ended
+SILENCE_SECONDS = 30.0  # workers renew more often, so a silent watch is broken or has none
+SWEEP_SECONDS = 1.0  # between two checks for ended leases
 EXPIRED = 410
-LONGEST_EVENT = 2 << 20  # bytes; an object is 1.5 MiB at most where etcd keeps it
-TRIES = 3  # of a write that others' writes come before
-MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)  # what is not as the API has it
+LONGEST_EVENT = 2 << 20  # bytes; with etcd an object has at most 1.5 MiB
+TRIES = 3  # of a write that conflicts with others
+MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)  # errors of a malformed object
 
 
 class LeaseWatchEvent(Struct, frozen=True):
-    """A line of a watch."""
+    """One line of a watch."""
 
     type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
     object: Manifest
 
 
 class KubernetesDirectory:
-    """Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`; an async context manager that owns its connections."""
+    """Directory in Kubernetes. Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`.
+
+    It is an async context manager that owns its connections.
+    """
 
     def __init__(
         self,
@@ -81,13 +85,14 @@ class KubernetesDirectory:
         now_unix_ms: Callable[[], int] = unix_milliseconds,
         warm_blocks: Callable[[], int] | None = None,
     ) -> None:
-        """Nothing is read yet.
+        """Prepare; nothing is read yet.
 
         Args:
-            settings: Where, and for which cluster.
-            clock: By which leases end; None: the system's.
-            now_unix_ms: For people who read the Lease; nothing is decided by it.
-            warm_blocks: Of a worker, said anew with each renewal: what it would cost to end it (`operators.observed.registrations`).
+            settings: The cluster and how to reach the API server.
+            clock: Measures leases; None: the system's.
+            now_unix_ms: Clock for people who read the Lease; nothing is decided by it.
+            warm_blocks: Worker only: the number of its warm blocks, published with each renewal as the cost of ending
+                it.
         """
         self._settings = settings
         self._clock = clock or SystemClock()
@@ -96,15 +101,15 @@ class KubernetesDirectory:
         self._pod = OwnPod(settings.pod, settings.pod_uid) if settings.pod else None
         self._unrenewed = LeaseExpiry()
         self._may_remove = True
-        self._held: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # Leases as they were last written here
-        self._sliced: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # their EndpointSlices, likewise
+        self._held: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # Leases as this process wrote them
+        self._sliced: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # EndpointSlices as this process wrote them
         self._last_ms = 0
 
     async def __aenter__(self) -> Self:
-        """Connect when first asked.
+        """Open the client, which connects with the first call.
 
         Raises:
-            ConfigurationRefused: It is not said how to reach the API.
+            ConfigurationRefused: The settings do not say how to reach the API server.
         """
         if self._pod is None and not self._settings.kubeconfig:
             self._pod = own_pod()
@@ -143,7 +148,7 @@ class KubernetesDirectory:
                     return
                 name = held["metadata"]["name"]
                 if await self._objects.delete_lease(name, held["metadata"]["resourceVersion"]):
-                    if sliced is not None:  # the collector of garbage would take its time
+                    if sliced is not None:  # garbage collection would take longer
                         await self._objects.delete_slice(name, sliced["metadata"]["resourceVersion"])
                     return
                 held = await self._objects.lease(name)
@@ -167,7 +172,7 @@ class KubernetesDirectory:
                     yield RecordMissing(worker_id=seen.record.worker_id) if event.type == "DELETED" else seen
 
     async def _events(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[LeaseWatchEvent, None]:
-        """Of a watch, until it ends, has expired or fallen silent. Meanwhile leases that have ended are removed."""
+        """Yield the events of a watch until it ends, expires or is silent. Meanwhile, remove leases that have ended."""
         begun, silent = b"", 0.0
         while silent < SILENCE_SECONDS:
             try:
@@ -190,7 +195,7 @@ class KubernetesDirectory:
                 await self._remove(ended)
 
     def _look(self, lease: Manifest, *, gone: bool = False) -> RecordSeen | None:
-        """What is to be known of a Lease that the API tells of; None: it is no worker's."""
+        """Return the record of a Lease; None if it is no worker's."""
         if (seen := _seen(lease)) is not None:
             name = lease["metadata"]["name"]
             if gone:
@@ -201,23 +206,23 @@ class KubernetesDirectory:
         return seen
 
     async def _remove(self, ended: ExpiredLease) -> None:
-        """A Lease that nobody renews, if it is still as it was."""
+        """Delete a Lease that has ended, unless it has changed."""
         if not self._may_remove:
             return
         try:
             if await self._objects.delete_lease(ended.name, ended.version):
-                log.info("removed the lease of a worker that is gone", extra={"lease": ended.name})
+                log.info("lease of a dead worker removed", extra={"lease": ended.name})
         except ApiException as error:
             if error.status != FORBIDDEN:
                 raise
             self._may_remove = False
-            log.warning("leases of dead workers stay: the service account has not the verb delete")
+            log.warning("leases of dead workers stay, the service account lacks the verb delete")
 
     async def _renew(self, record: WorkerRecord) -> bool:
-        """False where there is nothing to renew.
+        """Renew the Lease; return False if there is none.
 
         Raises:
-            Superseded: The Lease is another's.
+            WorkerSuperseded: Another process owns the Lease.
         """
         me = (record.worker_id, record.incarnation)
         if (held := self._held.get(me)) is None:
@@ -246,10 +251,10 @@ class KubernetesDirectory:
         raise RegistryUnreachable(f"the lease {held['metadata']['name']} changes all the time")
 
     async def _take(self, record: WorkerRecord) -> None:
-        """Make the Lease, or take it over from an incarnation before.
+        """Create the Lease, or take it over from an earlier incarnation.
 
         Raises:
-            RegistryUnreachable: It is somebody else's, or others write it all the time.
+            RegistryUnreachable: It belongs to another cluster, or others write it all the time.
         """
         name = _name(record.worker_id)
         for _ in range(TRIES):
@@ -271,7 +276,7 @@ class KubernetesDirectory:
         raise RegistryUnreachable(f"the lease {self._namespace}/{name} changes all the time")
 
     def _lease(self, record: WorkerRecord, found: Manifest | None) -> Manifest:
-        """The Lease with the record in it, renewed now, in place of what was found."""
+        """Return the Lease with the record, renewed now, based on the one that was found."""
         now = self._now()
         before: Manifest = {} if found is None else found["spec"]
         taken = found is None or _incarnation(found) != record.incarnation
@@ -326,20 +331,20 @@ class KubernetesDirectory:
         return metadata
 
     def _labels(self) -> dict[str, str]:
-        """By which its leases are found."""
+        """Return the labels by which routers find the Lease."""
         return {REGISTRATION: "worker", CLUSTER: self._settings.cluster}
 
     def _now(self) -> str:
-        """As `MicroTime` has it; later than the last one, whatever the clock does."""
+        """Return the time as `MicroTime`, later than the previous one even if the clock steps back."""
         self._last_ms = max(self._last_ms + 1, self._now_unix_ms())
         return datetime.fromtimestamp(self._last_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 async def _client(settings: KubernetesDiscovery) -> client.ApiClient:
-    """What speaks to the API.
+    """Build the API client.
 
     Raises:
-        ConfigurationRefused: There is no service account, or no such file.
+        ConfigurationRefused: There is no service account or no such file.
     """
     try:
         configuration = await api_configuration(settings.kubeconfig)
@@ -351,10 +356,10 @@ async def _client(settings: KubernetesDiscovery) -> client.ApiClient:
 
 
 def _namespace(settings: KubernetesDiscovery) -> str:
-    """Where the leases are.
+    """Return the namespace of the leases.
 
     Raises:
-        ConfigurationRefused: None is named, and this is no pod.
+        ConfigurationRefused: None is named, and this process is not in a pod.
     """
     namespace = settings.namespace or own_namespace()
     if not namespace:
@@ -363,10 +368,10 @@ def _namespace(settings: KubernetesDiscovery) -> str:
 
 
 def _event(line: bytes) -> LeaseWatchEvent | None:
-    """What a watch says; None: that it has expired.
+    """Decode a line of a watch; None: the watch has expired.
 
     Raises:
-        DirectoryUnreachable: The server says that it cannot watch, for another reason: listing again at once would only add to that.
+        DirectoryUnreachable: The server cannot watch, for another reason; listing at once would add to its load.
     """
     event = msgspec.json.decode(line, type=LeaseWatchEvent)
     if event.type != "ERROR":
@@ -401,7 +406,7 @@ def _said(error: Exception) -> str:
 
 
 def _name(worker_id: WorkerId) -> str:
-    """The worker's id, as it is of a pod; where it is no name, what stands for it."""
+    """Return the worker's id if it is a valid object name, else a name made from its hash."""
     if NAME.fullmatch(worker_id):
         return worker_id
     return f"worker-{hashlib.sha256(worker_id.encode()).hexdigest()[:32]}"
@@ -413,13 +418,13 @@ def _incarnation(lease: Manifest) -> Incarnation | None:
 
 
 def _seen(lease: Manifest) -> RecordSeen | None:
-    """None where somebody made a Lease with our label and no record."""
+    """Return the record of a Lease; None if it has our label without a valid record."""
     try:
         record = msgspec.json.decode(lease["metadata"]["annotations"][RECORD], type=WorkerRecord)
         return RecordSeen(record=record, renewal=lease["spec"]["renewTime"])
     except (KeyError, TypeError, msgspec.DecodeError, RecursionError):
         log.warning(
-            "a lease with the label of workers has no record",
+            "lease ignored, it has the label of workers but no record",
             extra={"lease": str(lease.get("metadata", {}).get("name"))[:200]},
         )
         return None

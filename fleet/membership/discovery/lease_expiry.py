@@ -1,9 +1,10 @@
-"""Which Leases somebody has seen for so long without a renewal that they have ended. Pure.
+"""Lease expiry: finds Kubernetes Leases that nobody has renewed in time.
 
 Rules:
 
-1. A Lease counts from when its present version was first seen, by the clock of whoever sees it: clocks of two machines are never compared.
-2. Which version that was is said too. Who removes a Lease names it, so that one that was renewed meanwhile, unseen, stays.
+1. A Lease counts from the time at which its present version was first seen, by the clock of this process. Clocks of two
+   machines are never compared.
+2. The result names the version. A removal states it, so that a Lease that was renewed meanwhile stays.
 """
 
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from fleet.core.clock import Nanos
 
 
 class ExpiredLease(Struct, frozen=True):
-    """A Lease that is over."""
+    """A Lease that has ended."""
 
     name: str
     version: str
@@ -26,29 +27,29 @@ class _ObservedVersion(Struct, frozen=True):
 
 
 class LeaseExpiry:
-    """What is known of the Leases of one directory. Its size is that of the directory."""
+    """Known versions of the Leases of one directory. Its size is that of the directory."""
 
     def __init__(self) -> None:
         self._held: dict[str, _ObservedVersion] = {}
 
     def saw(self, name: str, version: str, lease: Nanos, now: Nanos) -> None:
-        """It is there, in this version."""
+        """Record that the Lease exists in this version."""
         known = self._held.get(name)
         if known is None or known.version != version:
             self._held[name] = _ObservedVersion(version, Nanos(now + lease))
 
     def gone(self, name: str) -> None:
-        """It is not there."""
+        """Record that the Lease does not exist."""
         self._held.pop(name, None)
 
     def only(self, names: Iterable[str]) -> None:
-        """No others are there."""
+        """Record that no other Leases exist."""
         there = set(names)
         for name in [each for each in self._held if each not in there]:
             del self._held[name]
 
     def ended(self, now: Nanos) -> list[ExpiredLease]:
-        """Those that are over, each once in a version."""
+        """Return the Leases that have ended, each once per version."""
         over = [ExpiredLease(name, held.version) for name, held in self._held.items() if held.ends <= now]
         for each in over:
             del self._held[each.name]

@@ -1,4 +1,4 @@
-"""A directory of workers in memory, for one process: tests and simulated clusters."""
+"""In-memory directory of workers for one process, used by tests and simulated clusters."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,7 +13,7 @@ from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 
 class _SharedRecords:
-    """What all views of one directory share."""
+    """Content that all views of one directory share."""
 
     def __init__(self) -> None:
         self.seen: dict[WorkerId, RecordSeen] = {}
@@ -27,7 +27,7 @@ class _SharedRecords:
 
 
 class MemoryDirectory(StatelessDirectory):
-    """Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`."""
+    """Directory in memory. Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`."""
 
     def __init__(self, lease_seconds: int = 9) -> None:
         self._lease_seconds = lease_seconds
@@ -36,13 +36,13 @@ class MemoryDirectory(StatelessDirectory):
         self._watchers: set[asyncio.Queue[DirectoryReading | None]] = set()
 
     def beside(self) -> "MemoryDirectory":
-        """Another way to the same content, to be cut by itself."""
+        """Return another view of the same content, which can be cut off alone."""
         other = MemoryDirectory(self._lease_seconds)
         other._content = self._content
         return other
 
     def cut(self) -> None:
-        """Nothing gets through this way any more."""
+        """Cut this view off from the content."""
         self._reachable = False
         for watcher in self._watchers:
             watcher.put_nowait(None)
@@ -75,7 +75,7 @@ class MemoryDirectory(StatelessDirectory):
     async def readings(self) -> AsyncGenerator[DirectoryReading, None]:
         if not self._reachable:
             raise DirectoryUnreachable("it was cut off")
-        watcher: asyncio.Queue[DirectoryReading | None] = asyncio.Queue()  # of what one process writes to itself
+        watcher: asyncio.Queue[DirectoryReading | None] = asyncio.Queue()  # holds what this process itself writes
         for watchers in (self._watchers, self._content.watchers):
             watchers.add(watcher)
         try:

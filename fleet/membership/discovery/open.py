@@ -1,17 +1,17 @@
-"""Directories of workers by their settings. Each technology is loaded where it is used: two of them are optional."""
+"""Directories of workers, opened by their settings. Each technology is imported only where it is used."""
 
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self, assert_never
 
 from fleet.core.discovery import Discovery, EtcdDiscovery, FileDiscovery, KubernetesDiscovery
-from fleet.core.errors import ConfigurationRefused
+from fleet.core.errors import missing_package
 from fleet.membership.ports import Directory
 from workers.ports import Registry
 
 
 class StatelessDirectory:
-    """Of a directory that holds nothing open between two calls: its context does nothing."""
+    """Context manager methods of a directory without open connections."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -19,11 +19,11 @@ class StatelessDirectory:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What is in it stays."""
+        """Leave the records as they are."""
 
 
 class OpenDirectory(Directory, Registry, Protocol):
-    """For workers a registry, for routers a directory; used within its context."""
+    """A directory that is also the registry of workers; use it within its context."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -33,10 +33,12 @@ class OpenDirectory(Directory, Registry, Protocol):
 
 
 def open_directory(settings: Discovery, warm_blocks: Callable[[], int] | None = None) -> OpenDirectory:
-    """To be entered before it is used; `warm_blocks` of a worker is told where somebody reads it, which is Kubernetes.
+    """Return the directory of the settings, to be used as a context manager.
+
+    `warm_blocks` of a worker is published where somebody reads it, which is in Kubernetes.
 
     Raises:
-        ConfigurationRefused: A package is not installed, or what the settings name is not there.
+        ConfigurationRefused: A package is not installed, or the settings name something that does not exist.
     """
     match settings:
         case FileDiscovery():
@@ -47,17 +49,13 @@ def open_directory(settings: Discovery, warm_blocks: Callable[[], int] | None = 
             try:
                 from fleet.membership.discovery.etcd import EtcdDirectory  # noqa: PLC0415 - optional
             except ImportError as error:
-                raise _not_installed("aetcd", "etcd") from error
+                raise missing_package("discovery", "aetcd", "etcd") from error
             return EtcdDirectory(settings)
         case KubernetesDiscovery():
             try:
                 from fleet.membership.discovery.kubernetes import KubernetesDirectory  # noqa: PLC0415 - optional
             except ImportError as error:
-                raise _not_installed("kubernetes", "kubernetes") from error
+                raise missing_package("discovery", "kubernetes", "kubernetes") from error
             return KubernetesDirectory(settings, warm_blocks=warm_blocks)
         case _:
             assert_never(settings)
-
-
-def _not_installed(package: str, extra: str) -> ConfigurationRefused:
-    return ConfigurationRefused(f"discovery: needs the package {package}: pip install 'fleet-serving[{extra}]'")

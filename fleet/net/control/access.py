@@ -1,11 +1,12 @@
-"""Access to control ports, a router's and a worker's: what they ask of callers, and what callers prove.
+"""Access control of control ports (router and worker): what callers must prove, and what clients send as proof.
 
 Rules:
 
-1. A Unix socket asks for nothing: the mode of its file, and of the folder around it, keeps other users out.
-2. Over TCP callers show a certificate, or their calls carry proofs of a secret (`kvstore.security.call_proofs`). Routers and workers refuse
-   to listen without either (`RouterSettings`, `WorkerSettings`), unless their settings say that everybody on the network is trusted.
-3. Health checks and reflection need no proof. They tell whether the process serves, and what is in the .proto files anyway.
+1. A Unix socket requires no proof: the modes of its file and folder keep other users out.
+2. Over TCP a caller shows a certificate, or its calls carry proofs of a secret (`kvstore.call_proofs`). Routers and
+   workers refuse to listen without either (`RouterSettings`, `WorkerSettings`), unless their settings declare the
+   network as trusted.
+3. Health checks and reflection need no proof. They reveal only whether the process serves and the public .proto files.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,22 +26,22 @@ from kvstore.security.tls_diagnosis import diagnose_address
 
 REFLECTION = "/grpc.reflection."
 DIAGNOSIS_SECONDS = 0.5
-"""For each of the few steps of a TLS diagnosis, after a call that has failed already."""
+"""The limit for each step of a TLS diagnosis after a failed call."""
 
 
 class ControlAccess:
-    """Credentials of a control port, read from their files."""
+    """Loaded credentials of a control port."""
 
     def __init__(self, access: LoadedCredentials = OPEN) -> None:
         self._access = access
 
     @property
     def asks(self) -> bool:
-        """True if callers over TCP have to prove who they are."""
+        """Whether callers over TCP must prove who they are."""
         return bool(self._access.control_key or (self._access.certificate and self._access.authority))
 
     def server(self, *, shared: bool = False) -> grpc.aio.Server:
-        """Make a server that asks its callers for proofs.
+        """Return a server that requires proofs from its callers.
 
         Args:
             shared: Whether other processes may listen on the same port.
@@ -50,10 +51,10 @@ class ControlAccess:
         return grpc.aio.server(options=options, interceptors=[_ProofInterceptor(key)] if key else [])
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Have the server listen at an address; returns the port.
+        """Bind the server to an address; return the port.
 
         Raises:
-            RuntimeError: It cannot be bound.
+            RuntimeError: The address cannot be bound.
         """
         return self._access.bind(server, address)
 
@@ -62,15 +63,15 @@ class ControlAccess:
         return self._access.channel(address, CHANNEL_OPTIONS)
 
     def aio_channel(self, address: str) -> grpc.aio.Channel:
-        """Return a channel for calls on an event loop that carry the proofs."""
+        """Return a channel for asyncio calls that carry the proofs."""
         return self._access.aio_channel(address, CHANNEL_OPTIONS)
 
     def diagnose(self, address: str, field: str) -> str:
-        """Return why there is no connection over TLS to a control port; empty where TLS is not the cause. Takes some seconds at most.
+        """Return why TLS to a control port fails; empty if TLS is not the cause. This takes some seconds at most.
 
         Args:
-            address: Of the control port.
-            field: Of the settings, where the credentials stand; the answer names fields in it.
+            address: The control port.
+            field: The settings field of the credentials; the answer names fields in it.
         """
         if is_unix_socket(address):
             return ""
@@ -78,15 +79,15 @@ class ControlAccess:
 
 
 OPEN_ACCESS = ControlAccess()
-"""Asks for nothing, and proves nothing."""
+"""Requires nothing and proves nothing."""
 
 
 def load_control_access(field: str, credentials: Credentials) -> ControlAccess:
-    """Read the files of credentials for a control port.
+    """Read the files of the credentials of a control port.
 
     Args:
-        field: Of the settings; messages begin with it.
-        credentials: What they say.
+        field: The settings field, for error messages.
+        credentials: The file names.
 
     Raises:
         ConfigurationRefused: A file cannot be used.
@@ -98,9 +99,9 @@ def load_control_access(field: str, credentials: Credentials) -> ControlAccess:
 
 
 def caller_name(context: Any) -> str:
-    """Return who makes a call to a control port, as far as limits for each caller tell callers apart.
+    """Return the name by which limits tell the callers of a control port apart.
 
-    That is the name in the certificate that the caller has shown; else the host that it calls from; on a Unix socket the user of it.
+    It is the name in the caller's certificate, else the caller's host, or the user on a Unix socket.
     """
     names: Sequence[bytes] = context.auth_context().get("x509_common_name") or ()
     if names:
@@ -110,12 +111,12 @@ def caller_name(context: Any) -> str:
 
 
 def is_unix_socket(address: str) -> bool:
-    """True if an address is a Unix socket, whose file protects it."""
+    """Return whether an address is a Unix socket, which its file protects."""
     return bool(unix_path(address))
 
 
 class _ProofInterceptor(ProofServerInterceptor):
-    """The proofs of a control port (rule 3)."""
+    """Checks the proofs of calls (rule 3)."""
 
     async def intercept_service(
         self,

@@ -1,13 +1,13 @@
-"""Control addresses on this machine: where a router listens for what is not for clients, and how commands find it.
+"""Control addresses on this machine: where a router without `control_listen` listens, and how commands find it.
 
 Rules:
 
-1. A router without `control_listen` listens at a Unix socket that only its own user can reach. The socket's path follows from the
-   router's gRPC address, so whoever knows that address, and is the same user, finds it. Its folder is in that of TMPDIR, as far as
-   that has a short path, else in /tmp; a caller looks in both, and so finds every router that has its TMPDIR or none.
-2. The folder belongs to the user alone: it is made with mode 0700, and one that is a link, another user's, or open to others is
-   refused. Another user can so keep a router from starting, but cannot stand between it and its callers.
-3. A socket at which a process listens is not taken from it; one that a killed process has left is replaced.
+1. A router without `control_listen` listens on a Unix socket that only its own user can reach. The path of the socket
+   follows from the router's gRPC address, so another process of the same user finds it. Its folder is in TMPDIR if that
+   path is short enough, else in /tmp. A caller looks in both, and so finds every router with the same TMPDIR or none.
+2. The folder belongs to the user alone. It is made with mode 0700; a link, another user's folder, or one that is open
+   to others is refused. Another user can thus prevent a router from starting, but cannot intercept its callers.
+3. A socket on which a process listens is never replaced; one that a killed process left behind is.
 4. A cluster of `fleet up` has its socket in its own private folder instead (`fleet.local.runs`).
 """
 
@@ -23,7 +23,7 @@ from kvstore.errors import StoreNotStarted
 from kvstore.net import unix_sockets as sockets
 from kvstore.net.addresses import unix_path
 
-LONGEST_PARENT = 40  # characters, so that sockets stay below the 107 that Unix allows
+LONGEST_PARENT = 40  # characters, so that socket paths stay within Unix's 107
 DEFAULT_PARENT = "/tmp"  # noqa: S108 - see `private_folder`
 ALTERNATIVES = "set control_listen to a unix:/path of your own, or to host:port with control_credentials"
 EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
@@ -31,13 +31,13 @@ THIS_HOST = ("127.0.0.1", "localhost", "[::1]", *EVERY_HOST)
 
 
 def control_folder() -> Path:
-    """Return the folder of this user's control sockets; it may not be there."""
+    """Return the folder of this user's control sockets, which may not exist."""
     parent = tempfile.gettempdir()
     return _folder_in(parent if len(parent) <= LONGEST_PARENT else DEFAULT_PARENT)
 
 
 def control_socket(grpc_address: str) -> str:
-    """Return the control address, as ``unix:/path``, of a router that has this gRPC address and no `control_listen`."""
+    """Return the control address (``unix:/path``) of a router with this gRPC address and no `control_listen`."""
     return f"unix:{control_folder() / _socket_name(grpc_address)}"
 
 
@@ -51,7 +51,7 @@ def _socket_name(grpc_address: str) -> str:
 
 
 def find_control_socket(grpc_address: str) -> str | None:
-    """Return the control address of a router of this user on this machine, by an address at which clients reach it; None: there is none."""
+    """Return the control address of a router of this user on this machine, by its client address; None if there is none."""
     host, _, port = grpc_address.rpartition(":")
     hosts = THIS_HOST if host in THIS_HOST else (host, *EVERY_HOST)
     asked = [grpc_address] if unix_path(grpc_address) else [f"{each}:{port}" for each in dict.fromkeys((host, *hosts))]
@@ -64,10 +64,10 @@ def find_control_socket(grpc_address: str) -> str | None:
 
 
 def private_folder() -> Path:
-    """Make the folder of this user's control sockets, or find it as it should be.
+    """Create the folder of this user's control sockets, or check the existing one.
 
     Raises:
-        ConfigurationRefused: It cannot be made, or is not this user's alone.
+        ConfigurationRefused: The folder cannot be created, or does not belong to this user alone.
     """
     folder = control_folder()
     try:
@@ -85,7 +85,7 @@ def private_folder() -> Path:
 
 
 def remove_stale_socket(address: str) -> None:
-    """Make way for a Unix socket at an address: remove one that nobody listens on.
+    """Remove a Unix socket on which no process listens.
 
     Raises:
         ConfigurationRefused: Another process listens there, or the path cannot be used.
@@ -98,7 +98,7 @@ def remove_stale_socket(address: str) -> None:
 
 @contextmanager
 def private_umask() -> Iterator[None]:
-    """Let files that are made meanwhile be this user's alone; nothing may be awaited within."""
+    """Create files for this user alone meanwhile; the body must not await."""
     before = os.umask(0o077)
     try:
         yield

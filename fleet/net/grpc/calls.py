@@ -1,7 +1,7 @@
-"""What all gRPC services do with a call: parse it, refuse it with details, survive its bugs and its caller's leaving.
+"""Handling of gRPC calls in all services: parse messages, report rejections with details, contain errors and disconnects.
 
-Requests are taken as bytes, because the library answers what it cannot parse with INTERNAL; a client that sends invalid
-UTF-8 or too much gets a typed error like everybody else.
+Requests are taken as bytes, because the library answers unparsable ones with INTERNAL. A client that sends invalid
+UTF-8 or an oversized message gets a typed error like every other client.
 """
 
 import asyncio
@@ -19,54 +19,54 @@ from fleet.net.grpc.errors import encode_status
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 8 << 20  # as over HTTP
-WRITE_SECONDS = 30.0  # likewise; the library would wait for a caller that never reads until its deadline, if it has one
+WRITE_SECONDS = 30.0  # as over HTTP; the library would wait for a caller that never reads until its deadline
 
 Context = Any
-"""`grpc.aio.ServicerContext` of bytes: its stubs want message types, which these calls do not have."""
+"""`grpc.aio.ServicerContext` for bytes: its type stubs require message types, which these calls do not have."""
 
 Answer = TypeVar("Answer")
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class CallerDisconnected(Exception):
-    """Nobody is left to tell anything."""
+    """The caller has left, so no answer can be delivered."""
 
 
 async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
-    """What a call answers; where it is refused, or has a bug, the client is told in its way."""
+    """Return the answer of a call; report a rejection or an error to the caller."""
     try:
         return await call
     except RequestRejected as refused:
         await abort_call(context, refused)
     except grpc.aio.AbortError:
         raise
-    except (CallerDisconnected, grpc.aio.BaseError):  # the latter where a library writes
-        raise asyncio.CancelledError from None  # which the library is about to find out; it would complain of a status
+    except (CallerDisconnected, grpc.aio.BaseError):  # the latter comes from library code that writes
+        raise asyncio.CancelledError from None  # the library is about to notice, and would log an error for a status
     except Exception:  # supervisor: a bug in one call does not end the others
         log.exception("call failed")
         await abort_call(context, internal_error())
 
 
 def unary_handler(method: Callable[[bytes], Awaitable[Message]]) -> Any:
-    """A method that takes bytes and gives one answer."""
+    """Return a handler for a method that takes bytes and gives one answer."""
     return unary_context_handler(lambda content, _: method(content))
 
 
 def unary_context_handler(method: Callable[[bytes, Context], Awaitable[Message]]) -> Any:
-    """The same, of a method that looks at its call as well."""
+    """Return a handler for a method that also reads its call context."""
 
     async def handle(content: bytes, context: Context) -> Message:
         return await answer_call(method(content, context), context)
 
-    handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
+    handler: Any = grpc.unary_unary_rpc_method_handler  # the type stubs know no coroutines
     return handler(handle, response_serializer=serialize)
 
 
 def parse_message(kind: type[AnyMessage], content: bytes) -> AnyMessage:
-    """The message in `content`.
+    """Return the message that `content` encodes.
 
     Raises:
-        Refused: It is too large, or no such message.
+        RequestRejected: The message is too large or malformed.
     """
     if len(content) > MAX_REQUEST_BYTES:
         raise RequestRejected(
@@ -80,21 +80,21 @@ def parse_message(kind: type[AnyMessage], content: bytes) -> AnyMessage:
 
 
 class MessageWriter:
-    """What a call writes many messages with; made by `open_writer`."""
+    """Writes the messages of one streaming call; made by `open_writer`."""
 
     def __init__(self, context: Context, limit: asyncio.Timeout) -> None:
         self._context = context
         self._limit = limit
         self._seconds = _write_seconds(context)
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the message began to wait for the caller; None: none does
+        self._since: float | None = None  # when a message began to wait for the caller; None if none waits
         self._timer = self._loop.call_later(self._seconds, self._look)
 
     async def send(self, message: Message) -> None:
-        """Write one message, when the caller reads; nothing else is being written.
+        """Write one message when the caller reads; only one write runs at a time.
 
         Raises:
-            CallerGone: The call is over on the other side, or the port closes.
+            CallerDisconnected: The caller has left, or the port closes.
         """
         self._since = self._loop.time()
         try:
@@ -118,10 +118,12 @@ class MessageWriter:
 
 @asynccontextmanager
 async def open_writer(context: Context) -> AsyncGenerator[MessageWriter]:
-    """For calls that write a message for each token: one timer a call, where `send_message` has one a message, which costs a fifth of it.
+    """Yield a writer for calls that send a message per token.
+
+    It needs one timer per call, where `send_message` needs one per message, which costs a fifth of the message.
 
     Raises:
-        CallerGone: The caller did not read for too long.
+        CallerDisconnected: The caller did not read for too long.
     """
     limit = asyncio.timeout(None)
     try:
@@ -138,10 +140,10 @@ async def open_writer(context: Context) -> AsyncGenerator[MessageWriter]:
 
 
 async def send_message(context: Context, message: Message) -> None:
-    """Write one message of a stream, when the caller reads.
+    """Write one message of a stream when the caller reads.
 
     Raises:
-        CallerGone: The call is over on the other side, or the port closes, or the caller does not read for too long.
+        CallerDisconnected: The caller has left, the port closes, or the caller did not read for too long.
     """
     try:
         async with asyncio.timeout(_write_seconds(context)):
@@ -151,7 +153,7 @@ async def send_message(context: Context, message: Message) -> None:
 
 
 def _write_seconds(context: Context) -> float:
-    """Return how long a message may wait for its caller; only the contexts of our own server have a setting for it."""
+    """Return how long a message may wait for its caller; only contexts of our own server have a setting for it."""
     seconds: float = getattr(context, "write_seconds", WRITE_SECONDS)
     return seconds
 
@@ -161,7 +163,7 @@ def serialize(message: Message) -> bytes:
 
 
 def authorization_of(context: Context) -> str:
-    """What a call says to prove its tenant; empty: nothing."""
+    """Return the authorization metadata of a call; empty if there is none."""
     for key, value in context.invocation_metadata() or ():
         if key == "authorization":
             return str(value)
@@ -170,4 +172,4 @@ def authorization_of(context: Context) -> str:
 
 async def abort_call(context: Context, refused: RequestRejected) -> Never:
     await context.abort_with_status(encode_status(refused))
-    raise AssertionError  # aborting raises
+    raise AssertionError  # `abort_with_status` raises

@@ -1,7 +1,7 @@
-"""Messages of gRPC clients that compress them.
+"""Decompression of messages from gRPC clients.
 
-Unpacking is work before anybody knows whose call it is: a kilobyte can say a megabyte of zeros. So a message may become only so
-many times as long as it came, and then costs about as much as one that came in that length.
+Decompression is work before the caller is authenticated: a kilobyte can expand to a megabyte of zeros. A message may
+therefore expand only by a limited ratio, so it costs about as much as an uncompressed message of that size.
 """
 
 import zlib
@@ -10,25 +10,24 @@ from typing import Final
 from fleet.net.grpc.options import LONGEST_REQUEST_BYTES
 
 IDENTITY: Final = b"identity"
-_WINDOWS: Final = {b"gzip": 31, b"deflate": 15}  # of zlib, for a header of gzip or its own
-ENCODINGS: Final = (IDENTITY, *_WINDOWS)  # as they are called in `grpc-encoding`
+_WINDOWS: Final = {b"gzip": 31, b"deflate": 15}  # zlib window bits for a gzip header and for its own
+ENCODINGS: Final = (IDENTITY, *_WINDOWS)  # names in `grpc-encoding`
 
-MAX_RATIO: Final = 32  # as long; prose becomes 3 to 5 times as long, and token ids less
-ALWAYS_ALLOWED_BYTES: Final = (
-    256 << 10
-)  # a prompt that says one word again and again is no bomb: this takes half a millisecond
+MAX_RATIO: Final = 32  # prose expands by a factor of 3 to 5, token ids by less
+ALWAYS_ALLOWED_BYTES: Final = 256 << 10  # a prompt of one repeated word is no attack: this takes half a millisecond
 
 
 class DecompressedTooLarge(Exception):
-    """A message that would become longer than it may."""
+    """A message would expand beyond the limit."""
 
 
 def decompress_message(content: bytes, encoding: bytes) -> bytes:
-    """The message in `content`.
+    """Return the decompressed message.
 
     Raises:
-        UnpacksToTooMuch: No more of it was unpacked than is allowed; the message says how much that is.
-        ValueError: It is no such message.
+        DecompressedTooLarge: The message exceeds the limit, which the error names. Nothing beyond the limit was
+            decompressed.
+        ValueError: The content is not a compressed message.
     """
     most = min(LONGEST_REQUEST_BYTES, max(ALWAYS_ALLOWED_BYTES, MAX_RATIO * len(content)))
     unpacking = zlib.decompressobj(_WINDOWS[encoding])

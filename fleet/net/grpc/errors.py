@@ -1,4 +1,4 @@
-"""Refusals as gRPC statuses with details: our own `ErrorDetail`, and the standard ones that tools understand."""
+"""Rejections as gRPC statuses with details: Fleet's `ErrorDetail` and the standard ones that tools understand."""
 
 from typing import Any
 
@@ -7,15 +7,22 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from fleet.core.errors import RequestRejected
+from fleet.core.errors import Reason, RequestRejected
 from fleet.net.status_codes import REASON_STATUSES
 from fleet.v1 import inference_pb2 as pb
 
-MAX_MESSAGE_CHARACTERS = 500  # it is sent three times in metadata, of which clients take 8 KiB
+MAX_MESSAGE_CHARACTERS = 500  # the message is sent three times in metadata, and clients accept 8 KiB of metadata
+RETRY_AFTER_MS = 1000
+
+
+def long_message_rejection() -> RequestRejected:
+    """Return the rejection of a long message while the memory for messages is full."""
+    message = "too many long requests are being taken in; retry later"
+    return RequestRejected(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS)
 
 
 def encode_status(refused: RequestRejected) -> Any:
-    """What `ServicerContext.abort_with_status` takes."""
+    """Return the status for `ServicerContext.abort_with_status`."""
     message = (
         refused.message
         if len(refused.message) <= MAX_MESSAGE_CHARACTERS

@@ -1,17 +1,17 @@
-"""A gRPC server on the event loop's own sockets: HTTP/2 by libnghttp2 (`ngh2`), and what gRPC puts on top of it.
+"""gRPC server on the sockets of the event loop: HTTP/2 by libnghttp2 (`ngh2`), and gRPC on top of it.
 
-It takes the handlers that `grpc.aio.Server` takes, so services know nothing of it. The library's own server hands each message
-to a thread and hears from it through a socket; here what is written in one turn of the loop leaves in one write, whichever
-calls it belongs to. Rules (those of calls: `grpc_http2_call`):
+It takes the handlers of `grpc.aio.Server`, so services need not know it. The library's own server passes each message
+to a thread and back through a socket. Here all messages of one turn of the event loop leave in one write, for all calls
+of a connection. `fleet.net.grpc.http2_call` has the rules of calls. Rules of connections:
 
-1. A connection says something within `SILENCE_SECONDS`, or is asked by a ping; one that has not answered after as long again is cut.
-   What this process itself stood still counts for nobody's silence. One that never says anything is cut after
-   `first_byte_timeout_seconds`, and so is one that takes too little of what waits for it (`SlowReader`).
-2. Floods of resets, settings, pings and header blocks are the library's to end, within the limits of `CONFIGURATION`.
-3. What all calls hold of what was sent to them is bounded, and so is their number: by `max_held_bytes` and `HELD_BYTES` on top of
-   that, of which long messages may use half, so that they cannot shut out ordinary calls.
-4. A server that stops, and a connection that is old, tell clients so. An old connection's calls go on; those of a server that
-   stops have the time that it is given.
+1. A connection that is silent for `SILENCE_SECONDS` gets a ping, and is closed if it stays silent for as long again.
+   Time for which this process stood still does not count. A connection that never sends a byte is closed after
+   `first_byte_timeout_seconds`, and one that reads too slowly is closed as well (`SlowReader`).
+2. The library ends floods of resets, settings, pings and header blocks, within the limits of `CONFIGURATION`.
+3. The received bytes of all calls and the number of calls are bounded: by `max_held_bytes` plus `HELD_BYTES`. Long
+   messages may use half of `HELD_BYTES`, so they cannot shut out ordinary calls.
+4. A stopping server and an old connection tell their clients to leave. The calls of an old connection finish; those of
+   a stopping server get its grace period.
 5. A connection without calls may be closed at any time in favour of a newcomer (`ConnectionTable`).
 """
 
@@ -36,28 +36,28 @@ from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import configure_client_socket
 
-HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections take over HTTP
-MAX_CALLS = 32_768  # at once
-MAX_QUEUED_BYTES = 8 << 10  # of one call, from which on its writer waits
+HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections may take over HTTP
+MAX_CALLS = 32_768  # concurrent calls
+MAX_QUEUED_BYTES = 8 << 10  # unsent bytes of one call above which its writer waits
 SILENCE_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
-GOING_SECONDS = 1.0  # between the word that a connection ends and the last call that it takes
-LAST_SECONDS = 1.0  # for what was cancelled to end, and for the last words to leave, when the server stops
-BACKLOG = 4096  # connections that wait to be accepted, as over HTTP
+SHUTDOWN_NOTICE_SECONDS = 1.0  # between the shutdown notice and the last accepted call
+FINAL_FLUSH_SECONDS = 1.0  # for cancelled calls to end and the last bytes to leave when the server stops
+BACKLOG = 4096  # pending connections, as over HTTP
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
-    # Beyond these the connection ends, and with it everybody's calls behind a gateway: calls have a lower limit.
+    # Beyond these the whole connection ends, with all calls of a gateway, so calls have a lower limit.
     max_inbound_header_list_size=64 << 10,
     max_inbound_header_count=1024,
-    stream_reset_rate_limit=(10_000, 1_000),  # gateways reset what their clients have left
+    stream_reset_rate_limit=(10_000, 1_000),  # gateways reset the calls of clients that left
 )
-SETTINGS = {0x3: 8192, 0x4: 256 << 10, 0x6: 16 << 10}  # streams at once, window of a call, size of a head
+SETTINGS = {0x3: 8192, 0x4: 256 << 10, 0x6: 16 << 10}  # concurrent streams, window of a call, size of a head
 WINDOW_BYTES = 4 << 20  # of a connection
 
 
 class _CallDetails:
-    """A call as handlers are looked up by. Implements `grpc.HandlerCallDetails`."""
+    """Method and metadata for the handler look-up. Implements `grpc.HandlerCallDetails`."""
 
     def __init__(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         self.method = method
@@ -65,7 +65,7 @@ class _CallDetails:
 
 
 class Http2Server:
-    """As much of `grpc.aio.Server` as is needed here."""
+    """Implements the part of `grpc.aio.Server` that Fleet needs."""
 
     def __init__(
         self,
@@ -75,14 +75,14 @@ class Http2Server:
         limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
         max_held_bytes: int = 1024 * MIB,
     ) -> None:
-        """Nothing is bound before `add_insecure_port`, and nobody served before `start`.
+        """Create a server; `add_insecure_port` binds and `start` begins to serve.
 
         Args:
             shared: Whether other processes may listen on the same port.
-            connection_seconds: How long a client's connection lasts, give or take a tenth, before the client is asked to make another;
-                calls that run go on. 0: for as long as the client likes.
+            connection_seconds: The time, give or take a tenth, after which a client is asked to reconnect; running
+                calls continue. 0 sets no limit.
             limits: Limits of connections.
-            max_held_bytes: Limit of the messages that are arriving or being served, beyond which long ones are refused.
+            max_held_bytes: The limit for messages that arrive or are being served; beyond it long messages are refused.
         """
         self.limits = limits
         self.max_held_bytes = max_held_bytes
@@ -101,19 +101,19 @@ class Http2Server:
         self._limit_log = ConnectionLimitLog(self.table)
         self.slow_log = SlowClientLog(limits)
         self._listen = ""
-        self._left = asyncio.Event()  # by all clients
+        self._left = asyncio.Event()  # set when the last client has left
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         self._handlers += handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
-        """What generated code adds besides; they are among the generic ones."""
+        """Ignore a call of generated code; its handlers are among the generic ones."""
 
     def add_insecure_port(self, listen: str) -> int:
-        """Bind ``host:port``, all addresses of that host, or ``unix:/path``; returns the port.
+        """Bind ``host:port``, all addresses of that host, or ``unix:/path``; return the port.
 
         Raises:
-            RuntimeError: Nobody can listen there.
+            RuntimeError: The address is malformed or in use.
         """
         self._listen = listen
         try:
@@ -133,10 +133,10 @@ class Http2Server:
         for bound in self._sockets:
             make = loop.create_unix_server if bound.family == socket.AF_UNIX else loop.create_server
             self._servers.append(await make(lambda: Http2Connection(self), sock=bound, backlog=BACKLOG))
-        self._sweep = loop.create_task(self._look_after())
+        self._sweep = loop.create_task(self._sweep_forever())
 
     async def stop(self, grace: float | None) -> None:
-        """Take nothing new, let calls end for so many seconds, and cancel what is left."""
+        """Accept nothing new, let calls finish for `grace` seconds, then cancel the rest."""
         self.closing = True
         for server in self._servers:
             server.close()
@@ -152,11 +152,11 @@ class Http2Server:
         for connection in list(self.connections):
             connection.cancel_calls()
         if tasks:
-            await asyncio.wait(tasks, timeout=LAST_SECONDS)
+            await asyncio.wait(tasks, timeout=FINAL_FLUSH_SECONDS)
         for connection in list(self.connections):
             connection.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_SECONDS):
+            async with asyncio.timeout(FINAL_FLUSH_SECONDS):
                 while self.connections:
                     self._left.clear()
                     await self._left.wait()
@@ -167,12 +167,12 @@ class Http2Server:
         await asyncio.sleep(0)
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any:
-        """What serves a method; None: nothing does."""
+        """Return the handler of a method; None if there is none."""
         called = _CallDetails(method, metadata)
         return next((found for each in self._handlers if (found := each.service(called)) is not None), None)
 
-    def refusal(self) -> str:
-        """Why it takes no call now; empty: it does."""
+    def rejection(self) -> str:
+        """Return why the server accepts no call now; empty if it does."""
         if self.closing:
             return "the server is going away"
         if self.calls > MAX_CALLS or self.over_memory_limit(long=False):
@@ -180,17 +180,17 @@ class Http2Server:
         return ""
 
     def over_memory_limit(self, *, long: bool) -> bool:
-        """Return whether it holds as much of what was sent to it as it will while messages arrive.
+        """Return whether the server holds as many received bytes as it may while messages arrive.
 
-        Services refuse long messages that have arrived by `max_held_bytes`, in their own words; here are the bounds beyond that.
+        Services reject complete long messages by `max_held_bytes`; this is the bound beyond that.
         """
         return self.held_bytes > self.max_held_bytes + (HELD_BYTES // 2 if long else HELD_BYTES)
 
-    def left(self, connection: "Http2Connection") -> None:
+    def connection_closed(self, connection: "Http2Connection") -> None:
         self.connections.pop(connection, None)
         if connection.place is not None:
             self.table.remove(connection.place)
-            connection.place = None  # the two hold each other
+            connection.place = None  # break the reference cycle
         if not self.connections:
             self._left.set()
 
@@ -202,41 +202,41 @@ class Http2Server:
             if call.task is not None and not call.task.done()
         ]
 
-    async def _look_after(self) -> Never:
+    async def _sweep_forever(self) -> Never:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            await asyncio.sleep(0)  # for what lies in the sockets to be read: uvloop calls who slept before that
+            await asyncio.sleep(0)  # uvloop wakes sleepers before it reads sockets
             now = asyncio.get_running_loop().time()
             for connection in list(self.connections):
-                connection.look(now)
-            self._limit_log.tell(now, self._listen)
-            self.slow_log.tell(now, self._listen)
+                connection.check_limits(now)
+            self._limit_log.log_changes(now, self._listen)
+            self.slow_log.log_changes(now, self._listen)
 
 
 class Http2Connection(asyncio.Protocol):
-    """One client. Implements `fleet.net.grpc.http2_call.Http2ConnectionApi`."""
+    """Connection of one client. Implements `fleet.net.grpc.http2_call.Http2ConnectionApi`."""
 
     def __init__(self, server: Http2Server) -> None:
         self.server = server
         self.loop = asyncio.get_running_loop()
         self.http = ngh2.Connection(ngh2.Role.SERVER, CONFIGURATION)
         self.calls: dict[int, CallContext] = {}
-        self.place: ConnectionSlot[Http2Connection] | None = None  # in the server's table; None: there was none
-        self._waiting: dict[CallContext, None] = {}  # for their callers to read
-        self._ending: dict[CallContext, None] = {}  # that have said all, and whose callers have not
+        self.place: ConnectionSlot[Http2Connection] | None = None  # None if the table was full
+        self._waiting: dict[CallContext, None] = {}  # calls that wait for their callers to read
+        self._ending: dict[CallContext, None] = {}  # answered calls whose callers still send
         self._transport: asyncio.Transport
         self._flushing = False
         self._paused = False
         self._slow_reader = SlowReader(server.limits.write_timeout_seconds, server.limits.min_read_bytes)
         self._buffer = WriteBufferCounter()
-        self._spoke = False
+        self._has_spoken = False
         self._gone = False
-        self._going_at: float | None = None
-        self._last_word = False  # it takes no more calls
-        self._began_at = self._heard_at = self.loop.time()
-        self._asked_at: float | None = None  # whether it is there; None: it has answered
+        self._shutdown_at: float | None = None
+        self._goaway_sent = False  # whether GOAWAY was sent, so no more calls are accepted
+        self._began_at = self._received_at = self.loop.time()
+        self.pinged_at: float | None = None  # when the unanswered ping was sent; None if there is none
         seconds = server.connection_seconds
-        self._old_at = self._heard_at + seconds * random.uniform(0.9, 1.1) if seconds else float("inf")
+        self._old_at = self._received_at + seconds * random.uniform(0.9, 1.1) if seconds else float("inf")
 
     # From the event loop
 
@@ -259,26 +259,26 @@ class Http2Connection(asyncio.Protocol):
         self.http.set_local_window_size(WINDOW_BYTES)
         self.flush()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - required by the protocol
         self._gone = True
         for call in list(self.calls.values()):
             self._end(call)
-        self.server.left(self)
+        self.server.connection_closed(self)
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self.loop.time()
-        self._asked_at = None
-        if not self._spoke:
-            self._spoke = True
-            self._waits()
+        self._received_at = self.loop.time()
+        self.pinged_at = None
+        if not self._has_spoken:
+            self._has_spoken = True
+            self._note_idle()
         try:
             self.http.receive_data(data)
         except ngh2.NGH2Error:
-            self._hear()
-            self.flush()  # it may say why
+            self._handle_events()
+            self.flush()  # send the library's error frame
             self._transport.close()
             return
-        self._hear()
+        self._handle_events()
         self.flush()
 
     def pause_writing(self) -> None:
@@ -298,87 +298,87 @@ class Http2Connection(asyncio.Protocol):
             return "unix:"
         return f"ipv4:{name[0]}:{name[1]}" if len(name) == 2 else f"ipv6:[{name[0]}]:{name[1]}"
 
-    def full(self, stream: int) -> bool:
+    def must_wait(self, stream: int) -> bool:
         return self._paused or self.http.queued_body_size(stream) > MAX_QUEUED_BYTES
 
-    def soon(self) -> None:
+    def schedule_flush(self) -> None:
         if not self._flushing:
             self._flushing = True
             self.loop.call_soon(self.flush)
 
-    def wait(self, call: CallContext) -> None:
+    def wait_for_room(self, call: CallContext) -> None:
         self._waiting[call] = None
 
-    def finished(self, call: CallContext, *, whole: bool) -> None:
-        if not whole:
+    def finished(self, call: CallContext, *, complete: bool) -> None:
+        if not complete:
             self._ending[call] = None
-        self.soon()
+        self.schedule_flush()
 
-    def taken(self, call: CallContext, amount: int) -> None:
+    def acknowledge(self, call: CallContext, amount: int) -> None:
         if amount and not self._gone:
             with contextlib.suppress(ngh2.NGH2Error):  # the connection is about to end
                 self.http.acknowledge_received_data(amount, call.stream)
-            self.soon()
+            self.schedule_flush()
 
     def reset(self, call: CallContext, code: int) -> None:
         if call.stream in self.calls:
             with contextlib.suppress(ngh2.NGH2Error):  # the stream has just ended
                 self.http.reset_stream(call.stream, code)
-            self.soon()
+            self.schedule_flush()
 
     # From the server
 
-    def look(self, now: float) -> None:
-        """End what has lasted too long."""
+    def check_limits(self, now: float) -> None:
+        """Enforce the time limits of the connection and its calls."""
         waiting = self._transport.get_write_buffer_size() if self._paused else 0
-        silent = not self._spoke and now - self._began_at > self.server.limits.first_byte_timeout_seconds
-        mute = self._asked_at is not None and now - self._asked_at > SILENCE_SECONDS
+        silent = not self._has_spoken and now - self._began_at > self.server.limits.first_byte_timeout_seconds
+        unanswered = self.pinged_at is not None and now - self.pinged_at > SILENCE_SECONDS
         slow = self._slow_reader.overdue(now, waiting, self._buffer.written)
         if slow:
-            self.server.slow_log.cut(self.peer(), waiting)
-        if silent or mute or slow:
+            self.server.slow_log.note(self.peer(), waiting)
+        if silent or unanswered or slow:
             self._transport.abort()
             return
         try:
-            if now - self._heard_at > SILENCE_SECONDS and self._asked_at is None:
-                self._asked_at = now
+            if now - self._received_at > SILENCE_SECONDS and self.pinged_at is None:
+                self.pinged_at = now
                 self.http.ping(b"are you?")
-                self.soon()
+                self.schedule_flush()
             if now >= self._old_at:
                 self.go_away()
-            if self._going_at is not None and now - self._going_at > GOING_SECONDS:
-                self._take_no_more()
-        except ngh2.NGH2Error:  # it is ending already
+            if self._shutdown_at is not None and now - self._shutdown_at > SHUTDOWN_NOTICE_SECONDS:
+                self._send_goaway()
+        except ngh2.NGH2Error:  # the connection is ending already
             self._transport.abort()
             return
         for call in list(self.calls.values()):
-            call.look(now)
+            call.check_limits(now)
 
     def displace(self) -> None:
-        """Close at once, since the table needs the place; there are no calls."""
-        if self._spoke and not self._last_word:
-            with contextlib.suppress(ngh2.NGH2Error):  # it is ending already
+        """Close at once, because the table needs the slot; no calls are running."""
+        if self._has_spoken and not self._goaway_sent:
+            with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
                 self.http.send_goaway()
             self.flush()
-        if self._paused or not self._spoke:
+        if self._paused or not self._has_spoken:
             self._transport.abort()
         else:
             self._transport.close()
 
     def go_away(self, *, at_once: bool = False) -> None:
-        """Tell the client to make another connection.
+        """Ask the client to open another connection.
 
         Args:
-            at_once: Whether it takes none of the calls that are under way.
+            at_once: Whether calls that are under way are no longer accepted.
         """
         if self._gone:
             return
-        with contextlib.suppress(ngh2.NGH2Error):  # it is ending already
-            if self._going_at is None:
-                self._going_at = self.loop.time()
+        with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
+            if self._shutdown_at is None:
+                self._shutdown_at = self.loop.time()
                 self.http.send_shutdown_notice()
             if at_once:
-                self._take_no_more()
+                self._send_goaway()
         self.flush()
 
     def cancel_calls(self) -> None:
@@ -386,7 +386,7 @@ class Http2Connection(asyncio.Protocol):
             call.cancel(grpc.StatusCode.UNAVAILABLE, "the server is going away")
 
     def close(self) -> None:
-        """Say what is to be said, and end."""
+        """Send the remaining bytes and close."""
         if not self._gone:
             self.flush()
             self._transport.close()
@@ -394,33 +394,33 @@ class Http2Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
-    # Inside
+    # Internal
 
     def flush(self) -> None:
-        """Send what there is, and let go on who waited for it."""
+        """Send pending bytes and resume the calls that waited for it."""
         self._flushing = False
         if self._paused or self._gone or self._transport.is_closing():
             return
         try:
             content = self.http.data_to_send()
-        except ngh2.NGH2Error:  # what came was no HTTP/2
+        except ngh2.NGH2Error:  # the client does not speak HTTP/2
             self._transport.abort()
             return
         if content:
             self._transport.write(content)
-            self._hear()  # what has ended by that
+            self._handle_events()  # handle streams that ended by this write
         for call in list(self._ending):
             if not self.http.queued_body_size(call.stream):
                 del self._ending[call]
-                self.reset(call, 0)  # what else the caller has to say is of no use
+                self.reset(call, 0)  # the rest of the caller's messages is not needed
         for call in list(self._waiting):
-            if not self.full(call.stream):
+            if not self.must_wait(call.stream):
                 del self._waiting[call]
                 call.resume_writer()
         if not self.http.want_read and not self.http.want_write:
             self._transport.close()
 
-    def _hear(self) -> None:
+    def _handle_events(self) -> None:
         new = []
         for event in self.http.events():
             match event:
@@ -430,9 +430,9 @@ class Http2Connection(asyncio.Protocol):
                         with contextlib.suppress(ngh2.NGH2Error):  # the connection is about to end
                             self.http.acknowledge_received_data(len(event.data), event.stream_id)
                     else:
-                        call.take(event.data, whole=event.end_stream)
+                        call.receive(event.data, complete=event.end_stream)
                 case RequestReceived():
-                    call = CallContext(self, event.stream_id, event.headers, whole=event.end_stream)
+                    call = CallContext(self, event.stream_id, event.headers, complete=event.end_stream)
                     if self.place is not None:
                         self.place.served = True
                     self.calls[event.stream_id] = call
@@ -440,42 +440,42 @@ class Http2Connection(asyncio.Protocol):
                     new.append(call)
                 case TrailersReceived():
                     if (ended := self.calls.get(event.stream_id)) is not None:
-                        ended.take(b"", whole=True)
+                        ended.receive(b"", complete=True)
                 case StreamClosed():
                     if (ended := self.calls.get(event.stream_id)) is not None:
                         self._end(ended)
                 case _:
                     pass
         for call in new:
-            if call.stream in self.calls:  # else it was reset at once, and takes nothing any more
-                call.begin(self.server.refusal())
+            if call.stream in self.calls:  # concurrent calls
+                call.begin(self.server.rejection())
 
     def _end(self, call: CallContext) -> None:
         del self.calls[call.stream]
         if not self.calls:
-            self._waits()
+            self._note_idle()
         self._waiting.pop(call, None)
         self._ending.pop(call, None)
         self.server.calls -= 1
         call.close()
 
-    def _waits(self) -> None:
-        """Say in the table that there are no calls."""
+    def _note_idle(self) -> None:
+        """Note in the table that there are no calls."""
         if self.place is not None:
             self.server.table.waits(self.place, WaitingFor.IDLE, self.loop.time())
 
-    def _take_no_more(self) -> None:
-        if not self._last_word:
-            self._last_word = True
+    def _send_goaway(self) -> None:
+        if not self._goaway_sent:
+            self._goaway_sent = True
             self.http.send_goaway()
-            self.soon()
+            self.schedule_flush()
         if not self.calls and not self.server.closing:
             self._transport.close()
 
 
 def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:  # a port alone would be open to everybody
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:  # a port alone would listen on all addresses
         raise ValueError("must be host:port")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
@@ -492,13 +492,13 @@ def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
                     each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if len(found) == 1 else 1)
                 each.bind((address[0], bound[0].getsockname()[1] if bound else address[1], *address[2:]))
                 if not shared:
-                    each.listen(BACKLOG)  # else two could bind, and one would find out when it starts
+                    each.listen(BACKLOG)  # otherwise two servers could bind, and one would fail only on start
             except OSError as error:
                 if each is not None:
                     each.close()
                 if error.errno not in (EADDRNOTAVAIL, EAFNOSUPPORT):
                     raise
-                missing = error  # as ::1 for localhost, where there is no IPv6
+                missing = error  # for example ::1 of localhost where IPv6 is off
             else:
                 bound.append(each)
     except OSError:
@@ -514,7 +514,7 @@ def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
 def _bind_path(path: Path) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX)
     try:
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):  # of one that was killed, or of one that listens
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):  # left by a killed process, or in use
             with socket.socket(socket.AF_UNIX) as asking:
                 if asking.connect_ex(str(path)) == 0:
                     raise OSError(EADDRINUSE, "somebody listens there")

@@ -1,13 +1,15 @@
-"""One call of `grpc_http2`: messages in and out, its deadline, and its status.
+"""One call of `fleet.net.grpc.http2`: its messages, its deadline and its status.
 
 Rules:
 
-1. A call is a task. It is cancelled when its client resets it, when its connection ends, and when its deadline has come.
-2. A caller that does not read makes `CallContext.write` wait. One that takes too little of what waits for it (`SlowReader`), or
-   that leaves the last words unread, is reset.
-3. A caller that sends more than its handler reads is not given room for more: windows open as messages are read.
-4. A message longer than the limit is refused by its length, before it has come; so is what has begun and is not whole in time.
-5. What is compressed is unpacked when its handler reads it (`grpc_compression`): until then it takes no more room than it came with.
+1. A call is a task. It is cancelled when its client resets it, when its connection ends, and at its deadline.
+2. `CallContext.write` waits while the caller does not read. A caller that reads too slowly (`SlowReader`), or that
+   leaves the final status unread, is reset.
+3. A caller that sends more than its handler reads gets no further window; windows open as messages are read.
+4. A message above the size limit is refused by its length prefix, before it arrives. An incomplete message is refused
+   after a time limit.
+5. A compressed message is decompressed when its handler reads it (`fleet.net.grpc.compression`), so it takes no more
+   memory before.
 """
 
 import asyncio
@@ -24,9 +26,8 @@ from urllib.parse import quote
 import grpc
 import ngh2
 
-from fleet.frontend.grpc.intake import long_message_rejection
 from fleet.net.grpc.compression import ENCODINGS, IDENTITY, DecompressedTooLarge, decompress_message
-from fleet.net.grpc.errors import encode_status
+from fleet.net.grpc.errors import encode_status, long_message_rejection
 from fleet.net.limit_log import SlowClientLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 from fleet.net.slow_reader import SlowReader
@@ -34,16 +35,16 @@ from fleet.net.slow_reader import SlowReader
 log = logging.getLogger(__name__)
 
 LONGEST_MESSAGE_BYTES = 9 << 20
-"""Above `fleet.net.grpc.calls.MAX_REQUEST_BYTES`: up to here what is too large is told so in our words."""
+"""Exceeds `fleet.net.grpc.calls.MAX_REQUEST_BYTES`, so that an oversized message up to here gets a typed error."""
 
 LONGEST_HEAD_BYTES = 16 << 10  # names and values
 
 REQUEST_SECONDS = 60.0
-"""For a message to come, from its first byte; for the only one of a call, from the call's begin."""
+"""The time for a message to arrive, from its first byte; for the only message of a call, from the start of the call."""
 
-LAST_SECONDS = 30.0  # for the caller to take what was said last
-UNREAD_MESSAGES = 4  # of a caller, from which on its window stays closed
-MESSAGE_BYTES = 64  # that each takes besides its content
+UNREAD_STATUS_SECONDS = 30.0  # for the caller to read the final messages and the status
+UNREAD_MESSAGES = 4  # unread messages above which the caller's window stays closed
+MESSAGE_BYTES = 64  # overhead of each message
 
 PREFIX = struct.Struct(">BI")
 RESPONSE_HEADERS = (
@@ -51,19 +52,19 @@ RESPONSE_HEADERS = (
     (b"content-type", b"application/grpc"),
     (b"grpc-accept-encoding", b",".join(ENCODINGS)),
 )
-INTERNAL_ERROR, CANCEL = 0x2, 0x8  # of HTTP/2
+INTERNAL_ERROR, CANCEL = 0x2, 0x8  # HTTP/2 error codes
 _NOT_METADATA = ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"  # of a status's message; everything else beside letters and digits is escaped
+_PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"  # unescaped characters of a status message, beside letters and digits
 
 
 class Http2ServerApi(Protocol):
-    """What is needed of `fleet.net.grpc.http2.Http2Server`."""
+    """The part of `Http2Server` that a call needs."""
 
     limits: GrpcSettings
     slow_log: SlowClientLog
-    held_bytes: int  # of requests of all calls together, from the first byte to the end of the answer
+    held_bytes: int  # of the requests of all calls, from the first byte to the end of the answer
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any: ...
 
@@ -71,7 +72,7 @@ class Http2ServerApi(Protocol):
 
 
 class Http2ConnectionApi(Protocol):
-    """What is needed of `fleet.net.grpc.http2.Http2Connection`."""
+    """The part of `Http2Connection` that a call needs."""
 
     loop: asyncio.AbstractEventLoop
     http: ngh2.Connection
@@ -81,54 +82,54 @@ class Http2ConnectionApi(Protocol):
 
     def peer(self) -> str: ...
 
-    def full(self, stream: int) -> bool:
-        """Whether a call is to wait until its caller reads."""
+    def must_wait(self, stream: int) -> bool:
+        """Return whether a call must wait until its caller reads."""
 
-    def wait(self, call: "CallContext") -> None:
-        """Call `resume_writer` when it is to wait no more."""
+    def wait_for_room(self, call: "CallContext") -> None:
+        """Call `resume_writer` when the call may continue."""
 
-    def soon(self) -> None:
-        """Send what there is, at the end of this turn."""
+    def schedule_flush(self) -> None:
+        """Send pending bytes at the end of this turn."""
 
-    def taken(self, call: "CallContext", amount: int) -> None:
-        """Give the caller room for so many bytes more."""
+    def acknowledge(self, call: "CallContext", amount: int) -> None:
+        """Open the caller's window by `amount` bytes."""
 
-    def finished(self, call: "CallContext", *, whole: bool) -> None:
-        """It has said all; where the caller has not, nobody listens to the rest."""
+    def finished(self, call: "CallContext", *, complete: bool) -> None:
+        """Note that the answer is complete; unless the request is `complete`, the rest of it is discarded."""
 
     def reset(self, call: "CallContext", code: int) -> None:
-        """End it at once."""
+        """End the call at once."""
 
 
 class CallContext:
-    """Implements as much of `grpc.aio.ServicerContext` as services here use; to those that take a stream, it is their messages."""
+    """Implements the used part of `grpc.aio.ServicerContext`; a streaming handler iterates over it for its messages."""
 
-    def __init__(self, line: Http2ConnectionApi, stream: int, headers: Sequence[Any], *, whole: bool) -> None:
+    def __init__(self, connection: Http2ConnectionApi, stream: int, headers: Sequence[Any], *, complete: bool) -> None:
         self.stream = stream
-        self.task: asyncio.Task[None] | None = None  # that serves it
-        self._line = line
-        self._loop = line.loop
+        self.task: asyncio.Task[None] | None = None  # the task that serves the call
+        self._connection = connection
+        self._loop = connection.loop
         self._headers = dict(headers)
         self._pairs = headers
         self._encoding: bytes = self._headers.get(b"grpc-encoding", IDENTITY)
         self._metadata: Sequence[tuple[str, str | bytes]] = ()
-        self._whole = whole  # nothing more comes
-        self._begun = False
-        self._over_at: float | None = None  # its status is written, or nobody would see it
+        self._request_complete = complete  # the caller has sent everything
+        self._headers_sent = False
+        self._ended_at: float | None = None  # when the status was written, or the caller left
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing: Sequence[tuple[str, str | bytes]] = ()
-        self._due: float | None = None
+        self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._incoming = bytearray()
         self._incoming_since: float | None = None
-        self._messages: deque[tuple[int, bytes]] = deque()  # whether each is compressed, and what it is
-        self._unacknowledged = 0  # bytes of the window that were used
+        self._messages: deque[tuple[int, bytes]] = deque()  # compression flag and content of each message
+        self._unacknowledged = 0  # received bytes for which the window was not reopened
         self._rejection: tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
-        self._written = 0  # bytes of messages, ever
-        self._slow_reader: SlowReader | None = None  # once a message has had to wait
+        self._written = 0  # bytes of all messages so far
+        self._slow_reader: SlowReader | None = None  # made when a message first has to wait
         self._deserialize: Any = None
         self._serialize: Any = None
         self._held = 0
@@ -140,16 +141,16 @@ class CallContext:
     @property
     def write_seconds(self) -> float:
         """Return the seconds for which one message may wait for its caller."""
-        return self._line.server.limits.write_timeout_seconds
+        return self._connection.server.limits.write_timeout_seconds
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         return self._metadata
 
     def peer(self) -> str:
-        return self._line.peer()
+        return self._connection.peer()
 
     def time_remaining(self) -> float | None:
-        return None if self._due is None else max(0.0, self._due - self._loop.time())
+        return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self._code = code
@@ -170,29 +171,29 @@ class CallContext:
         await self.abort(status.code, status.details, status.trailing_metadata or ())
 
     async def write(self, message: Any) -> None:
-        """Send one message, once the caller has read enough of those before; one at a time.
+        """Send one message after the caller has read enough earlier ones; one write runs at a time.
 
         Raises:
-            grpc.aio.UsageError: The call is over.
+            grpc.aio.UsageError: The call has ended.
         """
-        if self._over_at is not None:
+        if self._ended_at is not None:
             raise grpc.aio.UsageError("the call is over")
-        line = self._line
+        connection = self._connection
         content = message if self._serialize is None else self._serialize(message)
         try:
-            if not self._begun:
-                self._begun = True
-                line.http.send_response(self.stream, RESPONSE_HEADERS)
-            line.http.send_data(self.stream, PREFIX.pack(0, len(content)) + content)
+            if not self._headers_sent:
+                self._headers_sent = True
+                connection.http.send_response(self.stream, RESPONSE_HEADERS)
+            connection.http.send_data(self.stream, PREFIX.pack(0, len(content)) + content)
             self._written += len(content)
-        except ngh2.NGH2Error as error:  # of which the connection is about to hear
+        except ngh2.NGH2Error as error:  # the connection is about to handle the error
             raise grpc.aio.UsageError("the call is over") from error
-        line.soon()
-        while line.full(self.stream):
+        connection.schedule_flush()
+        while connection.must_wait(self.stream):
             self._writer = self._loop.create_future()
-            line.wait(self)
+            connection.wait_for_room(self)
             await self._writer
-            if self._over_at is not None:
+            if self._ended_at is not None:
                 raise grpc.aio.UsageError("the call is over")
 
     def __aiter__(self) -> "CallContext":
@@ -206,18 +207,14 @@ class CallContext:
     # From the connection
 
     def resume_writer(self) -> None:
-        """The caller has read."""
+        """Resume the writer, because the caller has read."""
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
-    def begin(self, refusal: str) -> None:
-        """Serve it.
-
-        Args:
-            refusal: Why not; empty: it is served.
-        """
-        if refusal:
-            self._finish(grpc.StatusCode.UNAVAILABLE, refusal)
+    def begin(self, rejection: str) -> None:
+        """Start to serve the call, or end it with UNAVAILABLE if `rejection` gives a reason."""
+        if rejection:
+            self._finish(grpc.StatusCode.UNAVAILABLE, rejection)
             return
         if self._head_bytes > LONGEST_HEAD_BYTES:
             message = f"the metadata has {self._head_bytes} bytes, and {LONGEST_HEAD_BYTES} are allowed"
@@ -225,97 +222,97 @@ class CallContext:
             return
         if (match := _TIMEOUT.fullmatch(self._headers.get(b"grpc-timeout", b"").decode("latin-1"))) is not None:
             seconds = int(match[1]) * _UNITS[match[2]]
-            self._due = self._loop.time() + seconds
-            self._timer = self._loop.call_later(min(seconds, 1e7), self._late)
+            self._deadline = self._loop.time() + seconds
+            self._timer = self._loop.call_later(min(seconds, 1e7), self._deadline_passed)
         self.task = self._loop.create_task(self._serve())
 
-    def take(self, data: bytes, *, whole: bool) -> None:
-        """What the caller has sent."""
-        self._whole = self._whole or whole
-        if self._over_at is not None or self._rejection is not None:
-            self._line.taken(self, len(data))
+    def receive(self, data: bytes, *, complete: bool) -> None:
+        """Take bytes from the caller."""
+        self._request_complete = self._request_complete or complete
+        if self._ended_at is not None or self._rejection is not None:
+            self._connection.acknowledge(self, len(data))
         else:
             self._unacknowledged += len(data)
             self._incoming += data
             self._hold(len(data))
-            self._cut()
+            self._split_messages()
             self._incoming_since = (self._incoming_since or self._loop.time()) if self._incoming else None
-            self._give_room()
-        self._wake()
+            self._open_window()
+        self._wake_reader()
 
-    def look(self, now: float) -> None:
-        """End what has lasted too long."""
-        if self._over_at is not None:
-            if now - self._over_at > LAST_SECONDS:
-                self._line.reset(self, CANCEL)
+    def check_limits(self, now: float) -> None:
+        """Enforce the time limits of the call."""
+        if self._ended_at is not None:
+            if now - self._ended_at > UNREAD_STATUS_SECONDS:
+                self._connection.reset(self, CANCEL)
         elif (
             self._incoming_since is not None
             and now - self._incoming_since > REQUEST_SECONDS
             and self._rejection is None
         ):
-            self._refuse(grpc.StatusCode.DEADLINE_EXCEEDED, f"the message was not whole within {REQUEST_SECONDS:g} s")
-            self._wake()
+            self._reject(grpc.StatusCode.DEADLINE_EXCEEDED, f"the message was not whole within {REQUEST_SECONDS:g} s")
+            self._wake_reader()
         elif self._writer is not None and self._takes_too_little(now) and self.task is not None:
             self.task.cancel()
 
     def cancel(self, code: grpc.StatusCode, details: str) -> None:
-        """End it with that status."""
-        if self._over_at is None:
+        """End the call with this status."""
+        if self._ended_at is None:
             self._finish(code, details)
         if self.task is not None:
             self.task.cancel()
 
     def close(self) -> None:
-        """It is over on the other side."""
-        if self._over_at is None:
-            self._over_at = self._loop.time()
+        """Release the call after its stream has ended."""
+        if self._ended_at is None:
+            self._ended_at = self._loop.time()
             if self.task is not None:
                 self.task.cancel()
-        self._drop()
+        self._discard_input()
         self._hold(-self._held)
         if self._timer is not None:
             self._timer.cancel()
         self.resume_writer()
 
-    # Inside
+    # Internal
 
     def _hold(self, amount: int) -> None:
         self._held += amount
-        self._line.server.held_bytes += amount
+        self._connection.server.held_bytes += amount
 
     def _takes_too_little(self, now: float) -> bool:
         if self._slow_reader is None:
-            limits = self._line.server.limits
+            limits = self._connection.server.limits
             self._slow_reader = SlowReader(limits.write_timeout_seconds, limits.min_read_bytes)
         blocked = self._writer is not None and not self._writer.done()
-        waiting = self._line.http.queued_body_size(self.stream) if blocked else 0
+        waiting = self._connection.http.queued_body_size(self.stream) if blocked else 0
         slow = self._slow_reader.overdue(now, waiting, self._written)
         if slow:
-            self._line.server.slow_log.cut(self._line.peer(), waiting)
+            self._connection.server.slow_log.note(self._connection.peer(), waiting)
         return slow
 
-    def _drop(self) -> None:
-        """What was not read, so that the connection has room again for other calls."""
+    def _discard_input(self) -> None:
+        """Discard unread bytes, so that the connection's window is free for other calls."""
         self._incoming.clear()
         self._messages.clear()
         self._incoming_since = None
-        self._line.taken(self, self._unacknowledged)
+        self._connection.acknowledge(self, self._unacknowledged)
         self._unacknowledged = 0
 
-    def _wake(self) -> None:
+    def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def _cut(self) -> None:
-        """Messages out of what has come."""
+    def _split_messages(self) -> None:
+        """Split the received bytes into messages."""
         while len(self._incoming) >= PREFIX.size:
             compressed, size = PREFIX.unpack_from(self._incoming)
             if compressed > (self._encoding != IDENTITY):
-                self._refuse(grpc.StatusCode.INTERNAL, "a message is compressed in no way that grpc-encoding names")
+                self._reject(grpc.StatusCode.INTERNAL, "a message is compressed in no way that grpc-encoding names")
                 return
             if size > LONGEST_MESSAGE_BYTES:
                 message = f"the message has {size} bytes, and {LONGEST_MESSAGE_BYTES} are allowed in one"
-                self._refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+                self._reject(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
                 return
             if len(self._incoming) < PREFIX.size + size:
                 break
@@ -323,46 +320,46 @@ class CallContext:
             del self._incoming[: PREFIX.size + size]
             self._incoming_since = None
             self._hold(MESSAGE_BYTES - PREFIX.size)
-        if self._incoming and self._whole:
-            self._refuse(grpc.StatusCode.INTERNAL, "the last message is not whole")
-        elif (self._incoming or len(self._messages) > UNREAD_MESSAGES) and self._is_one_too_many():
+        if self._incoming and self._request_complete:
+            self._reject(grpc.StatusCode.INTERNAL, "the last message is not whole")
+        elif (self._incoming or len(self._messages) > UNREAD_MESSAGES) and self._memory_is_full():
             too_much = encode_status(long_message_rejection())
-            self._refuse(too_much.code, too_much.details, too_much.trailing_metadata)
+            self._reject(too_much.code, too_much.details, too_much.trailing_metadata)
 
-    def _is_one_too_many(self) -> bool:
-        """Return whether there is no room for what is coming; long messages are refused before ordinary ones are."""
-        server = self._line.server
+    def _memory_is_full(self) -> bool:
+        """Return whether there is no memory for the arriving message; long messages are refused before ordinary ones."""
+        server = self._connection.server
         if len(self._incoming) < PREFIX.size:
             return server.over_memory_limit(long=False)
         _, size = PREFIX.unpack_from(self._incoming)
         return server.over_memory_limit(long=size > ORDINARY_BODY_BYTES)
 
-    def _refuse(
+    def _reject(
         self, code: grpc.StatusCode, details: str, trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> None:
-        """End it with that status, once those messages are read that came before."""
+        """End the call with this status after the earlier messages are read."""
         self._rejection = code, details, trailing_metadata
         self._hold(-len(self._incoming))
         self._incoming.clear()
 
-    def _give_room(self) -> None:
-        """For what was read, and for what belongs to a message that has begun; not for more messages than may wait."""
+    def _open_window(self) -> None:
+        """Open the window for read messages and for the rest of a started one, within `UNREAD_MESSAGES`."""
         if self._unacknowledged and len(self._messages) < UNREAD_MESSAGES:
-            self._line.taken(self, self._unacknowledged)
+            self._connection.acknowledge(self, self._unacknowledged)
             self._unacknowledged = 0
 
     async def _read(self) -> tuple[Any] | None:
-        """The next message; None: there is none."""
+        """Return the next message; None at the end of the request."""
         while not self._messages:
             if self._rejection is not None:
                 await self.abort(*self._rejection)
-            if self._whole:
+            if self._request_complete:
                 return None
             self._reader = self._loop.create_future()
             await self._reader
         compressed, message = self._messages.popleft()
         self._hold(-len(message) - MESSAGE_BYTES)
-        self._give_room()
+        self._open_window()
         if compressed:
             try:
                 message = decompress_message(message, self._encoding)
@@ -372,7 +369,7 @@ class CallContext:
                 await self.abort(grpc.StatusCode.INTERNAL, f"the message cannot be unpacked: {error}")
         return (message if self._deserialize is None else self._deserialize(message),)
 
-    async def _only(self) -> Any:
+    async def _read_single(self) -> Any:
         if not self._messages and self._incoming_since is None:
             self._incoming_since = self._loop.time()
         if (message := await self._read()) is None:
@@ -383,24 +380,24 @@ class CallContext:
         code = grpc.StatusCode.UNKNOWN
         details = ""
         try:
-            await self._answer()
+            await self._dispatch()
             code, details = self._code, self._details
         except grpc.aio.AbortError:
             code, details = self._code, self._details
         except (asyncio.CancelledError, grpc.aio.BaseError):
-            if self._over_at is None:  # by its own handler: the caller does not read
-                self._over_at = self._loop.time()
-                self._line.reset(self, CANCEL)
+            if self._ended_at is None:  # cancelled by `check_limits`: the caller does not read
+                self._ended_at = self._loop.time()
+                self._connection.reset(self, CANCEL)
         except Exception:  # supervisor: a bug in one call does not end the others
             log.exception("call failed")
         finally:
-            if self._over_at is None:
+            if self._ended_at is None:
                 self._finish(code, details)
 
-    async def _answer(self) -> None:
+    async def _dispatch(self) -> None:
         headers = self._headers
         if headers.get(b":method") != b"POST" or not headers.get(b"content-type", b"").startswith(b"application/grpc"):
-            self._say(((b":status", b"415"),))
+            self._send_trailers(((b":status", b"415"),))
             return
         if self._encoding not in ENCODINGS:
             known = b", ".join(ENCODINGS).decode()
@@ -410,18 +407,18 @@ class CallContext:
         except ValueError:
             await self.abort(grpc.StatusCode.INTERNAL, "metadata whose names end in -bin must be base64")
         method = headers.get(b":path", b"").decode("latin-1")
-        handler = self._line.server.handler(method, self._metadata)
+        handler = self._connection.server.handler(method, self._metadata)
         if handler is None:
             await self.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         self._deserialize, self._serialize = handler.request_deserializer, handler.response_serializer
-        request = self if handler.request_streaming else await self._only()
+        request = self if handler.request_streaming else await self._read_single()
         serve = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        given = serve(request, self)
-        if hasattr(given, "__aiter__"):
-            async with contextlib.aclosing(given):
-                async for message in given:
+        result = serve(request, self)
+        if hasattr(result, "__aiter__"):
+            async with contextlib.aclosing(result):
+                async for message in result:
                     await self.write(message)
-        elif (answer := await given) is not None:
+        elif (answer := await result) is not None:
             await self.write(answer)
 
     def _finish(self, code: grpc.StatusCode, details: str) -> None:
@@ -432,25 +429,25 @@ class CallContext:
             content = value if isinstance(value, bytes) else value.encode()
             packed = base64.b64encode(content).rstrip(b"=") if name.endswith("-bin") else content
             trailers.append((name.encode(), packed))
-        self._say(trailers)
+        self._send_trailers(trailers)
 
-    def _say(self, last: Sequence[tuple[bytes, bytes]]) -> None:
-        """The end."""
-        self._over_at = self._loop.time()
-        http = self._line.http
+    def _send_trailers(self, last: Sequence[tuple[bytes, bytes]]) -> None:
+        """Send the trailers and end the call."""
+        self._ended_at = self._loop.time()
+        http = self._connection.http
         try:
-            if self._begun:
+            if self._headers_sent:
                 http.send_trailers(self.stream, last)
             elif last[0][0] == b":status":
                 http.send_response(self.stream, last, end_stream=True)
             else:
                 http.send_response(self.stream, (*RESPONSE_HEADERS, *last), end_stream=True)
         except ngh2.NGH2Error:  # the stream has just ended
-            self._line.reset(self, INTERNAL_ERROR)
-        self._drop()
-        self._line.finished(self, whole=self._whole)
+            self._connection.reset(self, INTERNAL_ERROR)
+        self._discard_input()
+        self._connection.finished(self, complete=self._request_complete)
 
-    def _late(self) -> None:
+    def _deadline_passed(self) -> None:
         self.cancel(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 

@@ -1,4 +1,4 @@
-"""A gRPC port, from listening to the last message: health and reflection for whatever it serves."""
+"""gRPC port: listening, health, reflection and an orderly stop for any services."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -21,14 +21,14 @@ from fleet.net.grpc.calls import (
 )
 
 LIVENESS = "liveness"
-"""The health service that liveness probes ask, as the endpoint picker's convention has it."""
+"""The health service for liveness probes, by the endpoint picker's convention."""
 
-HEALTH_SECONDS = 0.25  # how late those who watch are told whether it serves
-STOP_SECONDS = 2.0  # for the last messages of calls that end
+HEALTH_SECONDS = 0.25  # the longest delay of a health change for watchers
+STOP_SECONDS = 2.0  # for the last messages of ending calls
 
 
 class GrpcServerApi(Protocol):
-    """What is needed of `grpc.aio.Server`, or of `fleet.net.grpc.http2.Http2Server`."""
+    """The server methods that a port needs; `grpc.aio.Server` and `Http2Server` have them."""
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None: ...
 
@@ -49,24 +49,24 @@ async def open_port(
     alive: Mapping[str, Callable[[], bool]] | None = None,
     bind: Callable[[Any, str], int] | None = None,
 ) -> AsyncIterator[str]:
-    """Serve until the context ends; then running calls are cancelled. Yields the address, with the port that was taken.
+    """Serve until the context ends, then cancel running calls. Yield the address with the port that was taken.
 
     Args:
-        server: With its services, and not started.
+        server: The server with its services, not started.
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
-        services: Their full names, for health and reflection.
-        serving: Whether they can serve now; asked at once by who asks for their health, and some times a second.
-        alive: By the names under which health tells it: whether the process is sound, whatever it can serve.
-        bind: Has the server listen at the address, and returns the port; raises RuntimeError where it cannot. None: without TLS.
+        services: The full service names, for health and reflection.
+        serving: Returns whether the services can serve now; called for each health request and several times a second.
+        alive: Further health services by name: whether the process is sound, independent of what it can serve.
+        bind: Binds the server and returns the port, or raises RuntimeError. None binds without TLS.
 
     Raises:
-        ConfigurationRefused: Nobody can listen there; the message says why.
+        ConfigurationRefused: The address is malformed or in use.
     """
     healths = _HealthService(dict.fromkeys(("", *services), serving) | dict(alive or {}))
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
     address = _bind(server, listen, bind)
-    await healths.tell()
+    await healths.notify()
     await server.start()
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
@@ -74,10 +74,10 @@ async def open_port(
         try:
             yield address
         except Exception as error:  # noqa: BLE001 - raised again below
-            failure = error  # the body's own, which the group would wrap
+            failure = error  # the task group would wrap the body's own error
         finally:
             watch.cancel()
-            await healths.tell()  # the last word on what ended before
+            await healths.notify()  # report the last state to watchers
             await server.stop(STOP_SECONDS)
     if failure is not None:
         raise failure
@@ -87,13 +87,13 @@ def _bind(server: GrpcServerApi, listen: str, bind: Callable[[Any, str], int] | 
     try:
         port = server.add_insecure_port(listen) if bind is None else bind(server, listen)
     except RuntimeError as error:
-        why = error.__cause__ or "in use, or no address of this machine"  # which is all that grpc.aio says
+        why = error.__cause__ or "in use, or no address of this machine"  # grpc.aio gives no reason
         raise ConfigurationRefused(f"cannot listen on {listen}: {why}") from error
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
 
 
 def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
-    """The standard reflection service, of these services."""
+    """Return the standard reflection service for these services."""
     services = reflection.aio.ReflectionServicer(names)
 
     async def requests(messages: AsyncIterator[bytes]) -> AsyncIterator[Message]:
@@ -113,15 +113,15 @@ def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
 
 
 class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
-    """The standard health service, of which the library does the watching. A service is SERVING while its function says so."""
+    """The standard health service. A service is SERVING while its function returns True."""
 
     def __init__(self, services: Mapping[str, Callable[[], bool]]) -> None:
         super().__init__()
         self._services = services
-        self._told: dict[str, int] = {}
+        self._notified: dict[str, int] = {}
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Its methods, which take bytes."""
+        """Return the methods, which take bytes."""
         stream: Any = grpc.unary_stream_rpc_method_handler  # the stubs know no coroutines
         methods = {
             "Check": unary_context_handler(self._check),
@@ -143,16 +143,16 @@ class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
         await answer_call(follow(), context)
 
     async def watch(self) -> None:
-        """Tell those who watch, for ever."""
+        """Notify watchers forever."""
         while True:
-            await self.tell()
+            await self.notify()
             await asyncio.sleep(HEALTH_SECONDS)
 
-    async def tell(self) -> None:
-        """Tell those who watch, if there is news."""
+    async def notify(self) -> None:
+        """Notify watchers of changed states."""
         for service in self._services:
-            if (status := self._status(service)) != self._told.get(service):
-                self._told[service] = status
+            if (status := self._status(service)) != self._notified.get(service):
+                self._notified[service] = status
                 await self.set(service, status)
 
     def _status(self, service: str) -> int:

@@ -1,19 +1,20 @@
-"""HTTP/1.1 on one connection: parsing by httptools, limits, keep-alive, back-pressure. Knows nothing of what is served.
+"""HTTP/1.1 connection: parsing by httptools, limits, keep-alive and back-pressure; independent of the served API.
 
 Rules:
 
-1. One request of a connection is served at a time; what a client pipelines waits, unparsed but for a few, and reading stops
-   meanwhile. In one turn of the event loop no more than a few are served, so that others have their turns.
-2. Whatever is wrong with a message is answered in its turn, and then the connection closes, since the two sides may no
-   longer agree on where the next message begins.
-3. A client that closes its sending side while an engine works for it is taken to be gone: TCP cannot tell it from one
-   that closed altogether, and nobody may be worked for in vain.
-4. Nothing is buffered without bound: a writer waits (`Exchange.drained`) while the client does not read, and a client
-   that takes too little of what waits for it is cut off (`SlowReader`).
-   What is relayed from elsewhere is not read there meanwhile (`Exchange.relay`).
-5. Every stage has a deadline, looked at by the server's sweep: a timer a connection would cost more than a request.
-6. Another protocol that is offered (``Upgrade``, as Java's client does with HTTP/2) is not taken up, and its request served.
-7. A head that was parsed before, byte for byte but for the length of its body, is not parsed again.
+1. A connection serves one request at a time. Pipelined requests wait unparsed, apart from a few, and reading stops
+   meanwhile. In one turn of the event loop only a few requests are served, so that other connections get their turns.
+2. A malformed message is answered in its turn. Then the connection closes, because the two sides may no longer agree
+   where the next message begins.
+3. A client that closes its sending side while an engine works for it counts as disconnected: TCP cannot tell it from a
+   client that closed both sides, and no engine may work for nobody.
+4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
+   too slowly is disconnected (`SlowReader`). A relayed source is not read meanwhile (`Exchange.relay`).
+5. Every stage has a deadline, which the server's sweep checks. A timer for each connection would cost more than a
+   request.
+6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, and the request is
+   served.
+7. A head that equals an earlier one, apart from the content length, is not parsed again.
 8. A connection that waits for its client may be closed at any time in favour of a newcomer (`ConnectionTable`).
 """
 
@@ -46,28 +47,30 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, HttpSettings
 from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import configure_client_socket
 
-HIGH_WATER_BYTES = 64 << 10  # unsent bytes of a connection from which on its writer waits
-_MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # say more than what is asked
-PARSE_BYTES = 8 << 10  # parsed at once, as long as nothing waits: some hundred of the shortest requests
+HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connection waits
+_MEANINGFUL_HEADERS = frozenset(
+    {b"transfer-encoding", b"expect", b"upgrade"}
+)  # headers that change how a message is read
+PARSE_BYTES = 8 << 10  # parsed at once while no request waits: about a hundred of the shortest requests
 MAX_REQUESTS_PER_TURN = 16
-MAX_LINGERING = 256  # newcomers without a place that are answered at once; others are closed without a word
-RETRY_AFTER_SECONDS = 1  # for newcomers without a place
-LINGER_SECONDS = 2.0  # how long a client that still sends is listened to, so that it sees the answer instead of a reset
+MAX_LINGERING = 256  # refused newcomers that get an answer; others are closed without one
+RETRY_AFTER_SECONDS = 1  # for refused newcomers
+LINGER_SECONDS = 2.0  # a client that still sends is read for this time, so that it gets the answer and not a reset
 
 
 class ConnectionStage(Enum):
     IDLE = auto()  # between requests
     HEAD = auto()
     BODY = auto()
-    CLOSING = auto()  # nothing more is understood; whatever comes is thrown away
+    CLOSING = auto()  # further bytes are dropped
 
 
 ErrorBody = Callable[[MalformedRequest], bytes]
-"""The body that answers a malformed message, as JSON."""
+"""Returns the JSON body that explains a malformed request."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client."""
+    """Connection of one client."""
 
     def __init__(
         self,
@@ -82,42 +85,44 @@ class HttpConnection(asyncio.Protocol):
         slow_log: SlowClientLog,
         lasts_seconds: float = 0,
     ) -> None:
-        """`lasts_seconds`: for so long it takes requests, and one more, whose answer says that it was the last; 0: as the client likes."""
+        """Create the protocol. After `lasts_seconds` the next answer asks the client to reconnect; 0 sets no limit."""
         self._settings = settings
         self._clock = clock
-        self._old_at = self._in(lasts_seconds) if lasts_seconds else None
+        self._expires_at = self._deadline_in(lasts_seconds) if lasts_seconds else None
         self._serve = serve
         self._explain = explain
         self._connections = connections
         self._table = table
-        self._place: ConnectionSlot[HttpConnection] | None = None  # in the table; None: there was none
+        self._place: ConnectionSlot[HttpConnection] | None = None  # the slot in the table; None if the table was full
         self._heads = heads
         self._held = held
         self._slow_log = slow_log
-        self._held_bytes = 0  # of it, by this connection
+        self._held_bytes = 0  # bytes held by this connection
         self._parser = httptools.HttpRequestParser(self)
         self._stage = ConnectionStage.IDLE
         self._idle_nanos = int(settings.idle_timeout_seconds * SECOND)
-        self._deadline = self._in(settings.first_byte_timeout_seconds)
+        self._deadline = self._deadline_in(settings.first_byte_timeout_seconds)
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
-        self._between_bytes = 0  # that came since the last piece of the body: sizes of chunks, trailers
+        self._overhead_bytes = 0  # bytes since the last piece of the body: chunk sizes, trailers
         self._body = BodyBuffer()
-        self._began_with: bytes | None = None  # the head of the request, as it came, if it came as a whole
-        self._known: tuple[HttpHead, int] | None = None  # of the request whose body arrives unparsed
+        self._raw_head: bytes | None = None  # the raw head if it arrived in one piece
+        self._known_head: tuple[HttpHead, int] | None = (
+            None  # head and content length of a request whose body arrives unparsed
+        )
         self._waiting: deque[HttpRequest | MalformedRequest] = deque()
-        self._unparsed = b""  # that came behind those
-        self._served = 0  # in this turn, about
-        self._turn_is_due = False
-        self._declined: HttpHead | None = None  # of a request that offers another protocol
-        self._exchange: Exchange | None = None  # that is served
+        self._unparsed = b""  # bytes that follow the waiting requests
+        self._served = 0  # requests served in this turn, approximately
+        self._turn_scheduled = False
+        self._declined_head: HttpHead | None = None  # the head of a request that offers another protocol
+        self._exchange: Exchange | None = None  # the exchange being served
         self._serving: ExchangeTask | None = None
-        self._beginning = False
+        self._starting = False
         self._source: RelaySource | None = None
-        self._gone = False
+        self._lost = False
         self._half_closed = False
-        self._paused: asyncio.Future[None] | None = None  # done when the client reads again
+        self._paused: asyncio.Future[None] | None = None  # done after the client reads again
         self._slow_reader = SlowReader(settings.write_timeout_seconds * SECOND, settings.min_read_bytes)
         self._buffer = WriteBufferCounter()
         self._reading = True
@@ -126,7 +131,7 @@ class HttpConnection(asyncio.Protocol):
     # From the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are not asyncio classes
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         if (sock := transport.get_extra_info("socket")) is not None:
             configure_client_socket(sock)
@@ -141,27 +146,27 @@ class HttpConnection(asyncio.Protocol):
         if len(self._connections) - len(self._table) > MAX_LINGERING:
             self._transport.abort()
         else:
-            self._refuse_for_now("too many connections; retry later")
+            self._reject_for_now("too many connections; retry later")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
-        self._gone = True
+        self._lost = True
         self._connections.pop(self, None)
         if self._place is not None:
             self._table.remove(self._place)
-            self._place = None  # the two hold each other
+            self._place = None  # break the reference cycle
         self._hold(-self._held_bytes)
-        self._forget_waiting()
-        del self._parser  # likewise
+        self._drop_waiting()
+        del self._parser  # break the reference cycle
         self._source = None
         if self._serving is not None:
             self._serving.cancel()
         self._resume()
 
     def eof_received(self) -> bool:
-        """Returns whether the connection stays open for writing."""
+        """Return whether the connection stays open for writing."""
         self._half_closed = True
         if self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
-            self._refuse(HTTPStatus.BAD_REQUEST, "the request is incomplete")
+            self._reject(HTTPStatus.BAD_REQUEST, "the request is incomplete")
         if self._exchange is None:
             return False
         if self._exchange.request.method == "POST" and self._serving is not None:
@@ -173,7 +178,7 @@ class HttpConnection(asyncio.Protocol):
             self._unparsed += data
             return
         stage = self._stage
-        begin = 0  # of what is not understood yet
+        begin = 0  # start of the bytes that are not handled yet
         if stage is ConnectionStage.IDLE and self._exchange is None and self._paused is None:
             end = data.find(b"\r\n\r\n") + 4
             content = data[:end]
@@ -182,52 +187,52 @@ class HttpConnection(asyncio.Protocol):
                 head, body_bytes = known
                 if len(data) - end == body_bytes <= ORDINARY_BODY_BYTES:
                     self._hold(body_bytes)
-                    self._begin(HttpRequest(head, data[end:]))
+                    self._start(HttpRequest(head, data[end:]))
                     return
-                self._known = known
+                self._known_head = known
                 self._body = BodyBuffer()
                 self._stage = ConnectionStage.BODY
-                self._deadline = self._in(self._settings.body_timeout_seconds)
+                self._deadline = self._deadline_in(self._settings.body_timeout_seconds)
                 begin = end
             else:
-                self._began_with = content
+                self._raw_head = content
         elif stage is ConnectionStage.CLOSING:
             return
-        self._understand(data, begin)
-        self._wait_for_client()
+        self._handle_bytes(data, begin)
+        self._note_waiting()
 
-    def _understand(self, data: bytes, begin: int) -> None:
-        """Take what arrived, from `begin` on."""
-        if self._known is not None:
-            data = self._rest_of_known(data, begin)
+    def _handle_bytes(self, data: bytes, begin: int) -> None:
+        """Handle the received bytes from `begin` on."""
+        if self._known_head is not None:
+            data = self._take_known_body(data, begin)
             if not data or self._stage is ConnectionStage.CLOSING:
                 return
         self._served = 0
         if self._stage is ConnectionStage.BODY:
-            self._between_bytes += len(data)
+            self._overhead_bytes += len(data)
         else:
             self._head_bytes += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserUpgrade as offered:
-            self._began_with = None
-            self._decline(data[offered.args[0] :])
+            self._raw_head = None
+            self._decline_upgrade(data[offered.args[0] :])
             return
         except httptools.HttpParserError as error:
             no_version = self._is_http_0_9(b"")
-            self._refuse(HTTPStatus.BAD_REQUEST, WRONG_VERSION if no_version else f"the request is not HTTP: {error}")
+            self._reject(HTTPStatus.BAD_REQUEST, WRONG_VERSION if no_version else f"the request is not HTTP: {error}")
         if (
             self._stage in (ConnectionStage.IDLE, ConnectionStage.HEAD)
             and self._head_bytes > self._settings.max_head_bytes
         ):
-            self._refuse_head()
-        elif self._stage is ConnectionStage.BODY and self._between_bytes > self._settings.max_head_bytes:
-            self._refuse_between()
+            self._reject_head()
+        elif self._stage is ConnectionStage.BODY and self._overhead_bytes > self._settings.max_head_bytes:
+            self._reject_overhead()
         elif self._is_http_0_9(data):
-            self._refuse(HTTPStatus.BAD_REQUEST, WRONG_VERSION)
+            self._reject(HTTPStatus.BAD_REQUEST, WRONG_VERSION)
 
     def pause_writing(self) -> None:
-        if self._gone:
+        if self._lost:
             return
         self._buffer.paused(self._transport)
         self._paused = asyncio.get_running_loop().create_future()
@@ -247,7 +252,7 @@ class HttpConnection(asyncio.Protocol):
         if self._stage is ConnectionStage.CLOSING:
             return
         self._stage = ConnectionStage.HEAD
-        self._deadline = self._in(self._settings.head_timeout_seconds)
+        self._deadline = self._deadline_in(self._settings.head_timeout_seconds)
         self._url = b""
         self._headers = {}
         self._body = BodyBuffer()
@@ -257,7 +262,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._stage is not ConnectionStage.HEAD:
-            return  # a trailer: nothing that we understand may come after the body (RFC 9110, 6.5.1)
+            return  # a trailer, which may be ignored (RFC 9110, 6.5.1)
         name = name.lower()
         known = self._headers.get(name)
         self._headers[name] = value if known is None else known + b", " + value
@@ -268,17 +273,17 @@ class HttpConnection(asyncio.Protocol):
         size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers.items())
         self._head_bytes = 0
         if size > self._settings.max_head_bytes:
-            self._refuse_head()
+            self._reject_head()
             return
         if (problem := version_problem(self._parser.get_http_version(), self._headers)) is not None:
-            self._refuse(HTTPStatus.BAD_REQUEST, problem)
+            self._reject(HTTPStatus.BAD_REQUEST, problem)
             return
         self._stage = ConnectionStage.BODY
-        self._between_bytes = 0
-        self._deadline = self._in(self._settings.body_timeout_seconds)
+        self._overhead_bytes = 0
+        self._deadline = self._deadline_in(self._settings.body_timeout_seconds)
         declared = self._headers.get(b"content-length", b"0")
         if int(declared) > self._settings.max_body_bytes:
-            self._refuse_body()
+            self._reject_body()
         elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._exchange is None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -286,18 +291,18 @@ class HttpConnection(asyncio.Protocol):
         if self._stage is ConnectionStage.CLOSING:
             return
         self._body.add(body)
-        self._between_bytes = 0
+        self._overhead_bytes = 0
         self._hold(len(body))
         if self._body.size > self._settings.max_body_bytes:
-            self._refuse_body()
-        elif self._is_one_too_many():
-            self._refuse_long()
+            self._reject_body()
+        elif self._memory_is_full():
+            self._reject_long()
 
     def on_message_complete(self) -> None:
         if self._stage is ConnectionStage.CLOSING:
             return
         self._stage = ConnectionStage.IDLE
-        self._deadline = self._in(self._settings.idle_timeout_seconds)
+        self._deadline = self._deadline_in(self._settings.idle_timeout_seconds)
         offered = self._parser.should_upgrade()
         head = HttpHead(
             method=self._parser.get_method().decode("ascii"),
@@ -307,51 +312,51 @@ class HttpConnection(asyncio.Protocol):
             chunked_answer=self._parser.get_http_version() != "1.0",
         )
         if offered:
-            self._declined = head
+            self._declined_head = head
             return
         body = self._body.whole()
         self._body = BodyBuffer()
-        if (content := self._began_with) is not None:
-            self._began_with = None  # of this request only
-            self._remember(content, head, body)
+        if (content := self._raw_head) is not None:
+            self._raw_head = None  # valid for this request only
+            self._cache_head(content, head, body)
         self._waiting.append(HttpRequest(head, body))
         self._advance()
 
     # From the server
 
     @property
-    def old(self) -> bool:
-        """Whether the client is to make another connection."""
-        return self._old_at is not None and self._clock.now() >= self._old_at
+    def is_expired(self) -> bool:
+        """Whether the client should open another connection."""
+        return self._expires_at is not None and self._clock.now() >= self._expires_at
 
     def expire(self, now: Nanos) -> None:
-        """End what has lasted too long."""
+        """Enforce the deadlines and the slow reader limit."""
         waiting = 0
-        if self._paused is not None or self._exchange is None:  # while it is served, its buffer grows
+        if self._paused is not None or self._exchange is None:  # a served request may fill the buffer
             waiting = self._transport.get_write_buffer_size()
         if self._slow_reader.overdue(now, waiting, self._buffer.written):
-            self._slow_log.cut(client_key(self._transport.get_extra_info("peername")), waiting)
+            self._slow_log.note(client_key(self._transport.get_extra_info("peername")), waiting)
             self._transport.abort()
             return
         if now < self._deadline or self._exchange is not None:
             return
         match self._stage:
             case ConnectionStage.HEAD | ConnectionStage.BODY:
-                self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
+                self._reject(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
             case ConnectionStage.IDLE:
                 self._transport.close()
             case ConnectionStage.CLOSING:
-                self._transport.close()  # after what still waits for the client, as long as it reads
+                self._transport.close()  # sends the rest first, as long as the client reads
 
     def displace(self) -> None:
-        """Close at once, since the table needs the place; nothing is being served."""
+        """Close at once, because the table needs the slot; no request is being served."""
         if self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
-            refusal = MalformedRequest(
+            malformed = MalformedRequest(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "too many connections, and the request was not complete; retry later",
                 RETRY_AFTER_SECONDS,
             )
-            self._transport.write(refusal.answer(self._explain(refusal)))
+            self._transport.write(malformed.answer(self._explain(malformed)))
         self._stage = ConnectionStage.CLOSING
         if self._transport.get_write_buffer_size():
             self._transport.abort()
@@ -359,22 +364,22 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once, whatever is being done."""
+        """Close at once, even while a request is being served."""
         self._transport.abort()
 
     def close_when_idle(self) -> None:
-        """Close now if nothing is being served; else after it."""
+        """Close now if no request is being served, otherwise after it."""
         if self._exchange is None:
             self._transport.close()
         self._stage = ConnectionStage.CLOSING
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        """Where the bytes of `source` go, which is not read while the client does not.
+        """Return the transport for the bytes of `source`, which pauses while the client does not read.
 
         Raises:
-            ClientGone: The connection is closed.
+            ClientDisconnected: The connection is closed.
         """
-        if self._gone or self._transport.is_closing():
+        if self._lost or self._transport.is_closing():
             raise ClientDisconnected
         self._source = source
         if self._paused is not None:
@@ -382,12 +387,12 @@ class HttpConnection(asyncio.Protocol):
         return self._transport
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        """Write all of it at once.
+        """Write all pieces at once.
 
         Raises:
-            ClientGone: The connection is closed.
+            ClientDisconnected: The connection is closed.
         """
-        if self._gone or self._transport.is_closing():
+        if self._lost or self._transport.is_closing():
             raise ClientDisconnected
         self._transport.write(b"".join(pieces))
 
@@ -395,17 +400,17 @@ class HttpConnection(asyncio.Protocol):
         """Wait while the client does not read.
 
         Raises:
-            ClientGone: It did not read for too long, or closed.
+            ClientDisconnected: The client did not read for too long, or closed the connection.
         """
-        while (paused := self._paused) is not None:  # until the client reads, or `expire` has cut it off
+        while (paused := self._paused) is not None:  # until the client reads or `expire` disconnects it
             await asyncio.shield(paused)
-        if self._gone:
+        if self._lost:
             raise ClientDisconnected
 
-    # Inside
+    # Internal
 
     def _parse(self, data: bytes) -> None:
-        """As far as rule 1 allows."""
+        """Parse as much as rule 1 allows."""
         if len(data) <= PARSE_BYTES:
             self._parser.feed_data(data)
             return
@@ -420,90 +425,90 @@ class HttpConnection(asyncio.Protocol):
                 return
 
     def _parse_rest(self) -> None:
-        if self._gone or self._waiting:
+        if self._lost or self._waiting:
             return
         data, self._unparsed = self._unparsed, b""
         if data:
             self.data_received(data)
         self._advance()
 
-    def _decline(self, rest: bytes) -> None:
-        """Serve a request that offers another protocol as if it did not (rule 6); `rest` is what follows its head.
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Serve a request that offers another protocol without upgrading (rule 6); `rest` follows its head.
 
-        Its connection closes after it: the other side may have begun to speak otherwise.
+        The connection closes after the answer, because the client may already have switched to the other protocol.
         """
-        head, self._declined = self._declined, None
+        head, self._declined_head = self._declined_head, None
         if head is None:
-            return  # it was refused
+            return  # the request was refused
         if head.method == "CONNECT" or b"transfer-encoding" in head.headers or self._exchange is not None:
-            self._refuse(
+            self._reject(
                 HTTPStatus.NOT_IMPLEMENTED, "no other protocol is spoken here; send the request without an upgrade"
             )
             return
-        self._known = (head, int(head.headers.get(b"content-length", b"0")))
+        self._known_head = (head, int(head.headers.get(b"content-length", b"0")))
         self._stage = ConnectionStage.BODY
-        self._deadline = self._in(self._settings.body_timeout_seconds)
-        self._rest_of_known(rest, 0)
+        self._deadline = self._deadline_in(self._settings.body_timeout_seconds)
+        self._take_known_body(rest, 0)
 
     def _next_turn(self) -> None:
-        self._served, self._turn_is_due = 0, False
-        if not self._gone:
+        self._served, self._turn_scheduled = 0, False
+        if not self._lost:
             self._advance()
 
-    def _forget_waiting(self) -> None:
+    def _drop_waiting(self) -> None:
         self._waiting.clear()
         self._unparsed = b""
 
-    def _remember(self, content: bytes, head: HttpHead, body: bytes) -> None:
-        """Note the head of a request, if nothing but its length says where the body ends."""
+    def _cache_head(self, content: bytes, head: HttpHead, body: bytes) -> None:
+        """Cache the head if only the content length determines where the body ends."""
         if head.keep_alive and head.chunked_answer and not head.headers.keys() & _MEANINGFUL_HEADERS:
             self._heads.add(content, head, len(body))
 
-    def _rest_of_known(self, data: bytes, begin: int) -> bytes:
-        """Take what belongs to a body whose head is known, from `begin` on; returns what comes after it."""
-        assert self._known is not None
-        head, body_bytes = self._known
+    def _take_known_body(self, data: bytes, begin: int) -> bytes:
+        """Add bytes from `begin` on to a body whose head is known; return the bytes after the body."""
+        assert self._known_head is not None
+        head, body_bytes = self._known_head
         end = begin + body_bytes - self._body.size
         piece = memoryview(data)[begin:end]
         self._body.add(piece)
         self._hold(len(piece))
-        if self._is_one_too_many():
-            self._refuse_long()
+        if self._memory_is_full():
+            self._reject_long()
             return b""
         if self._body.size < body_bytes:
             return b""
         body, self._body = self._body.whole(), BodyBuffer()
-        self._known = None
+        self._known_head = None
         self._stage = ConnectionStage.IDLE if head.keep_alive else ConnectionStage.CLOSING
-        self._begin(HttpRequest(head, body))
+        self._start(HttpRequest(head, body))
         return data[end:]
 
-    def _begin(self, request: HttpRequest) -> None:
-        """Serve a request; nothing else is being served."""
+    def _start(self, request: HttpRequest) -> None:
+        """Start to serve a request; no other one is being served."""
         if self._place is not None:
             self._place.served = True
         exchange = self._exchange = Exchange(self, request)
-        self._beginning = True
+        self._starting = True
         serving = self._serve(exchange)
-        self._beginning = False
-        if self._exchange is exchange:  # else it is over already
+        self._starting = False
+        if self._exchange is exchange:  # else the exchange has ended already
             self._serving = serving
 
     def _advance(self) -> None:
         while self._exchange is None and self._waiting and self._paused is None:
             if self._served >= MAX_REQUESTS_PER_TURN:
-                if not self._turn_is_due:
-                    self._turn_is_due = True
+                if not self._turn_scheduled:
+                    self._turn_scheduled = True
                     asyncio.get_running_loop().call_soon(self._next_turn)
                 break
             self._served += 1
             following = self._waiting.popleft()
             if isinstance(following, MalformedRequest):
-                self._forget_waiting()
+                self._drop_waiting()
                 self._transport.write(following.answer(self._explain(following)))
-                self._hang_up()
+                self._linger()
                 return
-            self._begin(following)
+            self._start(following)
         if self._unparsed and not self._waiting:
             asyncio.get_running_loop().call_soon(self._parse_rest)
         behind = bool(self._waiting or self._unparsed)
@@ -514,41 +519,41 @@ class HttpConnection(asyncio.Protocol):
         self._reading = not behind
 
     def finished(self, *, keep_alive: bool) -> None:
-        """The served request is over, whether its answer is complete or not."""
+        """Note that the request has been served, whether its answer is complete or not."""
         if self._source is not None and self._paused is not None:
-            self._source.resume_reading()  # its next answer is another client's
-        if self._exchange is not None and not self._gone:
+            self._source.resume_reading()  # the next answer of the source goes to another client
+        if self._exchange is not None and not self._lost:
             self._hold(-len(self._exchange.request.body))
         self._exchange = self._serving = self._source = None
-        if self._gone:
+        if self._lost:
             return
         if self._half_closed or not keep_alive or (self._stage is ConnectionStage.CLOSING and not self._waiting):
-            self._forget_waiting()
-            self._hang_up()
+            self._drop_waiting()
+            self._linger()
             return
         if self._stage is ConnectionStage.IDLE:
             self._deadline = Nanos(self._clock.now() + self._idle_nanos)
         if not (self._waiting or self._unparsed):
-            self._wait_for_client()
-        elif not self._beginning:  # else `_advance` goes on by itself
+            self._note_waiting()
+        elif not self._starting:  # else `_advance` continues by itself
             self._advance()
 
     def _hold(self, size: int) -> None:
         self._held_bytes += size
         self._held.bytes += size
 
-    def _is_one_too_many(self) -> bool:
-        """Whether the body that is coming is a long one, and there is no room for those."""
+    def _memory_is_full(self) -> bool:
+        """Return whether the arriving body is a long one and the memory for bodies is full."""
         return self._body.size > ORDINARY_BODY_BYTES and self._held.bytes > self._settings.max_held_bytes
 
-    def _refuse_long(self) -> None:
-        self._refuse_for_now("too many long requests are being taken in; retry later")
+    def _reject_long(self) -> None:
+        self._reject_for_now("too many long requests are being taken in; retry later")
 
-    def _refuse_for_now(self, message: str) -> None:
-        self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
+    def _reject_for_now(self, message: str) -> None:
+        self._reject(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
 
-    def _wait_for_client(self) -> None:
-        """Say in the table what the connection waits for, unless a request is being served, or is about to be."""
+    def _note_waiting(self) -> None:
+        """Note in the table what the connection waits for, unless a request is being or about to be served."""
         if self._exchange is not None or self._waiting or self._unparsed:
             return
         if self._stage is ConnectionStage.IDLE:
@@ -563,16 +568,16 @@ class HttpConnection(asyncio.Protocol):
             self._table.waits(self._place, group, self._clock.now() / SECOND)
 
     def _is_http_0_9(self, data: bytes) -> bool:
-        """Return whether a request line has ended without a version, of which `data` is the last that came.
+        """Return whether a request line has ended without a version; `data` is its latest part.
 
-        The parser knows it one byte later, and would then wait for the rest of a head that such clients never send.
+        The parser notices it one byte later, and would wait for the rest of a head that such clients never send.
         """
         if self._stage is not ConnectionStage.HEAD or not self._url:
             return False
         version = self._parser.get_http_version()
         return version == "0.9" or (version == "0.0" and data.endswith(b"\n"))
 
-    def _refuse(self, status: HTTPStatus, message: str, retry_after_seconds: int = 0) -> None:
+    def _reject(self, status: HTTPStatus, message: str, retry_after_seconds: int = 0) -> None:
         if self._stage is ConnectionStage.CLOSING:
             return
         self._hold(-self._body.size)
@@ -581,28 +586,28 @@ class HttpConnection(asyncio.Protocol):
         self._waiting.append(MalformedRequest(status, message, retry_after_seconds))
         self._advance()
 
-    def _refuse_head(self) -> None:
+    def _reject_head(self) -> None:
         limit = self._settings.max_head_bytes
-        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request's head is larger than {limit} bytes")
+        self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request's head is larger than {limit} bytes")
 
-    def _refuse_between(self) -> None:
+    def _reject_overhead(self) -> None:
         limit = self._settings.max_head_bytes
         message = f"the request's body has more than {limit} bytes that are no content: sizes of chunks, trailers"
-        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
+        self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
 
-    def _refuse_body(self) -> None:
+    def _reject_body(self) -> None:
         limit = self._settings.max_body_bytes
-        self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request's body is larger than {limit} bytes")
+        self._reject(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request's body is larger than {limit} bytes")
 
-    def _hang_up(self) -> None:
-        """Close, after what is written was sent and what the client is still sending was thrown away."""
+    def _linger(self) -> None:
+        """Close after the answer was sent and the rest of the request was dropped."""
         self._stage = ConnectionStage.CLOSING
         if self._place is not None:
             self._table.waits(self._place, WaitingFor.CLOSING, self._clock.now() / SECOND)
         if self._half_closed or not self._transport.can_write_eof():
             self._transport.close()
             return
-        self._deadline = self._in(LINGER_SECONDS)
+        self._deadline = self._deadline_in(LINGER_SECONDS)
         if not self._reading:
             self._reading = True
             self._transport.resume_reading()
@@ -613,5 +618,5 @@ class HttpConnection(asyncio.Protocol):
         if paused is not None and not paused.done():
             paused.set_result(None)
 
-    def _in(self, seconds: float) -> Nanos:
+    def _deadline_in(self, seconds: float) -> Nanos:
         return Nanos(self._clock.now() + int(seconds * SECOND))

@@ -1,7 +1,7 @@
-"""A request of one connection and the answer to it: what servers are given to answer by.
+"""One HTTP request and its answer.
 
-An answer is given whole (`Exchange.respond`), piece by piece (`Exchange.send`), or passed on from elsewhere as bytes
-(`Exchange.relay`). Whichever it is, `Exchange.over` is called once.
+An answer is given as a whole (`Exchange.respond`), in chunks (`Exchange.send`), or relayed as bytes from another
+connection (`Exchange.relay`). In each case `Exchange.finish` is called once.
 """
 
 import asyncio
@@ -13,15 +13,15 @@ from fleet.net.http.messages import HttpRequest, response_head
 
 
 class ExchangeTask(Protocol):
-    """Work for a request; an `asyncio.Task` is one."""
+    """The work for one request; an `asyncio.Task` is one."""
 
     def cancel(self) -> object:
-        """Nobody waits for it any more."""
+        """Stop, because the client no longer waits."""
         ...
 
 
 class RelaySource(Protocol):
-    """Where bytes come from that are relayed; a transport is one."""
+    """The reading side of a relay; a transport is one."""
 
     def pause_reading(self) -> None: ...
 
@@ -29,23 +29,23 @@ class RelaySource(Protocol):
 
 
 StartExchange = Callable[["Exchange"], ExchangeTask]
-"""Begins to serve; `Exchange.over` is called once it is done with, possibly before this returns."""
+"""Starts to serve a request. `Exchange.finish` is called once after it is served, possibly before this returns."""
 
 
 class ExchangeConnection(Protocol):
-    """What is needed of `fleet.net.http.connection.HttpConnection`."""
+    """The connection of an exchange, as far as the exchange needs it (`HttpConnection`)."""
 
     @property
-    def old(self) -> bool:
-        """Whether the client is to make another connection."""
+    def is_expired(self) -> bool:
+        """Whether the client should open another connection."""
         ...
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        """Where the bytes of `source` go, which is not read while the client does not."""
+        """Return the transport that takes the bytes of `source`. `source` pauses while the client does not read."""
         ...
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        """Write all of it at once."""
+        """Write all pieces at once."""
         ...
 
     async def drained(self) -> None:
@@ -53,17 +53,15 @@ class ExchangeConnection(Protocol):
         ...
 
     def finished(self, *, keep_alive: bool) -> None:
-        """The served request is over, whether its answer is complete or not."""
+        """Note that the request has been served, whether its answer is complete or not."""
         ...
 
 
 class Exchange:
-    """A request and the answer to it."""
-
     def __init__(self, connection: ExchangeConnection, request: HttpRequest) -> None:
         self._connection = connection
         self.request = request
-        self._keep_alive = request.head.keep_alive and not connection.old
+        self._keep_alive = request.head.keep_alive and not connection.is_expired
         self._began = False
         self._complete = False
 
@@ -74,7 +72,7 @@ class Exchange:
 
     @property
     def began(self) -> bool:
-        """Whether the answer's head is out, so that no other answer can be given."""
+        """Whether the head of the answer was sent, so no other answer is possible."""
         return self._began
 
     def respond(
@@ -86,10 +84,10 @@ class Exchange:
         headers: Sequence[tuple[str, str]] = (),
         close: bool = False,
     ) -> None:
-        """Give the whole answer.
+        """Send the whole answer.
 
         Raises:
-            ClientGone: The connection is closed.
+            ClientDisconnected: The connection is closed.
         """
         assert not self._began
         self._keep_alive = self._keep_alive and not close
@@ -100,10 +98,10 @@ class Exchange:
     def send(
         self, content: bytes, *, content_type: str, headers: Sequence[tuple[str, str]] = (), last: bool = False
     ) -> None:
-        """Give the next piece of a streamed answer; its head goes out together with the first.
+        """Send the next chunk of a streamed answer; the head goes out with the first chunk.
 
         Raises:
-            ClientGone: The connection is closed.
+            ClientDisconnected: The connection is closed.
         """
         assert not self._complete
         pieces = []
@@ -131,12 +129,13 @@ class Exchange:
         self._connection.write(pieces)
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        """Where the bytes of `source` go as they are, from the head of the answer on; then `relayed` is called.
+        """Return the transport that takes the answer of `source` as raw bytes, from the head of the answer on.
 
-        Or, instead of what is missing, the last events are sent by `send`, and then `over` is called.
+        The caller then calls `relayed`. If the source fails, it may instead send last events with `send` and call
+        `finish`.
 
         Raises:
-            ClientGone: The connection is closed.
+            ClientDisconnected: The connection is closed.
         """
         assert not self._began
         transport = self._connection.relay(source)
@@ -144,14 +143,14 @@ class Exchange:
         return transport
 
     def relayed(self, *, keep_alive: bool) -> None:
-        """All that will come is written; it is over. Without `keep_alive` the end of the connection is the answer's."""
+        """End a relayed answer. Without `keep_alive` the end of the connection marks the end of the answer."""
         self._complete = keep_alive
-        self.over()
+        self.finish()
 
-    def over(self) -> None:
-        """Nothing more is done for this request.
+    def finish(self) -> None:
+        """End the exchange.
 
-        Another one may follow on the connection; not after an answer that was cut off, so that the client can tell.
+        Another one may follow on the connection, but not after an incomplete answer, so that the client notices.
         """
         self._connection.finished(keep_alive=self._keep_alive and self._complete)
 
@@ -159,6 +158,6 @@ class Exchange:
         """Wait while the client does not read.
 
         Raises:
-            ClientGone: It did not read for too long, or closed.
+            ClientDisconnected: The client did not read for too long, or closed the connection.
         """
         await self._connection.drained()

@@ -1,4 +1,4 @@
-"""What passes over an HTTP connection, and its limits."""
+"""HTTP/1.1 messages: request heads, bodies, response heads and malformed requests."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,10 @@ from http import HTTPStatus
 
 from msgspec import Struct
 
-LARGE_CHUNK_BYTES = 4 << 10  # of a body; beside these what Python takes for an object is little
+LARGE_CHUNK_BYTES = 4 << 10  # of a body; for larger chunks Python's overhead per object is small
 
 MAX_CACHED_HEADS = 1024
-MAX_CACHED_HEAD_BYTES = 1024  # of one: some 300 are usual; more than a MiB is never held
+MAX_CACHED_HEAD_BYTES = 1024  # of one head; 300 are usual, so the cache stays below a MiB
 MAX_LENGTH_DIGITS = 12
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,%d})\r\n" % MAX_LENGTH_DIGITS, re.IGNORECASE)
 
@@ -17,14 +17,14 @@ _PHRASES = {int(status): status.phrase for status in HTTPStatus} | {499: "Client
 
 
 class HttpHead(Struct, kw_only=True):
-    """What comes before a body. One object serves all requests whose heads are the same bytes but for the body's length."""
+    """Head of a request. One object serves all requests whose heads are equal apart from the length of the body."""
 
     method: str
     path: str  # without the query
     headers: Mapping[bytes, bytes]  # names in lower case
     keep_alive: bool
     chunked_answer: bool  # whether the client understands chunks; HTTP/1.0 does not
-    passed_on: bytes | None = None  # what a relay makes of the headers, once it has
+    forwarded_headers: bytes | None = None  # the headers that a relay forwards; None until it has computed them
 
 
 class HttpRequest(Struct, frozen=True):
@@ -45,21 +45,21 @@ class HttpRequest(Struct, frozen=True):
 
 
 class HeadCache:
-    """Heads that were parsed before, by their exact bytes without the digits of the body's length.
+    """Cache of parsed heads, by their exact bytes without the digits of the content length.
 
-    Clients that keep their connections send the same head again and again, and finding it costs a tenth of parsing it.
-    Bounded: a few clients whose heads are never the same push the others out for a moment, and nothing else.
+    Clients that keep their connections send the same head again and again, and a look-up costs a tenth of parsing. The
+    cache is bounded: clients whose heads always differ only evict the others for a moment.
     """
 
     def __init__(self) -> None:
         self._known: dict[bytes, HttpHead] = {}
-        self._latest: tuple[bytes, bytes, HttpHead] | None = None  # found: what is before the digits and behind them
+        self._latest: tuple[bytes, bytes, HttpHead] | None = None  # last hit: bytes before and after the digits, head
 
     def find(self, content: bytes) -> tuple[HttpHead, int] | None:
-        """A head that was added, whatever the length of its body was, and the length that this one says.
+        """Return a cached head and the content length of these bytes; None if the head is unknown.
 
         Args:
-            content: Up to and with the empty line.
+            content: The head, including the empty line.
         """
         if self._latest is not None:
             before, behind, latest = self._latest
@@ -77,7 +77,7 @@ class HeadCache:
         return head, int(length[1])
 
     def add(self, content: bytes, head: HttpHead, body_bytes: int) -> None:
-        """Note a head that a parser has accepted, with the length of the body that it found; it takes no second length."""
+        """Add a head that the parser has accepted, with the content length that the parser found."""
         if len(content) > MAX_CACHED_HEAD_BYTES or (length := _LENGTH.search(content)) is None:
             return
         if int(length[1]) != body_bytes:
@@ -89,9 +89,9 @@ class HeadCache:
 
 
 class BodyBuffer:
-    """A body that arrives in pieces, put together once: of a long prompt every copy counts.
+    """Collects a body that arrives in chunks and joins it once, because each copy of a long prompt costs time.
 
-    Small pieces are put together as they come, so that a client that sends them makes them take no more than their bytes.
+    Small chunks are joined as they arrive, so they take no more memory than their bytes.
     """
 
     def __init__(self) -> None:
@@ -109,31 +109,34 @@ class BodyBuffer:
             pieces.append(bytearray(piece))
 
     def whole(self) -> bytes:
-        """All of it."""
+        """Return the complete body."""
         return b"".join(self._pieces)
 
 
 class HeldBodyBytes:
-    """What the bodies of all connections take together."""
+    """Counts the bytes of the bodies of all connections."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
 
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
 WRONG_VERSION = "the request's version must be HTTP/1.1 or HTTP/1.0"
 
 HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
-"""The field Host (RFC 9110, 7.2): a name or an address, and perhaps a port. Two fields, joined by a comma and a space, do not match."""
+"""Grammar of the Host field (RFC 9110, 7.2): a name or an address, and an optional port. Two fields, joined by a comma
+and a space, do not match."""
 
 _ABSOLUTE = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 
 
 def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
-    """Return what is wrong with the version of a request, or with its field Host (RFC 9112, 3.2).
+    """Return what is wrong with the version of a request or with its Host field (RFC 9112, 3.2); None if both are valid.
 
     Args:
-        version: Such as 1.1, as the parser found it.
-        headers: With names in lower case, the values of equal names joined.
+        version: The version that the parser found, such as 1.1.
+        headers: The headers, with names in lower case and the values of equal names joined.
     """
     if version not in ("1.0", "1.1"):
         return WRONG_VERSION
@@ -146,7 +149,7 @@ def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
 
 
 def request_path(target: bytes) -> str:
-    """Return the path that a request's target names, without its query; a target may be a whole URL (RFC 9112, 3.2.2)."""
+    """Return the path of a request target without its query. A target may be a whole URL (RFC 9112, 3.2.2)."""
     path = target.partition(b"?")[0]
     if not path.startswith(b"/") and (authority := _ABSOLUTE.match(path)) is not None:
         path = path[authority.end() :] or b"/"
@@ -154,21 +157,21 @@ def request_path(target: bytes) -> str:
 
 
 class MalformedRequest(Struct, frozen=True):
-    """What came instead of a request."""
+    """Error that answers bytes which are not a valid request."""
 
     status: HTTPStatus
     message: str
     retry_after_seconds: int = 0
-    """When the client may try again; 0: nothing is said about that."""
+    """The time after which the client may try again; 0 omits the hint."""
 
     def answer(self, content: bytes) -> bytes:
-        """Return the whole answer, with a body that explains it."""
+        """Return the complete answer with a body that explains the error."""
         headers = [("retry-after", str(self.retry_after_seconds))] if self.retry_after_seconds else []
         return response_head(self.status, "application/json", len(content), close=True, headers=headers) + content
 
 
 class ClientDisconnected(Exception):
-    """The connection is closed, or was cut because its client does not read."""
+    """The client closed the connection, or was disconnected because it does not read."""
 
 
 def response_head(
@@ -180,7 +183,7 @@ def response_head(
     chunked: bool = False,
     headers: Sequence[tuple[str, str]] = (),
 ) -> bytes:
-    """Status line and headers of an answer."""
+    """Return the status line and the headers of an answer."""
     lines = [f"HTTP/1.1 {int(status)} {_PHRASES[status]}", f"content-type: {content_type}"]
     if content_length is not None:
         lines.append(f"content-length: {content_length}")
@@ -190,3 +193,8 @@ def response_head(
         lines.append("connection: close")
     lines += [f"{name}: {value}" for name, value in headers]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def sse_event(content: bytes) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + content + b"\n\n"

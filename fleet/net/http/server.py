@@ -1,6 +1,6 @@
-"""HTTP server: one port, its connections, and a table of routes that answer requests.
+"""HTTP server: one port, its connections and a table of routes.
 
-Every request is a task of its own, supervised so that a bug in one does not end the others.
+Each request runs in a supervised task, so an error in one request does not end the others.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from http import HTTPStatus
 
 from fleet.core.clock import SECOND, Clock
 from fleet.core.errors import RequestRejected, internal_error
-from fleet.frontend.openai.failures import http_error_body, send_http_error, send_rejection
 from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection
+from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes
 from fleet.net.limit_log import ConnectionLimitLog, SlowClientLog
@@ -27,54 +27,54 @@ SWEEP_SECONDS = 0.25
 
 RouteHandler = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, RouteHandler]]
-"""The functions that answer, by path and method."""
+"""Handlers by path and method."""
 
 
 @asynccontextmanager
 async def run_server(server: "HttpServer", listen: str, *, shared: bool = False) -> AsyncIterator[None]:
-    """Listen and serve until the context ends; then what is still running is cancelled.
+    """Listen and serve until the context ends; then cancel the requests that still run.
 
     Args:
-        server: What answers.
-        listen: ``host:port`` (port 0 takes a free one).
+        server: The server.
+        listen: ``host:port``; port 0 takes a free port.
         shared: Whether other processes may listen on the same port.
 
     Raises:
-        ConfigurationRefused: Nobody can listen there; the message says why.
+        ConfigurationRefused: The address is malformed or in use.
     """
     listening, server.address = bind_tcp(listen, shared=shared)
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks
-        # Without its backlog, the loop would set its own, which is 100.
+        # Without an explicit backlog the event loop uses 100.
         port = await asyncio.get_running_loop().create_server(server.connection, sock=listening, backlog=BACKLOG)
         server.stop_listening = port.close
         sweep = tasks.create_task(server.sweep())
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised again below
-            failure = error  # the body's own, which the group would wrap
+            failure = error  # the task group would wrap the body's own error
         finally:
             port.close()
             sweep.cancel()
-            server.cut()
+            server.disconnect_all()
     if failure is not None:
         raise failure
 
 
 class HttpServer:
-    """Serves requests of any number of connections, while it is in the context of `run_server`."""
+    """Serves the requests of all connections of a port, inside the context of `run_server`."""
 
     def __init__(self, settings: HttpSettings, clock: Clock, routes: Routes, connection_seconds: float = 0) -> None:
-        """Nothing is served yet.
+        """Create a server that does not listen yet.
 
         Args:
             settings: Limits of connections.
             clock: For deadlines.
-            routes: What answers.
-            connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
+            routes: The handlers.
+            connection_seconds: The lifetime of a client's connection; 0 sets no limit.
         """
-        self.address = ""  # as clients write it, with the port that was taken
+        self.address = ""  # with the port that was taken
         self.stop_listening: Callable[[], None] = lambda: None
         self.tasks: asyncio.TaskGroup
         self.draining = False
@@ -82,7 +82,7 @@ class HttpServer:
         self._clock = clock
         self._routes = routes
         self._connection_seconds = connection_seconds
-        self._connections: dict[HttpConnection, None] = {}  # also those that were refused and have not closed
+        self._connections: dict[HttpConnection, None] = {}  # including refused ones that are still open
         self._table: ConnectionTable[HttpConnection] = ConnectionTable(settings.max_connections, settings.address_share)
         self._limit_log = ConnectionLimitLog(self._table)
         self._slow_log = SlowClientLog(settings)
@@ -93,7 +93,7 @@ class HttpServer:
         self._quiet.set()
 
     def connection(self) -> HttpConnection:
-        """Return a protocol for a client that has just connected."""
+        """Return the protocol of a new connection."""
         return HttpConnection(
             self._settings,
             self._clock,
@@ -108,7 +108,7 @@ class HttpServer:
         )
 
     async def finish(self, within_seconds: float, also: Callable[[], Awaitable[None]] | None) -> None:
-        """Take no more requests, and wait for the running ones, and for what `also` waits for, at most so long."""
+        """Stop accepting requests, and wait at most so long for the running ones and for `also`."""
         self.draining = True
         self.stop_listening()
         for connection in list(self._connections):
@@ -119,38 +119,38 @@ class HttpServer:
                 if also is not None:
                     await also()
 
-    def cut(self) -> None:
-        """Close all connections, and so cancel what they wait for."""
+    def disconnect_all(self) -> None:
+        """Close all connections and cancel their requests."""
         for connection in list(self._connections):
             connection.abort()
         for task in self._serving:
             task.cancel()
 
     async def sweep(self) -> None:
-        """End what lasts too long, for ever."""
+        """Enforce the time limits forever."""
         while True:
             now = self._clock.now()
             for connection in list(self._connections):
                 connection.expire(now)
-            self._limit_log.tell(now / SECOND, self.address)
-            self._slow_log.tell(now / SECOND, self.address)
+            self._limit_log.log_changes(now / SECOND, self.address)
+            self._slow_log.log_changes(now / SECOND, self.address)
             await asyncio.sleep(SWEEP_SECONDS)
 
     def serve(self, exchange: Exchange) -> ExchangeTask:
-        """Begin to serve a request."""
+        """Start to serve a request."""
         task = self.tasks.create_task(self._supervise(exchange))
         self._serving.add(task)
         self._quiet.clear()
         task.add_done_callback(partial(self._served, exchange))
         return task
 
-    def answer_of(self, path: str) -> Mapping[str, RouteHandler] | None:  # noqa: ARG002 - for those that have more than routes
-        """Return what answers at a path that is none of the routes, by method; None: nothing does."""
+    def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:  # noqa: ARG002 - for subclasses with further paths
+        """Return the handlers by method for a path outside of the route table; None if there are none."""
         return None
 
     def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._serving.discard(task)
-        exchange.over()
+        exchange.finish()
         if not self._serving:
             self._quiet.set()
 
@@ -169,7 +169,7 @@ class HttpServer:
 
     async def _route(self, exchange: Exchange) -> None:
         request = exchange.request
-        methods = self._routes.get(request.path) or self.answer_of(request.path)
+        methods = self._routes.get(request.path) or self.handlers_of(request.path)
         if methods is None:
             send_http_error(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
         elif (answer := methods.get("GET" if request.method == "HEAD" else request.method)) is None:

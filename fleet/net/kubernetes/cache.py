@@ -1,11 +1,11 @@
-"""What the API server has, as far as it has been told: objects of one kind, the newest of each. Pure.
+"""Object cache: the newest known version of each object of one kind on the API server. Pure.
 
 Rules:
 
-1. What a write answered is kept at once, so that nobody decides again on what was there before it. What a watch tells later of an older
-   version changes nothing.
-2. An object that we removed is gone at once; what a watch still tells of it, before it tells its end, changes nothing.
-3. A change is one only if something that is kept differs: a renewed Lease or a new resourceVersion alone wakes nobody.
+1. The answer to a write is stored at once, so that no later decision uses the object from before it. A watch event with
+   an older version changes nothing.
+2. An object that we removed is gone at once. Watch events about it before its deletion event change nothing.
+3. Only a difference in a stored field is a change: a renewed Lease or a new resourceVersion alone is none.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ Place = tuple[str, str]
 
 class Cache(Generic[View]):
     def __init__(self, deployment_of: Callable[[View], str]) -> None:
-        """`deployment_of` names the deployment that an object belongs to; empty: none."""
+        """Start empty; `deployment_of` returns the deployment that an object belongs to; empty: none."""
         self._deployment_of = deployment_of
         self._objects: dict[Place, View] = {}
         self._by_deployment: dict[Place, dict[str, View]] = {}
@@ -35,11 +35,14 @@ class Cache(Generic[View]):
         return self._objects.get((namespace, name))
 
     def of(self, namespace: str, deployment: str) -> Mapping[str, View]:
-        """Those of a deployment as of now, by name: what changes later does not change this."""
+        """Return a copy of a deployment's objects, by name."""
         return dict(self._by_deployment.get((namespace, deployment), {}))
 
     def put(self, item: View) -> list[View]:
-        """Keep what a write answered, or a watch told: before and after, if anything that matters differs; else nothing."""
+        """Store the answer to a write or an event of a watch.
+
+        Return the object before and after if anything relevant differs, else nothing.
+        """
         place = _place(item)
         if self._removed.get(place) == item.metadata.uid:
             return []
@@ -52,7 +55,7 @@ class Cache(Generic[View]):
         return [item] if before is None else [before, item]
 
     def end(self, item: View) -> list[View]:
-        """It is gone, says a watch."""
+        """Remove an object because a watch reported its deletion."""
         place = _place(item)
         if self._removed.get(place) == item.metadata.uid:
             del self._removed[place]
@@ -63,16 +66,16 @@ class Cache(Generic[View]):
         return [kept]
 
     def remove(self, namespace: str, name: str) -> None:
-        """We have deleted it."""
+        """Remove an object because we have deleted it."""
         place = (namespace, name)
         if (kept := self._objects.get(place)) is not None:
             self._removed[place] = kept.metadata.uid
             self._drop(place)
 
     def fill(self, items: Iterable[View], version: str, namespace: str = "") -> list[View]:
-        """All there are in a namespace, or in all, says a list of that version; what was written after it stays.
+        """Replace the objects of a namespace, or of all, by a list with that version; objects written later stay.
 
-        Whatever differs from before is given, before and after.
+        Return all differences, before and after.
         """
         order = int(version) if version.isdecimal() else 0
         self._removed = {place: uid for place, uid in self._removed.items() if namespace not in {"", place[0]}}

@@ -1,16 +1,18 @@
-"""The API server, by the official client: its configuration, credentials, TLS and connections; lists, watches and writes on top.
+"""API server client: lists, watches and writes over the official client's credentials, TLS and connections.
 
 Rules:
 
-1. Objects are decoded straight into views (`fleet.net.kubernetes.views`). The client's models would make 50 objects of each, and its watch hands on a
-   broken line as if it were an event.
-2. A watch ends after WATCH_SECONDS, by the server's hand, or by ours a little later: a connection that fell silent is noticed.
-3. What is made is applied with a resourceVersion that no object ever has: a server makes what is not there, whatever version is named, and
-   refuses to change what is. A POST would say the same, but leave its fields in the hands of a second manager (`Update` beside `Apply`), so that
-   nothing that a later manifest leaves out would ever be removed. (Services of Kubernetes before 1.24 refuse it. Where we have this from, and that
-   it was not recorded from a real server: `tests/support/kube/README.md`.)
-4. What a server says when it refuses goes through `fleet.net.kubernetes.status_errors` before anybody reads it.
-5. What is nested too deeply to be read is read without its depths (`fleet.net.kubernetes.nesting`): nobody's object keeps others from being seen.
+1. Objects are decoded straight into views (`fleet.net.kubernetes.views`). The client's models would make 50 Python
+   objects of each, and its watch passes a broken line on as an event.
+2. The server ends a watch after WATCH_SECONDS, or the client a little later, so that a silent connection is noticed.
+3. An object is created by an apply with a resourceVersion that no object ever has. The server creates a missing object
+   whatever the version is, and refuses to change an existing one. A POST would do the same, but leave the fields to a
+   second manager (`Update` beside `Apply`), so that fields which a later manifest leaves out would never be removed.
+   (Services of Kubernetes before 1.24 refuse it. `tests/kube/README.md` has the sources, and says that this was not
+   recorded from a real server.)
+4. A server's error message passes `fleet.net.kubernetes.status_errors` before anybody reads it.
+5. An object that is nested too deeply is read without its depths (`fleet.net.kubernetes.nesting`), so that it does not
+   hide other objects.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -45,12 +47,12 @@ CALL_SECONDS = 30.0
 WATCH_SECONDS = 300
 WATCH_GRACE_SECONDS = 15
 NEVER_BORN = "1"
-"""No object's version: the first revision of the store is the empty store's."""
+"""A version that no object has: the store's first revision belongs to the empty store."""
 
 PAGE = 500
 MOST_CONNECTIONS = 64
 LONGEST_EVENT = 8 << 20
-"""Bytes; an object is 1.5 MiB at most where etcd keeps it."""
+"""Bytes; etcd keeps objects of at most 1.5 MiB."""
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadata{list};g=meta.k8s.io;v=v1,application/json"
 Decoded = TypeVar("Decoded")
@@ -151,16 +153,16 @@ class ApiServerClient:
             return _decoded(await self._call("POST", kind.path(namespace), query, body=manifest), of)
         except RequestDenied as error:
             if error.reason == "AlreadyExists":
-                raise NameTaken("there is one of that name already") from error
+                raise NameTaken("an object of that name exists already") from error
             raise
 
     async def make(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
-        """See rule 3."""
+        """Create an object by an apply (rule 3)."""
         unborn = manifest | {"metadata": manifest["metadata"] | {"namespace": namespace, "resourceVersion": NEVER_BORN}}
         try:
             return await self.apply(kind, of, unborn)
         except ObjectConflict as error:
-            raise NameTaken("there is one of that name already") from error
+            raise NameTaken("an object of that name exists already") from error
 
     async def replace(self, kind: ApiKind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View:
         query = {"fieldManager": self._manager}
@@ -182,7 +184,7 @@ class ApiServerClient:
             content = await self._call("PATCH", path, query, body=list(operations), media="application/json-patch+json")
         except RequestDenied as error:
             if error.reason == "Invalid" and any(each["op"] == "test" for each in operations):
-                raise ObjectConflict("it is not any more what was patched") from error
+                raise ObjectConflict("the object has changed since it was read") from error
             raise
         return _decoded(content, of)
 
@@ -218,10 +220,10 @@ class ApiServerClient:
         accept: str = "application/json",
         media: str = "application/json",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to one request, which is released at the end, whatever happens.
+        """Yield the answer to one request, and release it in every case.
 
         Raises:
-            ClusterError: What the server said, or that it said nothing.
+            KubernetesError: The server's error, or its silence.
         """
         client = self._client
         headers = {"Accept": accept, "Content-Type": media, "User-Agent": client.user_agent}
@@ -243,7 +245,7 @@ class ApiServerClient:
             raise ApiServerUnreachable(f"{type(error).__name__}") from error
         finally:
             if response is not None:
-                # What was read to its end goes back to the pool; a stream in its middle is closed.
+                # A fully read connection goes back to the pool; an unfinished stream is closed.
                 response.release() if response.content.at_eof() else response.close()
 
 
@@ -256,15 +258,15 @@ class _Bookmark(Struct, frozen=True):
 
 @asynccontextmanager
 async def open_api_client(kubeconfig: str, agent: str, manager: str = MANAGER) -> AsyncIterator[ApiServerClient]:
-    """A client of it, while the context is open.
+    """Open a client of the API server while the context is open.
 
     Args:
-        kubeconfig: A file; empty: the service account of the pod that this runs in.
-        agent: How the server's log calls us.
-        manager: How an object's `managedFields` do.
+        kubeconfig: A file; empty: the service account of this pod.
+        agent: The user agent in the server's log.
+        manager: The field manager in an object's `managedFields`.
 
     Raises:
-        ClusterError: There is no such configuration, or it cannot be used.
+        KubernetesError: The configuration is missing or unusable.
     """
     configuration = await api_configuration(kubeconfig)
     configuration.connection_pool_maxsize = MOST_CONNECTIONS
@@ -274,7 +276,7 @@ async def open_api_client(kubeconfig: str, agent: str, manager: str = MANAGER) -
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Whole lines. What is left at the end of a stream that was cut is not one."""
+    """Yield whole lines. The rest of a stream that was cut is not a line."""
     kept = bytearray()
     async for part in answer.content.iter_any():
         kept += part
@@ -294,8 +296,8 @@ def _decoded(content: bytes | msgspec.Raw, of: type[Decoded]) -> Decoded:
         except RecursionError:
             return msgspec.json.decode(shallow(bytes(content)), type=of)
     except msgspec.DecodeError as error:
-        # Where it is, and not what it is: the value may be anything.
-        raise ApiServerUnreachable(f"an answer that is no {of.__name__}") from error
+        # The message leaves the value out, which may be secret.
+        raise ApiServerUnreachable(f"an answer that is not a {of.__name__}") from error
 
 
 def _refuse_answer(answer: aiohttp.ClientResponse, content: bytes) -> NoReturn:

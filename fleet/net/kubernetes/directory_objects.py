@@ -1,7 +1,7 @@
-"""Leases and EndpointSlices of one namespace, as the Kubernetes API takes and gives them: what the directory of workers is kept in.
+"""Leases and EndpointSlices of one namespace in the Kubernetes API, for the discovery directory.
 
-Every call but a watch ends after `CALL_SECONDS`. What fails is raised as the client raises it (`ApiException`, `aiohttp.ClientError`, `TimeoutError`); only
-that something is not there, or not any more as it was, is an answer.
+Every call except a watch ends after `CALL_SECONDS`. Errors are raised as the client raises them (`ApiException`,
+`aiohttp.ClientError`, `TimeoutError`); only a missing or changed object is a normal result.
 """
 
 from typing import Any
@@ -24,23 +24,23 @@ Manifest = dict[str, Any]
 
 
 class DiscoveryObjects:
-    """Those of one namespace."""
+    """The objects of one namespace."""
 
     def __init__(self, connected: client.ApiClient, namespace: str, manager: str) -> None:
-        """`manager` is what an object's `managedFields` call us."""
-        self._objects = client.CustomObjectsApi(connected)  # takes any kind as it is, and spares building it from parts
+        """Create the client; `manager` is the field manager in `managedFields`."""
+        self._objects = client.CustomObjectsApi(connected)  # takes plain manifests of any kind
         self._namespace = namespace
         self._manager = manager
 
     async def leases(self, selector: str) -> tuple[list[Manifest], str]:
-        """All with these labels, and the version from which they can be watched."""
+        """Return all Leases with these labels, and the resource version for a watch."""
         listed: Any = await self._objects.list_namespaced_custom_object(
             *LEASES, self._namespace, "leases", label_selector=selector, _request_timeout=CALL_SECONDS
         )
         return listed["items"], listed["metadata"]["resourceVersion"]
 
     async def watch_leases(self, selector: str, version: str, silence_seconds: float) -> aiohttp.ClientResponse:
-        """Their changes since then, a JSON object a line; to be entered. It ends after `WATCH_SECONDS`, by the server's hand."""
+        """Return a response that streams changes since then as JSON lines. The server ends it after `WATCH_SECONDS`."""
         answer: aiohttp.ClientResponse = await self._objects.list_namespaced_custom_object_without_preload_content(
             *LEASES,
             self._namespace,
@@ -74,7 +74,7 @@ class DiscoveryObjects:
         return created
 
     async def replace_lease(self, lease: Manifest) -> Manifest:
-        """In the version that it names."""
+        """Replace a Lease in the version that it names."""
         written: Any = await self._objects.replace_namespaced_custom_object(
             *LEASES, self._namespace, "leases", lease["metadata"]["name"], lease, _request_timeout=CALL_SECONDS
         )
@@ -82,11 +82,11 @@ class DiscoveryObjects:
         return replaced
 
     async def delete_lease(self, name: str, version: str) -> bool:
-        """False where it is not as it was; it is no mistake that it is not there."""
+        """Delete a Lease; return False if its version has changed. A missing Lease is no error."""
         return await self._delete(LEASES, "leases", name, version)
 
     async def apply_slice(self, slice_: Manifest) -> Manifest:
-        # Of an object that an apply has made (201), the client otherwise gives nothing.
+        # The client drops the content of an object that an apply has created (201).
         answer = await self._objects.patch_namespaced_custom_object_without_preload_content(
             *SLICES,
             self._namespace,
@@ -105,7 +105,7 @@ class DiscoveryObjects:
         return applied
 
     async def delete_slice(self, name: str, version: str) -> bool:
-        """As for a Lease."""
+        """Delete an EndpointSlice; return False if its version has changed."""
         return await self._delete(SLICES, endpoint_slices.PLURAL, name, version)
 
     async def _delete(self, kind: tuple[str, str], plural: str, name: str, version: str) -> bool:

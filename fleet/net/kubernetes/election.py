@@ -1,15 +1,15 @@
-"""Who of several operators acts: the holder of one Lease. Pure.
+"""Leader election: which of several candidates acts, by one Lease. Pure.
 
 Rules:
 
-1. Whoever holds the Lease renews it every `retry`. A candidate takes it when it is free, or when it has seen no change of it for its duration,
-   by its own clock: clocks of two machines are never compared.
-2. A leader that could not renew for `renew_within`, counted from the start of the last renewal that succeeded, stops acting. That is sooner than
-   anybody may take the Lease. What it has sent by then may still arrive late: writes are made so that this does no harm
-   (`operators.server`, rule 3).
-3. A leader that ends gives the Lease back: the next one need not wait.
-4. Processes with one identity lead together. Whoever of them finds that the Lease was renewed since it looked last need not have done so itself, and
-   whether it was a renewal of its own, of which no answer came, is all the same.
+1. The holder renews the Lease every `retry`. A candidate takes the Lease if it is free, or if it has seen no change of
+   it for its duration, on its own clock: the clocks of two machines are never compared.
+2. A leader that could not renew for `renew_within`, counted from the start of its last successful renewal, stops
+   acting. That is earlier than any candidate may take the Lease. Its last requests may still arrive late; all writes
+   are harmless then (`operators.controller.applier`, rule 3).
+3. A leader that ends gives the Lease back, so that the next one need not wait.
+4. Processes with the same identity lead together. If one of them finds the Lease renewed, it cannot know which process
+   renewed it, nor whether this was its own renewal whose answer was lost, and it makes no difference.
 """
 
 from enum import StrEnum
@@ -21,7 +21,7 @@ from fleet.core.clock import Nanos
 
 class ElectionStep(StrEnum):
     CREATE = "create"
-    """There is no Lease: make one, held by us."""
+    """There is no Lease: create one that we hold."""
 
     TAKE = "take"
     RENEW = "renew"
@@ -39,20 +39,23 @@ class ObservedLease(Struct, frozen=True, kw_only=True):
 
 
 class Election:
-    """One candidate's view of the Lease."""
+    """One candidate's state."""
 
     def __init__(self, identity: str, renew_within: Nanos) -> None:
-        """`identity` is no other candidate's; `renew_within` is shorter than the duration that we write into the Lease."""
+        """Start as a follower.
+
+        `identity` must be unique among candidates, and `renew_within` shorter than the duration in the Lease.
+        """
         self._identity = identity
         self._renew_within = renew_within
         self._seen: tuple[str, str] | None = None
         self._seen_at = Nanos(0)
         self._held_since: Nanos | None = None
         self._ours: tuple[str, Nanos] | None = None
-        """The version in which we last found it to be ours, and when that was."""
+        """The version in which we last found the Lease to be ours, and the instant."""
 
     def step(self, found: ObservedLease | None, now: Nanos) -> ElectionStep:
-        """What to do with the Lease that was just read; None: there is none."""
+        """Return what to do with the Lease that was just read; None: there is none."""
         if found is None:
             return ElectionStep.CREATE
         if found.holder == self._identity:
@@ -60,7 +63,7 @@ class Election:
                 self._held_since = max(self._ours[1], self._held_since or self._ours[1])
             self._ours = found.version, now
             return ElectionStep.RENEW
-        self._held_since = self._ours = None  # somebody has taken it, or it was given back
+        self._held_since = self._ours = None  # another candidate has taken it, or it was given back
         if not found.holder:
             return ElectionStep.TAKE
         if self._seen != (found.holder, found.version):
@@ -68,7 +71,7 @@ class Election:
         return ElectionStep.TAKE if now >= self._seen_at + found.duration else ElectionStep.WAIT
 
     def wrote(self, began: Nanos) -> None:
-        """The Lease is ours, by a write that began then."""
+        """Note that the Lease is ours by a write that began at that instant."""
         self._held_since = began
 
     def gave_back(self) -> None:
@@ -78,5 +81,5 @@ class Election:
         return (ends := self.ends()) is not None and now < ends
 
     def ends(self) -> Nanos | None:
-        """When we stop acting, unless we renew; None: we do not act."""
+        """Return when we stop acting unless we renew; None: we do not act."""
         return None if self._held_since is None else Nanos(self._held_since + self._renew_within)

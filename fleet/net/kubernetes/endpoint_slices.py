@@ -1,6 +1,6 @@
-"""EndpointSlices that Fleet writes itself, for Services without a selector: one endpoint each.
+"""EndpointSlices that Fleet writes for Services without a selector, with one endpoint each.
 
-A slice belongs to the Lease of whoever it names. So it ends with that, whoever removes it and whatever for.
+A slice is owned by the Lease of its endpoint, so Kubernetes removes it with the Lease.
 """
 
 import ipaddress
@@ -28,19 +28,19 @@ def endpoint_slice(
     labels: Mapping[str, str] | None = None,
     annotations: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """To be applied.
+    """Return the manifest of an EndpointSlice, to be applied.
 
     Args:
         address: ip:port of the endpoint.
-        lease: Whose name it has, and to which it belongs: metadata as the API gave it, with name, namespace and uid.
-        service: Whose endpoint it is.
-        port: That port's name.
-        pod: Behind the endpoint, if it is one.
-        labels: Besides those that a slice has.
-        annotations: Any.
+        lease: Metadata of the Lease that owns the slice and gives it its name: name, namespace and uid.
+        service: The Service of the endpoint.
+        port: The name of the port.
+        pod: The pod behind the endpoint, if there is one.
+        labels: Further labels.
+        annotations: Annotations.
 
     Raises:
-        ValueError: The address is none of that kind.
+        ValueError: The address is malformed.
     """
     host, number = host_port(address)
     version = ipaddress.ip_address(host).version

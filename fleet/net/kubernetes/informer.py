@@ -1,12 +1,14 @@
-"""Keeps one cache as the API server is: a list, then a watch for as long as that lasts, and again.
+"""Informer: keeps one cache equal to the API server, by a list and then watches.
 
 Rules:
 
-1. A watch that ends, breaks off or falls silent goes on from the version that was told last, bookmarks included. Only where the server does not
-   remember that version any more is everything listed again.
-2. After a failure a pause, doubled each time up to LONGEST, or as long as the server says; a watch that told anything makes it short again.
-3. What differs from what was told before is news; what a first list tells is not. Whoever reckons with ages can tell by it (`heard`).
-4. Nothing that fails here ends the operator, and nothing is lost by it: until the cache has been filled once, nobody decides by it.
+1. A watch that ends, breaks or falls silent continues from the last version, bookmarks included. Everything is listed
+   again only if the server does not remember that version any more.
+2. After a failure there is a pause, doubled each time up to LONGEST_SECONDS, or as long as the server says. A watch
+   that received anything makes it short again.
+3. A difference from an earlier version is news; the content of a first list is not. The callback `heard` receives this
+   for objects that age.
+4. A failure here never ends the operator and loses nothing. Nobody decides by the cache before it has been filled once.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ LONGEST_SECONDS = 10.0
 
 
 class Informer(Generic[View]):
-    """Of one kind in one namespace."""
+    """Informer for one kind in one namespace."""
 
     def __init__(
         self,
@@ -41,9 +43,10 @@ class Informer(Generic[View]):
         selector: str = "",
         heard: Callable[[View, View | None, bool], View] | None = None,
     ) -> None:
-        """`changed` is told what differs, before and after; `namespace` empty: all of them.
+        """Create the informer; `changed` gets the differences, before and after; an empty `namespace` means all.
 
-        `heard` makes of what was told what is kept, from that, what is known of it, and whether it is news; None: it is kept as it is.
+        `heard` converts a received object to the one that is stored, from the object, the known one, and whether it is
+        news; None: no conversion.
         """
         self.filled = asyncio.Event()
         self.restarts = 0
@@ -61,7 +64,7 @@ class Informer(Generic[View]):
         self._pause = SHORTEST_SECONDS
 
     async def run(self) -> Never:
-        """Until cancelled."""
+        """Follow the API server until cancelled."""
         while True:
             pause = 0.0
             try:
@@ -70,16 +73,16 @@ class Informer(Generic[View]):
                 if not await self._watch():
                     pause = self._next_pause()
             except VersionExpired:
-                log.info("too old, listing again", extra={"kind": self._kind.name})
+                log.info("watch version expired, listing again", extra={"kind": self._kind.name})
                 self._version = ""
                 pause = self._next_pause()
             except ApiServerBusy as error:
                 pause = max(self._next_pause(), error.after_seconds or 0.0)
             except KubernetesError as error:
-                # What is missing or forbidden may come, or be allowed, later.
+                # A missing kind may appear, and a forbidden one be allowed, later.
                 pause = self._next_pause()
                 if pause == SHORTEST_SECONDS:
-                    log.warning("not listening", extra={"kind": self._kind.name, "cause": str(error)})
+                    log.warning("watch failed", extra={"kind": self._kind.name, "cause": str(error)})
             self.restarts += 1
             await asyncio.sleep(pause)
 
@@ -90,7 +93,7 @@ class Informer(Generic[View]):
         self.filled.set()
 
     async def _watch(self) -> bool:
-        """Whether the watch told anything."""
+        """Watch until the stream ends; return whether it received anything."""
         told_any = False
         stream = self._cluster.watch(self._kind, self._view, self._namespace, self._version, self._selector)
         async with aclosing(stream) as events:

@@ -1,17 +1,20 @@
-"""The kinds of objects that the operator reads and writes, and where they are in the API. Pure."""
+"""Kinds of Kubernetes objects that Fleet reads and writes, and their API paths. Pure."""
 
 from collections.abc import Mapping
 
 from msgspec import Struct
 
-from operators.api.fields import GROUP, VERSION
+GROUP = "fleet-serving.io"
+
+
+VERSION = "v1alpha1"
 
 
 class ApiKind(Struct, frozen=True):
     """One kind in one version of its API."""
 
     group: str
-    """Empty: Kubernetes' core."""
+    """Empty: the core group of Kubernetes."""
 
     version: str
     plural: str
@@ -22,7 +25,10 @@ class ApiKind(Struct, frozen=True):
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str, name: str = "", part: str = "") -> str:
-        """Of an object, or of all of them: in a namespace, or in all where that is empty. `part`: a subresource."""
+        """Return the path of an object, or of all objects without a name; an empty namespace means all.
+
+        `part`: a subresource.
+        """
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         within = f"{root}/namespaces/{namespace}" if namespace else root
         return "/".join(each for each in (within, self.plural, name, part) if each)
@@ -46,7 +52,7 @@ NETWORK_POLICY = ApiKind("networking.k8s.io", "v1", "networkpolicies", "NetworkP
 POD_MONITOR = ApiKind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 INFERENCE_POOL = ApiKind("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 SUPPORTING_KINDS = (CONFIG_MAP, SERVICE, DISRUPTION_BUDGET, NETWORK_POLICY, POD_MONITOR, INFERENCE_POOL)
-"""Of which names, owners and digests are all that is looked at."""
+"""Kinds of which only names, owners and digests are read."""
 
 POD = ApiKind("", "v1", "pods", "Pod")
 SECRET = ApiKind("", "v1", "secrets", "Secret")
@@ -54,7 +60,7 @@ LEASE = ApiKind("coordination.k8s.io", "v1", "leases", "Lease")
 EVENT = ApiKind("events.k8s.io", "v1", "events", "Event")
 
 OPTIONAL_KINDS = (LEADER_WORKER_SET, POD_MONITOR, INFERENCE_POOL)
-"""That a cluster may lack."""
+"""Kinds that a cluster may lack."""
 
 BY_NAME: Mapping[str, ApiKind] = {
     each.name: each for each in (*CUSTOM_KINDS, *WORKLOAD_KINDS, *SUPPORTING_KINDS, POD, LEASE, EVENT)
@@ -62,7 +68,7 @@ BY_NAME: Mapping[str, ApiKind] = {
 
 
 class OptionalKinds(Struct, frozen=True, kw_only=True):
-    """Which of the optional kinds the API server has."""
+    """The optional kinds that the API server has."""
 
     leader_worker_sets: bool = True
     pod_monitors: bool = False

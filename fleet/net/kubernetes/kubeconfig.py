@@ -1,4 +1,4 @@
-"""How the API server is reached: as a file says that kubectl would read too, or as a pod does."""
+"""Kubeconfig: how to reach the API server, by the file that kubectl reads too, or by a pod's service account."""
 
 from pathlib import Path
 
@@ -11,28 +11,29 @@ from kubernetes.aio.config.kube_config import load_kube_config
 from fleet.net.kubernetes.ports import KubernetesError
 
 UNUSABLE = (ConfigException, OSError, ValueError, KeyError, TypeError, yaml.YAMLError)
-"""What the client raises for a file that is none of kubectl's."""
+"""Exceptions of the client for a file that is not a usable kubeconfig."""
 
 
 async def api_configuration(kubeconfig: str) -> Configuration:
-    """Address, credentials and authority of the API server.
+    """Return the address, credentials and certificate authority of the API server.
 
     Args:
-        kubeconfig: A file; empty: the service account of the pod that this runs in.
+        kubeconfig: A file; empty: the service account of this pod.
 
     Raises:
-        ClusterError: There is no such file, it cannot be used, or this is no pod; begins with the name of the setting.
+        KubernetesError: The file is missing or unusable, or this is not a pod; the message begins with the name of the
+            setting.
     """
     configuration = Configuration()
     if not kubeconfig:
         try:
             load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         except (ConfigException, OSError) as error:
-            raise KubernetesError(f"kubeconfig: is needed outside of a pod: {error}") from error
+            raise KubernetesError(f"kubeconfig: is required outside of a pod: {error}") from error
         return configuration
     if not Path(kubeconfig).exists():  # noqa: ASYNC240 - once, at the start
         raise KubernetesError(
-            f"kubeconfig: {kubeconfig}: No such file; name the one that kubectl reaches the cluster by"
+            f"kubeconfig: {kubeconfig}: No such file; name the file that kubectl uses for the cluster"
         )
     try:
         await load_kube_config(  # type: ignore[no-untyped-call]
@@ -40,5 +41,5 @@ async def api_configuration(kubeconfig: str) -> Configuration:
         )
     except UNUSABLE as error:
         why = " ".join(str(error).split())
-        raise KubernetesError(f"kubeconfig: {kubeconfig}: cannot be used as one: {why}") from error
+        raise KubernetesError(f"kubeconfig: {kubeconfig}: is not a usable kubeconfig: {why}") from error
     return configuration

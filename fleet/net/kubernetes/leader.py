@@ -1,18 +1,20 @@
-"""Reads and writes the Lease, as `fleet.net.kubernetes.election` says.
+"""Lease leader: reads and writes the Lease as `fleet.net.kubernetes.election` decides.
 
 Rules:
 
-1. The Lease belongs to the operator's Deployment, where that is named: whoever collects garbage takes it when that has gone, whichever of the two
-   is removed first, and also if a pod that is on its way out has made it anew. Every write says so again, so that a Lease of an
-   older operator, or of a Deployment that was since made anew, is taken over too.
-2. Where that Deployment is not there, nobody leads: what would be written then would stay for ever.
-3. `renewTime` is for people. Nobody's clock is compared with it (`fleet.net.kubernetes.election`, rule 1).
+1. The Lease belongs to the candidate's Deployment, if one is named, so that garbage collection removes it with the
+   Deployment, in whatever order the two are deleted, and also if a terminating pod has just created it again. Every
+   write repeats the owner, so that a Lease of an older operator or of a recreated Deployment gets the right owner too.
+2. Nobody leads if that Deployment does not exist, because objects written then would stay for ever.
+3. `renewTime` is for people. No clock is compared with it (`fleet.net.kubernetes.election`, rule 1).
 """
 
 import asyncio
 import logging
 from datetime import UTC, datetime
-from typing import Any, Never
+from typing import Annotated, Any, Never
+
+from msgspec import Meta, Struct
 
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.net.kubernetes import kinds
@@ -26,11 +28,40 @@ from fleet.net.kubernetes.ports import (
     WallClock,
 )
 from fleet.net.kubernetes.views import KubernetesLease, NamedObject
-from operators.settings import LeaseSettings
 
 log = logging.getLogger(__name__)
 
-GOODBYE_SECONDS = 5.0
+GIVE_BACK_SECONDS = 5.0
+
+Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+
+class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the Lease that elects the acting operator. The defaults are those of Kubernetes' own controllers."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-operator"
+
+    namespace: str = ""
+    """The namespace of the Lease; empty: the pod's namespace."""
+
+    owner: Annotated[str, Meta(max_length=253)] = ""
+    """The Deployment in that namespace to which the operator's pods belong: the Lease is removed with it. Empty: the Lease
+    stays."""
+
+    duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
+    """How long the others wait for a leader that does not renew any more."""
+
+    renew_within_seconds: Seconds = 10.0
+    """A leader that could not renew for this time stops acting."""
+
+    retry_seconds: Seconds = 2.0
+    """The time between two renewals, and between two checks of a standby."""
+
+    def __post_init__(self) -> None:
+        if not self.retry_seconds < self.renew_within_seconds < self.duration_seconds:
+            raise ValueError(
+                "retry_seconds: must be shorter than renew_within_seconds, which must be shorter than duration_seconds"
+            )
 
 
 class LeaseLeader:
@@ -46,11 +77,11 @@ class LeaseLeader:
         wall: WallClock,
     ) -> None:
         self.changed = asyncio.Event()
-        """Set when it begins to act, and when it has made the Lease anew, with which goes what belonged to the one before; cleared by whoever
-        waits for it."""
+        """Set when it begins to act, and when it has created the Lease again, because objects owned by the former Lease go
+        with that. The waiting task clears it."""
 
         self.waits = False
-        """Whether somebody else held the Lease when it was last read."""
+        """Whether another candidate held the Lease when it was last read."""
 
         self._cluster = cluster
         self._settings = settings
@@ -67,33 +98,33 @@ class LeaseLeader:
         return self._election.leads(self._clock.now())
 
     async def run(self) -> Never:
-        """Until cancelled."""
+        """Take part in the election until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(self._settings.renew_within_seconds):
                     await self._round()
             except TimeoutError:
-                log.warning("the lease was not answered for in time", extra={"lease": self._settings.name})
+                log.warning("lease call timed out", extra={"lease": self._settings.name})
             except KubernetesError as error:
-                # That somebody was faster is everyday life; anything else may be for ever, as a right that is missing.
+                # A faster candidate is normal; another error may last for ever, such as a missing right.
                 level = logging.DEBUG if isinstance(error, ObjectConflict) else logging.WARNING
-                log.log(level, "the lease was not written", extra={"lease": self._settings.name, "cause": str(error)})
+                log.log(level, "lease not written", extra={"lease": self._settings.name, "cause": str(error)})
             self._tell()
             await asyncio.sleep(self._settings.retry_seconds)
 
     async def give_back(self) -> None:
-        """So that the next one need not wait. Nothing may be written after this."""
+        """Give the Lease back, so that the next leader need not wait. Nothing may be written afterwards."""
         if not self.leads():
             return
         self._election.gave_back()
         try:
-            async with asyncio.timeout(GOODBYE_SECONDS):
+            async with asyncio.timeout(GIVE_BACK_SECONDS):
                 lease = await self._read()
                 if lease is not None and lease.spec.holder_identity == self._identity:
                     await self._write(lease, ElectionStep.RENEW, holder="")
-                    log.info("gave the lease back", extra={"lease": self._settings.name})
+                    log.info("lease given back", extra={"lease": self._settings.name})
         except (KubernetesError, TimeoutError):
-            log.info("the lease was not given back, it will end", extra={"lease": self._settings.name})
+            log.info("lease not given back, it will end", extra={"lease": self._settings.name})
 
     async def _round(self) -> None:
         lease = await self._read()
@@ -116,13 +147,13 @@ class LeaseLeader:
             return None
 
     async def _owner(self) -> str:
-        """Its uid; empty where none is named, or where somebody else's roles do not let us read it."""
+        """Return the owner's uid; empty if none is named, or if reading it is forbidden."""
         if not (name := self._settings.owner):
             return ""
         try:
             return (await self._cluster.get(kinds.DEPLOYMENT, NamedObject, self._namespace, name)).metadata.uid
         except RequestDenied as error:
-            log.warning("the lease will stay behind", extra={"owner": name, "cause": str(error)})
+            log.warning("lease has no owner and will stay", extra={"owner": name, "cause": str(error)})
             return ""
 
     async def _write(self, lease: KubernetesLease | None, step: ElectionStep, holder: str) -> None:
@@ -155,7 +186,7 @@ class LeaseLeader:
     def _tell(self) -> None:
         leads = self.leads()
         if leads != self._led:
-            log.info("leading" if leads else "not leading", extra={"identity": self._identity})
+            log.info("leader election won" if leads else "leader election lost", extra={"identity": self._identity})
             self._led = leads
             if leads:
                 self.changed.set()
@@ -170,5 +201,5 @@ def _found(lease: KubernetesLease) -> ObservedLease:
 
 
 def rfc3339(now: datetime) -> str:
-    """As conditions have it: seconds are enough."""
+    """Return a time as conditions spell it, in whole seconds."""
     return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,8 +1,8 @@
-"""JSON that is nested more deeply than it can be read, or worked with. Pure.
+"""Nesting limit: handles JSON that is nested too deeply to be decoded. Pure.
 
-An API server takes ten thousand levels where a schema leaves open what is written, a reader here has a thousand, and who makes something of it fewer. So
-that what one namespace holds does not keep anybody from reading the others, whatever lies deeper than DEEPEST is left out: no kind of Kubernetes' own has
-so many levels, so the server will refuse what is made of the rest, and say why.
+An API server accepts ten thousand levels in fields without a schema, the decoder here a thousand, and later code fewer.
+One namespace's objects must not keep the operator from reading others, so everything deeper than DEEPEST is left out.
+No built-in kind of Kubernetes has so many levels, so the server will refuse what is made of the rest, and say why.
 """
 
 import re
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 DEEPEST = 100
-"""Levels that are kept."""
+"""The levels that are kept."""
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 def shallow(content: bytes) -> bytes:
-    """The same, with null for every object and list below DEEPEST. What is no JSON stays none."""
+    """Return the JSON with null for every object and list below DEEPEST; invalid JSON stays invalid."""
     kept, begin, depth = bytearray(), 0, 0
     for token in _TOKEN.finditer(content):
         sign = token[0]
@@ -32,7 +32,7 @@ def shallow(content: bytes) -> bytes:
 
 
 def prune(root: dict[str, Any], levels: int = DEEPEST) -> None:
-    """Have None in place of every object and list below so many levels, of which `root` is the first."""
+    """Replace every object and list below that many levels by None; `root` is the first level."""
     containers: list[Any] = [root]
     for _ in range(levels - 1):
         containers = [inner for each in containers for _, inner in _inside(each)]
@@ -44,6 +44,6 @@ def prune(root: dict[str, Any], levels: int = DEEPEST) -> None:
 
 
 def _inside(container: dict[str, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Objects and lists in it, each with its place."""
+    """Return the objects and lists in a container, each with its place."""
     places = container.items() if isinstance(container, dict) else enumerate(container)
     return ((place, inner) for place, inner in places if isinstance(inner, dict | list))

@@ -1,4 +1,4 @@
-"""The pod that this process runs in, as Kubernetes says it to the process itself. Outside of one there is none."""
+"""The pod of this process, read from its service account. Outside of a pod there is none."""
 
 from base64 import urlsafe_b64decode
 from pathlib import Path
@@ -10,7 +10,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class OwnPod(Struct, frozen=True):
-    """Named as the API names it."""
+    """Name and uid of a pod."""
 
     name: str
     uid: str
@@ -25,11 +25,11 @@ class _Claims(Struct, frozen=True):
 
 
 def own_pod(account: Path = SERVICE_ACCOUNT) -> OwnPod | None:
-    """Whom the service account's token was made for; None: there is no token, or it is bound to no pod.
+    """Return the pod that the service account's token is bound to; None without such a token.
 
     Tokens of pods are bound to them since Kubernetes 1.22
-    (https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/, bound service account tokens). Nothing is granted by
-    what is read here, so nobody's signature is checked.
+    (https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/, bound service account tokens). The
+    result grants no rights, so the token's signature is not checked.
     """
     try:
         _, claims, _ = (account / "token").read_bytes().split(b".")
@@ -39,7 +39,7 @@ def own_pod(account: Path = SERVICE_ACCOUNT) -> OwnPod | None:
 
 
 def own_namespace(account: Path = SERVICE_ACCOUNT) -> str:
-    """That of the pod; empty: this is none."""
+    """Return the namespace of the pod; empty outside of a pod."""
     try:
         return (account / "namespace").read_text().strip()
     except OSError:

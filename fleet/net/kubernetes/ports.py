@@ -1,4 +1,4 @@
-"""What the operator needs of the world: an API server, a wall clock, what routers say, and what clients get."""
+"""Ports of the Kubernetes API: the calls that Fleet makes to an API server, and their errors."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from datetime import datetime
@@ -8,22 +8,23 @@ from msgspec import Struct
 
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.views import View
-from operators.observed.registrations import WorkerRegistration
-from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
 
 Manifest = dict[str, Any]
 
 
 class KubernetesError(Exception):
-    """The API server did not do what it was asked. What it says is fit for logs and conditions: no value of a specification is in it."""
+    """The API server did not do what it was asked.
+
+    The message is safe for logs and conditions: it contains no value of a specification.
+    """
 
 
 class ApiServerUnreachable(KubernetesError):
-    """Nobody answered, the answer broke off, or the server failed: later, again."""
+    """The server did not answer, the answer broke off, or the server failed; retry later."""
 
 
 class ApiServerBusy(KubernetesError):
-    """Later, again, and not before it says."""
+    """The server is busy (HTTP 429 or 503); retry after the time that it gives."""
 
     def __init__(self, message: str, after_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -31,23 +32,23 @@ class ApiServerBusy(KubernetesError):
 
 
 class ObjectConflict(KubernetesError):
-    """The object is not any more what the request was made for: look again."""
+    """The object changed since it was read (HTTP 409). Read it again and retry."""
 
 
 class NameTaken(ObjectConflict):
-    """What was to be made is there already: look at it."""
+    """The object to create exists already. Read it."""
 
 
 class ObjectMissing(KubernetesError):
-    """There is no such object, or no such kind."""
+    """The object, or its kind, does not exist."""
 
 
 class VersionExpired(KubernetesError):
-    """The server does not remember changes since then: list again."""
+    """The server does not remember changes since that version (HTTP 410). List again."""
 
 
 class RequestDenied(KubernetesError):
-    """It will not be done as long as nobody changes something: a bad field, a quota, a right that is missing."""
+    """The server refuses until somebody changes something: a bad field, a quota, a missing right."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -55,27 +56,27 @@ class RequestDenied(KubernetesError):
 
 
 class ObjectList(Struct, Generic[View], frozen=True):
-    """All of a kind."""
+    """All objects of a kind."""
 
     items: tuple[View, ...]
     version: str
-    """To watch from."""
+    """The version from which to watch."""
 
 
 class WatchEvent(Struct, Generic[View], frozen=True):
-    """What a watch says."""
+    """One event of a watch."""
 
     version: str
-    """To go on from when the stream ends."""
+    """The version from which to go on when the stream ends."""
 
     item: View | None = None
-    """Nothing in a bookmark."""
+    """None: the event is a bookmark."""
 
     gone: bool = False
 
 
 class KubernetesApi(Protocol):
-    """An API server. Every call has a deadline, and raises nothing but ClusterError."""
+    """An API server. Every call has a deadline, and raises only KubernetesError."""
 
     async def served(self) -> OptionalKinds: ...
 
@@ -84,62 +85,44 @@ class KubernetesApi(Protocol):
     def watch(
         self, kind: ApiKind, of: type[View], namespace: str, version: str, selector: str = ""
     ) -> AsyncGenerator[WatchEvent[View], None]:
-        """Changes after a version, until the server ends the stream, which it does now and then."""
+        """Yield changes after a version, until the server ends the stream, which it does now and then."""
         ...
 
     async def get(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View: ...
 
     async def find(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View | None:
-        """The newest, with no other right than to list the kind; None: there is none of that name."""
+        """Return the newest version, which needs no right but to list the kind; None: no object has that name."""
         ...
 
     async def create(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
-        """Taken where the name is not free."""
+        """Create an object; NameTaken if the name is in use."""
         ...
 
     async def make(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
-        """Server-side apply of what is not there; Taken where the name is not free."""
+        """Create an object by server-side apply; NameTaken if the name is in use."""
         ...
 
     async def replace(self, kind: ApiKind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View: ...
 
     async def apply(self, kind: ApiKind, of: type[View], manifest: Manifest, part: str = "") -> View:
-        """Server-side apply, as the operator; what others say of the same fields gives way. `part`: the status."""
+        """Apply on the server's side as the operator, which overrides other managers of the same fields.
+
+        `part`: the status.
+        """
         ...
 
     async def patch(
         self, kind: ApiKind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
     ) -> View:
-        """JSON patch; Stale where a `test` in it fails."""
+        """Apply a JSON patch; ObjectConflict if a `test` in it fails."""
         ...
 
     async def delete(self, kind: ApiKind, namespace: str, name: str, uid: str) -> None:
-        """Only the object with this uid."""
-        ...
-
-
-class RouterReports(Protocol):
-    """What the routers of deployments say of their workers."""
-
-    async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
-        """Return the workers that the router at a host:port gives requests to; None where it does not answer.
-
-        Args:
-            address: The router's control port.
-            secret: What proves there that the operator may ask; empty: nothing does.
-        """
-        ...
-
-
-class ProbeSender(Protocol):
-    """One who uses the routers of deployments as everybody does."""
-
-    async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
-        """Send a request for a token. Has a deadline, and raises nothing."""
+        """Delete the object only if it has this uid."""
         ...
 
 
 class WallClock(Protocol):
-    """The time of day."""
+    """The wall clock."""
 
     def __call__(self) -> datetime: ...

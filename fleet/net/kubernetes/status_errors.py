@@ -1,7 +1,7 @@
-"""What an API server's no means, and what of it may be repeated. Pure.
+"""Status errors: what an API server's error status means, and which part of its text may be repeated. Pure.
 
-Servers quote what they refuse, and that may be a password in an environment variable. So nothing of a message is passed on but the field, what is
-required of it, and, of what is forbidden, the quota or the right that was not enough.
+Servers quote the values that they refuse, and a value may be a password in an environment variable. So only parts of a
+message are passed on: the field, its requirement, and for a forbidden request the quota or the missing right.
 """
 
 import re
@@ -19,12 +19,12 @@ from fleet.net.kubernetes.ports import (
 )
 
 MOST_CAUSES = 8
-# What a server may say after the value that it refuses: requirements, without a quotation.
+# The requirement after a refused value, without any quotation.
 REQUIREMENT = re.compile(r": ((?:must|may|should|cannot|can not|is|field is|supported values)\b[^\"'{}\[\]]*)$")
-# What it forbids in its own words, which name no field's value.
+# The server's own words for a forbidden request, which contain no field's value.
 FORBIDDEN = re.compile(r"(exceeded quota: .*|User \"[^\"]*\" cannot .*)$")
 
-# What could not be read at all has no causes: the first field that is named, and of which type it has to be.
+# An object that could not be decoded has no causes: take the first named field, and its required type.
 FIELD = re.compile(
     r"(?<![\w.])\.?((?:spec|metadata)(?:\.\w+|\[\d+\]|\[name=\"[-a-z0-9]+\"\])+): "
     r"(?:.*?(expected [a-z ()]+, got [a-z]+|must be of type [a-z]+))?"
@@ -42,7 +42,7 @@ class StatusDetails(Struct, frozen=True):
 
 
 class ApiStatus(Struct, frozen=True):
-    """How a server says no."""
+    """The error status of an API server."""
 
     reason: str = ""
     message: str = ""
@@ -51,10 +51,10 @@ class ApiStatus(Struct, frozen=True):
 
 
 def refuse(status: ApiStatus, after_seconds: float | None = None) -> NoReturn:
-    """Say what a status means for whoever asked.
+    """Raise the error that a status means for the caller.
 
     Raises:
-        ClusterError: That.
+        KubernetesError: Always; its subclass depends on the status.
     """
     match status.code:
         case 404:
@@ -73,7 +73,7 @@ def refuse(status: ApiStatus, after_seconds: float | None = None) -> NoReturn:
 
 
 def public_message(status: ApiStatus) -> str:
-    """What may be repeated of a refusal: the fields, what is required of them, and which quota or right was not enough."""
+    """Return what may be repeated of an error: the fields, their requirements, and the missing quota or right."""
     said = []
     for cause in (status.details.causes if status.details else None) or ():
         requirement = REQUIREMENT.search(" ".join(cause.message.split()))

@@ -1,7 +1,7 @@
-"""Objects as the operator keeps them: the fields that something is decided by, and no others. Pure.
+"""Views of Kubernetes objects: only the fields that a decision needs. Pure.
 
-Everything else that a server sends is passed over while it is decoded, so that a cache of a thousand pods is a few megabytes
-and a stream of events leaves nothing behind.
+All other fields are skipped while an object is decoded, so that a cache of a thousand pods takes a few megabytes, and a
+stream of events leaves nothing behind.
 """
 
 from collections.abc import Mapping
@@ -12,16 +12,15 @@ import msgspec
 from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
-from fleet.net.kubernetes.kinds import ApiKind
+from fleet.net.kubernetes.kinds import GROUP, ApiKind
 from fleet.net.kubernetes.nesting import DEEPEST, prune
-from operators.api.fields import GROUP
 
 READ_ANNOTATIONS = (f"{GROUP}/", "leaderworkerset.sigs.k8s.io/", "controller.kubernetes.io/")
-"""Beginnings of the names of those that something is decided by."""
+"""Prefixes of the annotations that a decision needs."""
 
 
 class _View(Struct, frozen=True, kw_only=True, rename="camel"):
-    """Of part of an object, as the API spells it."""
+    """A part of an object, with the API's spelling."""
 
 
 class OwnerReference(_View, frozen=True):
@@ -43,39 +42,42 @@ class ObjectMetadata(_View, frozen=True):
     deletion_timestamp: str | None = None
 
     def __post_init__(self) -> None:
-        """Keep only what is read: in an annotation kubectl keeps the whole object, and there are as many as a cluster has."""
+        """Keep only annotations that are read: kubectl stores the whole object in one of them."""
         if self.annotations:
             kept = {name: text for name, text in self.annotations.items() if name.startswith(READ_ANNOTATIONS)}
             msgspec.structs.force_setattr(self, "annotations", kept)
 
     @property
     def owner_uid(self) -> str:
-        """Of the owner that controls it."""
+        """The uid of the controlling owner; empty: none."""
         return next((each.uid for each in self.owner_references if each.controller), "")
 
     @property
     def deleted(self) -> bool:
-        """Whether it is on its way out."""
+        """Whether the object is being deleted."""
         return self.deletion_timestamp is not None
 
     @property
     def order(self) -> int:
-        """Of its last change, among those of one server; resourceVersions are numbers since Kubernetes 1.35, and always were."""
+        """The order of its last change among the objects of one server.
+
+        ResourceVersions are defined as numbers since Kubernetes 1.35, and were numbers before.
+        """
         return int(self.resource_version) if self.resource_version.isdecimal() else 0
 
 
 class NamedObject(_View, frozen=True):
-    """Something that is only to be recognised."""
+    """An object of which only the metadata is read."""
 
     metadata: ObjectMetadata
 
     def essence(self) -> Self:
-        """What has to differ for a change to be one."""
+        """Return the object without the fields whose change is no news."""
         return msgspec.structs.replace(self, metadata=_unversioned(self.metadata))
 
 
 class SecretData(NamedObject, frozen=True):
-    """A Secret of our own, with what is in it."""
+    """A Secret of the operator, with its content."""
 
     data: Mapping[str, str] = {}
 
@@ -148,7 +150,10 @@ class Pod(NamedObject, frozen=True):
 
     @property
     def unplaced_since(self) -> datetime | None:
-        """Since when no node has room for it; None: it has one, or nobody has looked for one yet."""
+        """The instant since which no node has room for the pod.
+
+        None: it has a node, or the scheduler has not tried yet.
+        """
         for each in self.status.conditions or ():
             if each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable":
                 return each.last_transition_time
@@ -176,19 +181,19 @@ class LeaseSpec(_View, frozen=True):
 class KubernetesLease(NamedObject, frozen=True):
     spec: LeaseSpec = LeaseSpec()
     lapses: int = 0
-    """How often it had ended, and was renewed after all."""
+    """How often it was renewed after it had ended."""
 
     def essence(self) -> Self:
-        """A renewal changes nothing, nor does what the worker says of itself with each: that is looked at when it is needed."""
+        """Return the Lease without its renewal time and annotations, which change with each renewal."""
         spec = msgspec.structs.replace(self.spec, renew_time=None)
         metadata = msgspec.structs.replace(_unversioned(self.metadata), annotations={})
         return msgspec.structs.replace(self, metadata=metadata, spec=spec)
 
     def heard(self, now: datetime, before: Self | None, *, news: bool) -> Self:
-        """As if renewed when we were told of it, by our own clock.
+        """Return the Lease as if it was renewed when we learned of it, on our own clock.
 
-        Clocks of two machines are compared only where it was there before us, and then nobody's is believed that is ahead of ours. What is renewed
-        after it had ended, as we knew it (`before`), is a change.
+        Clocks of two machines are compared only for a Lease that existed before us, and then a clock that is ahead of
+        ours is not believed. A renewal after the end, as we knew it (`before`), counts as a change.
         """
         at = now if news else min(self.renewed, now)
         lapses = 0
@@ -206,13 +211,16 @@ class KubernetesLease(NamedObject, frozen=True):
 
 
 class CustomObject(NamedObject, frozen=True):
-    """One of our own kinds. What its specification says is converted when it is obeyed, because that may fail."""
+    """An object of a custom kind.
+
+    Its specification is converted only when it is needed, because the conversion may fail.
+    """
 
     spec: dict[str, Any] = {}
     status: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        """What nobody can make anything of is left out (`fleet.net.kubernetes.nesting`)."""
+        """Cut off what is nested too deeply (`fleet.net.kubernetes.nesting`)."""
         prune(self.spec, DEEPEST - 1)
 
 

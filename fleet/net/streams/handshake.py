@@ -1,13 +1,13 @@
-"""Beginning of streams of frames over TCP: TLS and the proof of the secret, before the receivers hear of a connection.
+"""Handshake of frame streams over TCP: TLS and proof of the secret, before a receiver sees the connection.
 
 Rules:
 
-1. A listener takes at most `MAX_UNPROVEN` connections at a time that have not proven who they are, each for `PROVE_SECONDS` at most. When
-   one more comes, the oldest of the host that has most of them is ended (`kvstore.net.unproven_connections`). A connection counts no more from the
-   moment at which it has proven who it is.
-2. Nothing but the handshake is read from them, and a payload of theirs has at most `MAX_HANDSHAKE_BYTES`.
-3. Once it is proven, a connection is its receiver's alone: a proof costs nothing per message.
-4. Who is refused is named in the log, once for each host and cause a minute, and is told why if it can understand that.
+1. A listener accepts at most `MAX_UNPROVEN` unauthenticated connections at a time, each for at most `PROVE_SECONDS`.
+   One more evicts the oldest of the host with the most of them (`kvstore.newcomers`). An authenticated connection no
+   longer counts.
+2. Only the handshake is read from them, and its payloads have at most `MAX_HANDSHAKE_BYTES`.
+3. After the handshake the receiver owns the connection, so a proof costs nothing per message.
+4. A refused caller is logged, once a minute for each host and cause, and is told why if it can understand that.
 """
 
 import asyncio
@@ -28,38 +28,40 @@ log = logging.getLogger(__name__)
 
 MAX_UNPROVEN = 32
 PROVE_SECONDS = 5.0
-DIAL_TLS_SECONDS = 3.0  # less than callers wait for all of it, so that they learn why
+DIAL_TLS_SECONDS = 3.0  # shorter than the callers' own limit, so that they learn the cause
 OUT_OF_FILES_SECONDS = 0.1
-LOG_INTERVAL_SECONDS = 60.0  # between two warnings of one host and cause
-MAX_LOGGED_CAUSES = 64  # hosts and causes
+LOG_INTERVAL_SECONDS = 60.0  # between two warnings about one host and cause
+MAX_LOGGED_CAUSES = 64  # remembered hosts and causes
 
 NEEDS_TLS = "this end speaks TLS: set the authority of its certificate in the credentials of your end"
 
 RejectionPayload = Callable[[str], bytes]
-"""Says to a caller that knows no handshake, in the words of the stream, why it is refused."""
+"""Returns the payload that tells a caller without handshake support why it is refused."""
 
 
 class StreamAuthenticator:
-    """Implements `kvstore.net.frames.ConnectionGuard`: the listener's end."""
+    """The listener's end of handshakes. Implements `kvstore.frames.Door`."""
 
     def __init__(
         self, identity: StreamIdentity, kind: bytes, refusal: RejectionPayload, *, limit: int = FRAME_BYTES
     ) -> None:
-        """Let nobody in yet.
+        """Create the authenticator.
 
         Args:
-            identity: Of this end; not open.
-            kind: Of the streams.
+            identity: The identity of this end; not open.
+            kind: The kind of the streams.
             refusal: Makes the payload for callers that do not take part in a handshake.
-            limit: Bytes of the longest payload once a caller has proven who it is.
+            limit: Longest payload in bytes after the handshake.
         """
         self._identity = identity
         self._kind = kind
         self._refusal = refusal
         self._limit = limit
         self._unproven: UnprovenConnections[_UnprovenCaller] = UnprovenConnections(MAX_UNPROVEN)
-        self._letting_in: dict[_UnprovenCaller, asyncio.Task[None]] = {}  # for a turn after the proof too
-        self._told: dict[tuple[str, str], float] = {}  # when a refusal was logged, by host and cause
+        self._handshakes: dict[
+            _UnprovenCaller, asyncio.Task[None]
+        ] = {}  # includes connections for one turn after the proof
+        self._logged_at: dict[tuple[str, str], float] = {}  # time of the last log message by host and cause
 
     @asynccontextmanager
     async def guarding(
@@ -67,57 +69,61 @@ class StreamAuthenticator:
     ) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        take = partial(self._take, listener, made, accept)
+        take = partial(self._accept_connection, listener, made, accept)
         loop.add_reader(listener, take)
         try:
             yield
         finally:
             loop.remove_reader(listener)
             listener.close()
-            tasks = list(self._letting_in.values())
+            tasks = list(self._handshakes.values())
             for task in tasks:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
 
-    def _take(self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept) -> None:
+    def _accept_connection(
+        self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept
+    ) -> None:
         loop = asyncio.get_running_loop()
         try:
             accepted, address = listener.accept()
-        except OSError as error:  # mostly a caller that has left meanwhile
+        except OSError as error:  # usually the caller has left meanwhile
             if error.errno in OUT_OF_FILES:
                 loop.remove_reader(listener)
-                loop.call_later(OUT_OF_FILES_SECONDS, self._take_again, listener, made, accept)
+                loop.call_later(OUT_OF_FILES_SECONDS, self._resume_accepting, listener, made, accept)
             return
         accepted.setblocking(False)
         host = str(address[0])
         caller = _UnprovenCaller(self._identity, self._kind, self._refusal, accept, self._limit, self._unproven.discard)
         if (gone := self._unproven.add(caller, host)) is not None:
-            self._letting_in[gone].cancel("it had proven nothing when newer ones came")
-        task = loop.create_task(self._let_in(caller, accepted, host, made), name="stream that is to be proven")
-        self._letting_in[caller] = task
+            self._handshakes[gone].cancel("it had proven nothing when newer ones came")
+        task = loop.create_task(self._run_handshake(caller, accepted, host, made), name="stream handshake")
+        self._handshakes[caller] = task
         task.add_done_callback(partial(self._done, caller, accepted))
 
-    def _take_again(self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept) -> None:
+    def _resume_accepting(
+        self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept
+    ) -> None:
         if listener.fileno() >= 0:
-            asyncio.get_running_loop().add_reader(listener, partial(self._take, listener, made, accept))
+            asyncio.get_running_loop().add_reader(listener, partial(self._accept_connection, listener, made, accept))
 
     def _done(self, caller: "_UnprovenCaller", accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._unproven.discard(caller)
-        del self._letting_in[caller]
-        if not caller.began:
+        del self._handshakes[caller]
+        if not caller.started:
             accepted.close()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("stream was not let in", exc_info=error)
+            log.error("stream handshake failed", exc_info=error)
 
-    async def _let_in(
+    async def _run_handshake(
         self, caller: "_UnprovenCaller", accepted: socket.socket, host: str, made: Callable[[Accept], FrameConnection]
     ) -> None:
-        """Have one connection prove itself; ends with that, whatever comes of it."""
+        """Run the handshake of one connection."""
         identity, tls = self._identity, None
         if identity.tls is not None:
             tls = DiagnosedTls(identity.tls, self._refusal(NEEDS_TLS))
-        caller.began = True
+        caller.started = True
         try:
             async with asyncio.timeout(PROVE_SECONDS):
                 await asyncio.get_running_loop().connect_accepted_socket(
@@ -140,20 +146,20 @@ class StreamAuthenticator:
                 self._refuse(caller, host, caller.cause)
 
     def _refuse(self, caller: "_UnprovenCaller", host: str, cause: str) -> None:
-        if caller.is_let_in:  # the connection is its receiver's, although the task has not seen that yet
+        if caller.is_admitted:  # the receiver owns the connection already
             return
         caller.end(cause)
         now = asyncio.get_running_loop().time()
-        if now - self._told.get((host, cause), -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
+        if now - self._logged_at.get((host, cause), -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
             return
-        if len(self._told) >= MAX_LOGGED_CAUSES:
-            self._told.clear()
-        self._told[host, cause] = now
+        if len(self._logged_at) >= MAX_LOGGED_CAUSES:
+            self._logged_at.clear()
+        self._logged_at[host, cause] = now
         log.warning("stream refused", extra={"peer": host, "kind": self._kind.decode(), "cause": cause})
 
 
 class _UnprovenCaller:
-    """Receiver of a connection that has not proven who it is."""
+    """Receiver of a connection during the handshake."""
 
     def __init__(
         self,
@@ -162,37 +168,28 @@ class _UnprovenCaller:
         refusal: RejectionPayload,
         accept: Accept,
         limit: int,
-        let_in: "Callable[[_UnprovenCaller], None]",
+        on_proven: "Callable[[_UnprovenCaller], None]",
     ) -> None:
-        """Wait for the connection.
-
-        Args:
-            identity: As of `StreamAuthenticator`, like `kind`, `refusal` and `limit`.
-            kind: See there.
-            refusal: See there.
-            accept: Gives the receiver that the connection is handed over to.
-            limit: See there.
-            let_in: Called at the moment at which it has proven who it is.
-        """
-        self.began = False  # and so its socket is the event loop's
-        self.proven = asyncio.Event()  # or refused
-        self.cause = ""  # it is refused
+        """Wait for the connection. `on_proven` is called after the proof; `StreamAuthenticator` has the other arguments."""
+        self.started = False  # the event loop owns the socket
+        self.proven = asyncio.Event()  # also set after a refusal
+        self.cause = ""  # set if the peer is refused
         self._verifier = ProofVerifier(identity, kind) if identity.key is not None else None
         self._refusal = refusal
         self._accept = accept
         self._limit = limit
-        self._let_in = let_in
+        self._on_proven = on_proven
         self._connection: FrameConnection | None = None
 
     @property
-    def is_let_in(self) -> bool:
+    def is_admitted(self) -> bool:
         return self.proven.is_set() and not self.cause
 
     def made(self, connection: FrameConnection) -> FrameReceiver:
         self._connection = connection
-        if self._verifier is None:  # certificates have proven it
+        if self._verifier is None:  # the certificate was the proof
             self.proven.set()
-            self._let_in(self)
+            self._on_proven(self)
             return self._accept(connection)
         connection.allow(MAX_HANDSHAKE_BYTES)
         return self
@@ -211,11 +208,11 @@ class _UnprovenCaller:
             self.proven.set()
         if self._verifier.proven:
             self.proven.set()
-            self._let_in(self)
+            self._on_proven(self)
             self._connection.hand_over(self._accept(self._connection), self._limit)
 
     def resumed(self) -> None:
-        """Nothing waits for it."""
+        """Do nothing: no writer waits."""
 
     def lost(self, cause: Exception | None) -> None:
         if not self.proven.is_set():
@@ -223,7 +220,7 @@ class _UnprovenCaller:
             self.proven.set()
 
     def end(self, cause: str) -> None:
-        """Cut it, if it is there and was not told why already."""
+        """Close the connection if it is open and was not told the cause already."""
         if self._connection is not None and not self.cause:
             self.cause = cause
             self._connection.abort(ConnectionError(cause))
@@ -238,19 +235,19 @@ async def dial(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
 ) -> FrameConnection:
-    """Open a connection on which both ends have proven who they are. Put a deadline around it.
+    """Open a connection on which both ends have proven who they are. Callers set a deadline.
 
     Args:
         address: ``unix:/path``, where no proof is needed, or ``host:port``.
-        accept: Called once with the connection, when both ends have proven who they are; it may speak from then on.
-        identity: Of this end.
-        kind: Of the stream.
-        limit: As of `kvstore.net.frames.connect`.
-        send_limit: As of `kvstore.net.frames.connect`.
+        accept: Called once with the connection after the handshake; it may send from then on.
+        identity: The identity of this end.
+        kind: The kind of the stream.
+        limit: See `kvstore.frames.connect`.
+        send_limit: See `kvstore.frames.connect`.
 
     Raises:
-        OSError: Nobody listens there, or one of the two ends has not proven who it is; the message says which and why.
-        ValueError: The address is none.
+        OSError: The address cannot be reached, or one end has not proven who it is; the message says which and why.
+        ValueError: The address is malformed.
     """
     if unix_path(address) or identity.is_open:
         return await connect(address, accept, limit=limit, send_limit=send_limit)
@@ -278,11 +275,11 @@ async def dial(
 
 
 class _UnprovenListener:
-    """Receiver of a connection whose far end has not proven who it is."""
+    """Receiver of a connection whose listener has not proven who it is."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes, accept: Accept, limit: int) -> None:
-        self.proven = asyncio.Event()  # or refused
-        self.cause: Exception | None = None  # it is refused
+        self.proven = asyncio.Event()  # also set after a refusal
+        self.cause: Exception | None = None  # set if the peer is refused
         self._prover = Prover(identity, kind) if identity.key is not None else None
         self._accept = accept
         self._limit = limit
@@ -303,7 +300,7 @@ class _UnprovenListener:
         try:
             answer = self._prover.received(payload)
         except ProofFailed as error:
-            self._refused(error)
+            self._refuse(error)
             self._connection.abort(error)
             return
         if answer:
@@ -313,12 +310,12 @@ class _UnprovenListener:
             self._connection.hand_over(self._accept(self._connection), self._limit)
 
     def resumed(self) -> None:
-        """Nothing waits for it."""
+        """Do nothing: no writer waits."""
 
     def lost(self, cause: Exception | None) -> None:
-        self._refused(cause or ConnectionError("it ended the connection before it proved who it is"))
+        self._refuse(cause or ConnectionError("it ended the connection before it proved who it is"))
 
-    def _refused(self, cause: Exception) -> None:
+    def _refuse(self, cause: Exception) -> None:
         if not self.proven.is_set():
             self.cause = cause
             self.proven.set()

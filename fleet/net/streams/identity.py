@@ -1,14 +1,14 @@
-"""Identity of streams of frames over TCP: certificates, a secret, or both, on both ends. Streams over Unix sockets need none.
+"""Identity of the ends of frame streams over TCP: certificates, a secret, or both. Streams over Unix sockets need none.
 
 Rules:
 
-1. `certificate` and `key` make a listener speak TLS. With `authority` it asks callers for certificates as well. A caller speaks TLS
-   where it has an `authority`, and shows its own certificate where it is asked.
-2. With `secret_file` both ends prove that they know the secret, over TLS or not (`fleet.net.streams.proof`).
-3. A stream is protected when both ends prove something: the secret, or certificates of the authority. Nobody listens unprotected
-   where strangers can connect, unless `insecure` says that there are none.
-4. A handshake that fails is explained on both ends. Event loops end such a connection before the alert has left, which would
-   tell the peer why; `DiagnosedTls` lets the alert leave first and remembers the failure.
+1. With `certificate` and `key` a listener speaks TLS; with `authority` it also requires certificates from callers. A
+   caller speaks TLS if it has an `authority`, and shows its own certificate on request.
+2. With `secret_file` both ends prove that they know the secret, with or without TLS (`fleet.net.streams.proof`).
+3. A stream is protected if both ends prove the secret or show certificates of the authority. A listener refuses an
+   unprotected address that strangers can reach, unless `insecure` declares that there are none.
+4. A failed handshake is explained on both ends. Event loops close such a connection before the TLS alert leaves;
+   `DiagnosedTls` sends the alert first and remembers the failure.
 """
 
 import ssl
@@ -27,43 +27,43 @@ from kvstore.security.tls_diagnosis import PLAIN, explain
 
 
 class StreamIdentity(Struct, frozen=True, kw_only=True):
-    """Identity of one end of streams: how it proves who it is, and what it asks of the other end."""
+    """Identity of one end: what it proves, and what it requires of the other end."""
 
     field: str
-    """The settings that it was made of; messages begin with it."""
+    """The settings field of the credentials, for error messages."""
 
     tls: ssl.SSLContext | None = None
-    """None: connections are not encrypted."""
+    """None means no encryption."""
 
     key: AuthenticationKey | None = None
-    """Derived from the secret that both ends prove; None: neither proves one."""
+    """The key from the shared secret; None if no secret is proven."""
 
     certified: bool = False
-    """True if both ends show certificates."""
+    """Whether both ends show certificates."""
 
     insecure: bool = False
-    """True if strangers are known not to be there."""
+    """Whether the network is declared to be free of strangers."""
 
     @property
     def protects(self) -> bool:
-        """True if both ends prove who they are."""
+        """Whether both ends prove who they are."""
         return self.key is not None or self.certified
 
     @property
     def is_open(self) -> bool:
-        """True if streams begin without any handshake."""
+        """Whether streams start without a handshake."""
         return self.key is None and self.tls is None
 
     def require(self, listen_field: str, listen: str, *, on_loopback: bool) -> None:
-        """Refuse an address where a stranger could come in (rule 3).
+        """Refuse an address that strangers can reach (rule 3).
 
         Args:
-            listen_field: The setting that holds the address.
+            listen_field: The setting of the address.
             listen: ``host:port`` or ``unix:/path``.
             on_loopback: Whether other users of this machine count as strangers.
 
         Raises:
-            ConfigurationRefused: The address is not protected, or is none.
+            ConfigurationRefused: The address is unprotected or malformed.
         """
         if self.protects or self.insecure or unix_path(listen):
             return
@@ -80,15 +80,15 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
 
 
 OPEN_IDENTITY = StreamIdentity(field="")
-"""Neither secret nor certificate."""
+"""Neither a secret nor a certificate."""
 
 
 def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
-    """Read what a listener proves.
+    """Return the identity of a listener.
 
     Args:
-        field: Of the settings; messages begin with it.
-        credentials: The certificate and key of this end; with an authority, callers have to show a certificate of it.
+        field: The settings field, for error messages.
+        credentials: The certificate and key of this end; with an authority, callers must show a certificate of it.
 
     Raises:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.
@@ -100,11 +100,11 @@ def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
 
 
 def router_identity(field: str, credentials: Credentials) -> StreamIdentity:
-    """Read what a caller proves.
+    """Return the identity of a caller.
 
     Args:
-        field: Of the settings; messages begin with it.
-        credentials: The authority that signs the listeners' certificates, and what this end shows where they ask.
+        field: The settings field, for error messages.
+        credentials: The authority of the listeners' certificates, and the certificate that this end shows on request.
 
     Raises:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.
@@ -139,21 +139,21 @@ def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | No
 
 
 class DiagnosedTls(ssl.SSLContext):
-    """TLS of one connection, whose handshake tells how it failed (rule 4).
+    """TLS context of one connection that remembers why its handshake failed (rule 4).
 
     Attributes:
-        failure: Of the handshake; None while it has not failed.
+        failure: The failure of the handshake; None if there is none.
     """
 
     def __new__(cls, shared: ssl.SSLContext, farewell: bytes = b"") -> Self:  # noqa: ARG004 - of `__init__`
         return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
 
     def __init__(self, shared: ssl.SSLContext, farewell: bytes = b"") -> None:
-        """Behave as `shared` does; nothing of this context itself is used.
+        """Delegate to `shared`; only its settings are used.
 
         Args:
             shared: Made by `worker_identity` or `router_identity`.
-            farewell: A payload for peers that do not speak TLS, in place of the alert that they would not understand.
+            farewell: A payload for peers without TLS, in place of the alert that they would not understand.
         """
         self._shared = shared
         self._farewell = HEAD.pack(len(farewell)) + farewell if farewell else b""
@@ -175,7 +175,7 @@ class DiagnosedTls(ssl.SSLContext):
         return made
 
     def failed(self, error: ssl.SSLError) -> None:
-        """Remember a failure, once."""
+        """Remember the first failure."""
         if self.failure is None:
             self.failure = error
             if error.reason in PLAIN and self._outgoing is not None and self._farewell:
@@ -188,7 +188,7 @@ class _DiagnosedHandshake(ssl.SSLObject):
 
     def do_handshake(self) -> None:
         if self.watch is not None and self.watch.failure is not None:
-            raise ssl.SSLWantReadError  # until the peer has left, or the deadline of the handshake is there
+            raise ssl.SSLWantReadError  # until the peer leaves or the handshake times out
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -197,16 +197,16 @@ class _DiagnosedHandshake(ssl.SSLObject):
             if self.watch is not None:
                 self.watch.failed(error)
             if self.watch is None or "ALERT" in (error.reason or ""):
-                raise  # the peer knows already
-            raise ssl.SSLWantReadError from error  # has the event loop send what there is: the alert
+                raise  # the peer knows the cause already
+            raise ssl.SSLWantReadError from error  # makes the event loop send the alert
 
 
 def tls_failure_cause(error: BaseException, field: str) -> str:
-    """Return why a stream did not come about or ended, with the setting to look at where TLS is the reason.
+    """Return why a stream failed, with the setting to check if TLS is the cause.
 
     Args:
-        error: As the event loop told it.
-        field: Of the credentials of this end.
+        error: The error from the event loop.
+        field: The settings field of this end's credentials.
     """
     if not isinstance(error, ssl.SSLError):
         return str(error) or type(error).__name__

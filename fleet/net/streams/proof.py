@@ -1,33 +1,34 @@
-"""Mutual proof of a secret at the beginning of a stream of frames, without I/O.
+"""Mutual proof of a secret at the start of a frame stream, without I/O.
 
 Rules:
 
-1. The caller sends a nonce, the listener answers with one of its own. Then the caller proves the secret over the kind of the stream and
-   both nonces, and the listener proves it over the same words after that (`kvstore.security.authentication`, rules 1 and 2).
-2. Nothing else is said or looked at before both have proven it. A listener that cannot prove it gets no message.
-3. Who does not take part is told so: the other end may be of an older version, or lack the secret.
+1. The caller sends a nonce and the listener answers with its own. Then the caller proves the secret over the kind of
+   the stream and both nonces, and the listener proves it over the same words (`kvstore.transports.authentication`,
+   rules 1 and 2).
+2. Before both proofs, no other message is sent or read. A listener that cannot prove the secret gets no message.
+3. A peer that does not take part is told so: it may run an older version or lack the secret.
 """
 
 from fleet.net.streams.identity import StreamIdentity
 from kvstore.security.authentication import NONCE_BYTES, PROOF_BYTES, AuthenticationKey, ProofSide, nonce
 
 MAGIC = b"FLTPROOF"
-"""Begins a handshake. As a message of protobuf it would be malformed, so that nobody mistakes it for one."""
+"""Starts a handshake. As a protobuf message it would be malformed, so it cannot be mistaken for one."""
 
 TO_WORKERS, BETWEEN_ROUTERS = b"fleet.v1 router to worker", b"fleet.v1 router to router"
-"""Kinds of streams. A proof for one kind is none for another."""
+"""Kinds of streams. A proof for one kind is not valid for another."""
 
 VERIFIED, REFUSED = b"\x01", b"\x00"
 
 MAX_HANDSHAKE_BYTES = 4096
-"""The longest payload that is taken from who has proven nothing: a plain hello has some hundred bytes."""
+"""The longest payload before the proof; a plain hello has some hundred bytes."""
 
 
 class ProofFailed(ConnectionError):
     """The other end did not prove the secret.
 
     Attributes:
-        answer: Tells the other end so in the words of the handshake; empty where it does not take part in one.
+        answer: Tells the other end so in the form of the handshake; empty if it does not take part in one.
     """
 
     def __init__(self, message: str, answer: bytes = b"") -> None:
@@ -39,11 +40,11 @@ class ProofVerifier:
     """The listener's end of one handshake."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
-        """Begin to wait for a caller.
+        """Wait for a caller.
 
         Args:
-            identity: Has a key.
-            kind: Of the stream.
+            identity: An identity with a key.
+            kind: The kind of the stream.
         """
         assert identity.key is not None
         self._key: AuthenticationKey = identity.key
@@ -54,10 +55,10 @@ class ProofVerifier:
         self.proven = False
 
     def received(self, payload: bytes) -> bytes:
-        """Take the caller's next payload; returns the answer to it. `proven` says whether that was the last one.
+        """Take the caller's next payload and return the answer; `proven` tells whether it was the last one.
 
         Raises:
-            NotProven: The caller does not know the secret.
+            ProofFailed: The caller does not know the secret.
         """
         if not self._theirs:
             if not is_opening(payload):
@@ -77,7 +78,7 @@ class Prover:
     """The caller's end of one handshake."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
-        """Begin a handshake; `opening` is to be sent first. Arguments are those of `ProofVerifier`."""
+        """Start a handshake; the caller sends `opening` first. `ProofVerifier` has the arguments."""
         assert identity.key is not None
         self._key: AuthenticationKey = identity.key
         self._field = identity.field
@@ -91,10 +92,10 @@ class Prover:
         return MAGIC + self._mine
 
     def received(self, payload: bytes) -> bytes:
-        """Take the listener's next payload; returns what to send next, if anything.
+        """Take the listener's next payload and return the next one to send, if any.
 
         Raises:
-            NotProven: The listener does not know the secret, or does not accept this end's.
+            ProofFailed: The listener does not know the secret, or does not accept this end's proof.
         """
         if not self._words:
             if not is_opening(payload):
@@ -113,5 +114,5 @@ class Prover:
 
 
 def is_opening(payload: bytes) -> bool:
-    """True if an end of a stream means to prove a secret."""
+    """Return whether a payload starts a handshake."""
     return payload.startswith(MAGIC) and len(payload) == len(MAGIC) + NONCE_BYTES

@@ -21,6 +21,7 @@ from msgspec import Struct, structs
 from fleet.core.errors import ConfigurationRefused
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.client import MANAGER, open_api_client
+from fleet.net.kubernetes.kinds import GROUP
 from fleet.net.kubernetes.ports import KubernetesApi, KubernetesError, ObjectConflict, ObjectMissing, RequestDenied
 from fleet.net.kubernetes.views import CustomObject, NamedObject, ObjectMetadata
 from fleet.planner import ports
@@ -28,7 +29,6 @@ from fleet.planner.execution import to_write
 from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName, PoolObservation
 from fleet.planner.settings import KubernetesTarget
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, RoleType, ScalingMode
-from operators.api.fields import GROUP
 from operators.observed.pod_troubles import UNPLACED
 
 PLAN, BEFORE = f"{GROUP}/plan", f"{GROUP}/replicas-before"

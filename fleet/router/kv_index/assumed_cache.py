@@ -1,8 +1,8 @@
-"""What a worker that tells nothing of its prefix cache is believed to hold: what was sent there, for a while.
+"""Assumed cache: what a worker without KV events is believed to hold, from the prompts that it was sent.
 
-Prompts are kept as they were sent, the least recently sent first to go: when they are more than there is room for, or when
-their time has passed. A prompt that begins with an earlier one, as the turns of a conversation do, takes its place. What
-prompts have in common stays as long as one of them does.
+Prompts are kept as they were sent. The least recently sent prompt is forgotten first: when there is no more room, or when
+its time is over. A prompt that continues an earlier one, like the next turn of a conversation, replaces it. Blocks that prompts share
+stay as long as one of these prompts stays.
 """
 
 from collections import OrderedDict
@@ -10,33 +10,33 @@ from collections import OrderedDict
 from fleet.core.clock import Nanos
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
-MAX_LISTED_FACTOR = 8  # keys in all prompts, over the capacity: what prompts share is listed with each
+MAX_LISTED_FACTOR = 8  # most keys of all prompts, over the capacity; shared blocks are listed with each prompt
 
 
 class AssumedCache:
-    """The beliefs about one worker."""
+    """The assumed cache of one worker."""
 
     def __init__(self, chains: RadixTree, bit: int, capacity_blocks: int) -> None:
-        """Nothing was sent yet.
+        """Start empty.
 
         Args:
-            chains: Those of all workers that tell nothing.
-            bit: This worker's there.
-            capacity_blocks: What its cache holds.
+            chains: The assumed prompts of all workers of the table.
+            bit: The worker's bit in `chains`.
+            capacity_blocks: Blocks that the worker's cache holds.
         """
         self._chains = chains
-        self._capacity = capacity_blocks
+        self.capacity = capacity_blocks
         self._held = ChainHolder(bit)
         self._sent: OrderedDict[int, Chain] = OrderedDict()  # by last key
-        self._listed = 0
+        self.listed = 0
 
     def __len__(self) -> int:
-        """Blocks."""
+        """Return the number of blocks."""
         return self._held.blocks
 
     def sent(self, keys: Keys, until: Nanos) -> None:
-        """Note a prompt, as far as there is room for it; times never go back."""
-        keys = keys[: self._capacity]
+        """Add a prompt as far as there is room; `until` never goes back."""
+        keys = keys[: self.capacity]
         if not keys:
             return
         if (known := self._sent.pop(keys[-1], None)) is not None:
@@ -44,18 +44,18 @@ class AssumedCache:
         elif (begun := self._chains.continued(self._held, keys)) is not None:
             chain = begun
             del self._sent[chain.keys[-1]]
-            self._listed += len(keys) - len(chain.keys)
+            self.listed += len(keys) - len(chain.keys)
             self._chains.extend(chain, keys)
         else:
             chain = self._chains.add(self._held, keys)
-            self._listed += len(keys)
+            self.listed += len(keys)
         chain.until = until
         self._sent[keys[-1]] = chain
-        while self._held.blocks > self._capacity or self._listed > MAX_LISTED_FACTOR * self._capacity:
+        while self._held.blocks > self.capacity or self.listed > MAX_LISTED_FACTOR * self.capacity:
             self._forget_first()
 
     def expire(self, now: Nanos) -> None:
-        """Forget what has had its time."""
+        """Forget the prompts whose time is over."""
         while self._sent and next(iter(self._sent.values())).until <= now:
             self._forget_first()
 
@@ -65,15 +65,15 @@ class AssumedCache:
 
     def _forget_first(self) -> None:
         _, chain = self._sent.popitem(last=False)
-        self._listed -= len(chain.keys)
+        self.listed -= len(chain.keys)
         self._chains.remove(chain)
 
     def chains(self) -> list[Chain]:
-        """All that is kept."""
+        """Return the chains of all prompts."""
         return list(self._sent.values())
 
     def check(self) -> None:
-        """Assert that it keeps to its bounds."""
-        assert len({key for chain in self.chains() for key in chain.keys}) == self._held.blocks <= self._capacity
-        assert self._listed == sum(len(chain.keys) for chain in self.chains())
+        """Assert that the limits are kept."""
+        assert len({key for chain in self.chains() for key in chain.keys}) == self._held.blocks <= self.capacity
+        assert self.listed == sum(len(chain.keys) for chain in self.chains())
         assert all(chain.keys[-1] == last for last, chain in self._sent.items())

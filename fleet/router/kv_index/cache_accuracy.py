@@ -1,14 +1,15 @@
-"""What the router believed to be cached against what workers report: how far its picture of their caches can be trusted.
+"""Cache accuracy: how well the cached tokens that the router predicts agree with those that workers report.
 
 Rules:
 
-1. Compared is the prompt tokens that placement counted on not being computed with those that were not, once a request, on the
-   worker that computed its prompt. Both are whole blocks and never the last token, which every engine computes.
-2. What agrees is the shorter of the two, since a cached prefix is cached from the start. Precision is what agrees of what was
-   predicted, recall what agrees of what was reported; the hit-rate error is what was predicted too much (less: too little) of
-   all prompt tokens.
-3. Of each worker the latest `WINDOW` comparisons count, of which something was predicted or reported. When `ENOUGH` of them
-   have a precision or a recall below `DRIFTS`, its cache is said to drift, once; and once, when both are above `RECOVERED`.
+1. The comparison is between the prompt tokens that placement expected to be cached and those that were cached, once for each request,
+   on the worker that computed its prompt. Both are whole blocks and exclude the last token, which every engine computes.
+2. The smaller number agrees, because a cached prefix begins at the start. Precision is the agreed share of the predicted tokens, recall
+   the agreed share of the reported tokens. The hit-rate error is the excess of the prediction (negative: its shortfall) over all prompt
+   tokens.
+3. For each worker the latest `WINDOW` comparisons count in which something was predicted or reported. When at least `ENOUGH` of them
+   have a precision or recall below `DRIFTS`, the cache is said to drift; it no longer drifts when both are above `RECOVERED`. Each
+   change is reported once.
 """
 
 from collections import deque
@@ -18,19 +19,19 @@ from msgspec import Struct
 
 WINDOW = 64
 ENOUGH = 16
-DRIFTS = 0.8  # a block of ten evicted since, and the odd chat template that was guessed at, are no reason to worry
+DRIFTS = 0.8  # one evicted block in ten, or a guessed chat template, is no reason to worry
 RECOVERED = 0.9
 
 
 class Knowledge(StrEnum):
-    """How it is known what a worker has cached. Public: a metric label."""
+    """How the router knows what a worker has cached. Public: a metric label."""
 
-    EXACT = "exact"  # it tells
-    APPROXIMATE = "approximate"  # it is believed to hold what was sent there
+    EXACT = "exact"  # the worker reports it
+    APPROXIMATE = "approximate"  # the worker is assumed to hold what it was sent
 
 
 class CacheComparison(Struct, frozen=True):
-    """One prompt, or several together, in tokens."""
+    """Tokens of one prompt, or the sums of several."""
 
     prompt: int = 0
     predicted: int = 0
@@ -62,14 +63,14 @@ _NOTHING = CacheComparison()
 
 
 def compare(prompt_tokens: int, predicted_tokens: int, reported_tokens: int, block_tokens: int) -> CacheComparison:
-    """One prompt, by rule 1."""
+    """Compare one prompt by rule 1."""
     most = max(0, prompt_tokens - 1) // block_tokens * block_tokens
     predicted, reported = max(0, min(predicted_tokens, most)), min(reported_tokens, most)
     return CacheComparison(prompt_tokens, predicted, reported, min(predicted, reported))
 
 
 class CacheAccuracy:
-    """Of one worker."""
+    """The latest comparisons of one worker."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
@@ -81,7 +82,7 @@ class CacheAccuracy:
         return len(self._window)
 
     def note(self, compared: CacheComparison) -> bool:
-        """Take a comparison in; whether `drifting` has changed by it."""
+        """Add a comparison; return whether `drifting` has changed."""
         if not compared.predicted and not compared.reported:
             return False
         window, recent = self._window, self.recent

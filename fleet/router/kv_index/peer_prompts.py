@@ -1,21 +1,24 @@
-"""Prompts that other routers of the cluster have sent to workers, as far as these tell nothing of them, or not yet.
+"""Peer prompts: prompts that peer routers have sent to workers, and that the workers do not report, or not yet.
 
 Rules:
 
-1. A router tells the others of each prompt of which a worker has to compute `MIN_ANNOUNCED_TOKENS` or more, and tells them again when that
-   request is over. Until then what they have of a prompt like it is coming there, as if it were their own: so requests that begin
-   alike find each other by whichever routers they come. For less the others would be told too often, and computing it twice is little.
-2. Of such a prompt the keys of some blocks are told, its *marks*: of the first 16 each, then of eight to each doubling of the length,
-   and of the last. That is less than 160 however long it is, and less than 60 up to 512 blocks. What two prompts have in common is then
-   known to eight parts in nine, and to the block where one of them is told whole and the other is the same.
-3. A worker that tells nothing of its prefix cache is believed to hold what any router has sent there (`fleet.router.kv_index.assumed_cache`).
-   So of these all prompts are told, block by block (of 64 tokens or more) up to `MAX_ANNOUNCED_KEYS`. Nothing ends that belief but time and
-   room: not even the end of the router that told of it, since the worker has its cache still. Keys of prompts for foreign servers
-   follow from a secret (`fleet.frontend.openai.prompt_keys`): between routers that have none in common nothing of them is told.
-4. Of either kind there are so many at most: `MAX_ANNOUNCED_PROMPTS` of a router at once, first come, and of those sent the latest `MAX_SENT_PROMPTS`
-   each time that news are asked for. What is left out is known to the router alone that placed it, and nothing else comes of that.
-5. A router that leaves takes with it what it has told by rule 1. A router that is reached later is told that too.
-6. Where there is one router, nothing of this happens.
+1. A router announces to its peers each prompt of which a worker has to compute `MIN_ANNOUNCED_TOKENS` or more, and announces the end of
+   the request. In between, the common blocks of a similar prompt count as coming on that worker, like those of own requests. So requests
+   that begin alike meet on one worker, whichever routers they use. Shorter prompts would cause too many announcements,
+   and computing them twice costs little.
+2. Such a prompt is announced by the keys of some blocks, its *marks*: the first 16 blocks, then eight for each doubling of the length,
+   and the last block. That is less than 160 keys for any length, and less than 60 for up to 512 blocks. The common part of two prompts is
+   then known to eight parts in nine, and exactly if one prompt is announced whole and the other is equal.
+3. A worker that does not report its prefix cache is assumed to hold what any router has sent to it
+   (`fleet.router.kv_index.assumed_cache`). All prompts for such workers are announced, block by block (64 tokens or more) up to
+   `MAX_ANNOUNCED_KEYS`. Only time and lack of room end the assumption, and not the end of the router that announced the prompt,
+   because the worker still has its cache. The block keys of prompts for external backends follow from a secret; routers without a
+   common secret announce nothing of them.
+4. Both kinds are limited: `MAX_ANNOUNCED_PROMPTS` unfinished prompts of a router, first come first served, and the latest
+   `MAX_SENT_PROMPTS` sent prompts for each announcement. Further prompts are known only to the router that placed them; nothing else
+   depends on that.
+5. The announcements by rule 1 of a router that leaves are forgotten. A router that is reached later gets them too.
+6. A single router announces nothing.
 """
 
 from bisect import bisect_right
@@ -27,9 +30,9 @@ from msgspec import Struct
 from fleet.core.ids import WorkerId
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
-MIN_ANNOUNCED_TOKENS = 512  # some 30 ms of a large GPU; telling, and being told by three others, takes some 10 us
-MAX_ANNOUNCED_KEYS = 512  # 4 KB, of 32,768 tokens or more
-MAX_ANNOUNCED_PROMPTS = 10_000  # of one router: with marks some 2 KB each where they are heard
+MIN_ANNOUNCED_TOKENS = 512  # about 30 ms of a large GPU; announcing to and hearing from three peers takes about 10 us
+MAX_ANNOUNCED_KEYS = 512  # 4 KB, for 32,768 tokens or more
+MAX_ANNOUNCED_PROMPTS = 10_000  # for one router; the marks of each take about 2 KB in its peers
 MAX_SENT_PROMPTS = 1000
 
 _GRID = (*range(1, 17), *((8 + part) << octave for octave in range(1, 17) for part in range(1, 9)))
@@ -43,24 +46,23 @@ class PlacedPrompt(Struct, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     number: int = 0
-    """Of the router's, while it is not over (rule 1). 0: it is believed to be cached from now on (rule 3)."""
+    """The router's number of an unfinished prompt (rule 1). 0: the prompt is assumed to be cached from now on (rule 3)."""
 
-    keys: tuple[int, ...]  # its marks; if it is believed to be cached, of all blocks
+    keys: tuple[int, ...]  # the keys of its marks, or of all blocks if it is assumed to be cached
 
 
 class PromptAnnouncements:
-    """What a router has to tell the others."""
+    """The prompts that a router announces to its peers."""
 
     def __init__(self) -> None:
-        """Nothing was placed."""
         self._numbers = 0
-        self._placed: dict[int, tuple[WorkerId, Keys]] = {}  # and not over
-        self._untold: dict[int, None] = {}  # of those
+        self._placed: dict[int, tuple[WorkerId, Keys]] = {}  # unfinished prompts
+        self._untold: dict[int, None] = {}  # unfinished prompts that were not announced yet
         self._over: list[int] = []
         self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
 
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
-        """A worker has to compute a prompt; returns its number, for `over`. None: there are too many."""
+        """Note a prompt that a worker has to compute; return its number for `over`, or None if there are too many."""
         if len(self._placed) >= MAX_ANNOUNCED_PROMPTS:
             return None
         self._numbers = number = self._numbers + 1
@@ -76,11 +78,11 @@ class PromptAnnouncements:
             self._over.append(number)
 
     def sent(self, worker_id: WorkerId, keys: Keys) -> None:
-        """A worker that tells nothing was sent a prompt."""
+        """Note a prompt that was sent to a worker that does not report its cache."""
         self._sent.append((worker_id, keys))
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
-        """What was placed since it was asked for, and the numbers of what is over."""
+        """Return the prompts placed since the last call, and the numbers of those that are over."""
         news = [self._told(number) for number in self._untold]
         news += [
             PlacedPrompt(worker_id=worker_id, keys=tuple(keys[:MAX_ANNOUNCED_KEYS])) for worker_id, keys in self._sent
@@ -91,7 +93,7 @@ class PromptAnnouncements:
         return news, over
 
     def latest(self) -> list[PlacedPrompt]:
-        """All that was placed and is not over, but for what is still news: if that is over before it is told, nothing is said of it."""
+        """Return the unfinished prompts that were announced before. A prompt that ends before its first announcement is never announced."""
         return [self._told(number) for number in self._placed if number not in self._untold]
 
     def _told(self, number: int) -> PlacedPrompt:
@@ -100,14 +102,14 @@ class PromptAnnouncements:
 
 
 class PeerPrompts:
-    """Of one worker, by who told and by number."""
+    """The announced prompts on one worker, by router and number."""
 
     def __init__(self, chains: RadixTree, bit: int) -> None:
-        """Nothing was told.
+        """Start without prompts.
 
         Args:
-            chains: Of marks, those of all workers of the pool.
-            bit: This worker's there.
+            chains: The marks of announced prompts on all workers of the table.
+            bit: The worker's bit in `chains`.
         """
         self._chains = chains
         self._holder = ChainHolder(bit)
@@ -118,7 +120,7 @@ class PeerPrompts:
         self._told[replica, number] = self._chains.add(self._holder, keys)
 
     def remove(self, replica: str, number: int) -> None:
-        """If it is there: the worker may have left and come again."""
+        """Forget a prompt if it is there: the worker may have left and joined again."""
         if (chain := self._told.pop((replica, number), None)) is not None:
             self._chains.remove(chain)
 
@@ -128,12 +130,12 @@ class PeerPrompts:
         self._told.clear()
 
     def chains(self) -> list[Chain]:
-        """All that is kept."""
+        """Return the chains of all prompts."""
         return list(self._told.values())
 
 
 def marks(keys: Keys) -> tuple[int, ...]:
-    """Some keys of a prompt, so that two prompts have as many first marks in common as they have marked blocks."""
+    """Return the keys of a prompt's marks: two prompts have as many first marks in common as they have common marked blocks."""
     total = len(keys)
     if total <= 16:
         return tuple(keys)
@@ -142,16 +144,18 @@ def marks(keys: Keys) -> tuple[int, ...]:
     return marked if _GRID[count - 1] == total else (*marked, keys[-1])
 
 
-def deeper(booked: list[tuple[int, int]], foretold: RadixTree, keys: Keys) -> list[tuple[int, int]]:
-    """Whose leading blocks of a prompt end where, with what was foretold.
+def deeper(booked: list[tuple[int, int]], peer_prompts: RadixTree, keys: Keys) -> list[tuple[int, int]]:
+    """Return where leading blocks end, by holder bits, with the announced prompts included.
 
     Args:
-        booked: The same without, as `fleet.router.kv_index.prefix_index.runs` has it.
-        foretold: Chains of marks.
-        keys: Of all full blocks of the prompt.
+        booked: The result without them, as `fleet.router.kv_index.prefix_index.runs` returns it.
+        peer_prompts: The marks of announced prompts.
+        keys: Block keys of all full blocks of the prompt.
     """
     marked = marks(keys)
-    told = [(len(keys) if depth == len(marked) else _GRID[depth - 1], mask) for depth, mask in foretold.runs(marked)]
+    told = [
+        (len(keys) if depth == len(marked) else _GRID[depth - 1], mask) for depth, mask in peer_prompts.runs(marked)
+    ]
     found: list[tuple[int, int]] = []
     seen = 0
     for depth, mask in sorted(booked + told, reverse=True):

@@ -1,19 +1,18 @@
-"""Who holds how much of a prompt.
+"""Prefix index: which worker or store tier holds which blocks of a prompt.
 
 Rules:
 
-1. A *holder* is whatever keeps blocks that can be reused: a worker's engine cache, or one namespace in one tier of a
-   store node.
-   Every holder has a bit; a block's key maps to the bits of all who hold it. Bits are recycled, so masks stay short.
-2. A key is the first 8 bytes of a chain hash as an integer. Two blocks whose keys collide make the router believe in
-   a hit that is not there; engines and store compare all 16 bytes, so this costs a computation and nothing else.
-3. A holder's *leading blocks* are the consecutive blocks of a prompt that it holds, from the first one on. Holders may
-   evict blocks in any order; what lies behind a hole does not count, since no engine could use it.
-4. A holder is never believed to hold more blocks than it has room for: what would go beyond is not noted (and counted
-   in `overflowed`). The index therefore takes at most memory for the sum of all capacities, and nothing when all left.
+1. A *holder* is anything that keeps reusable blocks: a worker's engine cache, or one namespace in one tier of a store node.
+   Each holder has a bit, and the key of a block maps to the bits of all its holders. Bits are reused, so masks stay short.
+2. A block key is the first 8 bytes of a block hash as an integer. If the keys of two blocks collide, the router expects a
+   hit that is not there. Engines and stores compare all 16 bytes, so this costs a computation and nothing else.
+3. The *leading blocks* of a holder are the consecutive blocks of a prompt that it holds, from the first one on. Holders may
+   evict blocks in any order; blocks behind a hole do not count, because no engine could use them.
+4. A holder is never believed to hold more blocks than its capacity: further blocks are not added (and are counted
+   in `overflowed`). So the memory of the index is bounded by the sum of all capacities, and is freed when all holders leave.
 
-A dict of integers and one set of integers a holder: no object per block. Sets hold the same integer objects as the
-dict where a block has one holder, and make the removal of a holder cost what it holds, not what everybody holds.
+The index is a dict of integers and one set of integers for each holder, without an object for each block. If a block has one holder,
+its set shares the integer object with the dict. Removing a holder costs what that holder holds.
 """
 
 import struct
@@ -38,8 +37,8 @@ class StoreNamespace(NamedTuple):
     fingerprint: str
 
 
-WORTH_BISECTING = 64  # keys; fewer are looked up in the time of the bisection
-KEY_BYTES = 8  # of the hash; the rest is for the store, where a collision would hurt
+WORTH_BISECTING = 64  # keys; fewer keys are looked up as fast as they are bisected
+KEY_BYTES = 8  # bytes of the block hash; the store compares all of them, since a collision would do harm there
 
 
 def engine_cache_holder(worker_id: WorkerId) -> Holder:
@@ -51,26 +50,28 @@ def store_tier_holder(store_id: StoreId, fingerprint: str, tier: str = POOL_TIER
 
 
 def keys_of(hashes: Sequence[BlockHash]) -> tuple[int, ...]:
-    """Keys of chain hashes, in order."""
+    """Return the block keys of block hashes, in order."""
     return struct.unpack("<" + f"Q{HASH_BYTES - KEY_BYTES}x" * len(hashes), b"".join(hashes))
 
 
 def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]:
-    """Whose leading blocks end where: numbers of blocks, and the bits of those who hold so many and not one more (rule 3).
+    """Return where leading blocks end: numbers of blocks, with the bits of the holders that have exactly so many (rule 3).
 
-    Where nobody holds a block, nobody's run goes on, holes or not: so a bisection for such a block, which finds
-    the end of the longest run when there are no holes, always bounds the part that is then looked at key by key.
+    If nobody holds a block, nobody's leading blocks go beyond it. So bisecting for such a block, which finds the end of the longest
+    run if there are no holes, always bounds the part that is then checked key by key.
     """
     if not keys or keys[0] not in masks:
         return []
     if len(keys) > WORTH_BISECTING:
-        keys = keys[: bisect_left(keys, True, key=lambda key: key not in masks)]  # held sorts before not held
+        keys = keys[
+            : bisect_left(keys, True, key=lambda key: key not in masks)
+        ]  # held keys come before keys that are not held
     holders = list(map(masks.get, keys, repeat(0)))
     if 0 in holders:
         del holders[holders.index(0) :]
     held = len(holders)
     first = holders[0]
-    if holders.count(first) == held:  # all who hold the first block hold as many
+    if holders.count(first) == held:  # all holders of the first block hold equally many
         return [(held, first)]
     running = list(accumulate(holders, and_))
     running.append(0)
@@ -82,47 +83,47 @@ def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]
 
 
 class PrefixIndex:
-    """Which holders have which blocks. Unknown holders are programmer errors; unknown blocks are not."""
+    """Holders by block. An unknown holder is a programming error; an unknown block is not."""
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
         self._held: dict[Holder, set[int]] = {}
         self._bits: dict[Holder, int] = {}
         self._capacities: dict[Holder, int] = {}
-        self._holders: dict[int, Holder] = {}  # by bit
+        self.holders: dict[int, Holder] = {}  # by bit
         self._free_bits: list[int] = []
         self.overflowed = 0
 
     def __len__(self) -> int:
-        """Distinct blocks."""
+        """Return the number of distinct blocks."""
         return len(self._masks)
 
     def __contains__(self, holder: Holder) -> bool:
         return holder in self._bits
 
     def held_by(self, holder: Holder) -> int:
-        """Blocks that a holder is believed to hold."""
+        """Return how many blocks a holder is believed to hold."""
         return len(self._held[holder])
 
     def add(self, holder: Holder, capacity: int) -> None:
-        """Note a holder with room for `capacity` blocks, and nothing in it yet."""
+        """Add an empty holder with room for `capacity` blocks."""
         assert holder not in self._bits, holder
         bit = self._free_bits.pop() if self._free_bits else 1 << len(self._bits)
         self._bits[holder] = bit
-        self._holders[bit] = holder
+        self.holders[bit] = holder
         self._held[holder] = set()
         self._capacities[holder] = capacity
 
     def remove(self, holder: Holder) -> None:
-        """Forget a holder and all its blocks."""
+        """Remove a holder and all its blocks."""
         self.cleared(holder)
         bit = self._bits.pop(holder)
-        del self._holders[bit], self._held[holder], self._capacities[holder]
+        del self.holders[bit], self._held[holder], self._capacities[holder]
         if self._bits:
             self._free_bits.append(bit)
         else:
             self._free_bits.clear()
-            self._masks = {}  # a dict that has shrunk keeps its table; a new one has none
+            self._masks = {}  # a dict keeps its table when it shrinks; a new dict has none
 
     def stored(self, holder: Holder, keys: Iterable[int]) -> None:
         bit, held, masks = self._bits[holder], self._held[holder], self._masks
@@ -134,7 +135,7 @@ class PrefixIndex:
             self.overflowed += max(0, len(new) - room)
             new = new[:room]
         held.update(new)
-        if masks.keys().isdisjoint(new):  # as most are, of which nobody has told before: one step for all of them
+        if masks.keys().isdisjoint(new):  # most blocks are new to the index, and are added in one step
             masks.update(dict.fromkeys(new, bit))
         else:
             for key in new:
@@ -151,15 +152,15 @@ class PrefixIndex:
         self._held[holder] = set()
 
     def bit(self, holder: Holder) -> int:
-        """What stands for a holder in `runs`, until it is removed."""
+        """Return the bit of a holder, valid until the holder is removed."""
         return self._bits[holder]
 
     def runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """`longest`, for those who know the bits of holders."""
+        """Return the leading blocks of a prompt by the bits of holders (`runs`)."""
         return runs(self._masks, keys)
 
     def longest(self, keys: Sequence[int]) -> dict[Holder, int]:
-        """Leading blocks by holder (rule 3), of those that hold at least the first block."""
+        """Return the leading blocks by holder (rule 3), for holders of at least the first block."""
         depths: dict[Holder, int] = {}
         for depth, bits in self.runs(keys):
             self._credit(bits, depth, depths)
@@ -168,7 +169,7 @@ class PrefixIndex:
     def _credit(self, bits: int, depth: int, depths: dict[Holder, int]) -> None:
         while bits:
             bit = bits & -bits
-            depths[self._holders[bit]] = depth
+            depths[self.holders[bit]] = depth
             bits ^= bit
 
     def _unmark(self, bit: int, keys: AbstractSet[int]) -> None:
@@ -178,8 +179,8 @@ class PrefixIndex:
     def check(self) -> None:
         """Assert that both views of the same facts agree."""
         assert len(set(self._bits.values())) == len(self._bits)
-        assert not set(self._free_bits) & set(self._holders)
-        assert {bit: holder for holder, bit in self._bits.items()} == self._holders
+        assert not set(self._free_bits) & set(self.holders)
+        assert {bit: holder for holder, bit in self._bits.items()} == self.holders
         expected: dict[int, int] = {}
         for holder, held in self._held.items():
             assert len(held) <= self._capacities[holder], holder

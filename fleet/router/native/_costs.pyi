@@ -1,6 +1,6 @@
-# Of `costs.c`; see `fleet.router.native.twin`.
+# Types of `costs.c`; `fleet.router.native.twin` documents the functions.
 
-from fleet.router.candidates import Floats, Rows
+from fleet.router.policy import Floats, Rows
 
 def fleet_costs(
     columns: Floats,

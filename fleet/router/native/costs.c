@@ -1,9 +1,9 @@
-/* The default policy's cost of every candidate in one pass, the lowest of some costs, and what goes before: names for the blocks
- * of a prompt, and who has how many of them.
- * fleet/router/native/twin.py says the same in numpy, operation by operation: build with -ffp-contract=off, so that both round
- * alike and choose alike.
+/* Native costs of the default policy: the cost of every candidate in one pass, the lowest cost, the keys of a prompt's blocks,
+ * and the number of blocks that each worker holds.
+ * fleet/router/native/twin.py has the same operations in numpy. Build with -ffp-contract=off, so that both round alike and
+ * choose alike.
  *
- * For tens of workers each numpy operation is half a microsecond of calling and little work, and a cost is twenty of them.
+ * For tens of workers a numpy operation is half a microsecond of call overhead and little work, and a cost needs twenty of them.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Rows of the table, as in fleet/router/candidates.py. */
+/* Rows of the table, as in fleet/router/policy.py. */
 enum {
     BACKLOG_TOKENS = 0,
     ACTIVE_BLOCKS = 1,
@@ -35,7 +35,7 @@ enum {
 static double larger(double a, double b) { return a > b ? a : b; }
 static double smaller(double a, double b) { return a < b ? a : b; }
 
-/* What the cost depends on besides the table, in the order in which Python passes it. */
+/* The arguments of the cost besides the table, in the order in which Python passes them. */
 typedef struct {
     double prompt, engine, store, lower, request, decode, spread, others, stall;
     int warm, even, prefill;
@@ -91,7 +91,7 @@ static void cost_all(const double *columns, Py_ssize_t count, const Weights *by,
 #undef AT
 }
 
-/* Places of the lowest of some costs, a new list; NULL with an error set. */
+/* Return a new list with the places of the lowest cost; NULL with an error set. */
 static PyObject *lowest_of(const double *costs, Py_ssize_t count)
 {
     int finite = count > 0;
@@ -101,7 +101,7 @@ static PyObject *lowest_of(const double *costs, Py_ssize_t count)
         least = smaller(costs[i], least);
     }
     if (!finite) {
-        PyErr_SetString(PyExc_ValueError, "costs must be finite, and at least one");
+        PyErr_SetString(PyExc_ValueError, "costs must be finite, and there must be at least one");
         return NULL;
     }
     PyObject *places = PyList_New(0);
@@ -142,7 +142,7 @@ static PyObject *fleet_costs(PyObject *Py_UNUSED(module), PyObject *arguments)
     PyBuffer_Release(&table);
     PyBuffer_Release(&out);
     if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "a table of 17 quantities, and as many costs as it has workers, all float64");
+        PyErr_SetString(PyExc_ValueError, "columns must be a float64 table of 17 quantities, and out must have a cost for each worker");
         return NULL;
     }
     Py_RETURN_NONE;
@@ -165,7 +165,7 @@ static PyObject *fleet_lowest(PyObject *Py_UNUSED(module), PyObject *arguments)
         return NULL;
     const Py_ssize_t count = table.len / (Py_ssize_t)sizeof(double) / QUANTITIES;
     if (table.itemsize != sizeof(double) || table.len != count * QUANTITIES * (Py_ssize_t)sizeof(double))
-        PyErr_SetString(PyExc_ValueError, "a table of 17 quantities, all float64");
+        PyErr_SetString(PyExc_ValueError, "columns must be a float64 table of 17 quantities");
     else if (count > 64 && (costs = PyMem_Malloc((size_t)count * sizeof(double))) == NULL)
         PyErr_NoMemory();
     else {
@@ -209,13 +209,13 @@ static PyObject *all_have_room(PyObject *Py_UNUSED(module), PyObject *object)
     }
     PyBuffer_Release(&table);
     if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "a table of 17 quantities, all float64");
+        PyErr_SetString(PyExc_ValueError, "columns must be a float64 table of 17 quantities");
         return NULL;
     }
     return PyBool_FromLong(room);
 }
 
-/* Write depths at the rows of the workers whose bits are in the masks of runs; false with an error set where these are no runs. */
+/* Write the depths of runs to the rows of the workers whose bits are in their masks; return 0 with an error set if a run is malformed. */
 static int spread_runs(PyObject *runs, const Py_ssize_t *rows, Py_ssize_t places, double *values, Py_ssize_t workers)
 {
     PyObject *shift = PyLong_FromLong(64);
@@ -275,7 +275,7 @@ static PyObject *spread(PyObject *Py_UNUSED(module), PyObject *arguments)
         return NULL;
     }
     if (row_at.itemsize != sizeof(Py_ssize_t) || column.itemsize != sizeof(double))
-        PyErr_SetString(PyExc_ValueError, "rows as intp, a column of float64");
+        PyErr_SetString(PyExc_ValueError, "row_at must be intp, and column must be float64");
     else
         done = spread_runs(runs, row_at.buf, row_at.len / (Py_ssize_t)sizeof(Py_ssize_t), column.buf,
                            column.len / (Py_ssize_t)sizeof(double));
@@ -308,7 +308,7 @@ static PyObject *spread_live(PyObject *Py_UNUSED(module), PyObject *arguments)
     double *columns = table.buf;
     if (row_at.itemsize != sizeof(Py_ssize_t) || table.itemsize != sizeof(double) ||
         table.len != count * QUANTITIES * (Py_ssize_t)sizeof(double))
-        PyErr_SetString(PyExc_ValueError, "rows as intp, a table of 17 quantities, all float64");
+        PyErr_SetString(PyExc_ValueError, "row_at must be intp, and columns must be a float64 table of 17 quantities");
     else
         done = spread_runs(runs, rows, places, columns + LIVE_BLOCKS * count, count);
     for (Py_ssize_t place = 0; done && place < places; place++) {
@@ -334,7 +334,7 @@ static uint64_t mixed(uint64_t x)
     return x ^ (x >> 31);
 }
 
-/* The sum of tokens, each times the factor of its place. */
+/* Return the sum of tokens, each times the factor of its place. */
 static inline __attribute__((always_inline)) uint64_t sum_of(const char *tokens, const char *factors, Py_ssize_t words)
 {
     uint64_t sum = 0;
@@ -355,7 +355,7 @@ static uint64_t summed_by_one(const char *tokens, const char *factors, Py_ssize_
 
 static uint64_t (*summed)(const char *, const char *, Py_ssize_t) = summed_by_one;
 
-#if defined(__x86_64__) && defined(__GNUC__) /* four at a time take 0.6 of the time */
+#if defined(__x86_64__) && defined(__GNUC__) /* AVX2 sums four tokens at a time in 0.6 of the time */
 static __attribute__((target("avx2"))) uint64_t summed_by_four(const char *tokens, const char *factors, Py_ssize_t words)
 {
     return sum_of(tokens, factors, words);
@@ -373,7 +373,7 @@ static PyObject *block_keys(PyObject *Py_UNUSED(module), PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "y*ny*", &tokens, &size, &factors))
         return NULL;
     if (size <= 0 || factors.len != 2 * size) {
-        PyErr_SetString(PyExc_ValueError, "a size above 0, and a factor of 8 bytes for each 4 of it");
+        PyErr_SetString(PyExc_ValueError, "size must be above 0, with a factor of 8 bytes for each 4 bytes of it");
         goto out;
     }
     const Py_ssize_t count = tokens.len / size;

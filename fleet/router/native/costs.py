@@ -1,4 +1,4 @@
-"""Costs of candidates and names of blocks: native where it was built (`costs.c`), numpy elsewhere, the same to the last bit."""
+"""Costs of candidates and keys of blocks: native if it was built (`costs.c`), numpy otherwise, with bit-identical results."""
 
 try:
     from fleet.router.native._costs import (
@@ -12,8 +12,8 @@ try:
     )
 
     BUILT = True
-    """Whether the native module runs."""
-except ImportError:  # not built
+    """True if the native module is used."""
+except ImportError:  # the extension was not built
     from fleet.router.native.twin import (
         all_have_room,
         block_keys,

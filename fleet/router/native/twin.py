@@ -1,8 +1,8 @@
-"""The functions of `costs.c` in numpy, operation by operation: the same roundings, so the same choices."""
+"""Numpy twin of `costs.c`: the same operations with the same rounding, so the same choices."""
 
 import numpy as np
 
-from fleet.router.candidates import (
+from fleet.router.policy import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
     BELOW_BLOCKS,
@@ -40,23 +40,23 @@ def fleet_costs(
     prefill: bool,
     /,
 ) -> None:
-    """The cost of `fleet.router.placement.policies.fleet`, without the session, of each candidate.
+    """Compute the cost of `fleet.router.placement.policies.fleet` for each candidate, without the session.
 
     Args:
         columns: The candidates' table.
-        out: For the costs.
-        prompt_tokens: Of the request.
+        out: The array for the costs.
+        prompt_tokens: Tokens of the prompt.
         engine: Credit for a block in the engine.
         store: Credit for a block in the store's memory.
-        lower: Credit for a block below that.
-        request: What a running request weighs.
-        decode: What a block that live requests hold weighs.
-        spread: How fast a full batch takes the worth of a hit.
-        others: What the waiting of those who come later weighs.
-        stall: What holding up a running request weighs.
-        warm: Whether anybody may hold anything of the prompt.
-        even: Whether all speeds are 1.
-        prefill: Whether it is about the prompt only.
+        lower: Credit for a block in a lower tier of the store.
+        request: Weight of a running request.
+        decode: Weight of a block that live requests hold.
+        spread: How fast a hit loses its worth on a full batch.
+        others: Weight of the wait of later requests.
+        stall: Weight of a running request that is delayed.
+        warm: True if a worker may hold a part of the prompt.
+        even: True if all speeds are 1.
+        prefill: True if only the prompt is to be computed.
     """
     np.add(columns[BACKLOG_TOKENS], prompt_tokens, out=out)
     out /= columns[BLOCK_TOKENS]
@@ -92,10 +92,10 @@ def fleet_lowest(
     prefill: bool,
     /,
 ) -> list[int]:
-    """`lowest` of `fleet_costs`, for those who need no more of the costs.
+    """Return `lowest` of `fleet_costs`, for callers that need no more of the costs.
 
     Raises:
-        ValueError: There is none, or one is not finite.
+        ValueError: There is no cost, or one is not finite.
     """
     costs = np.empty(columns.shape[1])
     weights = (engine, store, lower, request, decode, spread, others, stall)
@@ -106,7 +106,7 @@ def fleet_lowest(
 def credit_of(
     columns: Floats, engine: float, store: float, lower: float, spread: float, even: bool
 ) -> tuple[Floats, Floats]:
-    """What each need not compute, in blocks of prefill on its own hardware; and what of its backlog is that very work."""
+    """Return the saved work of each worker in blocks of prefill on its hardware, and the part of its backlog that is the same work."""
     credit: Floats = engine * columns[ENGINE_BLOCKS]
     coming = columns[COMING_BLOCKS]
     shared: Floats = np.minimum(coming, columns[BACKLOG_TOKENS] / columns[BLOCK_TOKENS])
@@ -130,7 +130,7 @@ def credit_of(
 
 
 def price_of(columns: Floats, others: float, stall: float, prefill: bool) -> Floats:
-    """What a block computed on each costs others, in blocks."""
+    """Return what a block computed on each worker costs other requests, in blocks."""
     count = columns.shape[1]
     busy = int(np.count_nonzero(columns[BACKLOG_TOKENS] > 0))
     price: Floats = np.full(count, others * (busy / (count + 1 - busy)))
@@ -138,29 +138,29 @@ def price_of(columns: Floats, others: float, stall: float, prefill: bool) -> Flo
 
 
 def lowest(costs: Floats, /) -> list[int]:
-    """Places of the lowest cost, in order.
+    """Return the places of the lowest cost, in order.
 
     Raises:
-        ValueError: There is none, or one is not finite.
+        ValueError: There is no cost, or one is not finite.
     """
     if len(costs) == 0 or not np.isfinite(costs).all():
-        raise ValueError("costs must be finite, and at least one")
+        raise ValueError("costs must be finite, and there must be at least one")
     places: list[int] = (costs == costs.min()).nonzero()[0].tolist()
     return places
 
 
 def all_have_room(columns: Floats, /) -> bool:
-    """Whether no worker is at its limit of requests."""
+    """Return whether no worker is at its limit of requests."""
     return bool((columns[REQUESTS] < columns[LIMIT]).all())
 
 
 def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None:
-    """Write how many leading blocks workers have.
+    """Write the leading blocks of each worker to a column.
 
     Args:
-        runs: Numbers of blocks, and the bits of those who have so many (`fleet.router.kv_index.prefix_index.runs`).
-        row_at: Rows of the workers by place of their bits; -1, and what is missing at the end: somebody else's bit.
-        column: For the numbers.
+        runs: Numbers of blocks, and the bits of the holders with so many (`fleet.router.kv_index.prefix_index.runs`).
+        row_at: Row of each worker by bit position; -1, or a missing entry at the end: another holder's bit.
+        column: The array for the numbers.
     """
     for depth, mask in runs:
         packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), dtype=np.uint8)
@@ -170,12 +170,12 @@ def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None
 
 
 def spread_live(runs: list[tuple[int, int]], row_at: Rows, columns: Floats, /) -> None:
-    """Write how many leading blocks live requests hold where: those need not be held twice, and are there or coming.
+    """Write the leading blocks that live requests hold on each worker: they need not be held twice, and are there or coming.
 
     Args:
         runs: As for `spread`.
-        row_at: Likewise; a row at one place at most.
-        columns: Of all workers; what their engines hold is written.
+        row_at: As for `spread`; each row occurs at most once.
+        columns: The table of all workers, including what their engines hold.
     """
     spread(runs, row_at, columns[LIVE_BLOCKS])
     rows = row_at[row_at >= 0]
@@ -189,18 +189,18 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def block_keys(tokens: bytes | memoryview, size: int, factors: bytes, /) -> tuple[int, ...]:
-    """Names for the full blocks of a prompt, each standing for all that is before it too, in 64 bits.
+    """Return 64-bit keys for the full blocks of a prompt; each key covers everything before its block.
 
-    A block is the sum of its tokens times the factor of each place, modulo 2**64, which for random odd factors is another one for
-    another block; mixed with its place in the prompt, and added to the name before it.
+    The sum of a block is the sum of its tokens times the factor of each place, modulo 2**64; with random odd factors different blocks have
+    different sums. It is mixed with the block's position and added to the key before it.
 
     Args:
-        tokens: Of the prompt, 4 bytes each.
-        size: Of a block in bytes, a multiple of 4.
-        factors: One for each token of a block, 8 bytes each.
+        tokens: The prompt, 4 bytes for each token.
+        size: The size of a block in bytes, a multiple of 4.
+        factors: A factor of 8 bytes for each token of a block.
     """
     if size <= 0 or len(factors) != 2 * size:
-        raise ValueError("a size above 0, and a factor of 8 bytes for each 4 of it")
+        raise ValueError("size must be above 0, with a factor of 8 bytes for each 4 bytes of it")
     count = len(tokens) // size
     words = np.frombuffer(tokens, "<u4", count * (size // 4)).reshape(count, size // 4)
     sums = (words * np.frombuffer(factors, "<u8")).sum(axis=1, dtype=np.uint64)

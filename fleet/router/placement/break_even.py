@@ -1,27 +1,27 @@
-"""From how many prompt tokens on another worker had better compute them: learned, in place of a constant.
+"""Prefill break-even: from how many uncached tokens another worker should compute the prompt; learned instead of a constant.
 
 Rules:
 
-1. A prompt of n uncached tokens that the decode worker computes itself holds up each of the r requests there for n × s seconds;
-   handing it over costs one request h seconds. They are equal at n = h / (s × r).
-2. h is learned from hand-offs: from the prefill worker's end to the decode worker's first token. s is what a prompt token took on
-   the decode worker lately, or, where it has computed none, on the workers of this pool that have.
-3. Until `MIN_SAMPLES` hand-offs have been seen, prompts of `LEAST_TOKENS` are handed over: a constant that is too high would
-   else keep anything from being measured. Not those that others send to their workers (`Arrived.second_hand`), which teach nothing:
-   for them the constant counts until then. While s is not known the constant of the settings counts. After that the estimate is
-   kept within `LEAST_TOKENS` and `MOST_TOKENS`, so that neither side ever stops being measured.
+1. A prompt of n uncached tokens that the decode worker computes itself delays each of its r requests by n × s seconds.
+   A handoff delays one request by h seconds. Both are equal at n = h / (s × r).
+2. h is learned from handoffs: the time from the prefill worker's end to the decode worker's first token. s is the recent time per
+   prompt token on the decode worker or, if it has computed none, on the workers of its pool that have.
+3. Until `MIN_SAMPLES` handoffs have been measured, prompts from `LEAST_TOKENS` on are handed over, because with a constant that is
+   too high nothing would be measured. External requests (`Arrived.external`) teach nothing, so the constant applies to them
+   until then. While s is unknown the constant applies as well. After that the estimate stays between `LEAST_TOKENS` and `MOST_TOKENS`, so
+   that both ways go on being measured.
 """
 
 from fleet.core.clock import SECOND, Nanos
 
 MIN_SAMPLES = 8
-WEIGHT = 0.1  # of the newest hand-off: of the last ten, mostly
-LEAST_TOKENS = 64  # below that, a hand-off moves a block or two
+WEIGHT = 0.1  # weight of the newest handoff: mostly the last ten count
+LEAST_TOKENS = 64  # below that a handoff moves only a block or two
 MOST_TOKENS = 16_384
 
 
 class PrefillBreakEven:
-    """What one router has learned of hand-offs."""
+    """The handoff times that one router has measured."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -29,23 +29,23 @@ class PrefillBreakEven:
 
     @property
     def measured(self) -> bool:
-        """Whether enough hand-offs have been seen."""
+        """True if enough handoffs were measured."""
         return self.samples >= MIN_SAMPLES
 
     def handed_over(self, taken: Nanos) -> None:
-        """A hand-off took so long."""
+        """Learn the duration of one handoff."""
         seconds = taken / SECOND
         self.samples += 1
         weight = max(WEIGHT, 1 / self.samples)
         self.handoff_seconds += weight * (seconds - self.handoff_seconds)
 
     def min_tokens(self, token_seconds: float, requests: int, constant: int) -> int:
-        """From which on a hand-off is the lesser evil.
+        """Return the number of uncached tokens from which on a handoff is cheaper.
 
         Args:
-            token_seconds: That a prompt token takes; 0: not known.
-            requests: On the decode worker.
-            constant: What counts until enough has been measured.
+            token_seconds: Seconds per prompt token; 0: unknown.
+            requests: Requests on the decode worker.
+            constant: The value to use until enough was measured.
         """
         if not self.measured:
             return min(constant, LEAST_TOKENS)
@@ -53,7 +53,7 @@ class PrefillBreakEven:
         return constant if even is None else even
 
     def even_tokens(self, token_seconds: float, requests: int) -> int | None:
-        """Where a hand-off and a prefill on the decode worker cost the same; None: too little was measured. Arguments as above."""
+        """Return where a handoff and a prefill on the decode worker cost the same; None if too little was measured."""
         if not self.measured or token_seconds == 0:
             return None
         even = self.handoff_seconds / (token_seconds * max(1, requests))

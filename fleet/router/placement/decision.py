@@ -1,21 +1,21 @@
-"""Which workers serve a request: of those who can (`fleet.router.placement.eligibility`) the best by the policy, one or two.
+"""Placement decision: the best candidate of a request by the policy, or the best pair.
 
 Rules:
 
-1. The decode worker is chosen first, as if it had to do everything: of the workers that are eligible, the one that the policy
-   takes (`fleet.router.placement.policies`). The default policy's cost counts, in KV blocks, the prefill that waits there and that
-   the prompt would add, less what of it is cached, and the decode blocks that live requests hold there, this one's included.
-2. Whether another worker computes the prompt is the `split` rule, and nothing else.
-3. The prefill worker is chosen by the same policy among those that pair with the decode worker, without the decode term: it
-   holds blocks only while it computes. A prefill pool are workers of role PREFILL; one of role BOTH computes prompts for a
-   DECODE worker, but for another BOTH only when the client asks for it: that would move work for nothing.
-4. Two workers pair when their blocks hold the same values (equal fingerprints), they are of one generation, and there is a
-   way for the blocks that both can go: through one and the same store, which takes blocks of any layout and number of ranks,
-   or direct, where these are equal too. The store is the first choice unless settings prefer direct.
-5. A decision keeps what it was made on. The terms of all candidates, which add up to their costs, are worked out from that
-   when somebody asks, by the same functions.
-6. What the client asked for and nobody can do is refused, naming the field and the cause; what cannot be done *now* waits
-   (`fleet.router.placement.rejection`).
+1. The decode worker is chosen first, as if it had to do everything: the policy takes it from the eligible workers
+   (`fleet.router.placement.eligibility`). The default policy's cost is counted in blocks of prefill (`policies.fleet`).
+2. The `split` rule alone decides whether another worker computes the prompt.
+3. The same policy chooses the prefill worker among those that pair with the decode worker, without the decode part of the cost,
+   because a prefill worker holds blocks only while it computes. A prefill pool consists of workers with the role PREFILL. A worker
+   with the role BOTH computes prompts for a DECODE worker, but for another BOTH only when the client demands it: that would move
+   work for nothing.
+4. Two workers pair when their blocks hold the same values (equal fingerprints), they are of one generation, and they share a KV
+   path: one store, which takes any layout and number of ranks, or the direct path, where these must be equal too. The store
+   comes first unless the settings prefer the direct path.
+5. A decision keeps the data that it was made on. The cost terms of all candidates are computed from it when somebody asks, by the
+   same functions.
+6. A demand that no worker can ever satisfy leads to a rejection with a field and a cause; one that cannot be satisfied *now* leads to
+   a wait (`fleet.router.placement.rejection`).
 """
 
 from collections.abc import Mapping
@@ -27,47 +27,46 @@ from msgspec import Struct
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Phase, Placement
 from fleet.core.work import WorkerDescription
-from fleet.router.candidates import (
+from fleet.router.placement.break_even import PrefillBreakEven
+from fleet.router.placement.candidate_table import CandidateTable, common_path
+from fleet.router.placement.eligibility import IneligibleReason, at_home, capable, eligible, paired, unfit
+from fleet.router.placement.rejection import Rejection, WaitForRoom, explain_no_candidate, reject_without_pair
+from fleet.router.policy import (
     BELOW_BLOCKS,
     ENGINE_BLOCKS,
     LIMIT,
     REQUESTS,
     Candidates,
+    PlacementPolicy,
     PlacementRequest,
     RandomSource,
     Rows,
     token_seconds,
 )
-from fleet.router.placement.break_even import PrefillBreakEven
-from fleet.router.placement.candidate_table import CandidateTable
-from fleet.router.placement.eligibility import IneligibleReason, at_home, capable, eligible, paired, unfit
-from fleet.router.placement.rejection import Rejection, WaitForRoom, explain_no_candidate, reject_without_pair
-from fleet.router.placement.topology import common_path
-from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
 
 
 class PlacementReason(StrEnum):
-    """Why a request went to one worker, or to a pair. Recorded with each decision, counted in metrics."""
+    """Why a request went to one worker or to a pair. It is recorded with each decision and counted in metrics."""
 
     # One worker.
     SHORT_UNCACHED_PROMPT = "short_uncached_prompt"
     NO_PREFILL_WORKER = "no_prefill_worker"
     NO_COMPATIBLE_PAIR = "no_compatible_pair"
     PREFILL_WORKERS_BUSY = "prefill_workers_busy"
-    PREFILL_LOST = "prefill_lost"  # the prefill workers that are left have failed this request before
+    PREFILL_LOST = "prefill_lost"  # all remaining prefill workers have failed this request before
     # A pair.
     PROMPT_LONG_UNCACHED = "prompt_long_uncached"
     # Either.
     ASKED_BY_CLIENT = "asked_by_client"
 
 
-# Looked up in their enums these take ten times as long, and every decision needs them.
+# Every decision needs these; module variables are ten times as fast as enum attributes.
 _WHOLE, _AUTO, _SHORT = Phase.AGGREGATED, Placement.AUTO, PlacementReason.SHORT_UNCACHED_PROMPT
 
 
 class CostTerms(Struct, frozen=True, kw_only=True):
-    """A candidate's cost, and the terms that add up to it."""
+    """The cost of one candidate, and the terms that add up to it."""
 
     worker_id: WorkerId
     cost: float
@@ -75,24 +74,24 @@ class CostTerms(Struct, frozen=True, kw_only=True):
 
 
 class DecisionExplanation(Struct, frozen=True, kw_only=True):
-    """A decision with its explanation. Without `prefill` the decode worker does it all."""
+    """A decision with its explanation. Without `prefill` the decode worker does everything."""
 
     decode: WorkerId
     prefill: WorkerId | None = None
     kv_path: KvPath | None = None
     why: PlacementReason
-    policy: str  # that chose the decode worker
+    policy: str  # the policy that chose the decode worker
     prefill_policy: str = ""
-    uncached_tokens: int  # that the decode worker would have to compute itself
-    min_tokens: int  # of these, from which on another worker computes the prompt
-    prefill_tokens: int  # that whoever computes the prompt has to compute
+    uncached_tokens: int  # tokens that the decode worker would have to compute itself
+    min_tokens: int  # uncached tokens from which on another worker computes the prompt
+    prefill_tokens: int  # tokens that are to be computed
     candidates: tuple[CostTerms, ...]
     prefill_candidates: tuple[CostTerms, ...] = ()
     unfit: tuple[tuple[WorkerId, IneligibleReason], ...] = ()
 
 
 class Decision(Struct, frozen=True, kw_only=True):
-    """What was decided, and on what. Without `prefill` the decode worker does it all."""
+    """The chosen workers, and the data that the choice was made on. Without `prefill` the decode worker does everything."""
 
     decode: WorkerId
     prefill: WorkerId | None = None
@@ -101,20 +100,20 @@ class Decision(Struct, frozen=True, kw_only=True):
     uncached_tokens: int
     min_tokens: int
     prefill_tokens: int
-    asked: PlacementRequest
-    standings: CandidateTable
-    rows: Rows  # of the candidates
+    request: PlacementRequest
+    candidate_table: CandidateTable
+    rows: Rows  # rows of the candidates
     policy: PlacementPolicy
     prefill_rows: Rows | None = None
     prefill_policy: PlacementPolicy | None = None
 
     def explained(self) -> DecisionExplanation:
-        """The decision with the terms of all candidates."""
-        candidates = self.standings.candidates(self.rows)
+        """Return the decision with the cost terms of all candidates."""
+        candidates = self.candidate_table.candidates(self.rows)
         partners: tuple[CostTerms, ...] = ()
         if self.prefill_rows is not None and self.prefill_policy is not None:
-            able = self.standings.candidates(self.prefill_rows)
-            partners = _terms(self.prefill_policy, self.asked, able, Phase.PREFILL)
+            able = self.candidate_table.candidates(self.prefill_rows)
+            partners = _terms(self.prefill_policy, self.request, able, Phase.PREFILL)
         return DecisionExplanation(
             decode=self.decode,
             prefill=self.prefill,
@@ -125,93 +124,93 @@ class Decision(Struct, frozen=True, kw_only=True):
             uncached_tokens=self.uncached_tokens,
             min_tokens=self.min_tokens,
             prefill_tokens=self.prefill_tokens,
-            candidates=_terms(self.policy, self.asked, candidates, Phase.AGGREGATED),
+            candidates=_terms(self.policy, self.request, candidates, Phase.AGGREGATED),
             prefill_candidates=partners,
-            unfit=tuple(unfit(self.asked, self.standings, set(candidates.worker_ids)).items()),
+            unfit=tuple(unfit(self.request, self.candidate_table, set(candidates.worker_ids)).items()),
         )
 
     def next_best(self, most: int) -> tuple[WorkerId, ...]:
-        """Who else could have answered, the best first."""
-        terms = _terms(self.policy, self.asked, self.standings.candidates(self.rows), Phase.AGGREGATED)
+        """Return other workers that could answer, the best first."""
+        terms = _terms(self.policy, self.request, self.candidate_table.candidates(self.rows), Phase.AGGREGATED)
         others = sorted((each for each in terms if each.worker_id != self.decode), key=lambda each: each.cost)
         return tuple(each.worker_id for each in others[:most])
 
 
 def decide(
-    asked: PlacementRequest,
-    standings: CandidateTable,
+    request: PlacementRequest,
+    candidate_table: CandidateTable,
     policy: PlacementPolicy,
     settings: RouterSettings,
-    chance: RandomSource,
-    crossover: PrefillBreakEven | None = None,
+    rng: RandomSource,
+    break_even: PrefillBreakEven | None = None,
 ) -> Decision | WaitForRoom | Rejection:
-    """Place one request on the workers of its model (all of them, in any state).
+    """Place one request on the workers of its model, which may be in any state.
 
     Args:
-        asked: The request.
-        standings: The workers.
-        policy: That chooses among those who can.
-        settings: The router's.
-        chance: For ties.
-        crossover: What was learned of hand-offs, where that counts.
+        request: The request.
+        candidate_table: The workers.
+        policy: Chooses among the candidates.
+        settings: The router's settings.
+        rng: The source of randomness for ties.
+        break_even: The learned break-even of prefill, if it is to be used.
     """
-    members, columns = standings.members, standings.columns
-    rows = eligible(asked, standings)
+    topology, columns = candidate_table.topology, candidate_table.columns
+    rows = eligible(request, candidate_table)
     if len(rows) == 0:
-        return explain_no_candidate(asked, standings)
-    place, by = policy.choose(asked, standings.candidates(rows), _WHOLE, chance)
+        return explain_no_candidate(request, candidate_table)
+    place, by = policy.choose(request, candidate_table.candidates(rows), _WHOLE, rng)
     row: int = rows.item(place)
-    uncached, to_compute = _uncached(asked, standings, row)
+    uncached, to_compute = _uncached(request, candidate_table, row)
 
     min_tokens = settings.remote_prefill_min_tokens
-    if crossover is not None:
-        min_tokens = crossover.min_tokens(token_seconds(columns, row), int(columns[REQUESTS, row]), min_tokens)
-    if asked.placement is _AUTO and uncached < min_tokens:
+    if break_even is not None:
+        min_tokens = break_even.min_tokens(token_seconds(columns, row), int(columns[REQUESTS, row]), min_tokens)
+    if request.placement is _AUTO and uncached < min_tokens:
         splitting, why = False, _SHORT
-    elif asked.placement is Placement.AGGREGATED:
+    elif request.placement is Placement.AGGREGATED:
         splitting, why = False, PlacementReason.ASKED_BY_CLIENT
     else:
-        partners = members.partners(row, asked.placement, asked.kv_path)
-        pairing = paired(asked, standings, row) if len(partners.pool) else partners.rows
+        partners = topology.partners(row, request.placement, request.kv_path)
+        pairing = paired(request, candidate_table, row) if len(partners.pool) else partners.rows
         prefill_rows = pairing
         if len(pairing):
-            prefill_rows = at_home(standings, pairing[columns[REQUESTS, pairing] < columns[LIMIT, pairing]])
+            prefill_rows = at_home(candidate_table, pairing[columns[REQUESTS, pairing] < columns[LIMIT, pairing]])
         splitting, why = split(
-            asked.placement,
+            request.placement,
             uncached,
             min_tokens,
-            pool=_pool(standings, partners.pool) if len(partners.pool) else PrefillPoolState.EMPTY,
+            pool=_pool(candidate_table, partners.pool) if len(partners.pool) else PrefillPoolState.EMPTY,
             paired=len(pairing) > 0,
             free=len(prefill_rows) > 0,
         )
-        if why is PlacementReason.NO_COMPATIBLE_PAIR and asked.kv_path is not None:
-            return reject_without_pair(asked)
+        if why is PlacementReason.NO_COMPATIBLE_PAIR and request.kv_path is not None:
+            return reject_without_pair(request)
         if splitting:
-            place, prefill_by = policy.choose(asked, standings.candidates(prefill_rows), Phase.PREFILL, chance)
+            place, prefill_by = policy.choose(request, candidate_table.candidates(prefill_rows), Phase.PREFILL, rng)
             prefill_row = int(prefill_rows[place])
             return Decision(
-                decode=members.worker_ids[row],
-                prefill=members.worker_ids[prefill_row],
+                decode=topology.worker_ids[row],
+                prefill=topology.worker_ids[prefill_row],
                 kv_path=partners.paths[prefill_row],
                 why=why,
                 uncached_tokens=uncached,
                 min_tokens=min_tokens,
-                prefill_tokens=_uncached(asked, standings, prefill_row)[1],
-                asked=asked,
-                standings=standings,
+                prefill_tokens=_uncached(request, candidate_table, prefill_row)[1],
+                request=request,
+                candidate_table=candidate_table,
                 rows=rows,
                 policy=by,
                 prefill_rows=prefill_rows,
                 prefill_policy=prefill_by,
             )
     return Decision(
-        decode=members.worker_ids[row],
+        decode=topology.worker_ids[row],
         why=why,
         uncached_tokens=uncached,
         min_tokens=min_tokens,
         prefill_tokens=to_compute,
-        asked=asked,
-        standings=standings,
+        request=request,
+        candidate_table=candidate_table,
         rows=rows,
         policy=by,
     )
@@ -220,23 +219,23 @@ def decide(
 def decide_decode(
     prefill: WorkerDescription,
     kv_path: KvPath,
-    asked: PlacementRequest,
-    standings: CandidateTable,
+    request: PlacementRequest,
+    candidate_table: CandidateTable,
     policy: PlacementPolicy,
     settings: RouterSettings,
-    chance: RandomSource,
+    rng: RandomSource,
 ) -> WorkerId | None:
-    """Another worker to fetch what `prefill` has computed, when the chosen one went away; None when nobody can.
+    """Return another decode worker for the blocks of `prefill` when the chosen one has gone; None if there is none.
 
-    Limits give way here: the work is already under way, and a queue would only keep its blocks from being freed.
+    Limits do not apply here: the work is under way, and waiting would only keep its blocks occupied.
     """
-    members, columns = standings.members, standings.columns
-    able = capable(asked, members, standings.answering, asked.answer_tokens)
+    topology, columns = candidate_table.topology, candidate_table.columns
+    able = capable(request, topology, candidate_table.answering, request.answer_tokens)
     reads = [
         row
         for row in able.nonzero()[0].tolist()
-        if members.worker_ids[row] != prefill.worker_id
-        and common_path(prefill, members.descriptions[row], kv_path, settings) is not None
+        if topology.worker_ids[row] != prefill.worker_id
+        and common_path(prefill, topology.descriptions[row], kv_path, settings) is not None
     ]
     if not reads:
         return None
@@ -244,31 +243,31 @@ def decide_decode(
     roomy = rows[columns[REQUESTS, rows] < columns[LIMIT, rows]]
     if len(roomy) > 0:
         rows = roomy
-    rows = at_home(standings, rows)
-    place, _ = policy.choose(asked, standings.candidates(rows), Phase.AGGREGATED, chance)
-    return members.worker_ids[int(rows[place])]
+    rows = at_home(candidate_table, rows)
+    place, _ = policy.choose(request, candidate_table.candidates(rows), Phase.AGGREGATED, rng)
+    return topology.worker_ids[int(rows[place])]
 
 
 class PrefillPoolState(StrEnum):
-    """The prefill workers that could serve a decode worker, were they compatible and free."""
+    """The prefill workers that could serve a decode worker if they were compatible and free."""
 
     ALIVE = "alive"
-    ALL_FAILED = "all_failed"  # on this request
+    ALL_FAILED = "all_failed"  # all failed this request
     EMPTY = "empty"
 
 
 def split(
     placement: Placement, uncached: int, min_tokens: int, *, pool: PrefillPoolState, paired: bool, free: bool
 ) -> tuple[bool, PlacementReason]:
-    """Whether another worker computes the prompt, and why: the first line that applies.
+    """Return whether another worker computes the prompt, and why; the first rule that applies decides.
 
     Args:
-        placement: What the client asked for.
-        uncached: Prompt tokens that the decode worker would have to compute; what its store holds counts as cached.
-        min_tokens: From which on it is worth a hand-off.
+        placement: The client's demand.
+        uncached: Prompt tokens that the decode worker would compute; blocks in its store count as cached.
+        min_tokens: Uncached tokens from which on a handoff pays.
         pool: Whether there are prefill workers at all.
         paired: Whether one of them is compatible with the decode worker.
-        free: Whether one of those has room.
+        free: Whether one of the compatible ones has room.
     """
     if placement is not Placement.AUTO:
         return placement is Placement.DISAGGREGATED, PlacementReason.ASKED_BY_CLIENT
@@ -285,35 +284,34 @@ def split(
     return True, PlacementReason.PROMPT_LONG_UNCACHED
 
 
-def _pool(standings: CandidateTable, rows: Rows) -> PrefillPoolState:
-    alive = rows[~standings.draining[rows]]
+def _pool(candidate_table: CandidateTable, rows: Rows) -> PrefillPoolState:
+    alive = rows[~candidate_table.draining[rows]]
     if len(alive) == 0:
         return PrefillPoolState.EMPTY
-    if standings.failed is not None and bool(standings.failed[alive].all()):
+    if candidate_table.failed is not None and bool(candidate_table.failed[alive].all()):
         return PrefillPoolState.ALL_FAILED
     return PrefillPoolState.ALIVE
 
 
-def _uncached(asked: PlacementRequest, standings: CandidateTable, row: int) -> tuple[int, int]:
-    """Prompt tokens that are not on a worker, and those that it would have to compute.
+def _uncached(request: PlacementRequest, candidate_table: CandidateTable, row: int) -> tuple[int, int]:
+    """Return the prompt tokens that a worker does not hold, and those that it would have to compute.
 
-    At least one of each, since the last one yields the first answer. Blocks that are coming count as cached where it is about
-    work, and not where it is about whether there is something to hand over: on a decode worker they may come from the very
-    hand-off.
+    Both are at least one, because the last token yields the first answer. Coming blocks count as cached for the work, but not for the
+    question whether there is something to hand over: on a decode worker they may come from that very handoff.
     """
-    tokens = asked.prompt_tokens
-    if not standings.warm:
+    tokens = request.prompt_tokens
+    if not candidate_table.warm:
         return tokens, tokens
-    engine, coming, store, below = standings.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1, row].tolist()
-    block_tokens, held = standings.members.descriptions[row].block_tokens, engine + store + below
+    engine, coming, store, below = candidate_table.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1, row].tolist()
+    block_tokens, held = candidate_table.topology.descriptions[row].block_tokens, engine + store + below
     return max(1, tokens - int(held * block_tokens)), max(1, tokens - int((held + coming) * block_tokens))
 
 
 def _terms(
-    policy: PlacementPolicy, asked: PlacementRequest, candidates: Candidates, phase: Phase
+    policy: PlacementPolicy, request: PlacementRequest, candidates: Candidates, phase: Phase
 ) -> tuple[CostTerms, ...]:
     parts: Mapping[str, list[float]] = {
-        name: costs.tolist() for name, costs in policy.costs(asked, candidates, phase).items()
+        name: costs.tolist() for name, costs in policy.costs(request, candidates, phase).items()
     }
     return tuple(
         CostTerms(

@@ -1,13 +1,13 @@
-"""Policies and their parts from other packages: found by entry point, and kept from doing harm.
+"""Policy plug-ins: policies and their parts from other packages, found by entry point and guarded against failures.
 
 Rules:
 
 1. Entry points of the groups `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers` name Structs whose fields are
-   their parameters (`fleet.router.policy`). A name of ours keeps its meaning.
-2. What is not ours decides in a thread of its own and on copies. When it has not decided within its budget, raises, or names
-   nobody, the default policy decides, and that is counted; until a late one comes to an end, it is not asked again.
-3. Asked what its costs are made of it has no more time, since the whole router waits for that too. Without an answer that is a
-   number for each candidate, the explanation goes without terms.
+   their parameters (`fleet.router.policy`). A built-in name keeps its meaning.
+2. A plug-in decides in a thread of its own and on copies. If it exceeds its budget, raises, or names no candidate, the default
+   policy decides, and that is counted. A plug-in that is late is not asked again before it has finished.
+3. A plug-in has the same budget for explaining its costs, because the whole router waits for that too. Without a finite
+   number for each candidate, the explanation has no cost terms.
 """
 
 import logging
@@ -24,20 +24,19 @@ from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.placement.policies.built_in import BUILT_IN, DEFAULT, parameters, policy
 from fleet.router.placement.policies.composed import Composed, PolicyCatalog
-from fleet.router.policy import PlacementPolicy
+from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource
 from fleet.router.settings.router import RouterSettings
 
 log = logging.getLogger(__name__)
 
 
 def policy_catalogue() -> PolicyCatalog:
-    """Our plug-ins and those of other packages.
+    """Return the built-in plug-ins and those of other packages.
 
     Raises:
-        ConfigurationRefused: One of them cannot be loaded.
+        ConfigurationRefused: A plug-in cannot be loaded.
     """
     return PolicyCatalog(
         policies=_with_found("fleet.policies", BUILT_IN.policies),
@@ -62,10 +61,10 @@ def _with_found(group: str, ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_policy(settings: RouterSettings, known: PolicyCatalog | None = None) -> PlacementPolicy:
-    """The policy that settings name, guarded when any of it is not ours.
+    """Return the policy that the settings name, guarded if a part of it is a plug-in.
 
     Raises:
-        ConfigurationRefused: There is none, or it does not take its parameters.
+        ConfigurationRefused: There is no such policy, or it does not take its parameters.
     """
     if known is None:
         known = policy_catalogue()
@@ -91,15 +90,15 @@ def _is_ours(settings: RouterSettings, known: PolicyCatalog) -> bool:
 
 
 class GuardedPolicy:
-    """A policy that is not ours, and one of ours that decides when it does not."""
+    """A plug-in policy, with a built-in one that decides when the plug-in fails."""
 
     def __init__(self, guarded: PlacementPolicy, fallback: PlacementPolicy, budget_seconds: float):
-        """Wraps a policy.
+        """Guard a policy.
 
         Args:
-            guarded: The one from elsewhere.
-            fallback: Decides in its place.
-            budget_seconds: For one decision. Python gives the waiting thread its turn within some 5 ms of that.
+            guarded: The plug-in.
+            fallback: The policy that decides in its place.
+            budget_seconds: Time for one decision. Python wakes the waiting thread within about 5 ms of that.
         """
         self._guarded = guarded
         self._fallback = fallback
@@ -114,27 +113,29 @@ class GuardedPolicy:
         return self._guarded.name
 
     def choose(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> tuple[int, PlacementPolicy]:
         copied = candidates.copy()
-        luck = Random(chance.randrange(1 << 63))  # a late one must not draw from ours
-        chosen, cause = self._ask(lambda: self._guarded.choose(asked, copied, phase, luck)[0], self._budget)
+        own_rng = Random(rng.randrange(1 << 63))  # a late plug-in must not draw from the router's source
+        chosen, cause = self._ask(lambda: self._guarded.choose(request, copied, phase, own_rng)[0], self._budget)
         if not cause and not (isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(candidates)):
             cause = "nobody"
         if not cause:
             return int(chosen), self
         if cause not in self.fallbacks:
-            log.warning("a policy did not decide; the default did", extra={"policy": self.name, "cause": cause})
+            log.warning("policy plug-in failed, default policy decided", extra={"policy": self.name, "cause": cause})
         self.fallbacks[cause] = self.fallbacks.get(cause, 0) + 1
-        return self._fallback.choose(asked, candidates, phase, chance)
+        return self._fallback.choose(request, candidates, phase, rng)
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         copied = candidates.copy()
-        found, cause = self._ask(lambda: _numbers(self._guarded.costs(asked, copied, phase), len(copied)), self._budget)
+        found, cause = self._ask(
+            lambda: _numbers(self._guarded.costs(request, copied, phase), len(copied)), self._budget
+        )
         return {} if cause else found
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> tuple[Any, str]:
-        """What a call returns, and why it does not: "busy", "late" or "raised"."""
+        """Return the result of a call, and the cause if there is none: "busy", "late" or "raised"."""
         if self._busy.is_set():
             return None, "busy"
         answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
@@ -151,17 +152,17 @@ class GuardedPolicy:
             call, answers = self._calls.get()
             try:
                 answer: tuple[Any, Exception | None] = call(), None
-            except Exception as error:  # noqa: BLE001 - what is not ours may raise anything; it is counted
+            except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it is counted
                 answer = None, error
             self._busy.clear()
             answers.put(answer)
 
 
 def _numbers(costs: Mapping[str, Floats], count: int) -> dict[str, Floats]:
-    """Costs by name, of so many candidates.
+    """Return costs by name as arrays with a number for each candidate.
 
     Raises:
-        ValueError: They are not.
+        ValueError: A number is missing or not finite.
     """
     numbers = {str(name): np.array(each, dtype=np.float64) for name, each in costs.items()}
     if not all(each.shape == (count,) and np.isfinite(each).all() for each in numbers.values()):

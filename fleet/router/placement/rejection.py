@@ -1,10 +1,10 @@
-"""What becomes of a request that nobody can be chosen for: it waits, or is refused with a cause of its own.
+"""Requests without a candidate: they wait, or they are rejected with a cause.
 
 Rules:
 
-1. Where somebody is only at its limit, the request waits: time mends that, whatever else there is against the others.
-2. Else it is refused. The cause that is named is the most particular to this request: what the client asked for (a worker, a form,
-   a session, a pair, a length) before what has become of the workers.
+1. If some worker is only at its limit, the request waits: time will help, whatever excludes the other workers.
+2. Otherwise the request is rejected. The cause is the one most specific to the request: what the client demanded (a worker,
+   structured output, a session, a pair, a length) comes before the state of the workers.
 """
 
 from enum import StrEnum
@@ -14,13 +14,13 @@ from msgspec import Struct
 from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Placement, Role
-from fleet.router.candidates import PlacementRequest
 from fleet.router.placement.candidate_table import CandidateTable
 from fleet.router.placement.eligibility import IneligibleReason, unfit
+from fleet.router.policy import PlacementRequest
 
 
 class RejectionCause(StrEnum):
-    """Why nobody can serve a request. Public and stable, as `Reason` is; finer."""
+    """Why no worker can serve a request. Public and stable like `Reason`, but more detailed."""
 
     NO_WORKER = "no_worker"
     ALL_DRAINING = "all_draining"
@@ -42,10 +42,10 @@ _SESSION_GONE = {IneligibleReason.OTHER_SESSION, IneligibleReason.DRAINING, Inel
 
 
 class WaitForRoom(Struct, frozen=True):
-    """All who could serve it are at their limits."""
+    """All workers that could serve the request are at their limits."""
 
     busy: frozenset[WorkerId] = frozenset()
-    """These; nothing else will help but one of them. None at all where a pair was asked for: who is at its limit may be either."""
+    """The workers at their limits: only they can help. Empty if a pair was demanded, because either half of it may be at its limit."""
 
 
 class Rejection(Struct, frozen=True, kw_only=True):
@@ -55,31 +55,31 @@ class Rejection(Struct, frozen=True, kw_only=True):
     field: str = ""
 
 
-def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> WaitForRoom | Rejection:
-    """Why there is no candidate: the cause that time can mend comes first."""
-    members = standings.members
-    others = unfit(asked, standings, set())
+def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> WaitForRoom | Rejection:
+    """Return why there is no candidate; a cause that time can remove comes first."""
+    topology = table.topology
+    others = unfit(request, table, set())
     causes = set(others.values())
     if IneligibleReason.AT_LIMIT in causes:
-        if asked.placement is Placement.DISAGGREGATED:
+        if request.placement is Placement.DISAGGREGATED:
             return WaitForRoom()
         return WaitForRoom(
             frozenset([worker_id for worker_id, cause in others.items() if cause is IneligibleReason.AT_LIMIT])
         )
-    if asked.pin is not None and asked.pin not in others:
+    if request.pin is not None and request.pin not in others:
         return Rejection(
             reason=Reason.INVALID_ARGUMENT,
             cause=RejectionCause.PIN_UNKNOWN,
-            message=f"pin: {asked.pin} is no worker that answers for this model; leave it out to let the router choose",
+            message=f"pin: {request.pin} is no worker that answers for this model; leave it out to let the router choose",
             field="pin",
         )
-    if asked.pin is None and causes == {IneligibleReason.NOT_AMONG}:
+    if request.pin is None and causes == {IneligibleReason.NOT_AMONG}:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NONE_AMONG,
             message="none of the workers that may be chosen serves this model now; retry when one does",
         )
-    causes.discard(IneligibleReason.NOT_AMONG)  # those that may not be chosen do not tell why the others cannot be
+    causes.discard(IneligibleReason.NOT_AMONG)  # excluded workers do not explain why the others are no candidates
     if IneligibleReason.KEEPS_NO_FORM in causes and causes <= {
         IneligibleReason.KEEPS_NO_FORM,
         IneligibleReason.NOT_PINNED,
@@ -90,22 +90,22 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
             message="sampling.form: no worker of this model, or not the one that was asked for, can keep an answer to a form",
             field="sampling.form",
         )
-    if asked.must_keep and IneligibleReason.OTHER_SESSION in causes and causes <= _SESSION_GONE:
+    if request.must_keep and IneligibleReason.OTHER_SESSION in causes and causes <= _SESSION_GONE:
         return Rejection(
             reason=Reason.WORKER_LOST,
             cause=RejectionCause.SESSION_LOST,
-            message=f"session: its worker {asked.bound} is gone; the next request of the session starts on another",
+            message=f"session: its worker {request.bound} is gone; the next request of the session starts on another",
             field="session",
         )
-    if asked.pin is not None and IneligibleReason.NO_PAIR not in causes and IneligibleReason.TOO_SMALL not in causes:
+    if request.pin is not None and IneligibleReason.NO_PAIR not in causes and IneligibleReason.TOO_SMALL not in causes:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.PIN_UNFIT,
-            message=f"pin: {asked.pin} takes no requests now ({others[asked.pin].value}); name another or none",
+            message=f"pin: {request.pin} takes no requests now ({others[request.pin].value}); name another or none",
             field="pin",
         )
     if IneligibleReason.NO_PAIR in causes:
-        roles = zip(members.descriptions, standings.draining.tolist(), strict=True)
+        roles = zip(topology.descriptions, table.draining.tolist(), strict=True)
         if not any(each.role is not Role.DECODE and not draining for each, draining in roles):
             return Rejection(
                 reason=Reason.NO_WORKER,
@@ -113,13 +113,13 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
                 message="no prefill worker is up",
                 field="placement",
             )
-        return reject_without_pair(asked)
+        return reject_without_pair(request)
     if IneligibleReason.TOO_SMALL in causes:
-        longest = max(each.max_model_len for each in members.descriptions if each.role is not Role.PREFILL)
+        longest = max(each.max_model_len for each in topology.descriptions if each.role is not Role.PREFILL)
         return Rejection(
             reason=Reason.TOO_LARGE,
             cause=RejectionCause.TOO_LARGE,
-            message=f"prompt: {asked.prompt_tokens} tokens and {asked.answer_tokens} to generate fit no worker of this "
+            message=f"prompt: {request.prompt_tokens} tokens and {request.answer_tokens} to generate fit no worker of this "
             f"model (longest: {longest})",
             field="prompt",
         )
@@ -133,7 +133,7 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NO_LABEL,
-            message=f"labels: no worker that takes requests has {', '.join(asked.labels)}",
+            message=f"labels: no worker that takes requests has {', '.join(request.labels)}",
             field="labels",
         )
     if IneligibleReason.DRAINING in causes:
@@ -142,11 +142,11 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
             cause=RejectionCause.ALL_DRAINING,
             message="all workers of this model are going away; retry when another is up",
         )
-    if asked.adapter is not None and IneligibleReason.NO_ADAPTER in causes:
+    if request.adapter is not None and IneligibleReason.NO_ADAPTER in causes:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NO_ADAPTER,
-            message=f"model: no worker has the adapter {asked.adapter.identity} now; retry when one is up",
+            message=f"model: no worker has the adapter {request.adapter.identity} now; retry when one is up",
             field="model",
         )
     return Rejection(
@@ -156,9 +156,9 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
     )
 
 
-def reject_without_pair(asked: PlacementRequest) -> Rejection:
-    """Why there is no pair, or none that shares the path that was asked for."""
-    if asked.kv_path is None:
+def reject_without_pair(request: PlacementRequest) -> Rejection:
+    """Reject a request because no pair exists, or none with the requested KV path."""
+    if request.kv_path is None:
         return Rejection(
             reason=Reason.KV_MISMATCH,
             cause=RejectionCause.NO_PAIR,
@@ -168,6 +168,6 @@ def reject_without_pair(asked: PlacementRequest) -> Rejection:
     return Rejection(
         reason=Reason.KV_MISMATCH,
         cause=RejectionCause.NO_PATH,
-        message=f"kv_path: no prefill and decode worker share the path {asked.kv_path.value}",
+        message=f"kv_path: no prefill and decode worker share the path {request.kv_path.value}",
         field="kv_path",
     )

@@ -1,11 +1,12 @@
-"""Requests that cannot be placed now: who may wait, where, and how long that would take.
+"""Admission: which requests may wait when no worker has room, in which position, and for how long.
 
 Rules:
 
-1. A request that would wait longer than settings allow, or than its deadline, is better refused at once than after it has waited in
-   vain. How long that is follows from the pace at which others have left (`fleet.router.queueing.admission_queue`).
-2. When more wait than may, the last of the tenant that has most waiting goes. Who was admitted before, and lost its worker, stays.
-3. Who is refused for want of room is told when a retry may find some: about when all who wait now have left.
+1. A request that would wait longer than the settings or its deadline allow is rejected at once; that is better than a rejection after
+   a wait. The predicted wait follows from the rate at which other requests have left the queue (`admission_queue`, rule 5).
+2. If more requests wait than allowed, the last request of the tenant with the largest backlog is rejected. A request that was admitted
+   before and lost its worker stays.
+3. A request that is rejected for want of room gets a retry hint: about the time in which all queued requests will have left.
 """
 
 from fleet.core.clock import SECOND, Nanos
@@ -16,28 +17,23 @@ from fleet.router.queueing.wait_groups import BusyWorkers
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
 
-MAX_RETRY_AFTER_MS = 60_000  # of a hint; what is known of the load is too old by then
+MAX_RETRY_AFTER_MS = 60_000  # longest retry hint; today's load says little about later
 
 
 class QueueAdmission:
-    """The queues of one router, and the way into them."""
+    """The admission queue of one router and the rules for entering it."""
 
     def __init__(self, settings: RouterSettings):
-        """Nobody waits.
-
-        Args:
-            settings: The router's.
-        """
         self.settings = settings
-        self.room = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
+        self.queue = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
 
     def enqueue(self, live: LiveRequest, now: Nanos, busy: BusyWorkers) -> None:
-        """It waits from now on; where it stands is by its arrival, so one that comes back goes before all newer ones.
+        """Add a request to the queue. Its position depends on its arrival, so a request that returns goes before all newer ones.
 
         Args:
             live: The request.
             now: The instant.
-            busy: For whom it waits, as far as that is known.
+            busy: The workers that it waits for, if they are known.
         """
         arrived, prompt_tokens = live.arrived, live.prompt_tokens
         waiting = QueuedRequest(
@@ -48,11 +44,11 @@ class QueueAdmission:
             seq=live.seq,
             tokens=prompt_tokens,
             whole_tokens=prompt_tokens + live.remaining_tokens,
-            wish=live.wish(),
+            wait_key=live.wait_key(),
             session=live.session_key if arrived.session and self.settings.session_affinity == "hard" else None,
             stays=live.failures > 0,
         )
-        self.room.add(waiting, now, busy)
+        self.queue.add(waiting, now, busy)
 
     def _rank(self, live: LiveRequest) -> int:
         settings = self.settings
@@ -65,11 +61,11 @@ class QueueAdmission:
         )
 
     def seconds_to_wait(self, live: LiveRequest, now: Nanos) -> float | None:
-        """Return about how long a request would wait in the queue; None if nobody can say."""
-        return self.room.seconds_to_wait(live.arrived.model, live.arrived.tenant, now, self._rank(live))
+        """Return about how long a request would wait in the queue; None if too little was measured."""
+        return self.queue.seconds_to_wait(live.arrived.model, live.arrived.tenant, now, self._rank(live))
 
     def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
-        """Say why a request that would wait so long is better refused at once (rule 1); None: it is not."""
+        """Return why a request with this wait should be rejected at once (rule 1); None if it should not."""
         arrived = live.arrived
         if seconds is None:
             return None
@@ -80,14 +76,14 @@ class QueueAdmission:
         return None
 
     def too_many(self) -> RequestId | None:
-        """Who has to go (rule 2); None: nobody."""
-        return self.room.supernumerary() if len(self.room) > self.settings.max_queued else None
+        """Return the request that has to go (rule 2), or None."""
+        return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
-        """When a retry may find room (rule 3)."""
-        seconds = self.room.seconds_to_wait(arrived.model, arrived.tenant, now)
+        """Return the retry hint for a request (rule 3)."""
+        seconds = self.queue.seconds_to_wait(arrived.model, arrived.tenant, now)
         return self.settings.retry_after_ms if seconds is None else self.hint_ms(seconds)
 
     def hint_ms(self, seconds: float) -> int:
-        """Return the hint to whom would have to wait so long."""
+        """Return the retry hint for a predicted wait."""
         return round(min(max(self.settings.retry_after_ms, seconds * 1000), MAX_RETRY_AFTER_MS))

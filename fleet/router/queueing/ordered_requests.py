@@ -1,4 +1,4 @@
-"""Requests in an order: those that wait, deadlines."""
+"""Ordered requests: request ids in the order of an integer, for queues and deadlines."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from fleet.core.ids import RequestId
 
 QueuePosition = tuple[int, int, RequestId]
-"""Rank, order of arrival, and whose place it is."""
+"""Rank, order of arrival and request id."""
 
 
 class OrderedRequests:
-    """Request ids by rank, lowest first; equal ranks in order of `seq`.
+    """Request ids by rank, the lowest first; equal ranks are in the order of `seq`.
 
-    A sorted list, because a request may leave from anywhere (cancelled, expired) and must leave nothing behind; moving
-    a thousand pointers takes less than a microsecond.
+    It is a sorted list, because a request may leave from any place and must leave nothing behind. Moving a thousand pointers
+    takes less than a microsecond.
     """
 
     def __init__(self) -> None:
@@ -23,18 +23,18 @@ class OrderedRequests:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[RequestId]:
-        """Lowest first; until somebody comes or leaves."""
+        """Iterate from the lowest rank; valid until an entry is added or removed."""
         return (request_id for _, _, request_id in self._entries)
 
     def __reversed__(self) -> Iterator[RequestId]:
-        """Highest first; until somebody comes or leaves."""
+        """Iterate from the highest rank; valid until an entry is added or removed."""
         return (request_id for _, _, request_id in reversed(self._entries))
 
     def add(self, rank: int, seq: int, request_id: RequestId) -> None:
         insort(self._entries, (rank, seq, request_id))
 
     def discard(self, rank: int, seq: int, request_id: RequestId) -> bool:
-        """Take out an entry with exactly these values; false when there is none."""
+        """Remove the entry with exactly these values; return False if there is none."""
         entry = (rank, seq, request_id)
         place = bisect_left(self._entries, entry)
         if place == len(self._entries) or self._entries[place] != entry:
@@ -48,16 +48,16 @@ class OrderedRequests:
 
     @property
     def place(self) -> QueuePosition:
-        """Of the first; there has to be one."""
+        """The first entry; there has to be one."""
         return self._entries[0]
 
     @property
     def lowest(self) -> int | None:
-        """Rank of the first."""
+        """The rank of the first entry."""
         return self._entries[0][0] if self._entries else None
 
     def before(self, rank: int) -> int:
-        """How many would go before a new one of this rank."""
+        """Return how many entries would go before a new one of this rank."""
         return bisect_left(self._entries, (rank + 1,))
 
     def copy(self) -> "OrderedRequests":

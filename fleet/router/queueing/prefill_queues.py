@@ -1,16 +1,16 @@
-"""Prompts that have their worker, and are kept back until it is about to compute them.
+"""Prefill queues: prompts that are placed on a worker, and that the router holds back until the worker is about to compute them.
 
 Rules:
 
-1. An engine computes prompts in the order in which it gets them, and a long one holds up all that come after it. So a worker
-   gets prompts only as far ahead as keeps it busy: while it has fewer than `window_tokens` to compute. The others wait in the
-   worker's lane, where they can still be overtaken.
-2. What waits in a lane is booked on its worker like what is there; only the dispatch is to come. So placement sees the same
-   loads with lanes and without.
-3. In a lane the lowest rank goes first (`fleet.router.queueing.admission_queue.rank`): priorities, and short prompts before long ones, as far as
-   settings say. A rank is an instant, so nobody is overtaken for ever.
-4. Tokens count until the prompt is computed, or its work ends for whatever reason. A prompt longer than the window goes when
-   nothing is before it.
+1. An engine computes prompts in the order in which it gets them, and a long one delays all later ones. So a worker gets prompts only
+   while it has fewer than `window_tokens` to compute. The other prompts wait in the worker's prefill queue, where they
+   can still be overtaken.
+2. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
+   loads with prefill queues and without.
+3. The lowest queue position goes first (`fleet.router.queueing.admission_queue`): it depends on priorities, and prefers short prompts
+   as far as the settings say. A position is an instant, so nobody is overtaken for ever.
+4. Tokens count until the prompt is computed or its attempt ends for another reason. A prompt longer than the window is sent when
+   no other prompt is before it.
 """
 
 from msgspec import Struct
@@ -22,37 +22,37 @@ from fleet.router.queueing.ordered_requests import OrderedRequests
 class _QueuedPrompt(Struct):
     worker_id: WorkerId
     tokens: int  # to compute
-    rank: int = 0  # this and the next two of those who have waited
+    rank: int = 0  # this and the next two are set for prompts that have waited
     seq: int = 0
     priority: int = 0
     sent: bool = True
 
 
 class PrefillQueues:
-    """Those of all workers of a router. Nothing is kept of a worker on which nothing waits or computes."""
+    """The prefill queues of all workers. Nothing is kept for a worker without prompts."""
 
     def __init__(self, window_tokens: int) -> None:
-        """No prompts yet.
+        """Start without prompts.
 
         Args:
-            window_tokens: How far ahead a worker gets prompts; 0: everything goes at once.
+            window_tokens: The prompt tokens that a worker gets ahead; 0: all prompts are sent at once.
         """
         self._window = window_tokens
-        self._tokens: dict[WorkerId, int] = {}  # sent, and not computed
-        self._held: dict[WorkerId, OrderedRequests] = {}  # of those for whom somebody waits
+        self._tokens: dict[WorkerId, int] = {}  # tokens sent and not computed
+        self._held: dict[WorkerId, OrderedRequests] = {}  # workers with waiting prompts
         self._prompts: dict[RequestId, _QueuedPrompt] = {}
-        self._opened: dict[WorkerId, None] = {}  # may have room since something left
+        self._opened: dict[WorkerId, None] = {}  # workers that may have room since a prompt left
         self._waiting = 0
 
     def __len__(self) -> int:
-        """Prompts that wait."""
+        """Return the number of waiting prompts."""
         return self._waiting
 
     def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int) -> bool:
-        """A request was placed on a worker, which has to compute so many tokens of it.
+        """Note that a request was placed on a worker that has to compute some of its tokens.
 
         Returns:
-            Whether it goes there at once; if not, it has to `wait`.
+            True if the prompt is sent at once; else the caller calls `wait`.
         """
         if not self._window:
             return True
@@ -66,7 +66,7 @@ class PrefillQueues:
     def wait(
         self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int, priority: int = 0
     ) -> None:
-        """It waits in the worker's lane; `next` will name it."""
+        """Put a prompt into the worker's queue; `next` will return it."""
         self._prompts[request_id] = _QueuedPrompt(worker_id, tokens, rank, seq, priority, sent=False)
         if (held := self._held.get(worker_id)) is None:
             held = self._held[worker_id] = OrderedRequests()
@@ -74,10 +74,10 @@ class PrefillQueues:
         self._waiting += 1
 
     def leave(self, request_id: RequestId) -> int:
-        """Its prompt is computed, or will not be there; nothing happens if it is in no lane.
+        """Remove a prompt that is computed or given up; nothing happens if it is unknown.
 
         Returns:
-            The tokens that its worker was sent to compute; 0 if it was sent none.
+            The tokens that its worker was sent to compute; 0 if the prompt was not sent.
         """
         if (prompt := self._prompts.pop(request_id, None)) is None:
             return 0
@@ -94,37 +94,37 @@ class PrefillQueues:
         return prompt.tokens
 
     def full(self, worker_id: WorkerId) -> bool:
-        """Return whether a prompt for a worker has to wait in its lane."""
+        """Return whether a prompt for this worker has to wait."""
         if not self._window:
             return False
         return worker_id in self._held or self._tokens.get(worker_id, 0) >= self._window
 
     def sent_tokens(self, worker_id: WorkerId) -> int:
-        """Return what a worker has been sent and has not computed."""
+        """Return the tokens that a worker was sent and has not computed."""
         return self._tokens.get(worker_id, 0)
 
     def held_tokens(self, worker_id: WorkerId, priority: int) -> int:
-        """Return what waits in a worker's lane with at least this priority.
+        """Return the waiting tokens of a worker with at least this priority.
 
-        Short prompts go before long ones, and so does each that still comes. Whoever counted only what goes before him now would
-        expect too little if he is long, and if he is short he would make those wait that were told that their wait is short.
+        Short prompts overtake long ones, and so do short prompts that still come. Counting only the prompts that are ahead now would predict
+        too short a wait for a long prompt, and a short one would delay prompts whose clients were promised a short wait.
         """
         held = self._held.get(worker_id, ())
         prompts = [self._prompts[request_id] for request_id in held]
         return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority)
 
     def holds(self, request_id: RequestId) -> bool:
-        """Whether it waits in a lane."""
+        """Return whether a request's prompt waits."""
         prompt = self._prompts.get(request_id)
         return prompt is not None and not prompt.sent
 
     @property
     def opened(self) -> bool:
-        """Whether `next` may name somebody."""
+        """True if `next` may return a request."""
         return bool(self._opened)
 
     def next(self) -> RequestId | None:
-        """One that goes now, counted as gone; None when all lanes are as full as they may be, or empty."""
+        """Return a request whose prompt goes now, and count it as sent; None if no queue may send."""
         while self._opened:
             worker_id = next(iter(self._opened))
             held = self._held.get(worker_id)
@@ -142,7 +142,7 @@ class PrefillQueues:
         return None
 
     def _no_longer(self, prompt: _QueuedPrompt, request_id: RequestId) -> None:
-        """It does not wait any more."""
+        """Remove a prompt from its queue."""
         held = self._held[prompt.worker_id]
         held.discard(prompt.rank, prompt.seq, request_id)
         if not len(held):
@@ -150,7 +150,7 @@ class PrefillQueues:
         self._waiting -= 1
 
     def check(self) -> None:
-        """Assert that sums are those of the prompts, and that nobody waits without a cause."""
+        """Assert that the sums are those of the prompts, and that no prompt waits without a cause."""
         assert not self._opened
         assert self._waiting == sum(not prompt.sent for prompt in self._prompts.values())
         sent: dict[WorkerId, int] = {}

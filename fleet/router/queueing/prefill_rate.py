@@ -1,39 +1,37 @@
-"""Lane pace: how fast a worker computes the prompts that it was sent, and so how long one more would wait there.
+"""Prefill rate: how fast a worker computes the prompts that it was sent, and how long one more would wait there.
 
-The pace is prompt tokens computed over the seconds in which there were some to compute, recent ones counting more. What has been
-computed of the prompts under way is not known, but that they were begun some time ago is, so that time is taken off what they still need.
+The rate is the number of computed prompt tokens over the seconds in which there were any to compute; recent ones count more. The
+progress of the current prompts is not known, but their beginning is, so that time is subtracted from what they still need.
 """
 
 from math import exp
 
 from fleet.core.clock import SECOND, Nanos
 
-MEMORY_SECONDS = 20.0  # of computing; a prompt of 100,000 tokens takes about as long
-EVIDENCE = 3  # prompts after which a pace is believed: the first may have compiled something
+MEMORY_SECONDS = 20.0  # memory in seconds of computing; a prompt of 100,000 tokens takes about as long
+EVIDENCE = 3  # prompts before the rate is used; the first may include a compilation
 
 
 class PrefillRate:
-    """One worker."""
+    """The prefill rate of one worker."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
         self._computed = 0
-        self._since: Nanos | None = (
-            None  # when it came to compute what it computes now; None: it has nothing to compute
-        )
+        self._since: Nanos | None = None  # when the worker began with its current prompts; None: it has none
 
     def busy(self, now: Nanos) -> None:
-        """Take in that it has something to compute."""
+        """Note that the worker has something to compute."""
         if self._since is None:
             self._since = now
 
     def idle(self) -> None:
-        """Take in that it has nothing to compute."""
+        """Note that the worker has nothing to compute."""
         self._since = None
 
     def computed(self, tokens: int, now: Nanos) -> None:
-        """Take in that it has computed a prompt."""
+        """Note that the worker has computed a prompt."""
         if self._since is None:
             return
         seconds = max(0, now - self._since) / SECOND
@@ -44,17 +42,17 @@ class PrefillRate:
         self._since = now
 
     def seconds_to_wait(self, sent: int, held: int, now: Nanos) -> float | None:
-        """Return about how long a prompt would wait until it is computed; None if too little was seen.
+        """Return about how long a prompt would wait until it is computed; None if too little was measured.
 
         Args:
-            sent: Tokens that the worker was sent and has not said to have computed.
-            held: Tokens that wait for it and go first.
+            sent: Tokens that the worker was sent and has not reported as computed.
+            held: Waiting tokens that go first.
             now: The instant.
         """
         if self._computed < EVIDENCE or self._seconds <= 0 or self._tokens <= 0:
             return None
-        pace = self._tokens / self._seconds
-        under_way = sent / pace
+        rate = self._tokens / self._seconds
+        under_way = sent / rate
         if self._since is not None:
             under_way = max(0.0, under_way - (now - self._since) / SECOND)
-        return under_way + held / pace
+        return under_way + held / rate

@@ -1,15 +1,16 @@
-"""Requests of one model that wait and want the same: they are looked at as one.
+"""Wait groups: queued requests of one model that the same set of workers can serve. They are tried as one.
 
 Rules:
 
-1. Requests have the same wish when whoever can serve one of them can serve the other. So when one is tried in vain, all of them are.
-2. Who was tried in vain waits for certain workers, of which none has room. Wishes that wait for the same ones stand before one *gate*. It
-   is shut until something has changed at one of these workers (`changed`), and again for all who stand there as soon as one of them
-   waits on for just these workers. When there is more that others could do (`all_changed`), nobody stands before any gate.
-3. A wish that was not tried since it came up, or since anything may have changed for it, is *untried*. It is tried once, and then stands
-   before a gate, if anybody can say before which: so all these tries together cost no more than those who came.
-4. A gate is never forgotten: its workers have requests, or are gone before those end, and either is a change. A wish of which nobody can
-   say whom it waits for stands before no gate, and is tried whenever anything changes.
+1. Requests are in one wait group when every worker that can serve one of them can serve the others. So when one is tried without
+   success, all of them are.
+2. A rejected group waits for certain workers, none of which has room. Groups that wait for the same workers share a `BlockedOn`. It is
+   closed until something changes at one of these workers (`changed`), and again for all its groups as soon as one of them has to
+   wait on for exactly these workers. When other workers may be able to help (`all_changed`), no group is blocked any more.
+3. A group that was not tried since it came up, or since something may have changed for it, is *untried*. It is tried once, and is then
+   blocked, if the workers that it waits for are known. So all first tries together cost no more than the requests that came.
+4. A `BlockedOn` is never forgotten: its workers have requests, or leave before these end, and either is a change. A group whose workers
+   are not known is never blocked, and is tried whenever anything changes.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -18,142 +19,147 @@ from fleet.core.ids import WorkerId
 from fleet.router.sessions import SessionKey
 
 BusyWorkers = frozenset[WorkerId]
-"""Workers, none of which has room. None at all: nobody can say which these are."""
+"""Workers without room; empty if they are not known."""
 UNKNOWN_WORKERS: BusyWorkers = frozenset()
 
 HasRoom = Callable[[WorkerId], bool]
-"""Whether a worker has room."""
+"""A function that returns whether a worker has room."""
 
 
 class BlockedOn:
-    """Before certain workers."""
+    """The workers that some wait groups wait for."""
 
-    __slots__ = ("busy", "changed", "lost", "shut", "wishes")
+    __slots__ = ("busy", "changed", "closed", "groups", "lost")
 
     def __init__(self, busy: BusyWorkers) -> None:
         self.busy = busy
-        self.shut = False
-        self.changed: set[WorkerId] = set()  # since it was shut
-        self.lost = False  # one of these: who waited for no other is to be refused
-        self.wishes = 0  # that stand here
+        self.closed = False
+        self.changed: set[WorkerId] = set()  # workers that changed since it was closed
+        self.lost = False  # a worker has gone: a request that waited for no other is to be rejected
+        self.groups = 0  # number of groups
 
 
 class WaitGroup:
-    """Those who want the same."""
+    """Queued requests that the same set of workers can serve."""
 
-    __slots__ = ("gate", "session", "turn", "vain_in", "value", "waiting")
+    __slots__ = ("blocked_on", "rejected_in", "session", "turn", "value", "waiting")
 
-    def __init__(self, value: Hashable, session: SessionKey | None, gate: BlockedOn) -> None:
+    def __init__(self, value: Hashable, session: SessionKey | None, blocked_on: BlockedOn) -> None:
         self.value = value
         self.session = session
-        self.gate = gate
+        self.blocked_on = blocked_on
         self.waiting = 0
-        self.turn = 0  # of `WaitGroups.turn`, the latest that it had
-        self.vain_in = 0  # the latest search in which it was tried in vain; 0: it is untried
+        self.turn = 0  # the latest `WaitGroups.turn` in which it was tried
+        self.rejected_in = 0  # the latest search that rejected it; 0: it is untried
 
 
 class WaitGroups:
-    """All of one model."""
+    """All wait groups of one model."""
 
     def __init__(self) -> None:
         self._by_value: dict[Hashable, WaitGroup] = {}
-        self.gates: dict[BusyWorkers, BlockedOn] = {}
-        self._nowhere = BlockedOn(UNKNOWN_WORKERS)  # never shut
+        self.blockages: dict[BusyWorkers, BlockedOn] = {}
+        self._unblocked = BlockedOn(UNKNOWN_WORKERS)  # never closed
         self._by_session: dict[SessionKey, set[WaitGroup]] = {}
-        self.open = 0  # wishes before no gate that is shut
-        self.turn = 1  # see `fleet.router.queueing.admission_queue.QueueSearch`
-        self.had_turn = 0  # wishes that had theirs in this one
+        self.open = 0  # groups that are not blocked
+        self.turn = 1  # used by `QueueSearch`
+        self.had_turn = 0  # groups that were tried in this turn
         self.searches = 1
-        self.untried = 0  # wishes
+        self.untried = 0  # untried groups
 
-    def wished(self, value: Hashable, session: SessionKey | None = None) -> WaitGroup:
-        """One more waits, with the wish of this value.
+    def join(self, value: Hashable, session: SessionKey | None = None) -> WaitGroup:
+        """Add a request to the group of this value, and return the group.
 
         Args:
-            value: Equal ones are the same wish.
-            session: What has to stay where it is, which is a part of the value.
+            value: Requests with equal values are in one group.
+            session: A session that is bound to its worker; it is a part of the value.
         """
-        if (wish := self._by_value.get(value)) is None:
-            wish = self._by_value[value] = WaitGroup(value, session, self._nowhere)
-            self._nowhere.wishes += 1
+        if (group := self._by_value.get(value)) is None:
+            group = self._by_value[value] = WaitGroup(value, session, self._unblocked)
+            self._unblocked.groups += 1
             self.open += 1
             self.untried += 1
             if session is not None:
-                self._by_session.setdefault(session, set()).add(wish)
-        wish.waiting += 1
-        return wish
+                self._by_session.setdefault(session, set()).add(group)
+        group.waiting += 1
+        return group
 
-    def over(self, wish: WaitGroup) -> None:
-        """Nobody waits with it any more."""
-        del self._by_value[wish.value]
-        self.untried -= not wish.vain_in
-        self._leave(wish.gate)
-        if wish.session is not None:
-            self._by_session[wish.session].remove(wish)
-            if not self._by_session[wish.session]:
-                del self._by_session[wish.session]
+    def over(self, group: WaitGroup) -> None:
+        """Remove a group without requests."""
+        del self._by_value[group.value]
+        self.untried -= not group.rejected_in
+        self._leave(group.blocked_on)
+        if group.session is not None:
+            self._by_session[group.session].remove(group)
+            if not self._by_session[group.session]:
+                del self._by_session[group.session]
 
-    def mark_rejected(self, wish: WaitGroup, busy: BusyWorkers) -> None:
-        """One who waits with it was tried, and waits on for these."""
-        self.untried -= not wish.vain_in
-        wish.vain_in = self.searches
-        if wish.gate.busy != busy:
-            self._move(wish, self.gates.setdefault(busy, BlockedOn(busy)) if busy else self._nowhere)
+    def mark_rejected(self, group: WaitGroup, busy: BusyWorkers) -> None:
+        """Note that a request of a group was tried and still waits for these workers."""
+        self.untried -= not group.rejected_in
+        group.rejected_in = self.searches
+        if group.blocked_on.busy != busy:
+            self._move(group, self.blockages.setdefault(busy, BlockedOn(busy)) if busy else self._unblocked)
         if busy:
-            self._shut(wish.gate)
+            self._close(group.blocked_on)
 
     def moved(self, session: SessionKey) -> bool:
-        """A session's requests may go elsewhere than before; returns whether some of them wait."""
-        wishes = self._by_session.get(session, set())
-        for wish in wishes:
-            self._move(wish, self._nowhere)
-            self.untried += bool(wish.vain_in)
-            wish.vain_in = 0
-        return bool(wishes)
+        """Mark the groups of a session as untried; return whether there are any."""
+        groups = self._by_session.get(session, set())
+        for group in groups:
+            self._move(group, self._unblocked)
+            self.untried += bool(group.rejected_in)
+            group.rejected_in = 0
+        return bool(groups)
 
-    def still_busy(self, wish: WaitGroup, has_room: HasRoom) -> bool:
-        """Whether of those for whom it waits none has room, though something has changed at some; then its gate is shut again."""
-        gate = wish.gate
-        if not gate.shut and gate.changed and not gate.lost and not any(map(has_room, gate.changed)):
-            self._shut(gate)
-        return gate.shut
+    def still_blocked(self, group: WaitGroup, has_room: HasRoom) -> bool:
+        """Return True if none of a group's workers has room although some have changed; the group is then blocked again."""
+        blocked_on = group.blocked_on
+        if (
+            not blocked_on.closed
+            and blocked_on.changed
+            and not blocked_on.lost
+            and not any(map(has_room, blocked_on.changed))
+        ):
+            self._close(blocked_on)
+        return blocked_on.closed
 
-    def _shut(self, gate: BlockedOn) -> None:
-        if not gate.shut:
-            gate.shut = True
-            gate.changed.clear()
-            gate.lost = False
-            self.open -= gate.wishes
+    def _close(self, blocked_on: BlockedOn) -> None:
+        if not blocked_on.closed:
+            blocked_on.closed = True
+            blocked_on.changed.clear()
+            blocked_on.lost = False
+            self.open -= blocked_on.groups
 
-    def _move(self, wish: WaitGroup, gate: BlockedOn) -> None:
-        gate.wishes += 1
-        self.open += not gate.shut
-        self._leave(wish.gate)
-        wish.gate = gate
+    def _move(self, group: WaitGroup, blocked_on: BlockedOn) -> None:
+        blocked_on.groups += 1
+        self.open += not blocked_on.closed
+        self._leave(group.blocked_on)
+        group.blocked_on = blocked_on
 
-    def _leave(self, gate: BlockedOn) -> None:
-        gate.wishes -= 1
-        self.open -= not gate.shut
-        if not gate.wishes and gate is not self._nowhere:
-            del self.gates[gate.busy]
+    def _leave(self, blocked_on: BlockedOn) -> None:
+        blocked_on.groups -= 1
+        self.open -= not blocked_on.closed
+        if not blocked_on.groups and blocked_on is not self._unblocked:
+            del self.blockages[blocked_on.busy]
 
     def changed(self, worker_id: WorkerId, *, gone: bool = False) -> None:
-        """A worker may have room again, or takes no more requests."""
-        for gate in self.gates.values():
-            if worker_id in gate.busy:
-                gate.changed.add(worker_id)
-                gate.lost = gate.lost or gone
-                if gate.shut:
-                    gate.shut = False
-                    self.open += gate.wishes
+        """Note that a worker may have room again, or takes no more requests."""
+        for blocked_on in self.blockages.values():
+            if worker_id in blocked_on.busy:
+                blocked_on.changed.add(worker_id)
+                blocked_on.lost = blocked_on.lost or gone
+                if blocked_on.closed:
+                    blocked_on.closed = False
+                    self.open += blocked_on.groups
 
     def all_changed(self) -> None:
-        """Whoever waited for the same may wait for others now."""
-        for wish in self:
-            wish.gate = self._nowhere
-            wish.vain_in = 0
-        self.gates.clear()
-        self.open = self.untried = self._nowhere.wishes = len(self._by_value)
+        """Unblock all groups, because other workers may be able to serve them now."""
+        for group in self:
+            group.blocked_on = self._unblocked
+            group.rejected_in = 0
+        self.blockages.clear()
+        self.open = self.untried = self._unblocked.groups = len(self._by_value)
 
     def next_turn(self) -> None:
         self.turn += 1
@@ -163,16 +169,18 @@ class WaitGroups:
         return iter(self._by_value.values())
 
     def check(self) -> None:
-        """Assert that wishes and gates agree."""
-        gates = [self._nowhere, *self.gates.values()]
-        assert all(wish.waiting > 0 for wish in self)
-        assert all(gate.wishes == sum(wish.gate is gate for wish in self) for gate in gates)
-        assert all(gate.wishes for gate in self.gates.values())
-        assert self.open == sum(not wish.gate.shut for wish in self)
-        assert not self._nowhere.shut
-        assert self.untried == sum(not wish.vain_in for wish in self)
-        assert all(wish.vain_in or wish.gate is self._nowhere for wish in self)
-        kept = [wish for wish in self if wish.session is not None]
-        assert all(wish in self._by_session[wish.session] for wish in kept if wish.session is not None)
+        """Assert that groups and blocks agree."""
+        blockages = [self._unblocked, *self.blockages.values()]
+        assert all(group.waiting > 0 for group in self)
+        assert all(
+            blocked_on.groups == sum(group.blocked_on is blocked_on for group in self) for blocked_on in blockages
+        )
+        assert all(blocked_on.groups for blocked_on in self.blockages.values())
+        assert self.open == sum(not group.blocked_on.closed for group in self)
+        assert not self._unblocked.closed
+        assert self.untried == sum(not group.rejected_in for group in self)
+        assert all(group.rejected_in or group.blocked_on is self._unblocked for group in self)
+        kept = [group for group in self if group.session is not None]
+        assert all(group in self._by_session[group.session] for group in kept if group.session is not None)
         assert len(kept) == sum(map(len, self._by_session.values()))
-        assert all(gate.shut == (not gate.changed) for gate in self.gates.values())
+        assert all(blocked_on.closed == (not blocked_on.changed) for blocked_on in self.blockages.values())

@@ -1,4 +1,4 @@
-"""What an operator says of workers, so that what they do can be predicted (`fleet.router.latency_predictions`)."""
+"""Settings of worker profiles, from which latencies are predicted (`fleet.router.latency_predictions`)."""
 
 from typing import Annotated, Literal
 
@@ -8,22 +8,22 @@ Degree = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class ProfileSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The hardware, model and engine of workers that are alike."""
+    """The hardware, model and engine of a kind of workers."""
 
     model: Annotated[str, Meta(min_length=1)]
     """Folder with a Hugging Face config.json, or that file."""
 
     gpu: Annotated[str, Meta(min_length=1)]
-    """Short name: `fleet hardware list`."""
+    """Short name, as listed by `fleet hardware list`."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
-    """Whose measured efficiencies count."""
+    """The engine whose measured efficiencies are used."""
 
     tp: Degree = 1
     pp: Degree = 1
     dp: Degree = 1
     ep: Degree = 1
-    """Parallelism, in GPUs: tensor, pipeline, attention data, expert."""
+    """Parallelism in GPUs: tensor, pipeline, attention data, and expert parallelism."""
 
     step_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] = 8192
-    """Prompt tokens of one step, at most."""
+    """The most prompt tokens of one step."""

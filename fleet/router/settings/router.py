@@ -1,4 +1,4 @@
-"""What operators may set about a router; each default says where it comes from."""
+"""Router settings: what operators can set; each default says where it comes from."""
 
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -20,86 +20,87 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 COMPARED_TOKENS = 64
-"""Where it is not known to the block what a server holds, finer pieces than these cost memory and time and tell nothing."""
+"""The finest pieces in which prompts are compared if the server's cache is not known block by block; finer ones cost memory and time
+without any use."""
 
 
 ENDPOINT = r"^(tcp://([^*:\s]+|\[[^\]\s]+\]):[0-9]{1,5}|ipc://\S+)?$"
-"""Of ZeroMQ, to connect to: no wildcards, which engines listen on."""
+"""A ZeroMQ endpoint to connect to; wildcards are for the engine that listens."""
 
 
 class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A server that speaks the OpenAI API and knows nothing of Fleet, such as vLLM, llama.cpp or a hosted one."""
+    """A server that speaks the OpenAI API and knows nothing of Fleet, such as vLLM, llama.cpp or a hosted service."""
 
     worker_id: Annotated[str, Meta(min_length=1)]
     """Its name in metrics and explanations."""
 
     url: str
-    """``http://host:port`` or ``https://host``, with what comes before ``/v1`` if anything does."""
+    """``http://host:port`` or ``https://host``, with the path before ``/v1`` if there is one."""
 
     model: Annotated[str, Meta(min_length=1)]
-    """The name under which clients ask for its model, and under which it knows it."""
+    """The model name that clients send, and under which the server knows the model."""
 
     tokenizer: str = ""
-    """Hugging Face folder or repository of its model, so that prompts are compared token by token; empty: by pieces of text."""
+    """Hugging Face folder or repository of its model, so that prompts are compared token by token; empty: they are compared as text."""
 
     block_tokens: PositiveInt = 16
-    """The server's block size. Without `kv_events` at least 64 tokens (of text: 4 bytes each) are compared at once."""
+    """The server's block size. Without `kv_events` at least 64 tokens (as text: 4 bytes each) are compared at once."""
 
     kv_blocks: PositiveInt = 100_000
-    """Blocks that its prefix cache holds; more are never believed to be there."""
+    """Blocks that its prefix cache holds; the router never assumes that more are cached."""
 
     max_running: PositiveInt = 256
     """Requests in one batch (vLLM's default)."""
 
     adapters: tuple[Annotated[ModelName, Meta(min_length=1)], ...] = ()
-    """Adapters (LoRA) that it serves, by the names under which clients ask for them, as for models."""
+    """LoRA adapters that it serves, by the names that clients send in place of a model name."""
 
     api_key: str = ""
-    """Sent to it as a bearer token, in place of what the client sent; empty: what the client sent is passed on."""
+    """Bearer token for the server, instead of the client's token; empty: the client's token is passed on."""
 
     kv_events: Annotated[str, Meta(pattern=ENDPOINT)] = ""
-    """ZeroMQ endpoint where vLLM or SGLang publishes its KV events (``tcp://host:port``); empty: what was sent there is
-    believed to be cached. `block_tokens` must then be its own block size (SGLang: ``--page-size``)."""
+    """ZeroMQ endpoint where vLLM or SGLang publishes its KV events (``tcp://host:port``); empty: prompts that were sent to the server are
+    assumed to be cached. `block_tokens` must then be the server's own block size (SGLang: ``--page-size``)."""
 
     kv_events_replay: Annotated[str, Meta(pattern=ENDPOINT)] = ""
-    """Where it repeats them (its `replay_endpoint`); empty: what it had cached before it joined is not known."""
+    """Endpoint where the server repeats its KV events (its `replay_endpoint`); empty: blocks cached before it joined are not known."""
 
     cache_ttl_seconds: PositiveSeconds = 600.0
-    """Without `kv_events`: how long a prompt is believed to be cached after it was sent."""
+    """Without `kv_events`: how long a prompt is assumed to be cached after it was sent."""
 
     health_path: Annotated[str, Meta(pattern="^/")] = "/health"
-    """Asked while nothing else is heard from it. A server that has no such path is asked for ``/v1/models``."""
+    """Path of the health check, asked while nothing else is received. A server without such a path is asked for ``/v1/models``."""
 
     probe_seconds: PositiveSeconds = 2.0
-    """Between two of these questions, and for an answer."""
+    """Pause between two health checks, and the time limit for an answer."""
 
     silence_factor: Annotated[float, Meta(ge=1, le=1000)] = 8.0
-    """A server that gives no byte for so many times as long as its past explains, though it owes some, is out of rotation once it has not
-    answered a trial request either. The past is the time below which 95 % of its first bytes came. Eight, since a load that doubles twice
-    and a prompt that nobody has cached are no hang; a trial request is sent after twice the time."""
+    """Silence limit, as a multiple of the expected time to the first byte. A server that owes bytes and sends none for that long leaves
+    rotation once it has not answered a trial request either. The expected time is the one below which 95 % of its first bytes came. The
+    default is eight, because a load that doubles twice and an uncached prompt are no hang; a trial request is sent after twice the time."""
 
     silence_floor_seconds: Annotated[float, Meta(ge=0.01, le=3600)] = 1.0
-    """Shorter silences are never taken for a hang, however quick a server was before: a collection of garbage, a busy core or a
-    retransmission on the network last for some hundreds of milliseconds. Clients give up after a second or more."""
+    """Shorter silences never count as a hang, however fast a server was before: garbage collection, a busy core or a retransmission take some
+    hundreds of milliseconds. Clients give up after a second or more."""
 
     silence_timeout_seconds: PositiveSeconds = 600.0
-    """The ceiling: a request of which nothing is heard for so long has failed, whatever the past explains and even if nobody has
-    answered yet, as when a server loads its model at the first request. Model loads and long answers in one piece take minutes."""
+    """The upper limit: a request without any byte for so long has failed, whatever the server's past, and also before its first answer, as
+    when it loads its model with the first request. Model loads and long answers in one piece take minutes."""
 
     silence_cut_seconds: PositiveSeconds = 30.0
     """An answer that has begun, and a request that no other server can take, ends after so long without a byte, if the server has not
-    answered a trial request either. Nobody can go on with such an answer, and a server that was stopped for a moment may."""
+    answered a trial request either. No other server can continue such an answer, but a server that was stopped for a moment can."""
 
     trial_requests: bool = True
-    """True if a server that looks silent is asked for a completion of one token, on a connection of its own and with `api_key`. Without
-    that, three silent requests put it out of rotation, and clients' requests find out whether it is back."""
+    """True if a silent server is asked for a completion of one token, on a separate connection and with `api_key`. Otherwise three silent
+    requests take it out of rotation, and clients' requests find out whether it is back."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         try:
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
             (parts.hostname or "").encode("idna")
-        except ValueError:  # of the port, or of a name that no resolver would take
+        except ValueError:  # the port is invalid, or no resolver would accept the name
             usable = False
         if not usable or parts.query or parts.fragment or parts.username:
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
@@ -121,170 +122,170 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def compared_blocks(self) -> int:
-        """The server's cache, in pieces of so many tokens."""
+        """The capacity of the server's cache in pieces of `compared_tokens`."""
         return self.kv_blocks * self.block_tokens // self.compared_tokens
 
 
 class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be changed while a router runs; from the next request on the new value counts."""
+    """Settings that can be changed while a router runs; a new value applies from the next request on."""
 
     remote_prefill_min_tokens: Annotated[int, Meta(ge=0)] = 512
-    """Prompt tokens that a decode worker would have to compute from which on a prefill worker does it instead.
+    """Uncached prompt tokens from which on a prefill worker computes the prompt instead of the decode worker.
 
-    A chunk of prefill that long delays every stream of the decode worker by about one whole step, while the hand-off
-    costs a few milliseconds; from there on the hand-off is the lesser evil."""
+    A prefill of that length delays every stream of the decode worker by about one step, while a handoff costs a few
+    milliseconds; from there on the handoff is better."""
 
     oversubscribe: Annotated[float, Meta(gt=0, le=1e6)] = 2.0
-    """Requests given to a worker, over its batch size. Above 1, so that a batch refills without a round trip; a request
-    that waits here instead can still be placed better, or be refused in time."""
+    """Requests for a worker, as a multiple of its batch size. A value above 1 lets a batch refill without a round trip; a request
+    that waits in the router instead can still be placed better, or be rejected in time."""
 
     max_queued: Annotated[int, Meta(ge=0)] = 1024
-    """Requests that wait when every worker is at its limit; with one more, the last of the tenant that has most waiting
-    is refused with `queue_full`."""
+    """Requests that may wait when every worker is at its limit; beyond it, the last request of the tenant with the largest backlog
+    is rejected with `queue_full`."""
 
     max_queue_seconds: PositiveSeconds = 10.0
-    """A request that would wait longer is refused at once: in the queue, at the pace at which others have been leaving it, and in the
-    lane of the worker that was chosen, at the pace at which that computes prompts. Ten seconds are the longest common goal for a first
-    token, so whoever waits longer misses any. In `loadtests/studies/conversation.toml`, whose goals are 10 s and 100 ms, 16 H100 can take
-    2.5 requests a second. Offered 1.35, 1.75 and 2.7 times as many they meet the goals of so many a second; the last column has how
-    many of 12,031 are refused at half the load that they can take::
+    """A request that would wait longer is rejected at once. The predicted wait in the queue follows from the departure rate, the wait in
+    the prefill queue of the chosen worker from its prefill rate. Ten seconds is the longest common goal for a first token, so a request
+    that waits longer misses every goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s and 100 ms, 16 H100 serve 2.5
+    requests a second. The table has the requests a second that meet the goals at 1.35, 1.75 and 2.7 times that load; the last column
+    is the number of rejected requests, of 12,031, at half the load::
 
-        seconds   1.35  1.75  2.7   refused
+        seconds   1.35  1.75  2.7   rejected
         5         2.68  2.84  3.63  29
         10        2.44  2.66  3.60  1
         20        2.26  2.48  3.18  0
         no limit  0.52  0.06  0.04  0
 
-    Raise it where clients would rather wait than try again, as those of batch jobs."""
+    Raise it if clients would rather wait than try again, as batch jobs do."""
 
     priority_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
-    """What a step of priority is worth in waiting: a request goes before those of one step less that came up to so much
-    earlier. Very much makes priority strict, 0 makes it nothing."""
+    """The wait that a step of priority is worth: a request goes before those of one step less that arrived up to so much
+    earlier. A very large value makes priorities strict; 0 switches them off."""
 
     size_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """By how much each thousand prompt tokens put a request back in the queue. 0: first come, first served."""
+    """Delay in the queue for each thousand prompt tokens. 0: first come, first served."""
 
 
 class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     router_id: Annotated[str, Meta(min_length=1)] = "router"
-    """Told to workers; two routers of one cluster must differ."""
+    """Name that workers are told; two routers of one cluster must differ."""
 
     http_listen: str = "127.0.0.1:8000"
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""
 
     http: HttpSettings = HttpSettings()
-    """Limits of the HTTP front."""
+    """Limits of the HTTP frontend."""
 
     health_listen: str = ""
-    """host:port of a listener of its own for probes and metrics (``/health``, ``/live``, ``/metrics``), with limits of its own, so that no
-    number of clients at `http_listen` can shut out those who look after the router. It asks for no key: keep it off the public
-    side. Empty: health and metrics are on `http_listen` only, where they are in any case."""
+    """host:port of a separate listener for probes and metrics (``/health``, ``/live``, ``/metrics``) with limits of its own, so that any
+    number of clients at `http_listen` cannot shut out probes. It asks for no key: keep it off the public network. Empty: health
+    and metrics are on `http_listen` only, where they always are."""
 
     grpc: GrpcSettings = GrpcSettings()
     """Limits of connections at `grpc_listen`, and as many again at `kserve_listen`."""
 
     share_ports: bool = False
-    """Whether other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.
-    Without it a port in use is an error."""
+    """True if other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.
+    Otherwise a port in use is an error."""
 
     replicas_listen: str = ""
-    """The address at which other routers of the cluster tell this one what they have booked: ``unix:/path``, or host:port with
-    `replicas_credentials`. Empty: there are no others."""
+    """Address at which peer routers tell this one their reservations: ``unix:/path``, or host:port with
+    `replicas_credentials`. Empty: there are no peers."""
 
     replicas: tuple[str, ...] = ()
-    """`replicas_listen` of the others."""
+    """`replicas_listen` of the peer routers."""
 
     replicas_credentials: Credentials = Credentials()
-    """The credentials of routers towards each other over TCP, the same on all of them: the secret in `secret_file`, or certificates signed by
-    `authority`, each router with a `certificate` and `key` of its own. Without either, a host:port is refused, on loopback too, unless
+    """Credentials of routers towards each other over TCP, the same on all of them: the secret in `secret_file`, or certificates signed by
+    `authority`, with a `certificate` and `key` for each router. Without either, a host:port is refused, also on loopback, unless
     `insecure` says that nobody else is on that network. Unix sockets need none."""
 
     grpc_listen: str = "127.0.0.1:50051"
     """host:port of the gRPC API for clients."""
 
     grpc_max_held_bytes: Annotated[int, Meta(ge=KIB, le=1 << 40)] = 1024 * MIB
-    """Bytes that the messages of all requests at `grpc_listen` may take, from the first byte to the end of the answer, and as many again
-    those at `kserve_listen`; `http.max_held_bytes` is the same over HTTP. Beyond that messages above 64 KiB are refused; shorter ones
+    """Memory for the messages of all requests at `grpc_listen`, from the first byte to the end of the answer, and the same again
+    for `kserve_listen`; `http.max_held_bytes` is its counterpart for HTTP. Beyond it messages above 64 KiB are rejected; shorter ones
     have 256 MiB of their own."""
 
     connection_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
-    """How long a client's connection lasts before the client is asked to make another; what runs on it goes on, and clients do it
-    by themselves. Behind an address that stands for several routers, clients are so spread over those there are; shorter than the
-    time between taking a router out of that address and ending it, no client ever meets one that ends. 0: as long as the client likes."""
+    """Age at which a client is asked to open a new connection; running requests go on, and clients reconnect by
+    themselves. Behind one address for several routers this spreads clients over all routers. If it is shorter than the time between
+    removing a router from that address and ending it, no client meets a router that ends. 0: no limit."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0, le=86_400_000)] = 10_000
-    """How long answers that are being streamed may go on after SIGTERM."""
+    """How long running streams may go on after SIGTERM."""
 
     control_listen: str = ""
-    """Control port: ``unix:/path``, or host:port with `control_credentials`. Here workers register and operators ask (the registry,
-    `fleet.v1.Cluster` and `fleet.v1.Selection`), which no API key covers; it is never the clients' port. Empty: a Unix socket that only
-    the router's own user can reach, and whose path follows from `grpc_listen`, so that commands find it (`fleet status --address`)."""
+    """Control port: ``unix:/path``, or host:port with `control_credentials`. Workers register here, and operators use it (the registry,
+    `fleet.v1.Cluster` and `fleet.v1.Selection`). No API key protects it, so it is never the clients' port. Empty: a Unix socket that only
+    the router's own user can reach, with a path derived from `grpc_listen` so that commands find it (`fleet status --address`)."""
 
     control_credentials: Credentials = Credentials()
-    """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a certificate signed by `authority`
-    (with `certificate` and `key` of this router). `insecure`: nothing, for networks where everybody is trusted."""
+    """Credentials that callers of `control_listen` over TCP must prove: the secret in `secret_file`, or a certificate signed by `authority`
+    (with `certificate` and `key` of this router). `insecure`: none, for networks where everybody is trusted."""
 
     selection: SelectionSettings = SelectionSettings()
-    """Limits of what callers of `fleet.v1.Selection` may hold."""
+    """Limits for callers of `fleet.v1.Selection`."""
 
     discovery: Discovery | None = None
-    """Where workers are found besides those that register here; absent: nowhere."""
+    """Directory of workers besides those that register here; absent: none."""
 
     kserve_listen: str = ""
-    """host:port of the Open Inference Protocol over gRPC, for clients of KServe and Triton, who expect it on port 8001; empty:
+    """host:port of the Open Inference Protocol over gRPC, for clients of KServe and Triton, which expect port 8001; empty:
     it is not served."""
 
     endpoint_picker: EndpointPickerSettings | None = None
-    """Tells gateways of the Gateway API Inference Extension where each request goes (Envoy's `ext_proc`); absent: it does not."""
+    """Endpoint picker for gateways of the Gateway API Inference Extension (Envoy's `ext_proc`); absent: none."""
 
     models: dict[ModelName, str] = {}
-    """Folder with tokenizer and chat template, or a repository of the Hugging Face Hub (as in Qwen/Qwen3-0.6B, with @revision after it
-    if it is not to be the newest), by served model name. Of a repository the tokenizer and the configuration are fetched."""
+    """Tokenizer and chat template by served model name: a folder, or a repository of the Hugging Face Hub (such as Qwen/Qwen3-0.6B, with
+    ``@revision`` after it unless the newest is meant). Only the tokenizer and the configuration are downloaded."""
 
     hub: HubSettings = HubSettings()
-    """Where repositories in `models`, and in `tokenizer` of `openai_workers`, are fetched from, and kept."""
+    """Source and cache of the repositories in `models`, and in `tokenizer` of `openai_workers`."""
 
     openai_workers: tuple[OpenAiWorkerSettings, ...] = ()
-    """Servers that are workers as they are, each doing whole requests: the router passes bytes on."""
+    """External servers, each serving whole requests: the router passes their bytes on."""
 
     store: str = ""
     """gRPC address of the KV store node (``unix:/path`` or host:port); empty: there is none."""
 
     store_credentials: Credentials = Credentials()
-    """What proves to a store node on another host that this router may watch it."""
+    """Credentials that prove to a store node on another host that this router may watch it."""
 
     worker_credentials: Credentials = Credentials()
-    """Proofs on the streams to workers on other hosts: `secret_file` is the workers' secret, which both ends prove; `authority` signs the
-    workers' certificates, for TLS; `certificate` and `key` are shown to workers that ask."""
+    """Credentials on the streams to workers on other hosts: `secret_file` is the workers' secret, which both ends prove; `authority` signs the
+    workers' certificates, for TLS; `certificate` and `key` are shown to workers that ask for them."""
 
     tenant_secret: str = ""
     """Key of the salts that keep tenants' blocks apart; equal on all routers of a cluster."""
 
     prompt_secret: str = ""
-    """What routers of a cluster have in common that tell each other which prompts they have sent to servers without `kv_events`:
-    names of blocks follow from it, so that no client can make up two prompts with the same. Empty: `tenant_secret` is; if that is
-    empty too, only the processes of one `fleet serve router --processes` have something in common."""
+    """Common secret of peer routers that tell each other which prompts they have sent to servers without `kv_events`:
+    block names follow from it, so that no client can construct two prompts with the same name. Empty: `tenant_secret`; if that is
+    empty too, only the processes of one `fleet serve router --processes` share a secret."""
 
     prefer_direct: bool = False
-    """Send blocks from engine memory to engine memory where both ways are open. Off: on CPUs the store is faster and
-    steadier, and what went through it can be used again by everybody."""
+    """Prefer the direct KV path from engine to engine where both paths are open. Off: on CPUs the store is faster and
+    steadier, and blocks that went through it can be reused by all workers."""
 
     tenants: dict[str, TenantSettings] = {}
-    """Keys, shares and limits by tenant. Where one has a key, every request needs one."""
+    """API keys, weights and limits by tenant. If any tenant has a key, every request needs one."""
 
     tenants_redis: str = ""
-    """URL of the Redis or Valkey (``redis://host:port/0``, ``unix:///path``) in which several routers keep their
-    tenants' limits together; empty: routers that `replicas` names, and the processes of one command, count together, and each other
-    router counts for itself."""
+    """URL of the Redis or Valkey (``redis://host:port/0``, ``unix:///path``) in which routers share their
+    tenants' limits; empty: the routers in `replicas` and the processes of one command count together, and every other
+    router counts by itself."""
 
     retry_after_ms: PositiveInt = 1000
-    """The hint in refusals that a retry may undo."""
+    """Retry hint of rejections after which a retry may succeed."""
 
     max_attempts: PositiveInt = 3
-    """Placements of one request: more failures than two in a row are the request's fault, not the workers'."""
+    """Placements of one request: more than two failures in a row are the fault of the request, not of the workers."""
 
     running_request_blocks: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    """What a request on a worker costs there besides its blocks, in blocks: its share of each decode step."""
+    """Cost of a request on a worker besides its blocks, in blocks: its share of each decode step."""
 
     engine_hit_credit: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Credit for a block in the engine's own cache, in blocks of prefill."""
@@ -296,58 +297,58 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Credit for a block that the store has to fetch from below its memory first: SSD, Redis, another node."""
 
     prefill_window_tokens: Annotated[int, Meta(ge=0)] = 8192
-    """How far ahead a worker gets prompts: while it has fewer tokens than that to compute, which is one step of vLLM on a large
-    GPU. What is beyond waits in the router, in the worker's lane, where those of higher priority and shorter ones go first. 0: all
-    go at once, and are computed as they come."""
+    """Prompt tokens that a worker gets ahead: it gets prompts while it has fewer tokens to compute, which is one step of vLLM on a large
+    GPU. Further prompts wait in the router's prefill queue, where higher priorities and shorter prompts go first. 0: all
+    prompts are sent at once and computed as they come."""
 
     prefill_size_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
-    """By how much each thousand tokens that have to be computed put a prompt back in its lane. A prompt of 30,000 tokens then
-    lets those of a thousand go first that come up to about five minutes later, which is seldom needed: a lane is empty most of
-    the time. 0: first come, first served."""
+    """Delay in the prefill queue for each thousand tokens to compute. A prompt of 30,000 tokens then
+    lets prompts of a thousand tokens go first that arrive up to about five minutes later, which is seldom needed: the queue is mostly
+    empty. 0: first come, first served."""
 
     conversion_cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.1
-    """What a block from the store costs a worker that has to convert it, since its layout or number of ranks differs from
+    """Cost of a block from the store on a worker that has to convert it, because its layout or number of ranks differs from
     the store's, in blocks of prefill. A core converts at half the speed of a copy or faster: a block of 32 tokens of an
     8-billion model, 4 MB, at 6 GB/s takes a tenth of what its prefill takes at 5,000 tokens a second."""
 
     learn_remote_prefill: bool = False
-    """Learn from hand-offs and prefills from how many tokens on another worker computes a prompt, in place of
-    `remote_prefill_min_tokens`; until eight hand-offs have been measured, prompts of 64 tokens and more are handed over. Off: the
-    answer then depends on what was measured before, which a test of a cluster may not want."""
+    """Learn from measured handoffs and prefills from how many tokens on another worker computes a prompt, instead of
+    `remote_prefill_min_tokens`; until eight handoffs were measured, prompts of 64 tokens and more are handed over. Off: the
+    result then does not depend on earlier measurements, which a test of a cluster may need."""
 
     policy: Annotated[str, Meta(min_length=1)] = "fleet"
-    """How workers are chosen: a name that `fleet router policies` lists."""
+    """Placement policy: a name that `fleet router policies` lists."""
 
     policies: dict[str, dict[str, Any]] = {}
-    """Parameters by policy; only those of the chosen one are looked at."""
+    """Parameters by policy; only those of the chosen policy are read."""
 
     policy_budget_ms: Annotated[float, Meta(gt=0, le=1e6)] = 5.0
-    """For one decision of a policy from outside this package: after that, the default policy decides. Ours take
-    some ten microseconds; a request should not notice which one it was."""
+    """Time for one decision of a policy from another package: after that, the default policy decides. Built-in policies take
+    about ten microseconds, and a request should not notice the difference."""
 
     session_affinity: Literal["off", "soft", "hard"] = "soft"
-    """Whether requests of a session go where its last one went: never for that reason, as far as the policy likes it, or
-    always; then a request whose worker is gone is refused, once."""
+    """How the worker of a session's last request is treated: "off" ignores it, "soft" prefers it as far as the policy does, and "hard"
+    requires it; then one request is rejected when that worker has gone."""
 
     session_ttl_seconds: PositiveSeconds = 600.0
-    """How long an idle session is remembered: longer than people take to answer, shorter than caches keep what is unused."""
+    """How long an idle session is remembered: longer than people take to answer, shorter than caches keep unused blocks."""
 
     max_sessions: PositiveInt = 100_000
-    """Sessions that are remembered, about 300 bytes each; the one idle longest goes first."""
+    """Sessions that are remembered, about 300 bytes each; the one that was idle longest is forgotten first."""
 
     max_store_blocks: PositiveInt = 2_000_000
-    """Blocks of a store namespace that the index follows in each tier, about 250 bytes each; more are served but not seen."""
+    """Blocks of a store namespace that the index follows in each tier, about 250 bytes each; further blocks are usable but not known."""
 
     explained_requests: PositiveInt = 1024
-    """Latest requests whose placement can be explained, about 150 bytes a worker each."""
+    """Latest requests whose placement can be explained, about 150 bytes for each worker."""
 
     profiles: dict[str, ProfileSettings] = {}
-    """What is known of workers beforehand, by the beginnings of their names ("" for all): first tokens and gaps are then predicted,
-    corrected by what workers do, and compared with it (metrics `fleet_prediction_…`, `fleet_worker_drifts`). Empty: nothing is predicted."""
+    """Profiles of workers, by the beginning of their names ("" for all): first tokens and token gaps are then predicted,
+    corrected by measurements, and compared with them (metrics `fleet_prediction_…`, `fleet_worker_drifts`). Empty: nothing is predicted."""
 
     record: str = ""
-    """File to which everything is written that this router hears and decides, for `fleet sim replay`: without the content of
-    prompts and answers, with the names of requests, tenants and sessions. Empty: nothing is written."""
+    """File for a recording of all events and decisions of this router, for `fleet sim replay`: without the content of
+    prompts and answers, with the names of requests, tenants and sessions. Empty: nothing is recorded."""
 
     record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
     """MiB after which a recording ends; its beginning is kept. A MiB holds about 350 requests of 500 tokens in and 20 out, or 45 of
@@ -357,22 +358,22 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """A worker that sends nothing for so long is lost; workers report their load each second."""
 
     connect_timeout_seconds: PositiveSeconds = 5.0
-    """From dialling a worker to its description."""
+    """Time from dialling a worker to receiving its description."""
 
     max_reconnect_seconds: PositiveSeconds = 2.0
     """Longest pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""
 
     catch_up_seconds: Annotated[float, Meta(ge=0, le=20)] = 5.0
-    """How long a router that starts waits at most to hear of the workers that are there, before it says that it is ready and,
-    where it shares its ports, before it takes connections."""
+    """The longest time that a starting router waits to hear of the existing workers, before it reports that it is ready and,
+    if it shares its ports, before it accepts connections."""
 
     @property
     def counts_limits_without_redis(self) -> bool:
-        """True if routers that do not tell each other would each give tenants all they may have."""
+        """True if routers that are no peers would each grant tenants their whole limit."""
         return not self.tenants_redis and any(tenant.is_limited for tenant in self.tenants.values())
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself; the message begins with the field."""
+        """Refuse contradictions; the message begins with the field."""
         self._check_control()
         first: dict[str, int] = {}
         tokenizers: dict[str, tuple[str, bool]] = {}
@@ -389,7 +390,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
                 raise ValueError(f"{where}: workers of one model need the same tokenizer, and all or none kv_events")
 
     def _check_control(self) -> None:
-        """Refuse a control port at which nobody is asked who he is; loopback too, which all users of the machine reach."""
+        """Refuse a control port without credentials, also on loopback, which all users of the machine reach."""
         proof = self.control_credentials
         asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
         if self.control_listen and not unix_path(self.control_listen) and not asks:

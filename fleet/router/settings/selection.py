@@ -9,16 +9,16 @@ class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Limits of the leases that `Select` gives."""
 
     max_lease_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
-    """Longest lease, in milliseconds, that a caller may ask for; a longer one is refused. Each report renews a lease, so it needs to
-    be no longer than the pause between two reports; what a caller that died holds is free again after that time."""
+    """The longest lease in milliseconds; a longer request is refused. Each report renews a lease, so it needs to be no longer than the
+    pause between two reports; the capacity of a caller that died is free again after that time."""
 
     max_wait_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 60_000
-    """Longest time, in milliseconds, for which a call of `Select` may wait while all workers are busy; more is refused."""
+    """The longest wait of `Select` in milliseconds while all workers are busy; a longer one is refused."""
 
     caller_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Share of the places that workers of a model have (their batch sizes, times `oversubscribe`) that all leases of one caller may
-    hold. Half of them, with `oversubscribe` 2, are as many as all batches together: a caller alone keeps the workers busy, and requests
-    of others still find a place. One lease is always allowed."""
+    """Share of a model's places (batch sizes times `oversubscribe`) that all leases of one caller may hold. With `oversubscribe` 2, half of
+    them are as many as all batches together: one caller can keep the workers busy, and requests of others still find a place. One lease
+    is always allowed."""
 
     max_leases: Annotated[int, Meta(ge=1, le=1 << 20)] = 65_536
-    """Leases of all callers together; beyond that, selections are refused. Each takes about 2 KB."""
+    """Leases of all callers together; further selections are rejected. Each takes about 2 KB."""

@@ -1,4 +1,4 @@
-"""A request from arrival to end: its stages, and what is known of it in each.
+"""Live requests: what the router remembers of each request from its arrival to its end, and the stages that it goes through.
 
         Dispatched            HandedOver            FirstToken
 QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
@@ -6,7 +6,7 @@ QUEUED ------------> PREFILLING ----------> HANDED_OVER ----------> DECODING
    |                     | +-------------------------------------------+
    +---------- Lost -----+------------------ Lost ---------------------+      any stage: ends
 
-A request is in exactly one stage; the table below is the whole truth about what may follow what.
+A request is in exactly one stage. The table `NEXT` lists every allowed transition.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,36 +18,36 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes
 from fleet.core.roles import KvPath, Phase, Placement
-from fleet.router.candidates import PlacementRequest
 from fleet.router.kv_index.prefix_index import keys_of
 from fleet.router.messages import Arrived
 from fleet.router.placement.decision import Decision
+from fleet.router.policy import PlacementRequest
 from fleet.router.sessions import SessionKey
 from kvstore.block import chain
 
 PromptHasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
-"""Keys of the full blocks of a prompt, from its tokens, the tokens of a block, and the salt."""
+"""A function from a prompt, the tokens of a block and the salt to the block keys of the prompt's full blocks."""
 
 
 def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
-    """The `PromptHasher` of everybody who has the tokens; a recording, say, does not."""
+    """Return the block keys of a prompt; the default `PromptHasher`, which needs the prompt's tokens."""
     return keys_of(chain(tokens, block_tokens, salt=salt))
 
 
-class RequestStage(IntEnum):  # hashed by C: `advance` is on every path
+class RequestStage(IntEnum):  # IntEnum hashes fast, and `advance` is called on every path
     QUEUED = auto()  # on no worker
-    PREFILLING = auto()  # the prompt is computed, by a prefill worker or by the one that does it all
-    HANDED_OVER = auto()  # a decode worker has been told to fetch the blocks
-    DECODING = auto()  # tokens come
+    PREFILLING = auto()  # a prefill worker or the aggregated worker computes the prompt
+    HANDED_OVER = auto()  # the decode worker has been sent the handoff
+    DECODING = auto()  # the answering worker generates tokens
 
 
 class RequestTransition(IntEnum):
-    """What moves a request on."""
+    """The events that move a request to another stage."""
 
     DISPATCHED = auto()
     HANDED_OVER = auto()
-    FIRST_TOKEN = auto()  # from the worker that answers, not from a prefill worker
-    LOST = auto()  # its worker left, rejected it or could not be reached
+    FIRST_TOKEN = auto()  # from the answering worker, not from a prefill worker
+    LOST = auto()  # the worker left, rejected the attempt or could not be reached
 
 
 NEXT: dict[tuple[RequestStage, RequestTransition], RequestStage] = {
@@ -62,7 +62,7 @@ NEXT: dict[tuple[RequestStage, RequestTransition], RequestStage] = {
 
 
 class IllegalRequestTransition(Exception):
-    """A turn that the table does not have: a bug of the router."""
+    """A transition that `NEXT` does not contain: a bug of the router."""
 
     def __init__(self, stage: RequestStage, turn: RequestTransition):
         super().__init__(f"{turn.name} in {stage.name}")
@@ -74,11 +74,11 @@ def advance(stage: RequestStage, turn: RequestTransition) -> RequestStage:
     return following
 
 
-_AUTO = Placement.AUTO  # looked up in its enum it takes ten times as long
+_AUTO = Placement.AUTO  # a module variable is ten times as fast as the enum attribute
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
-    """One piece of work of a request, on one worker. Its id is used once, so that nothing late can be mistaken."""
+    """One try to run one phase of a request on one worker. The id is used once, so late messages cannot be mistaken."""
 
     id: RequestId
     request_id: RequestId
@@ -87,7 +87,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 class LiveRequest(Struct):
-    """What the router remembers of a request until it ends."""
+    """The state of one request until it ends."""
 
     arrived: Arrived
     seq: int  # order of arrival
@@ -98,15 +98,15 @@ class LiveRequest(Struct):
     failures: int = 0
     failed_on: dict[tuple[WorkerId, Incarnation], None] = {}
     placed: Decision | None = None
-    work: Attempt | None = None
+    attempt: Attempt | None = None
     reserved_on: list[WorkerId] = []
-    sent: list[int] = []  # tokens that the client has, or would have if it got them as they come
-    kv: tuple[KvPhase, ...] = ()  # where the blocks came from, as far as workers have told
-    cached_tokens: int = 0  # of the prompt; 0 as well while no worker has told
-    told: dict[RequestId, KvPhase] = {}  # by work
-    chains: dict[int, tuple[int, ...]] = {}  # keys of the prompt's full blocks, by block size
-    id: RequestId = RequestId("")  # this and the next one are those of `arrived`, which everybody asks for
-    own_tokens: int = 0  # of the prompt
+    sent: list[int] = []  # tokens that the client has, or would have if the answer were streamed
+    kv: tuple[KvPhase, ...] = ()  # KV reports of the attempts so far
+    cached_tokens: int = 0  # tokens of the prompt; 0 also while no worker has reported
+    kv_reports: dict[RequestId, KvPhase] = {}  # KV reports by attempt
+    chains: dict[int, tuple[int, ...]] = {}  # block keys of the prompt, by block size
+    id: RequestId = RequestId("")  # this and `own_tokens` repeat `arrived`, because they are read often
+    own_tokens: int = 0  # tokens of the prompt
 
     def __post_init__(self) -> None:
         self.id = self.arrived.request_id
@@ -118,7 +118,7 @@ class LiveRequest(Struct):
 
     @property
     def prompt(self) -> TokenBytes:
-        """What a worker has to go on from: the prompt, and the tokens that the client already has."""
+        """The prompt for the next attempt: the client's prompt and the tokens that the client already has."""
         if not self.sent:
             return self.arrived.tokens
         return self.arrived.tokens + b"".join([token.to_bytes(TOKEN_BYTES, "little") for token in self.sent])
@@ -129,11 +129,11 @@ class LiveRequest(Struct):
 
     @property
     def remaining_tokens(self) -> int:
-        """That the answer may still have."""
+        """The most tokens that the answer may still get."""
         return self.arrived.sampling.max_tokens - len(self.sent)
 
-    def wish(self) -> Hashable:
-        """Who may serve it, as far as that depends neither on its session nor on its length: equal for those whom the same ones may."""
+    def wait_key(self) -> Hashable:
+        """Return a value that is equal for requests that the same workers may serve; session and length are not part of it."""
         arrived = self.arrived
         if (
             arrived.pin is None
@@ -145,7 +145,7 @@ class LiveRequest(Struct):
             and arrived.kv_path is None
             and not self.failures
         ):
-            return None  # as most have it
+            return None  # the most frequent case
         return (
             arrived.pin,
             arrived.labels,
@@ -160,11 +160,11 @@ class LiveRequest(Struct):
 
     @property
     def may_continue(self) -> bool:
-        """Whether another worker would go on exactly as the lost one would have, as far as anybody can tell."""
+        """True if another worker would continue the answer exactly as the lost worker would have."""
         return not self.sent or self.arrived.sampling.stateless
 
     def start_over(self) -> None:
-        """Forget the answer so far, of which the client has seen nothing."""
+        """Forget the answer so far; the client has seen nothing of it."""
         assert self.arrived.whole, self.id
         self.sent.clear()
 
@@ -176,7 +176,7 @@ class LiveRequest(Struct):
         return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
 
     def keys(self, block_tokens: int) -> tuple[int, ...]:
-        """Of the full blocks of the prompt as it is now (`forget_chains` when tokens were sent since)."""
+        """Return the block keys of the prompt as it is now; call `forget_chains` after tokens were sent."""
         if (keys := self.chains.get(block_tokens)) is None:
             known = None if self.sent else self.arrived.keys.get(block_tokens)
             keys = self.hasher(self.prompt, block_tokens, self.arrived.salt) if known is None else known
@@ -185,7 +185,7 @@ class LiveRequest(Struct):
 
     @property
     def first_key(self) -> int:
-        """Of the prompt's first full block; 0: it has none, or none is known yet."""
+        """Block key of the prompt's first full block; 0: there is none, or it is not known yet."""
         for keys in self.chains.values():
             if keys:
                 return keys[0]
@@ -194,13 +194,15 @@ class LiveRequest(Struct):
     def forget_chains(self) -> None:
         self.chains = {}
 
-    def asked(self, now: Nanos, *, bound: WorkerId | None = None, must_keep: bool = False) -> PlacementRequest:
-        """For placement.
+    def placement_request(
+        self, now: Nanos, *, bound: WorkerId | None = None, must_keep: bool = False
+    ) -> PlacementRequest:
+        """Return what placement has to know of this request.
 
         Args:
             now: The instant of the decision.
-            bound: Where this session's last request went.
-            must_keep: Whether it has to go there too.
+            bound: The worker of this session's last request.
+            must_keep: True if only that worker may serve the request.
         """
         arrived, sent = self.arrived, len(self.sent)
         return PlacementRequest(
@@ -222,28 +224,29 @@ class LiveRequest(Struct):
         )
 
     def emits_prefill_token(self, kv_path: KvPath) -> bool:
-        """Whether the token that a prefill worker sampled goes to the client.
+        """Return whether the client gets the token that the prefill worker sampled.
 
-        Then the decode worker gets it as part of its prompt, which takes sampling that does not depend on who sampled
-        the tokens before. With the direct way the engines agree among themselves that decoding starts from the prompt.
+        That token then becomes part of the decode worker's prompt, which requires sampling that does not depend on who sampled the
+        earlier tokens. On the direct path the engines agree among themselves that decoding starts from the prompt.
         """
         return kv_path is KvPath.STORE and self.arrived.sampling.stateless
 
     def ends_with_prefill_token(self, kv_path: KvPath) -> bool:
-        """Whether an end of sequence that a prefill worker sampled ends the answer.
+        """Return whether an end-of-sequence token from the prefill worker ends the answer.
 
-        Not where that token is dropped and the decode worker draws one by chance: the end would have two chances.
+        It does not end the answer if the token is dropped and the decode worker draws a new one at random: the end would then have
+        two chances.
         """
         sampling = self.arrived.sampling
         return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None
 
-    def heard(self, work: Attempt, report: KvReport) -> None:
-        """Note where the blocks of a piece of work came from; what is told later replaces what was told first.
+    def note_kv_report(self, attempt: Attempt, report: KvReport) -> None:
+        """Note an attempt's KV report; a later report of the attempt replaces the earlier one.
 
-        A prompt token is cached when no phase has computed it. A worker that was lost after its first tokens counts:
-        what it computed was computed.
+        A prompt token counts as cached when no phase has computed it. The report of a worker that was lost after its first tokens
+        stays: what the worker computed was computed.
         """
-        told = self.told
-        told[work.id] = KvPhase(phase=work.phase, worker_id=work.worker_id, report=report)
-        self.kv = tuple(told.values())
+        kv_reports = self.kv_reports
+        kv_reports[attempt.id] = KvPhase(phase=attempt.phase, worker_id=attempt.worker_id, report=report)
+        self.kv = tuple(kv_reports.values())
         self.cached_tokens = min(self.own_tokens, *[phase.report.cached_tokens for phase in self.kv])

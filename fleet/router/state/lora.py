@@ -1,14 +1,14 @@
-"""Adapters (LoRA) of the models: which there are, and where requests for them go.
+"""LoRA adapters: which ones the workers serve, and which workers suit a request for one.
 
 Rules:
 
-1. An adapter is served by the workers that list it: they have it, or load it when the first request for it comes. Of adapters of
-   one name and several revisions the one counts that joined first, of workers that do not drain, so that a new revision takes
-   over when the last worker of the old one drains; and only workers that have this very one serve it.
-2. A request goes where its adapter is loaded, or is being loaded for a request before it; where none has it, or the batches of
-   all who have are full, to a worker with a slot for it; where there is none, to any that can have it, which will then drop
-   another. Among those the policy chooses.
-3. Blocks of an adapter have a salt of its own (`kvstore.block.adapter_salt`), so no cache ever mixes them.
+1. The workers that list an adapter serve it: they have it loaded, or they load it with the first request. If one name has several
+   revisions, the revision counts that joined first among workers that do not drain. So a new revision takes over when the last worker
+   of the old one drains. Only workers with exactly this revision serve it.
+2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is none, or their batches
+   are full, it goes to a worker with a free slot. If there is none, it goes to any worker that can have the adapter, which then drops
+   another one. Among these workers the policy chooses.
+3. The blocks of an adapter have a salt of their own (`kvstore.block.salt_of_adapter`), so no cache ever mixes them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +20,13 @@ from msgspec import Struct
 from fleet.core.ids import ModelName
 from fleet.core.requests import ModelCard
 from fleet.core.work import LoadReport, LoraAdapter, WorkerDescription
-from fleet.router.candidates import MAX_RUNNING, REQUESTS, Flags, Floats
-from fleet.router.placement.topology import PoolTopology
+from fleet.router.placement.candidate_table import PoolTopology
+from fleet.router.policy import MAX_RUNNING, REQUESTS, Flags, Floats
 from kvstore.block import adapter_salt
 
 
 class LoraWorker(Protocol):
-    """What is looked at of a worker."""
+    """The properties of a worker that matter here."""
 
     @property
     def description(self) -> WorkerDescription: ...
@@ -36,17 +36,17 @@ class LoraWorker(Protocol):
 
     @property
     def adapters_booked(self) -> Mapping[str, int]:
-        """Requests that are booked there, by adapter."""
+        """Reserved requests by adapter."""
         ...
 
 
 def homes(
-    adapter: LoraAdapter, members: PoolTopology, workers: Iterable[LoraWorker], columns: Floats
+    adapter: LoraAdapter, topology: PoolTopology, workers: Iterable[LoraWorker], columns: Floats
 ) -> Sequence[Flags]:
-    """Groups of workers to choose from, the best first; the first of which somebody can take the request counts."""
-    able = members.with_adapter(adapter)
-    loaded: Flags = np.zeros(len(members), dtype=np.bool_)
-    free: Flags = np.zeros(len(members), dtype=np.bool_)
+    """Return groups of workers, the best first; the first group with a worker that can take the request counts."""
+    able = topology.with_adapter(adapter)
+    loaded: Flags = np.zeros(len(topology), dtype=np.bool_)
+    free: Flags = np.zeros(len(topology), dtype=np.bool_)
     for row, worker in enumerate(workers):
         if not able[row]:
             continue
@@ -59,7 +59,7 @@ def homes(
 
 
 class ModelTarget(Struct, frozen=True):
-    """What a model's card stands for, as workers know it."""
+    """The model, LoRA adapter and salt that a model card stands for."""
 
     model: ModelName
     adapter: LoraAdapter | None
@@ -67,11 +67,11 @@ class ModelTarget(Struct, frozen=True):
 
 
 def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
-    """A model itself, or an adapter of one, whose chains have a salt of their own (rule 3).
+    """Return the model that a card names: itself, or the base model with a LoRA adapter and its salt (rule 3).
 
     Args:
-        card: That a request names.
-        salt: Of its tenant.
+        card: The model card that a request names.
+        salt: The salt of the request's tenant.
     """
     if not card.parent:
         return ModelTarget(card.name, None, salt)
@@ -80,7 +80,7 @@ def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
 
 
 def listed(descriptions: Iterable[WorkerDescription]) -> dict[ModelName, tuple[ModelName, LoraAdapter]]:
-    """The adapters of some workers, in order of joining, with their model, by name; the first counts (rule 1)."""
+    """Return the LoRA adapters of some workers by name, each with its base model; the first worker counts (rule 1)."""
     found: dict[ModelName, tuple[ModelName, LoraAdapter]] = {}
     for each in descriptions:
         for adapter in each.adapters:

@@ -1,18 +1,18 @@
-"""What live requests take on one worker, booked when a request is sent there and not when the worker says so.
+"""Reservations: the capacity that live requests hold on workers. A reservation begins when a request is sent, not when the worker reports it.
 
 Rules:
 
-1. A request books, on each worker that works or will work for it: one request, the prompt tokens that it has to
-   compute there, and the blocks that it holds there.
-2. Full blocks of the prompt are booked by key and counted once, however many requests share them. The rest of the
-   prompt and the answer are the request's own: they take `blocks_for(prompt + answer)` minus the full blocks, so the
-   load goes up by one block per `block_tokens` tokens generated.
-3. Where it is expected how long the answer gets, the request's own blocks count for placement by the share that is still to
-   come, rounded up: what is about to be free weighs little. They never count for less than one.
-4. Prefill tokens are given back when the prompt is computed; everything is given back at the end, whatever the end.
-5. What placement looks at is kept in the worker's column of its pool's table, and who holds a block in one place for the whole
-   pool (`fleet.router.kv_index.radix_tree`): both are written here when they change, so that no request has to ask every worker.
-6. Where there are other routers, they are told of prompts that take long to compute (`fleet.router.kv_index.peer_prompts`).
+1. A request reserves, on each worker that works or will work for it: one request, the prompt tokens that the worker has to compute,
+   and the blocks that the request holds there.
+2. Full blocks of the prompt are reserved by key and counted once, however many requests share them. The rest of the prompt and
+   the answer are the request's own blocks: `blocks_for(prompt + answer)` minus the full blocks, so one more for every `block_tokens`
+   generated tokens.
+3. If the length of the answer is expected, the own blocks count for placement by the share of the answer that is still to come,
+   rounded up, because blocks that will soon be free matter little. They always count for at least one block.
+4. Prefill tokens are released when the prompt is computed; everything is released at the end, whatever the end is.
+5. The quantities for placement are written to the worker's column of the worker table, and the holders of blocks to one radix tree
+   for the whole table (`fleet.router.kv_index.radix_tree`), when they change. So no request has to ask each worker.
+6. If there are peer routers, prompts that take long to compute are announced to them (`fleet.router.kv_index.peer_prompts`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,42 +22,42 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
-from fleet.router.candidates import ACTIVE_BLOCKS, BACKLOG_TOKENS, QUANTITIES, REQUESTS, TOKEN_SECONDS, Floats
 from fleet.router.kv_index.peer_prompts import MIN_ANNOUNCED_TOKENS, PromptAnnouncements
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, RadixTree
+from fleet.router.policy import ACTIVE_BLOCKS, BACKLOG_TOKENS, QUANTITIES, REQUESTS, TOKEN_SECONDS, Floats
 from kvstore.block import blocks_for
 
-TOKEN_SECONDS_WEIGHT = 0.25  # of the newest prefill in what a token takes: of the last four, mostly
-MIN_MEASURED_TOKENS = 64  # shorter prefills say more about the engine's step than about tokens
+TOKEN_SECONDS_WEIGHT = 0.25  # weight of the newest prefill in the seconds per token: mostly the last four count
+MIN_MEASURED_TOKENS = 64  # the time of shorter prefills depends on the engine's step more than on their tokens
 
 
 class Reservation(Struct, kw_only=True):
-    """One request on one worker."""
+    """The reservation of one request on one worker."""
 
     chain: Chain  # the prompt's full blocks
     prompt_tokens: int
-    prefill_tokens: int  # not computed yet
+    prefill_tokens: int  # prompt tokens that are not computed yet
     own_blocks: int  # besides the full blocks of the prompt
-    counted_blocks: int  # of those, for placement
+    counted_blocks: int  # own blocks that count for placement
     answer_tokens: int = 0
-    expected_tokens: int = 0  # of the answer; 0: not known
+    expected_tokens: int = 0  # expected length of the answer; 0: unknown
     since: Nanos
-    tokens_ahead: int  # of prefill there, with its own
+    tokens_ahead: int  # prefill tokens on the worker at the beginning, including its own
 
 
 class WorkerReservations:
-    """All bookings of one worker."""
+    """All reservations on one worker."""
 
     def __init__(self, block_tokens: int, chains: RadixTree, bit: int):
-        """No bookings yet.
+        """Start without reservations.
 
         Args:
-            block_tokens: Of the worker.
-            chains: What live requests hold, on all workers of the pool.
-            bit: This worker's there.
+            block_tokens: Tokens of a block of this worker.
+            chains: The prompts of live requests on all workers of the table.
+            bit: The worker's bit in `chains`.
         """
         self._block_tokens = block_tokens
-        self._bookings: dict[RequestId, Reservation] = {}
+        self._reservations: dict[RequestId, Reservation] = {}
         self._chains = chains
         self._held = ChainHolder(bit)
         self._own_blocks = 0
@@ -67,24 +67,24 @@ class WorkerReservations:
         self.prefill_tokens = 0
 
     def __len__(self) -> int:
-        """Requests."""
-        return len(self._bookings)
+        """Return the number of requests."""
+        return len(self._reservations)
 
     def __iter__(self) -> Iterator[RequestId]:
-        return iter(self._bookings)
+        return iter(self._reservations)
 
     @property
     def blocks(self) -> int:
-        """Unique blocks held."""
+        """The number of unique blocks held."""
         return self._held.blocks + self._own_blocks
 
     def keep_in(self, column: Floats) -> None:
-        """Write what placement looks at there from now on."""
+        """Write the quantities for placement to this column from now on."""
         self._column = column
         column[TOKEN_SECONDS] = self._token_seconds
         self._note()
 
-    def book(
+    def reserve(
         self,
         request_id: RequestId,
         keys: Sequence[int],
@@ -94,9 +94,9 @@ class WorkerReservations:
         *,
         expected_tokens: int = 0,
     ) -> None:
-        assert request_id not in self._bookings, request_id
+        assert request_id not in self._reservations, request_id
         own = blocks_for(prompt_tokens, self._block_tokens) - len(keys)
-        self._bookings[request_id] = Reservation(
+        self._reservations[request_id] = Reservation(
             chain=self._chains.add(self._held, keys),
             prompt_tokens=prompt_tokens,
             prefill_tokens=prefill_tokens,
@@ -112,81 +112,80 @@ class WorkerReservations:
         self._note()
 
     def computed(self, request_id: RequestId, now: Nanos | None) -> None:
-        """The prompt is computed (or fetched): its prefill is no backlog any more. Since `now`; None: since some time."""
-        booking = self._bookings[request_id]
-        if now is not None and booking.prefill_tokens >= MIN_MEASURED_TOKENS:
-            seconds = (now - booking.since) / SECOND / booking.tokens_ahead
+        """Release the prefill tokens of a prompt that was computed or fetched; `now` is None if the time is not to be measured."""
+        reservation = self._reservations[request_id]
+        if now is not None and reservation.prefill_tokens >= MIN_MEASURED_TOKENS:
+            seconds = (now - reservation.since) / SECOND / reservation.tokens_ahead
             known = self._token_seconds
             self._token_seconds = seconds if known == 0 else known + TOKEN_SECONDS_WEIGHT * (seconds - known)
             self._column[TOKEN_SECONDS] = self._token_seconds
-        self.prefill_tokens -= booking.prefill_tokens
-        booking.prefill_tokens = 0
+        self.prefill_tokens -= reservation.prefill_tokens
+        reservation.prefill_tokens = 0
         self._column[BACKLOG_TOKENS] = self.prefill_tokens
 
     def grown(self, request_id: RequestId, tokens: int) -> None:
-        """The answer got longer by so many tokens."""
-        booking = self._bookings[request_id]
-        booking.answer_tokens = answer = booking.answer_tokens + tokens
-        own = blocks_for(booking.prompt_tokens + answer, self._block_tokens) - len(booking.chain.keys)
-        counted = own if booking.expected_tokens == 0 else _share(own, answer, booking.expected_tokens)
-        if own == booking.own_blocks and counted == booking.counted_blocks:
+        """Add generated tokens to a request's answer."""
+        reservation = self._reservations[request_id]
+        reservation.answer_tokens = answer = reservation.answer_tokens + tokens
+        own = blocks_for(reservation.prompt_tokens + answer, self._block_tokens) - len(reservation.chain.keys)
+        counted = own if reservation.expected_tokens == 0 else _share(own, answer, reservation.expected_tokens)
+        if own == reservation.own_blocks and counted == reservation.counted_blocks:
             return
-        self._own_blocks += own - booking.own_blocks
-        self._counted_blocks += counted - booking.counted_blocks
-        booking.own_blocks, booking.counted_blocks = own, counted
+        self._own_blocks += own - reservation.own_blocks
+        self._counted_blocks += counted - reservation.counted_blocks
+        reservation.own_blocks, reservation.counted_blocks = own, counted
         self._column[ACTIVE_BLOCKS] = self._held.blocks + self._counted_blocks
 
     def release(self, request_id: RequestId) -> None:
-        booking = self._bookings.pop(request_id)
-        self.prefill_tokens -= booking.prefill_tokens
-        self._own_blocks -= booking.own_blocks
-        self._counted_blocks -= booking.counted_blocks
-        self._chains.remove(booking.chain)
+        reservation = self._reservations.pop(request_id)
+        self.prefill_tokens -= reservation.prefill_tokens
+        self._own_blocks -= reservation.own_blocks
+        self._counted_blocks -= reservation.counted_blocks
+        self._chains.remove(reservation.chain)
         self._note()
 
     def close(self) -> None:
-        """The worker has left: it holds nothing any more."""
-        for booking in self._bookings.values():
-            self._chains.remove(booking.chain)
+        """Give up all reservations, because the worker has left."""
+        for reservation in self._reservations.values():
+            self._chains.remove(reservation.chain)
 
     def _note(self) -> None:
         column = self._column
         column[BACKLOG_TOKENS] = self.prefill_tokens
         column[ACTIVE_BLOCKS] = self._held.blocks + self._counted_blocks
-        column[REQUESTS] = len(self._bookings)
+        column[REQUESTS] = len(self._reservations)
 
     def chains(self) -> list[Chain]:
-        """Those of its requests."""
-        return [booking.chain for booking in self._bookings.values()]
+        """Return the chains of all reservations."""
+        return [reservation.chain for reservation in self._reservations.values()]
 
     def check(self) -> None:
-        """Assert that the sums are those of the bookings."""
+        """Assert that the sums are those of the reservations."""
         held: set[int] = set()
-        for booking in self._bookings.values():
-            assert booking.prefill_tokens >= 0, booking
-            assert 0 <= booking.counted_blocks <= booking.own_blocks, booking
-            held.update(booking.chain.keys)
+        for reservation in self._reservations.values():
+            assert reservation.prefill_tokens >= 0, reservation
+            assert 0 <= reservation.counted_blocks <= reservation.own_blocks, reservation
+            held.update(reservation.chain.keys)
         assert len(held) == self._held.blocks
-        assert self._own_blocks == sum(booking.own_blocks for booking in self._bookings.values())
-        assert self._counted_blocks == sum(booking.counted_blocks for booking in self._bookings.values())
-        assert self.prefill_tokens == sum(booking.prefill_tokens for booking in self._bookings.values())
+        assert self._own_blocks == sum(reservation.own_blocks for reservation in self._reservations.values())
+        assert self._counted_blocks == sum(reservation.counted_blocks for reservation in self._reservations.values())
+        assert self.prefill_tokens == sum(reservation.prefill_tokens for reservation in self._reservations.values())
         kept = self._column[[BACKLOG_TOKENS, ACTIVE_BLOCKS, REQUESTS]].tolist()
-        assert kept == [self.prefill_tokens, len(held) + self._counted_blocks, len(self._bookings)], kept
+        assert kept == [self.prefill_tokens, len(held) + self._counted_blocks, len(self._reservations)], kept
 
 
 class AnnouncedReservations(WorkerReservations):
-    """Of which other routers are told."""
+    """Reservations whose long prompts are announced to peer routers."""
 
     def __init__(
         self, block_tokens: int, chains: RadixTree, bit: int, worker_id: WorkerId, prompts: PromptAnnouncements
     ):
-        """As `WorkerReservations`, whose worker they are, and what the others are told."""
         super().__init__(block_tokens, chains, bit)
         self._worker_id = worker_id
         self._prompts = prompts
         self._told: dict[RequestId, int] = {}
 
-    def book(
+    def reserve(
         self,
         request_id: RequestId,
         keys: Sequence[int],
@@ -196,7 +195,7 @@ class AnnouncedReservations(WorkerReservations):
         *,
         expected_tokens: int = 0,
     ) -> None:
-        super().book(request_id, keys, prompt_tokens, prefill_tokens, now, expected_tokens=expected_tokens)
+        super().reserve(request_id, keys, prompt_tokens, prefill_tokens, now, expected_tokens=expected_tokens)
         if (
             prefill_tokens >= MIN_ANNOUNCED_TOKENS
             and keys
@@ -216,5 +215,5 @@ class AnnouncedReservations(WorkerReservations):
 
 
 def _share(blocks: int, tokens: int, expected: int) -> int:
-    """Of an answer's blocks, what counts when so many of its expected tokens have come (rule 3)."""
+    """Return how many of an answer's blocks count for placement after some of its expected tokens (rule 3)."""
     return min(blocks, max(1, -(-blocks * (expected - tokens) // expected)))

@@ -1,4 +1,4 @@
-"""What a router can say of itself at an instant: for `fleet status`, metrics and tests."""
+"""Snapshots: what a router reports about itself at one instant, for `fleet status`, metrics and tests."""
 
 from msgspec import Struct, structs
 
@@ -12,29 +12,29 @@ from fleet.router.policy import PlacementPolicy
 
 
 class RouterCounters(Struct, kw_only=True):
-    """Since start. Every request that ended is in exactly one of completed, cancelled and refused."""
+    """Counters since the start. Every ended request is in exactly one of completed, cancelled and refused."""
 
     completed: int = 0
     cancelled: int = 0
     refused: dict[Reason, int] = {}
-    aggregated: int = 0  # placements on one worker
-    disaggregated: int = 0  # placements on a pair
+    aggregated: int = 0  # decisions for one worker
+    disaggregated: int = 0  # decisions for a pair
     placements: dict[PlacementReason, int] = {}
-    impossible: dict[RejectionCause, int] = {}  # requests that nobody could serve, finer than `refused`
-    policy_fallbacks: int = 0  # decisions that the default policy made because the chosen one did not
-    retried: int = 0  # attempts that failed and were followed by another
-    fallbacks: int = 0  # prompts computed by the decode worker because a prefill worker had failed
-    continued: int = 0  # streams that went on, on another worker, after tokens had been sent
+    impossible: dict[RejectionCause, int] = {}  # requests that no worker could serve, in more detail than `refused`
+    policy_fallbacks: int = 0  # decisions that the default policy made because the configured policy failed
+    retried: int = 0  # failed attempts that were tried again
+    fallbacks: int = 0  # prompts that the decode worker computed because a prefill worker had failed
+    continued: int = 0  # streams that continued on another worker after tokens had been sent
     workers_lost: int = 0
-    late_messages: int = 0  # of work that was given up before
-    kv_mismatches: int = 0  # pieces of work that workers refused with KV_MISMATCH, before a byte moved
+    late_messages: int = 0  # messages of attempts that were given up before
+    kv_mismatches: int = 0  # attempts that workers rejected with KV_MISMATCH before any transfer
 
     def placed(self, decision: Decision, policy: PlacementPolicy) -> None:
-        """A request was.
+        """Count a decision.
 
         Args:
-            decision: How.
-            policy: That should have decided.
+            decision: The decision.
+            policy: The policy that should have made it.
         """
         why = decision.why
         self.placements[why] = self.placements.get(why, 0) + 1
@@ -48,7 +48,7 @@ class RouterCounters(Struct, kw_only=True):
             self.fallbacks += 1
 
     def copy(self) -> "RouterCounters":
-        """As they are now."""
+        """Return a copy of the current values."""
         return structs.replace(
             self, refused=dict(self.refused), placements=dict(self.placements), impossible=dict(self.impossible)
         )
@@ -63,13 +63,13 @@ class WorkerSnapshot(Struct, frozen=True, kw_only=True):
     state: str  # "serving" or "draining"
     engine: str
     address: str
-    running: int  # requests, as the worker reports
+    running: int  # requests that the worker reports as running
     waiting: int
     kv_blocks_used: int
     kv_blocks: int
-    cached_blocks: int  # of the engine's prefix cache, that the index knows
+    cached_blocks: int  # blocks of the engine's prefix cache in the index
     booked_requests: int
-    booked_elsewhere: int  # requests, by other routers
+    booked_elsewhere: int  # requests that peer routers have reserved
     booked_blocks: int
     booked_prefill_tokens: int
 
@@ -84,50 +84,50 @@ class StoreSnapshot(Struct, frozen=True, kw_only=True):
     store_id: StoreId
     fingerprint: str
     tier: str
-    blocks: int  # that the index knows
+    blocks: int  # blocks in the index
 
 
 class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
-    """How well it is known what workers have cached, of those where that is known in the same way."""
+    """How accurately the caches are known, for all workers whose caches are known in the same way."""
 
     knowledge: Knowledge
     workers: int
-    drifting: int  # of them
-    prompts: int  # compared since start
+    drifting: int  # workers whose caches drift
+    prompts: int  # prompts compared since the start
     total: CacheComparison  # since start
-    recent: CacheComparison  # of the latest of each worker that is here
+    recent: CacheComparison  # the latest comparisons of each present worker
 
 
 class RouterSnapshot(Struct, frozen=True, kw_only=True):
     pools: tuple[PoolSnapshot, ...]
     stores: tuple[StoreSnapshot, ...]
-    active: int  # requests, waiting ones included
-    queued: int  # for a worker with room, or in the lane of one
-    index_blocks: int  # distinct
-    index_overflowed: int  # blocks that were not noted because their holder was full
+    active: int  # requests, including the queued ones
+    queued: int  # requests in the admission queue and in prefill queues
+    index_blocks: int  # distinct blocks
+    index_overflowed: int  # blocks that were not added because their holder was full
     counters: RouterCounters
     knowledge: tuple[KnowledgeSnapshot, ...] = ()
 
 
 class BreakEvenSnapshot(Struct, frozen=True, kw_only=True):
-    """For one worker that answers: from how many tokens on another one had better compute a prompt."""
+    """From how many uncached tokens a prefill worker should compute the prompt, for one answering worker."""
 
     worker_id: WorkerId
-    requests: int  # there now
-    token_seconds: float  # that a prompt token takes; 0: not known
+    requests: int  # requests on the worker now
+    token_seconds: float  # seconds per prompt token; 0: unknown
     min_tokens: int | None  # None: too little was measured
 
 
 class RemotePrefillSnapshot(Struct, frozen=True, kw_only=True):
-    """What was measured of `remote_prefill_min_tokens`; see `fleet.router.placement.break_even`."""
+    """The measurements of remote prefill (`fleet.router.placement.break_even`)."""
 
-    learned: bool  # whether that counts, and not the setting
+    learned: bool  # True if the measured value is used instead of the setting
     handoffs: int
     handoff_seconds: float
     workers: tuple[BreakEvenSnapshot, ...]
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
-    """All placements of one request, first to last."""
+    """All decisions for one request, first to last."""
 
     placements: tuple[DecisionExplanation, ...]

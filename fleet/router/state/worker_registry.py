@@ -1,4 +1,4 @@
-"""The workers that a router knows: what they are, what is booked on them, what they hold."""
+"""Worker registry: all workers and stores that a router knows, with their reservations and cache contents."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -19,8 +19,7 @@ from fleet.router.kv_index.prefix_index import (
     store_tier_holder,
 )
 from fleet.router.messages import ReservationTotals, StoreChanged
-from fleet.router.placement.candidate_table import CandidateTable
-from fleet.router.placement.topology import WorkerSizes, limit
+from fleet.router.placement.candidate_table import CandidateTable, WorkerSizes, limit
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.lora import listed
@@ -29,24 +28,24 @@ from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
 
 
 class WorkerRegistry:
-    """All known workers and stores. Order is that of joining, everywhere, so that histories replay."""
+    """All known workers and stores. Their order is always that of joining, so that histories replay."""
 
     def __init__(self, settings: RouterSettings):
         self._settings = settings
-        self.workers: dict[WorkerId, RegisteredWorker] = {}  # others look up in it, and leave it as it is
-        self._pools: dict[ModelName, WorkerTable] = {}
-        self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold something
-        self._replicas: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # other routers' bookings
+        self.workers: dict[WorkerId, RegisteredWorker] = {}  # other objects read it and must not change it
+        self.tables: dict[ModelName, WorkerTable] = {}
+        self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold blocks
+        self._replicas: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # reservations of peer routers
         self._cards: tuple[ModelCard, ...] | None = (
-            None  # until somebody joins, drains or leaves: asked with each request
+            None  # None until it is computed again after a worker joins, drains or leaves; each request needs it
         )
         self.index = PrefixIndex()
-        self.prompts = PromptAnnouncements()  # what other routers are told, where there are any
-        self._told_prompts = self.prompts if settings.replicas_listen else None
-        self._foretold: dict[str, dict[int, WorkerId]] = {}  # by other routers, by their numbers
+        self.prompts = PromptAnnouncements()  # prompts that peer routers are told, if there are peers
+        self._announced_prompts = self.prompts if settings.replicas_listen else None
+        self._peer_prompts: dict[str, dict[int, WorkerId]] = {}  # worker by peer router and prompt number
         self._nobody = WorkerTable(settings, self.index)
         self.get = self.workers.get
-        """The worker of this id, if it is known."""
+        """Return the worker with this id, or None."""
 
     def __iter__(self) -> Iterator[RegisteredWorker]:
         return iter(self.workers.values())
@@ -55,7 +54,7 @@ class WorkerRegistry:
         return self.workers[worker_id]
 
     def serving(self, model: ModelName) -> list[RegisteredWorker]:
-        return list(self._pools.get(model, self._nobody).workers.values())
+        return list(self.tables.get(model, self._nobody).workers.values())
 
     def join(
         self,
@@ -67,8 +66,8 @@ class WorkerRegistry:
         worker_id = description.worker_id
         assert worker_id not in self.workers, worker_id
         self.index.add(engine_cache_holder(worker_id), capacity=description.kv_blocks)
-        if (pool := self._pools.get(description.model)) is None:
-            pool = self._pools[description.model] = WorkerTable(self._settings, self.index, self._told_prompts)
+        if (pool := self.tables.get(description.model)) is None:
+            pool = self.tables[description.model] = WorkerTable(self._settings, self.index, self._announced_prompts)
             pool.share(list(self._replicas.values()))
         worker = RegisteredWorker(
             description, address, pool, limit(description, self._settings), knowledge, believed_for
@@ -78,36 +77,36 @@ class WorkerRegistry:
         self._cards = None
 
     def leave(self, worker_id: WorkerId) -> None:
-        """Forget a worker, with its bookings and blocks."""
+        """Forget a worker with its reservations and blocks."""
         model = self.workers.pop(worker_id).description.model
         self._cards = None
-        pool = self._pools[model]
+        pool = self.tables[model]
         pool.leave(worker_id)
         if not pool.workers:
-            del self._pools[model]
+            del self.tables[model]
         self.index.remove(engine_cache_holder(worker_id))
 
     def tune(self, settings: RouterSettings) -> None:
-        """Settings have changed."""
+        """Apply changed settings."""
         self._settings = settings
-        for pool in self._pools.values():
+        for pool in self.tables.values():
             pool.tune(settings)
 
     def drain(self, worker_id: WorkerId) -> None:
-        """A worker takes no more work."""
+        """Stop giving work to a worker."""
         self._cards = None
-        self._pools[self.workers[worker_id].description.model].drain(worker_id)
+        self.tables[self.workers[worker_id].description.model].drain(worker_id)
 
     def paths_changed(self, worker_id: WorkerId, kv_paths: tuple[KvPath, ...], store_id: StoreId | None) -> None:
-        """Take in by which ways a worker's blocks can go from now on."""
+        """Set the KV paths and the store of a worker."""
         worker = self.workers[worker_id]
         worker.description = structs.replace(worker.description, kv_paths=kv_paths, store_id=store_id)
-        self._pools[worker.description.model].describe()
+        self.tables[worker.description.model].describe()
 
     def resume(self, worker_id: WorkerId) -> None:
         """Let a draining worker take work again."""
         self._cards = None
-        self._pools[self.workers[worker_id].description.model].resume(worker_id)
+        self.tables[self.workers[worker_id].description.model].resume(worker_id)
 
     def cache_changed(self, worker_id: WorkerId, events: Iterable[KvEvent]) -> None:
         holder = engine_cache_holder(worker_id)
@@ -122,7 +121,7 @@ class WorkerRegistry:
 
     def cache_assumed(self, worker_id: WorkerId, stored: Iterable[int], removed: Collection[int]) -> None:
         holder = engine_cache_holder(worker_id)
-        if removed:  # first: it makes the room
+        if removed:  # first, because it makes room
             self.index.removed(holder, removed)
         self.index.stored(holder, stored)
 
@@ -146,31 +145,31 @@ class WorkerRegistry:
             del self._stores[name]
 
     def known_blocks(self) -> int:
-        """Of which it is known or believed who has them."""
-        return len(self.index) + sum(len(pool.assumed) for pool in self._pools.values())
+        """Return the number of blocks whose holders are known or assumed."""
+        return len(self.index) + sum(len(pool.assumed) for pool in self.tables.values())
 
     def worth_trying(self, model: ModelName) -> bool:
-        """Whether placing a waiting request can have any other outcome than that it waits on."""
-        pool = self._pools.get(model)
+        """Return whether placing a queued request can have another outcome than that it waits."""
+        pool = self.tables.get(model)
         return pool is None or pool.has_room()
 
     def has_room(self, worker_id: WorkerId) -> bool:
-        """Whether a worker is below its limit."""
+        """Return whether a worker is below its limit."""
         worker = self.workers.get(worker_id)
-        return worker is not None and self._pools[worker.description.model].has_room_on(worker_id)
+        return worker is not None and self.tables[worker.description.model].has_room_on(worker_id)
 
     def sizes(self, model: ModelName) -> WorkerSizes:
-        """Of the workers of a model."""
-        return self._pools.get(model, self._nobody).members.sizes
+        """Return the sizes of a model's workers."""
+        return self.tables.get(model, self._nobody).topology.sizes
 
     def share(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
-        """What another router has booked, in place of what it had before; returns where that are fewer requests now."""
+        """Replace a peer router's reservations; return the workers where it now has fewer requests."""
         before = self._replicas.get(replica, {})
         if booked:
             self._replicas[replica] = booked
         else:
             self._replicas.pop(replica, None)
-        for pool in self._pools.values():
+        for pool in self.tables.values():
             pool.share(list(self._replicas.values()))
         return [
             self.workers[worker_id]
@@ -178,12 +177,12 @@ class WorkerRegistry:
             if worker_id in self.workers and (worker_id not in booked or booked[worker_id].requests < was.requests)
         ]
 
-    def foretell(self, replica: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
-        """What another router has sent to workers, and what of that is over (`fleet.router.kv_index.peer_prompts`)."""
-        told = self._foretold.setdefault(replica, {})
+    def note_peer_prompts(self, replica: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
+        """Note prompts that a peer router has sent to workers, and those that it has finished (`fleet.router.kv_index.peer_prompts`)."""
+        told = self._peer_prompts.setdefault(replica, {})
         for number in over:
             if (worker := self.get(told.pop(number, WorkerId("")))) is not None:
-                worker.foretold.remove(replica, number)
+                worker.peer_prompts.remove(replica, number)
         for each in placed:
             if (worker := self.get(each.worker_id)) is None:
                 continue
@@ -191,41 +190,43 @@ class WorkerRegistry:
                 worker.assume_told(each.keys, now)
             elif each.number not in told and len(told) < MAX_ANNOUNCED_PROMPTS:
                 told[each.number] = each.worker_id
-                worker.foretold.add(replica, each.number, each.keys)
+                worker.peer_prompts.add(replica, each.number, each.keys)
 
-    def forget_foretold(self, replica: str) -> None:
-        """Another router is gone, and what it had placed and was not done with."""
-        for number, worker_id in self._foretold.pop(replica, {}).items():
+    def forget_peer_prompts(self, replica: str) -> None:
+        """Forget the unfinished prompts of a peer router that has left."""
+        for number, worker_id in self._peer_prompts.pop(replica, {}).items():
             if (worker := self.get(worker_id)) is not None:
-                worker.foretold.remove(replica, number)
+                worker.peer_prompts.remove(replica, number)
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
-        """What this router has booked, on workers where that is anything."""
+        """Return this router's reservations, for each worker that has any."""
         return {
-            worker_id: ReservationTotals(worker.bookings.prefill_tokens, worker.bookings.blocks, len(worker.bookings))
+            worker_id: ReservationTotals(
+                worker.reservations.prefill_tokens, worker.reservations.blocks, len(worker.reservations)
+            )
             for worker_id, worker in self.workers.items()
-            if len(worker.bookings)
+            if len(worker.reservations)
         }
 
-    def standings(self, live: LiveRequest) -> CandidateTable:
-        """All workers of a request's model, as they stand for it."""
-        return self._pools.get(live.arrived.model, self._nobody).standings(live, self._stores)
+    def candidate_table(self, live: LiveRequest) -> CandidateTable:
+        """Return the candidate table of a request's model for this request."""
+        return self.tables.get(live.arrived.model, self._nobody).candidate_table(live, self._stores)
 
     def check(self) -> None:
-        """Assert that index, bookings and tables agree."""
+        """Assert that index, reservations and tables agree."""
         self.index.check()
         for worker in self:
-            worker.bookings.check()
+            worker.reservations.check()
             worker.assumed.check()
-            worker.truth.check()
-        for pool in self._pools.values():
+            worker.accuracy.check()
+        for pool in self.tables.values():
             pool.check()
         assert self._cards is None or self._cards == tuple(self._new_cards())
 
     # Views.
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Models that some worker takes requests for; the longest of its workers says how long a request may be."""
+        """Return the models that a worker answers for; the worker with the longest context limits the length of a request."""
         if self._cards is None:
             self._cards = tuple(self._new_cards())
         return self._cards
@@ -233,7 +234,7 @@ class WorkerRegistry:
     def _new_cards(self) -> list[ModelCard]:
         cards: list[ModelCard] = []
         adapters = listed(worker.description for worker in self if not worker.draining)
-        for model, pool in self._pools.items():
+        for model, pool in self.tables.items():
             answering = [
                 worker.description for worker in pool.workers.values() if worker.decodes and not worker.draining
             ]
@@ -249,9 +250,9 @@ class WorkerRegistry:
                 )
             )
             card = cards[-1]
-            for name, (parent, adapter) in adapters.items():  # less those that are called as a model is
+            for name, (parent, adapter) in adapters.items():  # except adapters that have the name of a model
                 workers = sum(adapter in description.adapters for description in answering)
-                if parent == model and workers and name not in self._pools:
+                if parent == model and workers and name not in self.tables:
                     cards.append(
                         structs.replace(card, name=name, parent=model, revision=adapter.revision, workers=workers)
                     )
@@ -262,22 +263,22 @@ class WorkerRegistry:
         for worker in self:
             worker_id, model = worker.description.worker_id, worker.description.model
             cached = self.index.held_by(engine_cache_holder(worker_id)) + len(worker.assumed)
-            elsewhere = self._pools[model].booked_elsewhere(worker_id)
+            elsewhere = self.tables[model].booked_elsewhere(worker_id)
             pools.setdefault((model, worker.description.role), []).append(worker.snapshot(cached, elsewhere))
         return tuple(
             PoolSnapshot(model=model, role=role, workers=tuple(workers)) for (model, role), workers in pools.items()
         )
 
     def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
-        """Of all that answer: requests there, and the seconds that a prompt token takes, as placement sees them."""
-        for pool in self._pools.values():
+        """Yield for each answering worker its requests and the seconds per prompt token, as placement sees them."""
+        for pool in self.tables.values():
             yield from pool.paces()
 
     def recent(self, knowledge: Knowledge) -> tuple[int, int, CacheComparison]:
-        """Workers whose caches are known in this way, how many of those drift, and their latest comparisons together."""
-        truths = [worker.truth for worker in self if worker.truth.knowledge is knowledge]
-        drifting = sum(truth.drifting for truth in truths)
-        return len(truths), drifting, sum((truth.recent for truth in truths), start=CacheComparison())
+        """Return the number of workers whose caches are known in this way, how many of them drift, and their latest comparisons."""
+        truths = [worker.accuracy for worker in self if worker.accuracy.knowledge is knowledge]
+        drifting = sum(accuracy.drifting for accuracy in truths)
+        return len(truths), drifting, sum((accuracy.recent for accuracy in truths), start=CacheComparison())
 
     def stores(self) -> tuple[StoreSnapshot, ...]:
         return tuple(

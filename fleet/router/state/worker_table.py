@@ -1,6 +1,6 @@
-"""The workers of one model in a table that is kept as requests come and go, and what each has of a prompt.
+"""Worker table: the live values of all workers of one model, kept up to date as requests come and go.
 
-A request then costs one copy of the table, and as much more as there are workers that hold something of its prompt.
+A request costs one copy of the table, and more only for the workers that hold something of its prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,15 @@ from fleet.core.clock import Nanos
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import LoadReport, WorkerDescription
-from fleet.router.candidates import (
+from fleet.router.kv_index.assumed_cache import AssumedCache
+from fleet.router.kv_index.cache_accuracy import CacheAccuracy, Knowledge
+from fleet.router.kv_index.peer_prompts import PeerPrompts, PromptAnnouncements, deeper
+from fleet.router.kv_index.prefix_index import PrefixIndex, StoreNamespace, engine_cache_holder, store_tier_holder
+from fleet.router.kv_index.radix_tree import Keys, RadixTree
+from fleet.router.messages import ReservationTotals
+from fleet.router.native.costs import spread, spread_live
+from fleet.router.placement.candidate_table import CandidateTable, PoolTopology, ServingWorkers, limit
+from fleet.router.policy import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
     BELOW_BLOCKS,
@@ -35,15 +43,6 @@ from fleet.router.candidates import (
     Rows,
     token_seconds,
 )
-from fleet.router.kv_index.assumed_cache import AssumedCache
-from fleet.router.kv_index.cache_accuracy import CacheAccuracy, Knowledge
-from fleet.router.kv_index.peer_prompts import PeerPrompts, PromptAnnouncements, deeper
-from fleet.router.kv_index.prefix_index import PrefixIndex, StoreNamespace, engine_cache_holder, store_tier_holder
-from fleet.router.kv_index.radix_tree import Keys, RadixTree
-from fleet.router.messages import ReservationTotals
-from fleet.router.native.costs import spread, spread_live
-from fleet.router.placement.candidate_table import CandidateTable, ServingWorkers
-from fleet.router.placement.topology import PoolTopology, limit
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.lora import homes
@@ -66,18 +65,18 @@ class RegisteredWorker:
         believed_for: Nanos | None = None,
     ):
         self.description = description
-        self.truth = CacheAccuracy(knowledge)
+        self.accuracy = CacheAccuracy(knowledge)
         self.address = address
         self.request_limit = request_limit
-        self.draining = False  # changed by `WorkerTable` only
+        self.draining = False  # changed only by `WorkerTable`
         self.load = LoadReport(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
-        self.bookings = self._bookings(pool, believed_for)
+        self.reservations = self._reservations(pool, believed_for)
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
-        self.foretold = PeerPrompts(pool.foretold, self.bit)
+        self.peer_prompts = PeerPrompts(pool.peer_prompts, self.bit)
         self._believed_for = believed_for
         self._prompts = pool.prompts
-        self.adapters_booked: dict[str, int] = {}  # requests, by adapter
+        self.adapters_booked: dict[str, int] = {}  # requests by LoRA adapter
 
     def book_adapter(self, name: str) -> None:
         self.adapters_booked[name] = self.adapters_booked.get(name, 0) + 1
@@ -92,7 +91,7 @@ class RegisteredWorker:
         return self.description.role is not Role.PREFILL
 
     def assume(self, live: LiveRequest, now: Nanos) -> None:
-        """A request goes there: where nobody tells what is cached, its prompt is believed to be."""
+        """Assume that a request's prompt will be cached, if the worker does not report its cache."""
         if self._believed_for is not None:
             keys = live.keys(self.description.block_tokens)
             self.assumed.sent(keys, Nanos(now + self._believed_for))
@@ -100,13 +99,13 @@ class RegisteredWorker:
                 self._prompts.sent(self.description.worker_id, keys)
 
     def assume_told(self, keys: Keys, now: Nanos) -> None:
-        """Another router has sent a prompt there of which nobody else tells."""
+        """Assume that a prompt of a peer router will be cached, if the worker does not report its cache."""
         if self._believed_for is not None:
             self.assumed.sent(keys, Nanos(now + self._believed_for))
 
-    def _bookings(self, pool: "WorkerTable", believed_for: Nanos | None) -> WorkerReservations:
+    def _reservations(self, pool: "WorkerTable", believed_for: Nanos | None) -> WorkerReservations:
         size = self.description.block_tokens
-        if pool.prompts is None or believed_for is not None:  # of whom other routers believe what was sent there
+        if pool.prompts is None or believed_for is not None:  # peers assume the cache of such a worker from its prompts
             return WorkerReservations(size, pool.chains, self.bit)
         return AnnouncedReservations(size, pool.chains, self.bit, self.description.worker_id, pool.prompts)
 
@@ -121,46 +120,46 @@ class RegisteredWorker:
             kv_blocks_used=self.load.kv_blocks_used,
             kv_blocks=self.description.kv_blocks,
             cached_blocks=cached_blocks,
-            booked_requests=len(self.bookings),
+            booked_requests=len(self.reservations),
             booked_elsewhere=booked_elsewhere,
-            booked_blocks=self.bookings.blocks,
-            booked_prefill_tokens=self.bookings.prefill_tokens,
+            booked_blocks=self.reservations.blocks,
+            booked_prefill_tokens=self.reservations.prefill_tokens,
         )
 
 
 class BlockSizeGroup(Struct, frozen=True, kw_only=True):
-    """The workers of one block size: prompts have other keys for each."""
+    """The workers of one block size; the block keys of a prompt depend on the block size."""
 
     block_tokens: int
-    rows: Rows | None  # None: all of the pool
-    engines: Rows  # by the places of their bits in the index; -1: another's
-    live: Rows  # likewise in `WorkerTable.chains` and `WorkerTable.assumed`
+    rows: Rows | None  # rows of the workers; None: all
+    engines: Rows  # row by bit position in the prefix index; -1: another holder
+    live: Rows  # row by bit position in the table's radix trees
 
 
 class WorkerTable:
-    """All workers of one model, in order of joining."""
+    """All workers of one model, in the order of joining."""
 
     def __init__(self, settings: RouterSettings, index: PrefixIndex, prompts: PromptAnnouncements | None = None):
-        """Nobody has joined.
+        """Start without workers.
 
         Args:
-            settings: The router's.
-            index: Of all that tell what they hold.
-            prompts: What other routers are told; None: there are none.
+            settings: The router's settings.
+            index: The prefix index of all workers that report their caches.
+            prompts: The prompts that peer routers are told; None: there are no peers.
         """
         self._settings = settings
         self._index = index
         self.prompts = prompts
         self.workers: dict[WorkerId, RegisteredWorker] = {}
-        self.chains = RadixTree()  # of live requests
-        self.assumed = RadixTree()  # what is believed to be cached
-        self.foretold = RadixTree()  # marks of what other routers' requests are about to compute
+        self.chains = RadixTree()  # prompts of live requests
+        self.assumed = RadixTree()  # prompts that are assumed to be cached
+        self.peer_prompts = RadixTree()  # marks of prompts that peer routers' requests will compute
         self._bits = 0  # in use
-        self._shared: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # by other routers
+        self._shared: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # reservations of peer routers
         self._arrange()
 
     def take_bit(self) -> int:
-        """A bit for a worker that joins."""
+        """Return a free bit for a worker that joins."""
         bit = ~self._bits & (self._bits + 1)
         self._bits |= bit
         return bit
@@ -171,49 +170,49 @@ class WorkerTable:
 
     def leave(self, worker_id: WorkerId) -> None:
         worker = self.workers.pop(worker_id)
-        worker.bookings.close()
+        worker.reservations.close()
         worker.assumed.clear()
-        worker.foretold.clear()
+        worker.peer_prompts.clear()
         self._bits &= ~worker.bit
         self._arrange()
 
     def share(self, booked: Sequence[Mapping[WorkerId, ReservationTotals]]) -> None:
-        """What other routers have booked here, in place of what they had before."""
+        """Replace the reservations of peer routers."""
         self._shared = booked
         self._booked_elsewhere = self._sum_of_shared()
 
     def booked_elsewhere(self, worker_id: WorkerId) -> int:
-        """Requests that other routers have booked on a worker."""
+        """Return how many requests peer routers have reserved on a worker."""
         return sum(replica[worker_id].requests for replica in self._shared if worker_id in replica)
 
     def has_room_on(self, worker_id: WorkerId) -> bool:
-        """Whether a worker is below its limit."""
+        """Return whether a worker is below its limit."""
         worker, elsewhere = self.workers[worker_id], self._booked_elsewhere
-        there = 0 if elsewhere is None else elsewhere[REQUESTS, self.members.rows[worker_id]]
-        return bool(len(worker.bookings) + there < worker.request_limit)
+        there = 0 if elsewhere is None else elsewhere[REQUESTS, self.topology.rows[worker_id]]
+        return bool(len(worker.reservations) + there < worker.request_limit)
 
     def has_room(self) -> bool:
-        """Whether some worker that answers is below its limit, or none is left that could be."""
+        """Return whether an answering worker is below its limit, or no such worker is left."""
         elsewhere = self._booked_elsewhere
         usable = False
         for row, worker in enumerate(self.workers.values()):
             if worker.draining or not worker.decodes:
                 continue
             usable = True
-            requests = len(worker.bookings) + (0 if elsewhere is None else elsewhere[REQUESTS, row])
+            requests = len(worker.reservations) + (0 if elsewhere is None else elsewhere[REQUESTS, row])
             if requests < worker.request_limit:
                 return True
         return not usable
 
     def tune(self, settings: RouterSettings) -> None:
-        """Settings have changed."""
+        """Apply changed settings."""
         self._settings = settings
         for worker in self.workers.values():
             worker.request_limit = limit(worker.description, settings)
         self._arrange()
 
     def describe(self) -> None:
-        """Take in that a worker's description has changed."""
+        """Rebuild the table after a worker's description has changed."""
         self._arrange()
 
     def drain(self, worker_id: WorkerId) -> None:
@@ -226,13 +225,13 @@ class WorkerTable:
 
     def _now_serving(self) -> ServingWorkers:
         draining = np.array([worker.draining for worker in self.workers.values()], dtype=np.bool_)
-        return ServingWorkers.of(self.members, draining)
+        return ServingWorkers.of(self.topology, draining)
 
     def _arrange(self) -> None:
-        """Lay the table out anew: a worker joined or left, or describes itself otherwise."""
+        """Rebuild the table after a worker has joined or left, or its description has changed."""
         workers = list(self.workers.values())
         descriptions = [worker.description for worker in workers]
-        self.members = PoolTopology(descriptions, self._settings)
+        self.topology = PoolTopology(descriptions, self._settings)
         self._serving = self._now_serving()
         columns: Floats = np.zeros((QUANTITIES, len(workers)))
         for row, worker in enumerate(workers):
@@ -243,14 +242,16 @@ class WorkerTable:
             columns[BLOCK_TOKENS, row] = each.block_tokens
             columns[PREFILL_SPEED, row] = each.prefill_speed
             columns[DECODE_SPEED, row] = each.decode_speed
-            worker.bookings.keep_in(columns[:, row])
-        self._columns = columns
+            worker.reservations.keep_in(columns[:, row])
+        self.columns = columns
         self._booked_elsewhere = self._sum_of_shared()
         rows_of: dict[int, list[int]] = {}
         for row, each in enumerate(descriptions):
             rows_of.setdefault(each.block_tokens, []).append(row)
         self._sizes = [self._size(block_tokens, rows) for block_tokens, rows in rows_of.items()]
-        self._stores: list[tuple[StoreNamespace, int, Rows]] = []  # namespace, block size, who loads from it
+        self._stores: list[
+            tuple[StoreNamespace, int, Rows]
+        ] = []  # namespace, block size, rows of the workers that load from it
         self._converts: Floats = np.array(
             [float(each.kv is not None and not each.kv.is_at_rest) for each in descriptions], dtype=np.float64
         )
@@ -274,14 +275,14 @@ class WorkerTable:
                     elsewhere[REQUESTS, row] += booked.requests
         return elsewhere
 
-    def standings(self, live: LiveRequest, tiers: Mapping[StoreNamespace, Sequence[str]]) -> CandidateTable:
-        """All workers, as they stand for a request.
+    def candidate_table(self, live: LiveRequest, tiers: Mapping[StoreNamespace, Sequence[str]]) -> CandidateTable:
+        """Return the candidate table for a request.
 
         Args:
             live: The request.
-            tiers: Of stores, those that hold something.
+            tiers: By store namespace, the tiers that hold blocks.
         """
-        columns = self._columns.copy()
+        columns = self.columns.copy()
         if self._booked_elsewhere is not None:
             columns[:BOOKED] += self._booked_elsewhere
         warm = False
@@ -296,8 +297,8 @@ class WorkerTable:
             if not keys:
                 continue
             booked = self.chains.runs(keys)
-            if self.prompts is not None and self.foretold.begins(keys[0]):
-                booked = deeper(booked, self.foretold, keys)
+            if self.prompts is not None and self.peer_prompts.begins(keys[0]):
+                booked = deeper(booked, self.peer_prompts, keys)
             held = self._index.runs(keys)
             assumed = self.assumed.runs(keys)
             if not booked and not held and not assumed:
@@ -314,13 +315,13 @@ class WorkerTable:
         failed: Flags | None = None
         if live.failed_on:
             failed = np.array(
-                [(each.worker_id, each.incarnation) in live.failed_on for each in self.members.descriptions], np.bool_
+                [(each.worker_id, each.incarnation) in live.failed_on for each in self.topology.descriptions], np.bool_
             )
         adapter = live.arrived.adapter
         if adapter is None:
-            return CandidateTable(self.members, columns, self._serving, failed, warm)
-        found = homes(adapter, self.members, self.workers.values(), columns)
-        return CandidateTable(self.members, columns, self._serving, failed, warm=warm, homes=found)
+            return CandidateTable(self.topology, columns, self._serving, failed, warm)
+        found = homes(adapter, self.topology, self.workers.values(), columns)
+        return CandidateTable(self.topology, columns, self._serving, failed, warm=warm, homes=found)
 
     def _note_stores(
         self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[StoreNamespace, Sequence[str]]
@@ -353,24 +354,24 @@ class WorkerTable:
         )
 
     def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
-        """Of all that answer: requests there, and the seconds that a prompt token takes."""
-        columns = self._columns
-        for row, worker_id in enumerate(self.members.worker_ids):
-            if self.members.decodes[row]:
+        """Yield for each answering worker its requests and the seconds per prompt token."""
+        columns = self.columns
+        for row, worker_id in enumerate(self.topology.worker_ids):
+            if self.topology.decodes[row]:
                 elsewhere = 0.0 if self._booked_elsewhere is None else self._booked_elsewhere[REQUESTS, row]
                 yield worker_id, int(columns[REQUESTS, row] + elsewhere), token_seconds(columns, row)
 
     def check(self) -> None:
-        """Assert that what live requests hold is what they have booked."""
-        self.chains.check([chain for worker in self.workers.values() for chain in worker.bookings.chains()])
+        """Assert that the radix trees hold exactly the chains of the workers."""
+        self.chains.check([chain for worker in self.workers.values() for chain in worker.reservations.chains()])
         self.assumed.check([chain for worker in self.workers.values() for chain in worker.assumed.chains()])
-        self.foretold.check([chain for worker in self.workers.values() for chain in worker.foretold.chains()])
+        self.peer_prompts.check([chain for worker in self.workers.values() for chain in worker.peer_prompts.chains()])
         assert all(worker.bit & self._bits for worker in self.workers.values())
         assert len({worker.bit for worker in self.workers.values()}) == len(self.workers)
 
 
 def _row_at(rows: Mapping[int, int]) -> Rows:
-    """Rows by place of a bit, out of rows by bit."""
+    """Return an array of rows by bit position, from rows by bit."""
     found: Rows = np.full(max(rows).bit_length(), -1, dtype=np.intp)
     for bit, row in rows.items():
         found[bit.bit_length() - 1] = row

@@ -1,4 +1,4 @@
-"""Ways between a router and its workers in virtual time, which can be cut."""
+"""Channels: the paths of messages between a router and its workers in virtual time, which can be cut."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,25 +11,25 @@ Message = TypeVar("Message")
 
 
 class Channel(Generic[Message]):
-    """One way of a stream: what is said arrives a delay later, in order, however the kernel shuffles ties."""
+    """One direction of a stream. Messages arrive after a delay and in order, however the kernel shuffles ties."""
 
-    __slots__ = ("_delay", "_deliver", "_held_back", "_kernel", "_latest", "_said_at", "_under_way")
+    __slots__ = ("_delay", "_deliver", "_held_back", "_kernel", "_latest", "_sent_at", "_under_way")
 
     def __init__(self, kernel: Kernel, delay: Nanos, deliver: Callable[[Message], None]):
         self._kernel, self._delay, self._deliver = kernel, delay, deliver
-        self._under_way: deque[list[Message]] = deque()  # what was said in one instant arrives in one
+        self._under_way: deque[list[Message]] = deque()  # messages of one instant travel in one list
         self._latest: list[Message] = []
-        self._said_at: Nanos | None = None  # the latest
-        self._held_back: list[Message] | None = None  # while the way is cut
+        self._sent_at: Nanos | None = None  # instant of the messages in _latest
+        self._held_back: list[Message] | None = None  # a list while the channel is cut
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         kernel = self._kernel
         if self._held_back is not None:
             self._held_back.append(message)
-        elif self._said_at == kernel.instant:
+        elif self._sent_at == kernel.instant:
             self._latest.append(message)
         else:
-            self._said_at = kernel.instant
+            self._sent_at = kernel.instant
             self._latest = latest = [message]
             self._under_way.append(latest)
             kernel.after(self._delay, self._arrive)
@@ -39,24 +39,24 @@ class Channel(Generic[Message]):
         return self._held_back is not None
 
     def cut(self) -> None:
-        """Hold back what is said from now on."""
+        """Hold back all later messages."""
         self._held_back = []
 
     def restore(self) -> None:
-        """Send what was held back, in order."""
+        """End a cut and send the messages that were held back, in order."""
         held, self._held_back = self._held_back, None
         for message in held or ():
-            self.say(message)
+            self.send(message)
 
-    def forget(self) -> None:
-        """Lose what was held back."""
+    def drop_held(self) -> None:
+        """Drop the messages that were held back."""
         if self._held_back is not None:
             self._held_back = []
 
     def _arrive(self) -> None:
         messages = self._under_way.popleft()
         if messages is self._latest:
-            self._said_at = None  # what is said from now on arrives later
+            self._sent_at = None  # later messages of this instant need a list of their own
         deliver = self._deliver
         for message in messages:
             deliver(message)

@@ -1,6 +1,6 @@
-"""What may go wrong in a simulated cluster, and what its operators do to it, each at an instant.
+"""Faults: what may go wrong in a simulated cluster, and what its operators do to it, each at an instant.
 
-Nothing of this may cost a request: what was under way is done again elsewhere, and what nobody can do waits.
+No fault loses a request: attempts that were under way are repeated elsewhere, and requests that no worker can serve wait.
 """
 
 from msgspec import Struct
@@ -11,16 +11,16 @@ from fleet.core.roles import Role
 
 
 class WorkerLost(Struct, frozen=True, kw_only=True):
-    """A worker dies with its cache and its transfers, and another takes its place."""
+    """A worker dies with its cache and its transfers, and a successor takes its name."""
 
     at: Nanos
     worker: WorkerId
-    down: Nanos  # until its successor begins to start
-    start: Nanos | None = None  # that it needs to start; None: what its pool needs
+    down: Nanos  # until the successor begins to start
+    start: Nanos | None = None  # duration of the start; None: as its pool says
 
 
 class NodeLost(Struct, frozen=True, kw_only=True):
-    """All workers of a node die, and its store with them but for what is on its disks."""
+    """All workers of a node die, and its store loses everything that is not on disk."""
 
     at: Nanos
     node: StoreId
@@ -28,7 +28,7 @@ class NodeLost(Struct, frozen=True, kw_only=True):
 
 
 class WorkerSlow(Struct, frozen=True, kw_only=True):
-    """A worker takes so many times as long for each step: throttled, or with a bad neighbour."""
+    """A worker takes `factor` times as long for each step, for example because it is throttled."""
 
     at: Nanos
     worker: WorkerId
@@ -37,10 +37,10 @@ class WorkerSlow(Struct, frozen=True, kw_only=True):
 
 
 class NetworkCut(Struct, frozen=True, kw_only=True):
-    """Nothing passes between a worker and the router.
+    """No message passes between a worker and the router.
 
-    A short cut delays what they send. One that is longer than the router waits for a sign of life costs the worker its work: the
-    router places it elsewhere, and the worker gives it up. It comes back with what its cache holds.
+    A short cut delays the messages. In a cut that is longer than the router's heartbeat timeout, the router gives the worker up and
+    places its requests elsewhere, and the worker drops its attempts. It comes back with its cache.
     """
 
     at: Nanos
@@ -49,7 +49,7 @@ class NetworkCut(Struct, frozen=True, kw_only=True):
 
 
 class StoreLost(Struct, frozen=True, kw_only=True):
-    """The store of a node dies, with its pool; what is on disks is there again when it returns."""
+    """The store of a node dies with its pool; blocks on disk are there again when it returns."""
 
     at: Nanos
     node: StoreId
@@ -57,7 +57,7 @@ class StoreLost(Struct, frozen=True, kw_only=True):
 
 
 class RoleFlip(Struct, frozen=True, kw_only=True):
-    """A worker drains, and goes on in another role with the cache that it has. It never returns to the old one by itself."""
+    """A worker drains and continues in another role with its cache. It never returns to the old role by itself."""
 
     at: Nanos
     worker: WorkerId

@@ -1,13 +1,12 @@
-"""Links of the cluster, shared by what crosses them.
+"""Links of the simulated cluster, whose bandwidth is shared by the transfers on them.
 
 Rules:
 
-1. A *lane* is one way through one link: what a worker sends, what it receives, what a disk reads. It carries so many bytes a
-   second.
-2. A transfer crosses some lanes at once, and gets the smallest of its shares on them; a share is what all transfers of that lane
-   would get alike. (Max-min fairness would give some of them more, where others cannot use their share; that is seldom much.)
-3. Each transfer has its latency first, during which it takes no share.
-4. A lane that is closed loses what crosses it.
+1. A link is one direction of a network or disk connection, such as what a worker sends or what a disk reads. It has a bandwidth.
+2. A transfer uses one or several links at once. Each link divides its bandwidth evenly among its transfers, and a transfer gets the
+   smallest of its shares. (Max-min fairness would give some transfers more, where others cannot use their share.)
+3. Each transfer waits for its latency first, and takes no share meanwhile.
+4. A link that is closed loses its transfers.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,17 +21,17 @@ LinkName = NewType("LinkName", str)
 
 
 def outbound_link(worker: WorkerId) -> LinkName:
-    """What a worker sends to others."""
+    """Return the link by which a worker sends to others."""
     return LinkName(f"{worker} out")
 
 
 def inbound_link(worker: WorkerId) -> LinkName:
-    """What a worker gets from others."""
+    """Return the link by which a worker receives from others."""
     return LinkName(f"{worker} in")
 
 
 class Transfer:
-    """Bytes under way."""
+    """Bytes that are being moved."""
 
     __slots__ = ("done", "event", "left", "links", "lost", "rate", "since")
 
@@ -52,42 +51,42 @@ class Transfer:
 
 
 class Network:
-    """All lanes, and all that crosses them."""
+    """All links and their transfers."""
 
     def __init__(self, kernel: Kernel):
         self._kernel = kernel
         self._bandwidth: dict[LinkName, float] = {}
-        self._crossing: dict[LinkName, dict[Transfer, None]] = {}
+        self._transfers: dict[LinkName, dict[Transfer, None]] = {}
         self.moved_bytes = 0.0  # between workers
 
-    # Lanes.
+    # Links.
 
     def open(self, link: LinkName, bandwidth: float) -> None:
-        """A lane that carries so many bytes a second; nothing happens if it is open."""
+        """Open a link with a bandwidth in bytes a second, if it is not open."""
         assert bandwidth > 0, bandwidth
         if link not in self._bandwidth:
             self._bandwidth[link] = bandwidth
-            self._crossing[link] = {}
+            self._transfers[link] = {}
 
     def close(self, link: LinkName) -> None:
-        """What crosses it never arrives."""
+        """Close a link, if it is open; its transfers are lost."""
         if link not in self._bandwidth:
             return
-        crossing = list(self._crossing[link])
-        for transfer in crossing:
+        transfers = list(self._transfers[link])
+        for transfer in transfers:
             self._drop(transfer)
-        del self._bandwidth[link], self._crossing[link]
-        for transfer in crossing:
+        del self._bandwidth[link], self._transfers[link]
+        for transfer in transfers:
             if transfer.lost is not None:
                 transfer.lost()
 
     def join(self, worker: WorkerId, bandwidth: float) -> None:
-        """A worker that can send so many bytes a second, and receive as many."""
+        """Open the two links of a worker, each with the same bandwidth."""
         self.open(outbound_link(worker), bandwidth)
         self.open(inbound_link(worker), bandwidth)
 
     def leave(self, worker: WorkerId) -> None:
-        """A worker is gone; what it sent or received never arrives."""
+        """Close the links of a worker."""
         self.close(outbound_link(worker))
         self.close(inbound_link(worker))
 
@@ -102,7 +101,7 @@ class Network:
         done: Callable[[], None],
         lost: Callable[[], None] | None = None,
     ) -> None:
-        """Move bytes from worker to worker: `carry` over what the one sends and the other gets."""
+        """Move bytes from worker to worker; see `carry`."""
         self.moved_bytes += num_bytes
         self.carry((outbound_link(sender), inbound_link(receiver)), num_bytes, latency, done, lost)
 
@@ -114,16 +113,16 @@ class Network:
         done: Callable[[], None],
         lost: Callable[[], None] | None = None,
     ) -> None:
-        """Move bytes; `done` is called when the last one has come, `lost` when one of the lanes closes before."""
+        """Move bytes. `done` is called when the last byte has come, `lost` if one of the links closes before."""
         assert num_bytes > 0, num_bytes
         transfer = Transfer(links, num_bytes, done, lost, self._kernel.instant)
         self._kernel.after(latency, partial(self._begin, transfer))
 
     def seconds(self, links: Sequence[LinkName], num_bytes: float, latency: Nanos) -> float | None:
-        """How long one more transfer would take, if nothing changed meanwhile; None: a lane is closed."""
+        """Return the duration of one more transfer if nothing else changed; None if a link is closed."""
         if any(link not in self._bandwidth for link in links):
             return None
-        rate = min(self._bandwidth[link] / (len(self._crossing[link]) + 1) for link in links)
+        rate = min(self._bandwidth[link] / (len(self._transfers[link]) + 1) for link in links)
         return latency / SECOND + num_bytes / rate
 
     def _begin(self, transfer: Transfer) -> None:
@@ -133,7 +132,7 @@ class Network:
             return
         transfer.since = self._kernel.instant
         for link in transfer.links:
-            self._crossing[link][transfer] = None
+            self._transfers[link][transfer] = None
         self._share_out(transfer)
 
     def _end(self, transfer: Transfer) -> None:
@@ -144,19 +143,19 @@ class Network:
         if transfer.event is not None:
             cancel(transfer.event)
         for link in transfer.links:
-            self._crossing[link].pop(transfer, None)
+            self._transfers[link].pop(transfer, None)
         self._share_out(transfer)
 
     def _share_out(self, changed: Transfer) -> None:
-        """Give all transfers on the lanes of one that came or went their new shares."""
-        now, bandwidth, crossing = self._kernel.instant, self._bandwidth, self._crossing
+        """Recompute the shares of all transfers on the links of a transfer that began or ended."""
+        now, bandwidth, transfers = self._kernel.instant, self._bandwidth, self._transfers
         affected: dict[Transfer, None] = {}
         for link in changed.links:
-            affected.update(crossing[link])
+            affected.update(transfers[link])
         for transfer in affected:
             transfer.left -= transfer.rate * (now - transfer.since) / SECOND
             transfer.since = now
-            transfer.rate = min([bandwidth[link] / len(crossing[link]) for link in transfer.links])
+            transfer.rate = min([bandwidth[link] / len(transfers[link]) for link in transfer.links])
             if transfer.event is not None:
                 cancel(transfer.event)
             delay = round(max(0.0, transfer.left) / transfer.rate * SECOND)

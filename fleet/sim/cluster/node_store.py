@@ -1,22 +1,20 @@
-"""The KV store of one simulated node: blocks below the engines' memory, by name and number, with the links that they take.
+"""KV store of a simulated node: block names in tiers below the engines' memory, and the links that transfers take.
 
 Rules:
 
-1. Tiers are asked in order, the node's memory (the *pool*) first. Each has a capacity, an eviction policy and an admission, which
-   are `kvstore`'s own; the last tier may be one for all nodes.
-2. What an engine has computed is saved to the pool, and from there to each tier below whose admission takes it: when it is
-   saved, and when it is used. Nobody waits for that. What waits to go down is bounded; the rest is dropped.
-3. A load takes the leading blocks that an engine does not have, each from the first tier that has it, as long as loading them is
-   predicted to take less time than computing them (rule 4 of `kvstore.hierarchy.machine`). What comes from below stays in the pool.
-4. Blocks that are loaded are not evicted meanwhile.
-5. When the store is lost, so are its pool and all that was on its way; engines compute then. What is on disk, or elsewhere, is there
-   again when it returns.
+1. Tiers are searched in order, the node's memory (the pool) first. Each has a capacity, an eviction policy and an admission rule,
+   which are those of `kvstore`. The last tier may be shared by all nodes.
+2. Computed blocks are saved to the pool, and from there demoted to each lower tier that admits them: when they are saved, and when
+   they are used. Nobody waits for a demotion. The number of blocks that wait for one is bounded; the rest is dropped.
+3. A load takes the leading blocks that an engine does not have, each from the first tier that has it, as long as loading is
+   predicted to be faster than computing (rule 4 of `kvstore.hierarchy`). Blocks from lower tiers stay in the pool.
+4. Blocks are not evicted while they are loaded.
+5. A store that is lost loses its pool and all transfers; engines then compute. Lower tiers keep their blocks until it returns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Literal
 
 from msgspec import Struct
 
@@ -24,29 +22,12 @@ from fleet.core.clock import Nanos
 from fleet.core.ids import StoreId
 from fleet.hardware.latency.step_model import pairs
 from fleet.sim.cluster.network import LinkName, Network
+from fleet.sim.cluster.store_tiers import SimulatedTier, TierProfile
 from fleet.sim.engine.attempts import StepTimes
 from fleet.sim.kernel import Kernel
-from kvstore.eviction.policies import PolicyName, policy
-from kvstore.hierarchy.admission import ReuseAdmission
 from kvstore.messages import POOL_TIER
 
-MEMORY_BANDWIDTH = 150e9
-"""Bytes a second that a node's pool gives and takes: half of eight channels of DDR5-4800, since a copy reads and writes."""
-
-QUEUE_BLOCKS = 4096  # that may wait to go down to a tier, as `kvstore.hierarchy.machine.TierRule` has it
-
-
-class TierProfile(Struct, frozen=True, kw_only=True):
-    """One tier."""
-
-    name: str
-    blocks: int  # that fit
-    policy: PolicyName = "lru"
-    admission: Literal["all", "reuse"] = "all"  # reuse: what was seen before (`kvstore.hierarchy.admission`)
-    read_bandwidth: float = MEMORY_BANDWIDTH  # bytes a second, of one node
-    write_bandwidth: float = MEMORY_BANDWIDTH
-    latency: Nanos = Nanos(0)
-    shared: bool = False  # one for all nodes
+QUEUE_BLOCKS = 4096  # blocks that may wait for a demotion to one tier, as in `kvstore.hierarchy.TierRule`
 
 
 class StoreProfile(Struct, frozen=True, kw_only=True):
@@ -57,100 +38,13 @@ class StoreProfile(Struct, frozen=True, kw_only=True):
     block_tokens: int
 
 
-class SimulatedTier:
-    """What is in one tier: names only."""
-
-    def __init__(self, profile: TierProfile):
-        assert profile.blocks >= 1, profile
-        self.profile = profile
-        self._policy = policy(profile.policy)
-        self._admission: ReuseAdmission[int] | None = ReuseAdmission() if profile.admission == "reuse" else None
-        self._pins: dict[int, int] = {}  # loads that a block is part of, by name; of all blocks that are here
-        # Blocks whose turn to go came while they were loaded: the policy does not know them.
-        self._aside: dict[int, None] = {}
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._pins
-
-    def __len__(self) -> int:
-        return len(self._pins)
-
-    def names(self) -> list[int]:
-        return list(self._pins)
-
-    def admits(self, key: int, now: Nanos) -> bool:
-        """Note that a block was written or used; whether it is worth keeping here."""
-        return self._admission is None or self._admission.admits(key, 1, now)
-
-    def put(self, keys: Sequence[int], now: Nanos) -> tuple[list[int], list[int]]:
-        """Take blocks in, in the order of their chain; returns what is new here, and what had to go for it."""
-        pins, rule = self._pins, self._policy
-        new = [key for key in keys if key not in pins]
-        removed: list[int] = []
-        missing = len(pins) + len(new) - self.profile.blocks
-        if missing > 0:
-            own = set(keys)
-            while missing > 0 and (victim := rule.choose()) is not None:
-                rule.withdraw(victim)
-                if pins[victim]:
-                    self._aside[victim] = None
-                elif victim not in own:  # else it is admitted again below
-                    del pins[victim]
-                    removed.append(victim)
-                    missing -= 1
-            if missing > 0:
-                del new[-missing:]
-        pins.update(dict.fromkeys(new, 0))
-        self._use([key for key in keys if key in pins], now)
-        return new, removed
-
-    def pin(self, keys: Sequence[int]) -> None:
-        """Keep blocks that are here until `unpin`."""
-        for key in keys:
-            self._pins[key] += 1
-
-    def unpin(self, keys: Sequence[int], now: Nanos) -> None:
-        """Keep them no longer; they have been used."""
-        here = [key for key in keys if key in self._pins]
-        for key in here:
-            self._pins[key] -= 1
-        self._use(here, now)
-
-    def clear(self) -> list[int]:
-        """Lose everything; returns what it was."""
-        names = list(self._pins)
-        for key in names:
-            if key not in self._aside:
-                self._policy.withdraw(key)
-        self._pins.clear()
-        self._aside.clear()
-        return names
-
-    def _use(self, keys: Sequence[int], now: Nanos) -> None:
-        """Blocks that are here are used, tail first as the policies want it."""
-        admit, pins, aside = self._policy.admit, self._pins, self._aside
-        for key in reversed(keys):
-            if key in aside:
-                if pins[key]:
-                    continue
-                del aside[key]
-            admit(key, 1, now)
-
-    def check(self) -> None:
-        """Assert that the policy knows what may be evicted, and that it fits."""
-        assert len(self._pins) <= self.profile.blocks
-        assert len(self._policy) == len(self._pins) - len(self._aside)
-        assert all((key in self._policy) is (key not in self._aside) for key in self._pins)
-        assert all(self._pins[key] for key in self._aside)
-
-
 class TierChange(Struct, frozen=True):
-    """What a store tells its watchers."""
+    """Change of a store, as its watchers see it."""
 
     tier: str
     stored: Sequence[int] = ()
     removed: Sequence[int] = ()
-    reset: bool = False  # what was known of all its tiers is void
+    reset: bool = False  # all that was known of any tier of the store is void
 
 
 class _TierRun(Struct, frozen=True):
@@ -178,17 +72,17 @@ class NodeStore:
         store_id: StoreId,
         profile: StoreProfile,
         shared: Mapping[str, SimulatedTier],
-        tell: Callable[["NodeStore", SimulatedTier, TierChange], None],
+        notify: Callable[["NodeStore", SimulatedTier, TierChange], None],
     ):
-        """A store with nothing in it.
+        """Start an empty store.
 
         Args:
-            kernel: Its time.
-            network: Its links.
-            store_id: As the router knows it.
-            profile: What it has.
-            shared: The tiers that it has together with others, by name.
-            tell: Told of each change, with the tier that changed.
+            kernel: Virtual time.
+            network: Links of the cluster.
+            store_id: Id by which the router knows the store.
+            profile: Sizes and speeds.
+            shared: The tiers that it shares with other stores, by name.
+            notify: Called with each change and the tier that changed.
         """
         self._kernel = kernel
         self._network = network
@@ -197,18 +91,16 @@ class NodeStore:
         self.tiers = [shared.get(tier.name) or SimulatedTier(tier) for tier in profile.tiers]
         assert self.tiers[0].profile.name == POOL_TIER
         self._pool, self._below = self.tiers[0], self.tiers[1:]
-        self._tell = tell
+        self._notify = notify
         self._saving: dict[int, None] = {}
-        self._going_down: dict[str, dict[int, None]] = {tier.profile.name: {} for tier in self._below}
+        self._demoting: dict[str, dict[int, None]] = {tier.profile.name: {} for tier in self._below}
         self._waiters: list[tuple[set[int], Callable[[], None]]] = []
-        self.dropped = 0  # blocks that had no place in the queue of a tier
+        self.dropped = 0  # blocks that found no place in the queue of a tier
         self.up = False
         self.come()
 
-    # Coming and going.
-
     def come(self) -> None:
-        """Be there, with what is still in its tiers."""
+        """Start, with the blocks that are still in the tiers."""
         if self.up:
             return
         self.up = True
@@ -216,10 +108,10 @@ class NodeStore:
             self._network.open(self._link(tier, "read"), tier.profile.read_bandwidth)
             self._network.open(self._link(tier, "write"), tier.profile.write_bandwidth)
             if len(tier):
-                self._tell(self, tier, TierChange(tier.profile.name, stored=tier.names()))
+                self._notify(self, tier, TierChange(tier.profile.name, stored=tier.names()))
 
     def go(self) -> None:
-        """Be lost (rule 5)."""
+        """Die (rule 5)."""
         if not self.up:
             return
         self.up = False
@@ -227,7 +119,7 @@ class NodeStore:
         for tier in self.tiers:
             self._network.close(self._link(tier, "read"))
             self._network.close(self._link(tier, "write"))
-        self._tell(self, self._pool, TierChange(POOL_TIER, reset=True))
+        self._notify(self, self._pool, TierChange(POOL_TIER, reset=True))
         waiters, self._waiters = self._waiters, []
         for _, action in waiters:
             action()
@@ -235,12 +127,12 @@ class NodeStore:
     # Loads.
 
     def offer(self, attached_worker: AttachedWorker, keys: Sequence[int], here: int) -> int:
-        """How many leading blocks of a chain an engine has when it has loaded what is worth loading.
+        """Return how many leading blocks an engine has once it has loaded what is worth loading.
 
         Args:
-            attached_worker: Whose engine.
-            keys: Of the chain, as far as it may be loaded.
-            here: Blocks of it that the engine has.
+            attached_worker: The worker of the engine.
+            keys: The part of the chain that may be loaded.
+            here: Leading blocks that the engine has.
         """
         return here + sum(len(run.keys) for run in self._worth_loading(attached_worker, keys, here))
 
@@ -251,7 +143,7 @@ class NodeStore:
         here: int,
         ended: Callable[[Mapping[str, int] | None], None],
     ) -> None:
-        """Load what was offered just now; `ended` is told the tokens by tier, None when not all of it came."""
+        """Load what was just offered; `ended` is called with the tokens by tier, or with None if not all blocks came."""
         runs = self._worth_loading(attached_worker, keys, here)
         assert runs, "nothing was offered"
         left = len(runs)
@@ -295,7 +187,7 @@ class NodeStore:
         return worth
 
     def _runs(self, keys: Sequence[int]) -> list[_TierRun]:
-        """Blocks from the first on that some tier has, by tier."""
+        """Group the leading blocks that some tier has by tier."""
         places: list[tuple[SimulatedTier, int]] = []
         for key in keys:
             tier = next((tier for tier in self.tiers if key in tier), None)
@@ -312,17 +204,17 @@ class NodeStore:
         return tokens
 
     def _used(self, run: _TierRun) -> None:
-        """Blocks have come up, or were used in the pool."""
+        """Promote the blocks of a load to the pool, or offer used pool blocks to the lower tiers."""
         now = self._kernel.instant
         if run.tier is self._pool:
-            self._go_down(run.keys, now)
+            self._demote(run.keys, now)
         else:
-            self._take_in(run.keys, now)
+            self._store(run.keys, now)
 
     # Saves.
 
     def save(self, attached_worker: AttachedWorker, keys: Sequence[int]) -> None:
-        """An engine has computed blocks: copy those that are not here."""
+        """Copy the computed blocks of an engine that are not in the pool."""
         if not self.up:
             return
         new = [key for key in keys if key not in self._pool and key not in self._saving]
@@ -338,7 +230,7 @@ class NodeStore:
         )
 
     def when_saved(self, keys: Sequence[int], action: Callable[[], None]) -> None:
-        """Call when nothing of a chain is on its way to the pool any more: at once, where nothing is."""
+        """Call `action` as soon as no block of a chain is being saved, which may be at once."""
         coming = self._saving.keys() & set(keys)
         if coming:
             self._waiters.append((coming, action))
@@ -349,7 +241,7 @@ class NodeStore:
         for key in keys:
             self._saving.pop(key, None)
         if came and self.up:
-            self._take_in(keys, self._kernel.instant)
+            self._store(keys, self._kernel.instant)
         ready = []
         for waiter in self._waiters:
             waiter[0].difference_update(keys)
@@ -360,49 +252,48 @@ class NodeStore:
             for _, action in ready:
                 action()
 
-    def _take_in(self, keys: Sequence[int], now: Nanos) -> None:
+    def _store(self, keys: Sequence[int], now: Nanos) -> None:
+        """Put blocks into the pool and offer them to the lower tiers."""
         stored, removed = self._pool.put(keys, now)
         if stored or removed:
-            self._tell(self, self._pool, TierChange(POOL_TIER, stored, removed))
-        self._go_down([key for key in keys if key in self._pool], now)
+            self._notify(self, self._pool, TierChange(POOL_TIER, stored, removed))
+        self._demote([key for key in keys if key in self._pool], now)
 
-    def _go_down(self, keys: Sequence[int], now: Nanos) -> None:
+    def _demote(self, keys: Sequence[int], now: Nanos) -> None:
         for tier in self._below:
-            going = self._going_down[tier.profile.name]
-            wanted = [key for key in keys if tier.admits(key, now) and key not in tier and key not in going]
-            room = QUEUE_BLOCKS - len(going)
+            demoting = self._demoting[tier.profile.name]
+            wanted = [key for key in keys if tier.admits(key, now) and key not in tier and key not in demoting]
+            room = QUEUE_BLOCKS - len(demoting)
             self.dropped += max(0, len(wanted) - room)
             wanted = wanted[:room]
             if not wanted:
                 continue
-            going.update(dict.fromkeys(wanted))
+            demoting.update(dict.fromkeys(wanted))
             self._network.carry(
                 (self._link(tier, "write"),),
                 len(wanted) * self._profile.block_bytes,
                 tier.profile.latency,
-                partial(self._went_down, tier, wanted, came=True),
-                partial(self._went_down, tier, wanted, came=False),
+                partial(self._demoted, tier, wanted, came=True),
+                partial(self._demoted, tier, wanted, came=False),
             )
 
-    def _went_down(self, tier: SimulatedTier, keys: Sequence[int], *, came: bool) -> None:
-        going = self._going_down[tier.profile.name]
+    def _demoted(self, tier: SimulatedTier, keys: Sequence[int], *, came: bool) -> None:
+        demoting = self._demoting[tier.profile.name]
         for key in keys:
-            going.pop(key, None)
+            demoting.pop(key, None)
         if came:
             stored, removed = tier.put(keys, self._kernel.instant)
             if stored or removed:
-                self._tell(self, tier, TierChange(tier.profile.name, stored, removed))
+                self._notify(self, tier, TierChange(tier.profile.name, stored, removed))
 
-    # Lanes.
-
-    def _link(self, tier: SimulatedTier, way: str) -> LinkName:
-        return LinkName(f"{self.id} {tier.profile.name} {way}")
+    def _link(self, tier: SimulatedTier, direction: str) -> LinkName:
+        return LinkName(f"{self.id} {tier.profile.name} {direction}")
 
     def _load_links(self, attached_worker: AttachedWorker, tier: SimulatedTier) -> tuple[LinkName, ...]:
         return (self._link(tier, "read"), attached_worker.load_link)
 
     def check(self) -> None:
-        """Assert that tiers are in order, and that nobody waits while nothing is on its way."""
+        """Assert that the tiers are consistent, and that nobody waits for a save while none is under way."""
         for tier in self.tiers:
             tier.check()
         assert not self._waiters or self._saving

@@ -1,4 +1,4 @@
-"""Pools of a simulated cluster: what their workers are, and on which nodes they stand."""
+"""Pools of a simulated cluster: the profile of their workers, and the nodes of these."""
 
 from msgspec import Struct
 
@@ -10,7 +10,7 @@ from fleet.sim.results.outcomes import PredictionQuality
 
 
 class PoolProfile(Struct, frozen=True, kw_only=True):
-    """Workers that are alike: what the simulation has to know of their hardware, model and engine."""
+    """Hardware, model and engine of the workers of one pool."""
 
     name: str
     role: Role
@@ -22,19 +22,19 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     busy_watts: float  # of one GPU
     idle_watts: float
     kv_bytes_per_token: float  # of one worker
-    bandwidth: float  # bytes a second that a worker sends to others, and gets
+    bandwidth: float  # bytes a second between a worker and others, in each direction
     link_latency: Nanos
     start_time: Nanos  # from asking for a worker to its first request
-    prefill_speed: float = 1.0  # in proportion to the other pools
+    prefill_speed: float = 1.0  # relative to the other pools
     decode_speed: float = 1.0
     gpus_per_node: int = 8
-    host_bandwidth: float = 64e9  # bytes a second between a worker and its node's memory, each way
+    host_bandwidth: float = 64e9  # bytes a second between a worker and its node's memory, in each direction
     gpu: str = ""
     quality: PredictionQuality = PredictionQuality()
-    front: Nanos = Nanos(0)  # around the engine, of one request: HTTP, tokenizer, the scheduler's turn
-    front_per_token: float = 0.0  # nanoseconds more for each token of the prompt
+    front: Nanos = Nanos(0)  # time of one request outside the engine: HTTP, tokenizer, scheduling
+    front_per_token: float = 0.0  # additional nanoseconds for each prompt token
 
 
 def node_of(profile: PoolProfile, number: int) -> StoreId:
-    """The node of a pool's worker; of its first GPU, where it spans several. Pools have nodes of their own."""
+    """Return the node of a pool's worker, or of its first GPU if it spans several. Pools do not share nodes."""
     return StoreId(f"{profile.name}-node-{number * profile.gpus // profile.gpus_per_node}")

@@ -1,12 +1,12 @@
-"""One worker of the simulated cluster: its engine, what it says to the router, and what it does of what the router says.
+"""Simulated worker: its engine, the events that it sends to the router, and the commands that it executes.
 
 Rules:
 
-1. What it says and what it hears takes the way between the two, a message's time each (`fleet.sim.cluster.channels`).
-2. What a sequence generates is told with its first token, when it begins another block, and with its end: as the engine tells it.
-3. Prefill work ends with a hand-off. Where that goes through the node's store, it has ended when the store has its blocks.
-4. What it was told to do for a request that is over meanwhile, it does not do. New work is rejected while it drains, and lost
-   between two roles, when routers know it in neither.
+1. Events and commands travel through channels (`fleet.sim.cluster.channels`) and take a message delay each.
+2. Progress is sent as the engine reports it: with the first token, when an answer begins a new block, and with its end.
+3. A prefill ends with a handoff. If the handoff goes through the node's store, the prefill ends when the store has its blocks.
+4. A worker ignores an attempt whose request is over. It rejects new attempts while it drains, and loses them between two roles,
+   when the router knows it in neither.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ from fleet.router.messages import (
     request_of,
 )
 from fleet.sim.cluster.channels import Channel
-from fleet.sim.cluster.handoffs import Handoffs, params
+from fleet.sim.cluster.handoffs import Handoffs, handoff_params
 from fleet.sim.cluster.node_store import AttachedWorker, NodeStore
 from fleet.sim.cluster.pools import PoolProfile
 from fleet.sim.engine.attempts import Job, StepProgress
@@ -45,37 +45,37 @@ TOKEN = (0,)
 
 
 class SimulatedPrompt(Protocol):
-    """Names of blocks of one request."""
+    """Block names of one request."""
 
     chain: Sequence[int]  # the prompt's full blocks
-    answer_keys: Sequence[int]  # those that the answer fills, as far as they are known
+    answer_keys: Sequence[int]  # the blocks that the answer fills, as far as their names are known
 
 
 class SimulatedRequests(Protocol):
-    """What workers have to know of requests, and tell of them besides."""
+    """The requests of a world, as its workers need them."""
 
     def prompt(self, request_id: RequestId) -> SimulatedPrompt | None:
-        """None: it is over."""
+        """Return the block names of a request, or None if it is over."""
         ...
 
     def loaded(self, request_id: RequestId, tokens: Mapping[str, int]) -> None:
-        """So many tokens of its prompt came from a store, by tier."""
+        """Note how many of its prompt tokens came from each tier of a store."""
         ...
 
 
 class WorkerEnvironment(Struct, frozen=True, kw_only=True):
-    """What is around a worker."""
+    """Objects and callbacks that the workers of a cluster share."""
 
     kernel: Kernel
     message_delay: Nanos
-    hear: Callable[[RouterEvent], None]  # the router
+    to_router: Callable[[RouterEvent], None]
     handoffs: Handoffs
     requests: SimulatedRequests
-    ended: Callable[[WorkerId], None]  # told of a worker that is to change its role, when some of its work has ended
+    attempts_ended: Callable[[WorkerId], None]  # called when attempts of a worker that changes its role have ended
 
 
 class _Prefill(Struct, frozen=True):
-    """Prefill work that a worker has."""
+    """A prefill attempt of a worker."""
 
     prompt_tokens: int
     chain: Sequence[int]
@@ -83,11 +83,11 @@ class _Prefill(Struct, frozen=True):
 
 
 class SimulatedWorker:
-    """One incarnation, or several that a change of role has made of it."""
+    """One incarnation of a worker, or several between which it changed its role."""
 
     def __init__(
         self,
-        around: WorkerEnvironment,
+        environment: WorkerEnvironment,
         profile: PoolProfile,
         worker_id: WorkerId,
         node: StoreId,
@@ -98,47 +98,49 @@ class SimulatedWorker:
         store: NodeStore | None,
         attached_worker: AttachedWorker | None,
     ):
-        """A worker that is up, and has told nobody.
+        """Start a worker that has not announced itself.
 
         Args:
-            around: What is around it.
-            profile: Of its pool.
-            worker_id: Its name; another one comes under it when it is gone.
-            node: Where it is.
-            role: For now.
-            incarnation: A number that no other of this name had.
-            since: That it has its GPUs.
-            store: Of its node.
-            attached_worker: As which that knows it.
+            environment: What it shares with the other workers.
+            profile: Profile of its pool.
+            worker_id: Its name; a successor may take it later.
+            node: Its node.
+            role: Its role at first.
+            incarnation: A number that no other worker of this name has had.
+            since: Instant at which it got its GPUs.
+            store: Store of its node.
+            attached_worker: How this store knows it.
         """
-        self._requests, self._handoffs, self._ended = around.requests, around.handoffs, around.ended
+        self._requests, self._handoffs = environment.requests, environment.handoffs
+        self._attempts_ended = environment.attempts_ended
         self._store, self.attached_worker = store, attached_worker
-        self._prefilled: dict[RequestId, _Prefill] = {}  # prefill work that runs here
+        self._prefills: dict[RequestId, _Prefill] = {}
         self.profile = profile
         self.id = worker_id
         self.node = node
         self.role = role
-        self.flips_to: Role | None = None  # once it is idle, and takes no new work until then
+        self.flips_to: Role | None = None  # the next role; until then the worker drains
         self.away = False  # between two roles
         self.incarnation = incarnation
         self.since = since
-        self.until: Nanos | None = None  # that it is gone
-        supply = _WorkerBlockSupply(around.handoffs, around.requests, self, store)
+        self.until: Nanos | None = None  # instant of its death
+        supply = _WorkerBlockSupply(environment.handoffs, environment.requests, self, store)
         self.engine = VirtualEngine(
-            around.kernel,
+            environment.kernel,
             profile.times,
             profile.limits,
-            tell=self._told,
+            report=self._report,
             cache_changed=self._cache_changed,
             supply=supply,
         )
-        self.to_router: Channel[RouterEvent] = Channel(around.kernel, around.message_delay, around.hear)
-        self.from_router: Channel[Dispatch | CancelAttempt] = Channel(around.kernel, around.message_delay, self.execute)
+        kernel, delay = environment.kernel, environment.message_delay
+        self.to_router: Channel[RouterEvent] = Channel(kernel, delay, environment.to_router)
+        self.from_router: Channel[Dispatch | CancelAttempt] = Channel(kernel, delay, self.execute)
 
-    # What it says.
+    # Events to the router.
 
-    def announce(self, say: Callable[[RouterEvent], None]) -> None:
-        """Say what it is, and what it has."""
+    def announce(self, send: Callable[[RouterEvent], None]) -> None:
+        """Send the description of the worker and the content of its cache."""
         profile, limits = self.profile, self.profile.limits
         description = WorkerDescription(
             worker_id=self.id,
@@ -156,79 +158,79 @@ class SimulatedWorker:
             prefill_speed=profile.prefill_speed,
             decode_speed=profile.decode_speed,
         )
-        say(WorkerJoined(description=description, address=""))
+        send(WorkerJoined(description=description, address=""))
         if names := self.engine.names():
-            say(CacheAssumed(worker_id=self.id, stored=names, removed=[]))
+            send(CacheAssumed(worker_id=self.id, stored=names, removed=[]))
 
-    def tell_progress(self) -> None:
-        """Say what was generated until now: tokens that would have been sent one by one."""
-        self._told(self.engine.progress())
+    def report_progress(self) -> None:
+        """Send the progress up to now, which a real worker would have sent token by token."""
+        self._report(self.engine.progress())
 
-    def _told(self, told: list[StepProgress]) -> None:
-        """The engine has made a step."""
-        if self._prefilled:
-            told = [each for each in told if not self._told_when_saved(each)]
-        if told:
-            progress = tuple([self._progress(each) for each in told])
-            self.to_router.say(WorkerStepped(worker_id=self.id, progress=progress))
+    def _report(self, reports: list[StepProgress]) -> None:
+        """Send the progress that a step of the engine brought."""
+        if self._prefills:
+            reports = [each for each in reports if not self._reported_when_saved(each)]
+        if reports:
+            progress = tuple([self._progress(each) for each in reports])
+            self.to_router.send(WorkerStepped(worker_id=self.id, progress=progress))
         if self.flips_to is not None:
-            self._ended(self.id)
+            self._attempts_ended(self.id)
 
-    def _told_when_saved(self, told: StepProgress) -> bool:
-        """Whether it is told later, since the store has not all of its blocks."""
-        prefill, store = self._prefilled.get(told.attempt_id), self._store
+    def _reported_when_saved(self, report: StepProgress) -> bool:
+        """Postpone the end of a prefill until the store has its blocks; return False for other reports."""
+        prefill, store = self._prefills.get(report.attempt_id), self._store
         if prefill is None or prefill.kv_path is not KvPath.STORE or store is None:
             return False
-        event = WorkerStepped(worker_id=self.id, progress=(self._progress(told),))
-        store.when_saved(prefill.chain, partial(self._say_if_there, event))
+        event = WorkerStepped(worker_id=self.id, progress=(self._progress(report),))
+        store.when_saved(prefill.chain, partial(self._send_if_up, event))
         return True
 
-    def _say_if_there(self, event: WorkerStepped) -> None:
+    def _send_if_up(self, event: WorkerStepped) -> None:
         if self.until is None:
-            self.to_router.say(event)
+            self.to_router.send(event)
 
-    def _progress(self, told: StepProgress) -> Progress:
+    def _progress(self, report: StepProgress) -> Progress:
         handoff = None
-        if self._prefilled and (prefill := self._prefilled.pop(told.attempt_id, None)) is not None:
+        if self._prefills and (prefill := self._prefills.pop(report.attempt_id, None)) is not None:
             handoff = Handoff(
                 kv_path=prefill.kv_path,
                 prefill_worker=self.id,
                 fingerprint=FINGERPRINT,
                 num_tokens=prefill.prompt_tokens - 1,  # one has to be computed for its logits
-                params=params(told.attempt_id),
+                params=handoff_params(report.attempt_id),
             )
-            if self.engine.keeps(told.attempt_id):
-                self._handoffs.computed(self.id, told.attempt_id)
+            if self.engine.keeps(report.attempt_id):
+                self._handoffs.computed(self.id, report.attempt_id)
         return Progress(
-            request_id=told.attempt_id,
-            token_ids=TOKEN * told.tokens,
-            finish=Finish.LENGTH if told.ended else None,
-            kv=None if told.cached_tokens is None else _report(told.cached_tokens),
+            request_id=report.attempt_id,
+            token_ids=TOKEN * report.tokens,
+            finish=Finish.LENGTH if report.ended else None,
+            kv=None if report.cached_tokens is None else _kv_report(report.cached_tokens),
             handoff=handoff,
         )
 
     def _cache_changed(self, stored: list[int], removed: list[int]) -> None:
-        self.to_router.say(CacheAssumed(worker_id=self.id, stored=stored, removed=removed))
+        self.to_router.send(CacheAssumed(worker_id=self.id, stored=stored, removed=removed))
         if stored and self._store is not None and self.attached_worker is not None:
             self._store.save(self.attached_worker, stored)
 
-    # What it does.
+    # Commands from the router.
 
     def execute(self, command: Dispatch | CancelAttempt) -> None:
-        """What the router said has come."""
+        """Execute a command that has arrived; a dead worker, or one between two roles, loses it."""
         if self.until is not None or self.away:
-            return  # routers hear of that by themselves
+            return
         if isinstance(command, Dispatch):
             if self.flips_to is None:
                 self._start(command.start)
             else:
                 self._reject(command.start)
         else:
-            self._prefilled.pop(command.request_id, None)
+            self._prefills.pop(command.request_id, None)
             self.engine.cancel(command.request_id)
             self._handoffs.cancel(command.request_id)
             if self.flips_to is not None:
-                self._ended(self.id)
+                self._attempts_ended(self.id)
 
     def _start(self, start: Start) -> None:
         prompt = self._requests.prompt(request_of(start.request_id))
@@ -247,7 +249,7 @@ class SimulatedWorker:
         )
         if prefills:
             assert start.kv_path is not None
-            self._prefilled[job.attempt_id] = _Prefill(prompt_tokens, prompt.chain, start.kv_path)
+            self._prefills[job.attempt_id] = _Prefill(prompt_tokens, prompt.chain, start.kv_path)
         if handoff is not None and direct:
             self._handoffs.take(self.id, job, handoff)
         else:
@@ -255,18 +257,18 @@ class SimulatedWorker:
 
     def _reject(self, start: Start) -> None:
         rejected = Rejected(request_id=start.request_id, reason=Reason.DRAINING, message="this worker drains")
-        self.to_router.say(AttemptRejected(worker_id=self.id, rejected=rejected))
+        self.to_router.send(AttemptRejected(worker_id=self.id, rejected=rejected))
 
-    def give_up_all(self) -> None:
-        """Do nothing more of what the router said."""
+    def drop_all(self) -> None:
+        """Drop all attempts and all commands that were held back."""
         for attempt_id in self.engine.forget_all():
             self._handoffs.cancel(attempt_id)
-        self._prefilled.clear()
-        self.from_router.forget()
+        self._prefills.clear()
+        self.from_router.drop_held()
 
 
 class _WorkerBlockSupply:
-    """What a worker's engine need not compute: what a prefill worker keeps for it, and what its node's store holds."""
+    """Block supply of a worker's engine: blocks that a prefill worker keeps for it, and blocks in its node's store."""
 
     __slots__ = ("_block_tokens", "_handoffs", "_requests", "_store", "_worker")
 
@@ -302,11 +304,11 @@ class _WorkerBlockSupply:
         self._store.load(attached_worker, self._loadable(job), here, ended)
 
     def _loadable(self, job: Job) -> Sequence[int]:
-        """Of a prompt one token has to be computed for its logits."""
+        """Return the prompt blocks that need not be computed; one token has to be, for its logits."""
         return job.keys[: (job.prompt_tokens - 1) // self._block_tokens]
 
 
 @lru_cache(4096)
-def _report(cached_tokens: int) -> KvReport:
-    """The router looks at the number of cached tokens alone."""
+def _kv_report(cached_tokens: int) -> KvReport:
+    """Return a KV report with the cached tokens, the only field that the router reads."""
     return KvReport(prompt_blocks=0, origins=(), cached_tokens=cached_tokens)

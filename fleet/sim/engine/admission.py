@@ -1,11 +1,11 @@
-"""Work of a simulated engine until it generates: what waits for room, what is fetched, and whose prompt is computed.
+"""Admission of a simulated engine: attempts that wait for room, fetch blocks, or have their prompt computed.
 
 Rules:
 
-1. Work is admitted in the order of its arrival, when there is room for its prompt and one token more. What was pushed out is first.
-2. Blocks that come from elsewhere (`BlockSupply`) are asked for once, when there is room, and fetched into blocks taken for that;
-   meanwhile others are admitted. When they have come, or will not come, the work goes before all that waits for room.
-3. Prompts are computed in the order of admission, and of each at least one token, for its logits.
+1. Attempts are admitted in the order of arrival, if there is room for the prompt and one more token. Preempted ones go first.
+2. The block supply is asked once, when there is room. Fetched blocks come into blocks that are taken for them, and meanwhile
+   others are admitted. After the fetch, whether it succeeded or not, the attempt goes before all that wait for room.
+3. Prompts are computed in the order of admission. At least one token of each is computed, for its logits.
 """
 
 from collections import deque
@@ -26,60 +26,54 @@ class EngineAdmission:
         self._memory = memory
         self._supply = supply
         self._waiting: deque[SimulatedAttempt] = deque()
-        self._ready: deque[SimulatedAttempt] = (
-            deque()
-        )  # have their blocks: behind who waits for blocks, neither would go on
+        self._ready: deque[SimulatedAttempt] = deque()  # fetched; these hold blocks, so they must not wait for blocks
         self._fetching: dict[RequestId, SimulatedAttempt] = {}
         self._admitted = 0
         self.computing: deque[SimulatedAttempt] = deque()
-        """Those whose prompts are computed; to be read."""
+        """Attempts whose prompts are computed; read-only for others."""
 
     @property
     def waiting(self) -> int:
-        """Work that was not admitted yet."""
+        """Attempts that are not admitted yet."""
         return len(self._waiting) + len(self._ready) + len(self._fetching)
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for room."""
+        """True if an attempt waits for room."""
         return bool(self._waiting)
 
-    # Coming and going.
+    def wait(self, attempt: SimulatedAttempt) -> None:
+        """Queue an attempt that has arrived."""
+        self._waiting.append(attempt)
 
-    def wait(self, work: SimulatedAttempt) -> None:
-        """It has arrived."""
-        self._waiting.append(work)
+    def wait_again(self, attempt: SimulatedAttempt) -> None:
+        """Queue a preempted attempt."""
+        self._waiting.appendleft(attempt)
 
-    def wait_again(self, work: SimulatedAttempt) -> None:
-        """It was pushed out."""
-        self._waiting.appendleft(work)
-
-    def fetch(self, work: SimulatedAttempt) -> None:
-        """What it needs has been asked for, and it has room."""
-        self._fetching[work.job.attempt_id] = work
+    def fetch(self, attempt: SimulatedAttempt) -> None:
+        """Note that the attempt has room and that its blocks are being fetched."""
+        self._fetching[attempt.job.attempt_id] = attempt
 
     def fetched(self, attempt_id: RequestId) -> SimulatedAttempt | None:
-        """What was asked for has come, or will not; None: nobody waits for it any more."""
-        if (work := self._fetching.pop(attempt_id, None)) is not None:
-            self._ready.append(work)
-        return work
+        """Note that a fetch has ended and return its attempt; None if the attempt was cancelled."""
+        if (attempt := self._fetching.pop(attempt_id, None)) is not None:
+            self._ready.append(attempt)
+        return attempt
 
-    def leave(self, work: SimulatedAttempt) -> None:
-        """It is in no queue any more, if it was in one."""
-        self._fetching.pop(work.job.attempt_id, None)
+    def leave(self, attempt: SimulatedAttempt) -> None:
+        """Remove an attempt from the queues, if it is in one."""
+        self._fetching.pop(attempt.job.attempt_id, None)
         for queue in (self._waiting, self._ready, self.computing):
-            if work in queue:
-                queue.remove(work)
+            if attempt in queue:
+                queue.remove(attempt)
 
     def clear(self) -> None:
         self._fetching.clear()
         for queue in (self._waiting, self._ready, self.computing):
             queue.clear()
 
-    # Turns.
-
     def admit(self, running: int) -> None:
-        """Begin all prompts that there is room for, beside so many sequences that generate."""
+        """Admit all attempts that there is room for beside `running` generating ones."""
         waiting, ready, computing = self._waiting, self._ready, self.computing
         if not waiting and not ready:
             return
@@ -89,38 +83,38 @@ class EngineAdmission:
         while waiting and len(computing) < most:
             if not self._memory.admit(waiting[0]):
                 return
-            work = waiting.popleft()
-            if self._supply is None or work.asked or not self._ask(work, self._supply):
-                self._begin(work)
+            attempt = waiting.popleft()
+            if self._supply is None or attempt.asked or not self._ask(attempt, self._supply):
+                self._begin(attempt)
 
-    def _begin(self, work: SimulatedAttempt) -> None:
-        work.computed = min(work.computed, work.prompt_tokens - 1)
-        if work.cached is None:
-            work.cached = work.computed
+    def _begin(self, attempt: SimulatedAttempt) -> None:
+        attempt.computed = min(attempt.computed, attempt.prompt_tokens - 1)
+        if attempt.cached is None:
+            attempt.cached = attempt.computed
         self._admitted += 1
-        work.admitted = self._admitted
-        self.computing.append(work)
+        attempt.admitted = self._admitted
+        self.computing.append(attempt)
 
-    def _ask(self, work: SimulatedAttempt, supply: BlockSupply) -> bool:
-        """Whether blocks of a prompt that is about to be admitted come from elsewhere."""
-        work.asked = True
-        here = len(work.held)
-        coming = supply.offer(work.job, here)
+    def _ask(self, attempt: SimulatedAttempt, supply: BlockSupply) -> bool:
+        """Ask the block supply and begin a fetch; return False if there is nothing worth fetching."""
+        attempt.asked = True
+        here = len(attempt.held)
+        coming = supply.offer(attempt.job, here)
         if coming <= here * self._limits.block_tokens:
             return False
-        work.coming = coming
-        self.fetch(work)
-        supply.fetch(work.job, here)
+        attempt.coming = coming
+        self.fetch(attempt)
+        supply.fetch(attempt.job, here)
         return True
 
     def chunks(self, running: int) -> list[PromptChunk]:
-        """What the next step computes of prompts, oldest first, beside so many sequences that generate."""
+        """Return the prompt chunks of the next step, oldest prompt first, beside `running` generating attempts."""
         room = self._limits.step_tokens - running
         chunks = []
-        for work in self.computing:
+        for attempt in self.computing:
             if room <= 0:
                 break
-            count = min(room, work.prompt_tokens - work.computed)
-            chunks.append((work, count))
+            count = min(room, attempt.prompt_tokens - attempt.computed)
+            chunks.append((attempt, count))
             room -= count
         return chunks

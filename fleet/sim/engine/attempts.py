@@ -1,4 +1,4 @@
-"""Work of a simulated engine: what it is given, what it tells, and what it keeps of each piece meanwhile."""
+"""Attempts of a simulated engine: what the engine is given, what it reports, and the state that it keeps of each attempt."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,63 +9,63 @@ from fleet.core.ids import RequestId
 
 
 class StepTimes(Protocol):
-    """How long a step takes; `fleet.hardware.latency.step_model.StepModel` is one."""
+    """Duration of an engine step in seconds; `fleet.hardware.latency.step_model.StepModel` implements it."""
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float: ...
 
 
 class EngineLimits(Struct, frozen=True, kw_only=True):
-    """What an engine can hold."""
+    """Capacity of an engine."""
 
     kv_blocks: int
     block_tokens: int
     max_running: int  # sequences in one batch
-    step_tokens: int  # of one step, prompts and answers together
+    step_tokens: int  # tokens of one step, prompts and answers together
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """One piece of work."""
+    """One attempt, as a worker gives it to its engine."""
 
     attempt_id: RequestId
     prompt_tokens: int
     answer_tokens: int
-    keys: Sequence[int]  # of the prompt's full blocks
-    answer_keys: Sequence[int] = ()  # of those that the answer fills, as far as they are known
-    fetched_tokens: int = 0  # of the prompt, which come by hand-off
-    handed_off: bool = False  # somebody will fetch its blocks
+    keys: Sequence[int]  # block keys of the prompt's full blocks
+    answer_keys: Sequence[int] = ()  # block keys that the answer will fill, as far as they are known
+    fetched_tokens: int = 0  # prompt tokens that come by handoff
+    handed_off: bool = False  # a decode worker will fetch the blocks
 
 
 class StepProgress(Struct, frozen=True):
-    """What one step brought to one piece of work."""
+    """Progress that one step brought to one attempt."""
 
     attempt_id: RequestId
-    tokens: int  # since what was told before
+    tokens: int  # generated since the last report
     ended: bool
-    cached_tokens: int | None = None  # of the prompt; with the first token
+    cached_tokens: int | None = None  # cached prompt tokens; set with the first token
 
 
 class BlockSupply(Protocol):
-    """Where blocks can be had that an engine does not have."""
+    """Source of blocks that are not in the engine's memory: a prefill worker or the node's store."""
 
     def offer(self, job: Job, here: int) -> int:
-        """How many tokens of a prompt need not be computed if they are fetched, from its first on.
+        """Return how many leading prompt tokens need not be computed if their blocks are fetched.
 
         Args:
-            job: Whose prompt.
-            here: Blocks of it that the engine has.
+            job: The attempt.
+            here: Leading blocks of its prompt that the engine has.
 
         Returns:
-            No more than those of the blocks here, when fetching is not worth it.
+            At most the tokens of the blocks here, if fetching is not worth it.
         """
         ...
 
     def fetch(self, job: Job, here: int) -> None:
-        """Fetch what was offered just now; `SimulatedEngine.fetched` or `not_fetched` follows, and not at once."""
+        """Fetch what was just offered; `VirtualEngine.fetched` or `not_fetched` follows in a later event."""
         ...
 
 
 class SimulatedAttempt:
-    """A job in its engine: its sequence of tokens, as far as it has come. No Struct: most of it changes, and often."""
+    """State of an attempt in its engine. It is no Struct, because most fields change often."""
 
     __slots__ = (
         "admitted",
@@ -80,24 +80,22 @@ class SimulatedAttempt:
         "job",
         "own",
         "prompt_tokens",
+        "reported",
         "running",
-        "told",
     )
 
     def __init__(self, job: Job, coming: int = 0, *, asked: bool = False) -> None:
         self.job = job
-        self.prompt_tokens = job.prompt_tokens  # to be computed; after a pre-emption with what was generated
+        self.prompt_tokens = job.prompt_tokens  # tokens to compute; after a preemption these include the generated ones
         self.answer_tokens = job.answer_tokens
-        self.generated = 0  # while it does not run; else see `Batch.generated`
-        self.told = 0
+        self.generated = 0  # valid while the attempt does not run; see `VirtualBatch.generated`
+        self.reported = 0  # generated tokens that were reported
         self.computed = 0  # prompt tokens whose KV is here
-        self.coming = coming  # prompt tokens whose KV will be here when what is fetched has come
-        self.asked = asked  # whether blocks from elsewhere were asked for
+        self.coming = coming  # prompt tokens whose KV will be here after the fetch
+        self.asked = asked  # whether the block supply was asked
         self.cached: int | None = None
-        self.held: list[int] = []  # named blocks
-        self.own = 0  # blocks without a name
-        self.begun_at = (
-            0  # decode steps of the engine when its first token had come, less what it had generated by then
-        )
+        self.held: list[int] = []  # blocks with a name
+        self.own = 0  # number of blocks without a name
+        self.begun_at = 0  # decode steps of the engine at the attempt's first token, minus the tokens generated by then
         self.running = False
-        self.admitted = 0  # order
+        self.admitted = 0  # number in the order of admission

@@ -1,11 +1,11 @@
-"""The work of a simulated engine that generates, by decode steps.
+"""Batch of a simulated engine: the attempts that generate tokens, counted by decode steps.
 
 Rules:
 
-1. Every step gives a token to each of them. So what is due to one of them is due at a number of steps, which is known when it
-   joins: its end, when it needs another block, and when its progress is to be told.
-2. What is due lies in three heaps. Work that has left is still in them, and passed over when its turn comes; work that has left
-   and joined again is another, by the order in which it was admitted.
+1. Each decode step gives one token to every attempt. So the step at which something is due to an attempt is known when the
+   attempt joins: its end, its next block, and its next progress report.
+2. Due steps lie in three heaps. An entry of an attempt that has left stays in its heap and is skipped later. An attempt that
+   left and joined again is told apart by its number in the order of admission.
 """
 
 from collections.abc import Iterator
@@ -14,93 +14,91 @@ from heapq import heappop, heappush
 from fleet.sim.engine.attempts import SimulatedAttempt
 
 DueHeap = list[tuple[int, int, SimulatedAttempt]]
-"""A heap: after how many decode steps, the order of admission, whose."""
+"""Heap of (decode step, number in the order of admission, attempt)."""
 
 
 class VirtualBatch:
     """The batch of one engine."""
 
-    __slots__ = ("context", "ends", "grows", "running", "steps", "tells")
+    __slots__ = ("context", "ends", "grows", "reports", "running", "steps")
 
     def __init__(self) -> None:
         self.running = 0
-        self.context = 0  # tokens of all of them
-        self.steps = 0  # done
+        self.context = 0  # tokens of all running attempts
+        self.steps = 0  # decode steps done
         self.ends: DueHeap = []
         self.grows: DueHeap = []
-        self.tells: DueHeap = []
+        self.reports: DueHeap = []
 
-    def join(self, work: SimulatedAttempt) -> None:
-        """From now on it gets tokens; `grow_at` and `tell_at` say what else is due to it."""
-        generated = work.generated
-        work.running = True
-        work.begun_at = self.steps - generated
+    def join(self, attempt: SimulatedAttempt) -> None:
+        """Add an attempt; `grow_at` and `report_at` then register what else is due to it."""
+        generated = attempt.generated
+        attempt.running = True
+        attempt.begun_at = self.steps - generated
         self.running += 1
-        self.context += work.job.prompt_tokens + generated
-        heappush(self.ends, (work.begun_at + work.answer_tokens, work.admitted, work))
+        self.context += attempt.job.prompt_tokens + generated
+        heappush(self.ends, (attempt.begun_at + attempt.answer_tokens, attempt.admitted, attempt))
 
-    def leave(self, work: SimulatedAttempt) -> None:
-        """No more tokens; nothing happens if it gets none."""
-        if work.running:
-            generated = self.steps - work.begun_at
+    def leave(self, attempt: SimulatedAttempt) -> None:
+        """Remove an attempt, if it is running."""
+        if attempt.running:
+            generated = self.steps - attempt.begun_at
             self.running -= 1
-            self.context -= work.job.prompt_tokens + generated
-            work.generated = generated
-            work.running = False
+            self.context -= attempt.job.prompt_tokens + generated
+            attempt.generated = generated
+            attempt.running = False
 
-    def generated(self, work: SimulatedAttempt) -> int:
-        """Tokens of its answer, whether it runs or not."""
-        return self.steps - work.begun_at if work.running else work.generated
+    def generated(self, attempt: SimulatedAttempt) -> int:
+        """Return the tokens of its answer so far, whether it is running or not."""
+        return self.steps - attempt.begun_at if attempt.running else attempt.generated
 
     def advance(self, steps: int) -> int:
-        """So many steps are done; returns the tokens that they brought."""
+        """Count steps as done and return the tokens that they generated."""
         self.steps += steps
         tokens = self.running * steps
         self.context += tokens
         return tokens
 
-    # What is due.
+    def grow_at(self, attempt: SimulatedAttempt, generated: int) -> None:
+        """Register that the attempt needs another block at this answer length, unless it ends by then."""
+        if generated < attempt.answer_tokens:
+            heappush(self.grows, (attempt.begun_at + generated, attempt.admitted, attempt))
 
-    def grow_at(self, work: SimulatedAttempt, generated: int) -> None:
-        """It needs another block when its answer has so many tokens; what ends by then needs none."""
-        if generated < work.answer_tokens:
-            heappush(self.grows, (work.begun_at + generated, work.admitted, work))
-
-    def tell_at(self, work: SimulatedAttempt, generated: int) -> None:
-        """Its progress is to be told when its answer has so many tokens; the end is told anyway."""
-        if generated < work.answer_tokens:
-            heappush(self.tells, (work.begun_at + generated, work.admitted, work))
+    def report_at(self, attempt: SimulatedAttempt, generated: int) -> None:
+        """Register a progress report at this answer length; the end is reported anyway."""
+        if generated < attempt.answer_tokens:
+            heappush(self.reports, (attempt.begun_at + generated, attempt.admitted, attempt))
 
     def to_end(self) -> int:
-        """Steps to the next end; there must be one who runs."""
+        """Return the steps until the next attempt ends; at least one attempt must be running."""
         due = _next(self.ends)
         assert due is not None
         return due - self.steps
 
     def to_growth(self) -> int | None:
-        """Steps to the next one that needs a block, which may be past; None: all end before they need one."""
+        """Return the steps until an attempt needs a block (0 or less if it does now), or None if all end before."""
         due = _next(self.grows)
         return None if due is None else due - self.steps
 
     def due(self, heap: DueHeap) -> Iterator[SimulatedAttempt]:
-        """Those in one of the three heaps to whom something is due by now; they leave it."""
+        """Remove and yield the running attempts of a heap whose step has come."""
         while heap and heap[0][0] <= self.steps:
-            _, admitted, work = heappop(heap)
-            if work.running and work.admitted == admitted:
-                yield work
+            _, admitted, attempt = heappop(heap)
+            if attempt.running and attempt.admitted == admitted:
+                yield attempt
 
-    def check(self, works: list[SimulatedAttempt]) -> None:
-        """Assert that sums are those of the work that runs."""
-        running = [work for work in works if work.running]
+    def check(self, attempts: list[SimulatedAttempt]) -> None:
+        """Assert that the sums are those of the running attempts."""
+        running = [attempt for attempt in attempts if attempt.running]
         assert len(running) == self.running
-        assert sum(work.job.prompt_tokens + self.generated(work) for work in running) == self.context
+        assert sum(attempt.job.prompt_tokens + self.generated(attempt) for attempt in running) == self.context
 
 
 def _next(heap: DueHeap) -> int | None:
-    """When the first of a heap is due; what is no longer meant leaves it."""
+    """Return the first valid step of a heap and drop invalid entries before it."""
     while heap:
-        due, admitted, work = heap[0]
-        if work.running and work.admitted == admitted:
+        due, admitted, attempt = heap[0]
+        if attempt.running and attempt.admitted == admitted:
             return due
         heappop(heap)
     return None

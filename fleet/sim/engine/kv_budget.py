@@ -1,11 +1,11 @@
-"""The KV memory of one simulated engine, counted and not stored: a prefix cache over a budget of blocks.
+"""KV budget of a simulated engine: a prefix cache that counts blocks and stores no bytes.
 
 Rules:
 
-1. A block is free, held by sequences, or idle: nobody holds it, but it has a name and can be found again.
-2. Blocks without a name (prompts not computed yet, the tail of a prompt, answers) are a number each sequence owns.
-3. Room is made by forgetting the idle block that was released longest ago; a sequence releases its last block first, so that
-   the tail of a chain goes before its head.
+1. A block is free, held by sequences, or idle. An idle block is held by nobody, but has a name and can be found again.
+2. Blocks without a name are a number that each sequence owns: prompts that are not computed yet, partly filled blocks, answers.
+3. If no block is free, the idle block that was released first loses its name. A sequence releases its last block first, so the
+   tail of a chain is evicted before its head.
 """
 
 from collections import OrderedDict
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 
 class KvBudget:
-    """Blocks of one engine."""
+    """The blocks of one engine."""
 
     def __init__(self, blocks: int):
         assert blocks >= 1, blocks
         self._free = blocks
-        self._users: dict[int, int] = {}  # sequences that hold a named block; 0: it is idle
-        self._idle: OrderedDict[int, None] = OrderedDict()  # released longest ago first
+        self._users: dict[int, int] = {}  # named block -> sequences that hold it; 0 if it is idle
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of release
         self._stored: list[int] = []
         self._removed: list[int] = []
         self.blocks = blocks
@@ -35,7 +35,7 @@ class KvBudget:
         return self.blocks - self.available
 
     def leading(self, keys: Sequence[int]) -> int:
-        """How many blocks of a chain are here, from its first on."""
+        """Return the number of leading blocks of a chain that are here."""
         users = self._users
         if not keys or keys[0] not in users:
             return 0
@@ -46,7 +46,7 @@ class KvBudget:
         return sum(map(self._idle.__contains__, keys))
 
     def hold(self, keys: Sequence[int]) -> None:
-        """Hold blocks that are here."""
+        """Hold named blocks, which must be here."""
         users, idle = self._users, self._idle
         for key in keys:
             if not (before := users[key]):
@@ -54,7 +54,7 @@ class KvBudget:
             users[key] = before + 1
 
     def take(self, blocks: int) -> None:
-        """Own so many blocks without a name; there must be room (`available`)."""
+        """Take blocks without a name; as many must be `available`."""
         assert blocks <= self.available, (blocks, self.available)
         if (missing := blocks - self._free) > 0:
             forget, users = self._idle.popitem, self._users
@@ -67,13 +67,13 @@ class KvBudget:
             self._free -= blocks
 
     def give(self, blocks: int) -> None:
-        """Own so many blocks less."""
+        """Give blocks without a name back."""
         self._free += blocks
 
     def name(self, keys: Sequence[int]) -> list[int]:
-        """Give owned blocks their names, now that they are computed; returns the names given, which are held.
+        """Name owned blocks after they were computed; return the names that were given, and hold these.
 
-        The first of equal blocks takes the name; another one stays what it is until its sequence ends.
+        If a block of that name is here already, the owned block stays without a name until its sequence ends.
         """
         users = self._users
         named = [key for key in keys if key not in users]
@@ -82,7 +82,7 @@ class KvBudget:
         return named
 
     def release(self, keys: Sequence[int]) -> None:
-        """Hold named blocks no longer."""
+        """Stop holding named blocks."""
         users, idle = self._users, self._idle
         for key in reversed(keys):
             left = users[key] - 1
@@ -92,11 +92,11 @@ class KvBudget:
 
     @property
     def changed(self) -> bool:
-        """Whether `changes` has something to tell."""
+        """True if `changes` would return anything."""
         return bool(self._stored or self._removed)
 
     def changes(self) -> tuple[list[int], list[int]]:
-        """Names that came and are here, and names that went, since the last call. Some may be in both: they went first."""
+        """Return the names stored and removed since the last call. A name in both was removed first."""
         stored, removed = self._stored, self._removed
         if removed:
             users = self._users
@@ -105,7 +105,7 @@ class KvBudget:
         return stored, removed
 
     def names(self) -> list[int]:
-        """Of all blocks that can be found here."""
+        """Return the names of all blocks that can be found here."""
         return list(self._users)
 
     def check(self) -> None:

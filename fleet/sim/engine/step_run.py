@@ -1,7 +1,7 @@
-"""Steps of a simulated engine that are taken together.
+"""Step run: several steps of a simulated engine that are simulated as one event.
 
-While no prompt is computed, steps differ only by the length of contexts, and their times lie on a straight line: so the instant
-at which any number of them is done has a closed form, and so has the number that is done at an instant.
+While no prompt is computed, steps differ only by the length of their contexts, so their durations lie on a straight line.
+Closed forms then give the instant at which a number of steps is done, and the number of steps that are done at an instant.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from fleet.sim.engine.attempts import SimulatedAttempt
 from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 
 PromptChunk = tuple[SimulatedAttempt, int]
-"""Of whose prompt a step computes how many tokens."""
+"""An attempt, and the number of its prompt tokens that a step computes."""
 
 
 class StepRun:
-    """Steps, the n-th of which lasts `first + n * slope` seconds; one that computes prompts is alone."""
+    """Steps of which number n (from 0) lasts `first + n * slope` seconds. A step that computes prompts is a run of one."""
 
     __slots__ = ("began", "chunks", "end", "first", "prompt_tokens", "slope", "steps")
 
@@ -23,21 +23,21 @@ class StepRun:
         self, began: int, first: float, slope: float, steps: int, chunks: Sequence[PromptChunk], prompt_tokens: int
     ):
         self.began, self.first, self.slope, self.steps, self.chunks = began, first, slope, steps, chunks
-        self.prompt_tokens = prompt_tokens  # of the chunks
+        self.prompt_tokens = prompt_tokens  # sum over the chunks
         self.end: ScheduledEvent | None = None
 
     def until(self, steps: int) -> int:
-        """When so many of them are done."""
+        """Return the instant at which the first `steps` steps are done."""
         seconds = steps * self.first + self.slope * (steps * (steps - 1) / 2)
         return self.began + max(1, round(seconds * SECOND))
 
     def done(self, now: int) -> int:
-        """How many are over, if the last one is not."""
+        """Return how many steps are done; the run must not be over."""
         running = self._running_at(now)
         return running if running < self.steps and self.until(running) == now else running - 1
 
     def cut(self, kernel: Kernel, ended: Callable[[], None]) -> None:
-        """End with the step that runs now."""
+        """End the run with the step that is under way."""
         steps = self._running_at(kernel.instant)
         if steps < self.steps:
             self.forget()
@@ -45,17 +45,17 @@ class StepRun:
             self.end = kernel.at(self.until(steps), ended)
 
     def forget(self) -> None:
-        """The end will not come."""
+        """Cancel the event that ends the run."""
         if self.end is not None:
             cancel(self.end)
 
     def _running_at(self, now: int) -> int:
-        """The first number of steps that is not done before an instant: the root of a parabola, and the whole numbers beside it."""
+        """Return the smallest number of steps that is not done before `now`: the root of a parabola, corrected by whole steps."""
         elapsed = (now - self.began) / SECOND
         half, guess = 0.5 * self.slope, 1
         linear = self.first - half
         root = linear * linear + 4 * half * elapsed
-        if linear > 0 and root >= 0:  # 2c / (b + sqrt(b² + 4ac)), which holds for slopes of 0 too
+        if linear > 0 and root >= 0:  # 2c / (b + sqrt(b² + 4ac)) also holds for a slope of 0
             guess = min(self.steps, max(1, int(2 * elapsed / (linear + root**0.5)) + 1))
         while guess < self.steps and self.until(guess) < now:
             guess += 1

@@ -1,17 +1,17 @@
-"""One engine of the simulation: continuous batching with chunked prefill over a budget of KV blocks.
+"""Virtual engine: continuous batching with chunked prefill over a budget of KV blocks, in virtual time.
 
 Rules:
 
-1. A step gives one token to every running sequence, and what is left of `step_tokens` to prompts, oldest first. A prompt may
-   take several steps; its last one brings its first token.
-2. While no prompt waits to be computed, steps differ only by the length of contexts, and their times lie on a straight line. So
-   they are taken together, up to the next end of a sequence: one event, and every token's instant is still exact.
-3. Work that comes in the middle of such a stretch ends it with the step that runs.
-4. What is admitted when is `fleet.sim.engine.admission`'s. A sequence that needs a block when there is none left pushes out the one
-   admitted last, which starts again from its prompt and what it had generated (vLLM's pre-emption by recomputation).
-5. Work that is handed off keeps its blocks until they have been fetched (`release`).
-6. How far an answer has come is told when it begins another block (and no more often than `REPORT_TOKENS` tokens), which is all that a
-   router counts; and with `progress`, whenever somebody wants to know.
+1. A step gives one token to each running sequence, and the rest of `step_tokens` to prompts, oldest first. A prompt may take
+   several steps; its last step brings its first token.
+2. While no prompt is being computed, steps differ only by the length of their contexts. Such steps are simulated as one step
+   run, up to the next end of a sequence; the instant of every token is still exact.
+3. An attempt that arrives during a step run ends the run with the step that is under way.
+4. `fleet.sim.engine.admission` decides what is admitted. If a sequence needs a block and none is left, the attempt that was
+   admitted last is preempted. It starts again from its prompt and the tokens that it has generated (vLLM's recomputation).
+5. An attempt that is handed off keeps its blocks until they have been fetched (`release`).
+6. Progress is reported when an answer begins a new block, and at most every `REPORT_TOKENS` tokens: routers count blocks.
+   `progress` reports the rest at any time.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,23 +27,23 @@ from fleet.sim.engine.batch import VirtualBatch
 from fleet.sim.engine.memory import SimulatedKvMemory
 from fleet.sim.engine.step_run import PromptChunk, StepRun
 from fleet.sim.kernel import Kernel
-from fleet.sim.results.outcomes import Quantiles
+from fleet.sim.results.quantiles import Quantiles
 
-REPORT_TOKENS = 64  # generated tokens, at least, between two reports of a sequence's progress
+REPORT_TOKENS = 64  # generated tokens, at least, between two progress reports of an attempt
 
 
-_load = lru_cache(1 << 14)(power_share)
+_power_share = lru_cache(1 << 14)(power_share)
 
 
 class VirtualEngine:
-    """Prompts and answers of one worker. Tells `tell` what each step brought, and `cache_changed` what came and went."""
+    """Engine of one worker. It calls `report` with the progress of each step, and `cache_changed` with stored and removed blocks."""
 
     def __init__(
         self,
         kernel: Kernel,
         times: StepTimes,
         limits: EngineLimits,
-        tell: Callable[[list[StepProgress]], None],
+        report: Callable[[list[StepProgress]], None],
         cache_changed: Callable[[list[int], list[int]], None],
         supply: BlockSupply | None = None,
     ):
@@ -51,152 +51,152 @@ class VirtualEngine:
         self._seconds = times.seconds
         self._limits = limits
         self._block_tokens = limits.block_tokens
-        self._tell = tell
+        self._report = report
         self._cache_changed = cache_changed
         self._memory = SimulatedKvMemory(limits.kv_blocks, limits.block_tokens)
         self._cache = self._memory.cache
         self._admission = EngineAdmission(limits, self._memory, supply)
         self._batch = VirtualBatch()
-        self._works: dict[RequestId, SimulatedAttempt] = {}
-        self._kept: dict[RequestId, SimulatedAttempt] = {}  # until somebody has fetched their blocks
+        self._attempts: dict[RequestId, SimulatedAttempt] = {}
+        self._kept: dict[RequestId, SimulatedAttempt] = {}  # ended prefills whose blocks are not fetched yet
         self._step_run: StepRun | None = None
         self._slowed_by: list[float] = []
         self._slowness = 1.0
-        self.busy = Nanos(0)  # so far
-        self.weighted_busy = 0.0  # the same, each counted as the share of its power that a GPU drew in it
-        self.computed_tokens = 0  # of prompts
+        self.busy = Nanos(0)
+        self.weighted_busy = 0.0  # busy time, weighted by the share of its power range that a GPU drew
+        self.computed_tokens = 0  # prompt tokens
         self.generated_tokens = 0
-        self.gaps = Quantiles()  # between tokens of a sequence, ms
+        self.gaps = Quantiles()  # ms between two tokens of a sequence
         self.preempted = 0
 
     @property
     def held(self) -> int:
-        """Pieces of work that have not ended."""
-        return len(self._works)
+        """Attempts that have not ended."""
+        return len(self._attempts)
 
     @property
     def waiting(self) -> int:
-        """Of these, what was not admitted yet."""
+        """Attempts among `held` that are not admitted yet."""
         return self._admission.waiting
 
     @property
     def idle(self) -> bool:
-        """Whether there is no work, and nobody will fetch anything."""
-        return not self._works and not self._kept
+        """True if there is no attempt, and no block that a decode worker will fetch."""
+        return not self._attempts and not self._kept
 
     @property
     def kv_blocks_used(self) -> int:
         return self._cache.used
 
     def leading(self, keys: Sequence[int]) -> int:
-        """Blocks of a chain that are in the cache, from its first on."""
+        """Return the number of leading blocks of a chain that are in the cache."""
         return self._cache.leading(keys)
 
     def names(self) -> list[int]:
-        """Of all blocks in the cache."""
+        """Return the names of all blocks in the cache."""
         return self._cache.names()
 
-    # Work.
+    # Attempts.
 
     def submit(self, job: Job) -> None:
-        """Take work; it is admitted as soon as there is room."""
-        self._works[job.attempt_id] = work = SimulatedAttempt(job)
-        self._admission.wait(work)
+        """Queue an attempt; it is admitted as soon as there is room."""
+        self._attempts[job.attempt_id] = attempt = SimulatedAttempt(job)
+        self._admission.wait(attempt)
         self._interrupt()
 
     def fetch(self, job: Job) -> int | None:
-        """Take work whose prompt comes from elsewhere, and make room for it.
+        """Take an attempt whose prompt blocks come from a prefill worker, and make room for them.
 
         Returns:
-            Blocks that have to come (`fetched` says when they did); None when there is no room now: the work then waits as any other,
-            and what it needs is asked for again.
+            The number of blocks to fetch; `fetched` or `not_fetched` has to follow. None if there is no room now: the attempt is then
+            queued, and asks the block supply when it is admitted.
         """
-        work = SimulatedAttempt(job, job.fetched_tokens, asked=True)
-        if not self._memory.hold(work, self._cache.leading(job.keys)):
+        attempt = SimulatedAttempt(job, job.fetched_tokens, asked=True)
+        if not self._memory.hold(attempt, self._cache.leading(job.keys)):
             self.submit(job)
             return None
-        self._works[job.attempt_id] = work
-        self._admission.fetch(work)
-        return self._memory.missing(work)
+        self._attempts[job.attempt_id] = attempt
+        self._admission.fetch(attempt)
+        return self._memory.missing(attempt)
 
     def fetched(self, attempt_id: RequestId) -> None:
-        """All blocks have come."""
-        if (work := self._admission.fetched(attempt_id)) is None:
+        """Note that all blocks of a fetch have come."""
+        if (attempt := self._admission.fetched(attempt_id)) is None:
             return  # cancelled
-        work.computed = max(work.computed, work.coming)
-        self._memory.name_computed(work)
+        attempt.computed = max(attempt.computed, attempt.coming)
+        self._memory.name_computed(attempt)
         self._interrupt()
 
     def not_fetched(self, attempt_id: RequestId) -> None:
-        """They will not come: the prompt is computed from where the cache ends."""
+        """Note that a fetch has failed; the prompt is computed from where the cache ends."""
         if self._admission.fetched(attempt_id) is not None:
             self._interrupt()
 
     def cancel(self, attempt_id: RequestId) -> None:
-        """Forget a piece of work, if it is known."""
-        if (work := self._works.pop(attempt_id, None)) is None:
+        """Forget an attempt, if it is known."""
+        if (attempt := self._attempts.pop(attempt_id, None)) is None:
             return
-        self._stop(work)
-        self._admission.leave(work)
+        self._stop(attempt)
+        self._admission.leave(attempt)
         self._interrupt()
 
     def progress(self) -> list[StepProgress]:
-        """What running work has generated by now, and was not told; from here on it counts as told."""
+        """Return, once, the generated tokens that were not reported yet."""
         done = 0 if self._step_run is None else self._step_run.done(self._kernel.instant)
-        told = []
-        for work in self._works.values():
-            if work.running and (tokens := self._batch.generated(work) + done - work.told):
-                work.told += tokens
-                told.append(StepProgress(work.job.attempt_id, tokens, ended=False))
-        return told
+        reports = []
+        for attempt in self._attempts.values():
+            if attempt.running and (tokens := self._batch.generated(attempt) + done - attempt.reported):
+                attempt.reported += tokens
+                reports.append(StepProgress(attempt.job.attempt_id, tokens, ended=False))
+        return reports
 
     def keeps(self, attempt_id: RequestId) -> bool:
-        """Whether the blocks of work that was handed off are still here."""
+        """Return whether the blocks of a handed-off attempt are still here."""
         return attempt_id in self._kept
 
     def release(self, attempt_id: RequestId) -> None:
-        """The blocks of work that was handed off are needed no longer."""
-        if (work := self._kept.pop(attempt_id, None)) is not None:
-            self._stop(work)
+        """Free the blocks of a handed-off attempt."""
+        if (attempt := self._kept.pop(attempt_id, None)) is not None:
+            self._stop(attempt)
             if self._admission.wanted:
                 self._interrupt()
 
     def slow(self, factor: float) -> None:
-        """Take so many times as long for each step, from the next one on; once more than already, if something else lasts."""
+        """Multiply the duration of later steps by `factor`, on top of other slowdowns."""
         assert factor > 0, factor
         self._slowed_by.append(factor)
         self._slowness = prod(self._slowed_by)
         self._interrupt()
 
     def recover(self, factor: float) -> None:
-        """What slowed it so much is over."""
+        """End one slowdown by `factor`."""
         self._slowed_by.remove(factor)
         self._slowness = prod(self._slowed_by, start=1.0)
         self._interrupt()
 
     def forget_all(self) -> list[RequestId]:
-        """Cancel all work; the cache stays, and what is kept for others. Returns what work there was."""
-        works = list(self._works)
-        for attempt_id in works:
+        """Cancel all attempts and return their ids; the cache and the kept blocks stay."""
+        attempt_ids = list(self._attempts)
+        for attempt_id in attempt_ids:
             self.cancel(attempt_id)
-        return works
+        return attempt_ids
 
     def stop(self) -> None:
-        """Die, with all that is here; nothing is told any more."""
+        """Lose all attempts and kept blocks and report nothing any more, as when the process dies."""
         if self._step_run is not None:
             self._step_run.forget()
-        self._works.clear()
+        self._attempts.clear()
         self._kept.clear()
         self._admission.clear()
 
     # Steps.
 
     def _interrupt(self) -> None:
-        """End a stretch with the step that runs, or begin one."""
-        if (stretch := self._step_run) is None:
+        """End the step run with the step that is under way, or begin a step."""
+        if (step_run := self._step_run) is None:
             self._begin()
-        elif stretch.steps > 1:
-            stretch.cut(self._kernel, self._end)
+        elif step_run.steps > 1:
+            step_run.cut(self._kernel, self._end)
 
     def _begin(self) -> None:
         admission, batch, seconds, slowness = self._admission, self._batch, self._seconds, self._slowness
@@ -206,9 +206,9 @@ class VirtualEngine:
         chunks: Sequence[PromptChunk] = ()
         if admission.computing and (chunks := admission.chunks(running)):
             pairs = 0.0
-            for work, count in chunks:
+            for attempt, count in chunks:
                 tokens += count
-                pairs += count * (work.computed + 0.5 * count)
+                pairs += count * (attempt.computed + 0.5 * count)
             first = slowness * seconds(tokens, pairs, running, context)
         elif running:
             first = slowness * seconds(0, 0, running, context)
@@ -217,11 +217,11 @@ class VirtualEngine:
                 slope = (last - first) / (steps - 1)
         else:
             return
-        self._step_run = stretch = StepRun(self._kernel.instant, first, slope, steps, chunks, tokens)
-        stretch.end = self._kernel.at(stretch.until(steps), self._end)
+        self._step_run = step_run = StepRun(self._kernel.instant, first, slope, steps, chunks, tokens)
+        step_run.end = self._kernel.at(step_run.until(steps), self._end)
 
     def _steps_together(self) -> int:
-        """Steps up to the next end of a sequence, or to where blocks may run out."""
+        """Return the steps until a sequence ends or blocks may run out."""
         batch = self._batch
         steps = batch.to_end()
         worst = batch.running * (1 + steps // self._block_tokens)
@@ -230,132 +230,132 @@ class VirtualEngine:
         return steps
 
     def _end(self) -> None:
-        stretch, batch = self._step_run, self._batch
-        assert stretch is not None
+        step_run, batch = self._step_run, self._batch
+        assert step_run is not None
         self._step_run = None
-        lasted = self._kernel.instant - stretch.began
+        lasted = self._kernel.instant - step_run.began
         running = batch.running
         self.busy = Nanos(self.busy + lasted)
-        self.weighted_busy += lasted * _load(running + stretch.prompt_tokens)
-        told: list[StepProgress] = []
+        self.weighted_busy += lasted * _power_share(running + step_run.prompt_tokens)
+        reports: list[StepProgress] = []
         if running:
-            steps = stretch.steps
+            steps = step_run.steps
             self.gaps.add(lasted / steps / MILLISECOND, running * steps)
             if steps > 1:
                 self.generated_tokens += batch.advance(steps - 1)
             if batch.grows and batch.grows[0][0] <= batch.steps:
-                self._grow()  # before the last step: what ends with it had its blocks until then
+                self._grow()  # before the last step, because sequences that end with it hold their blocks until then
             self.generated_tokens += batch.advance(1)
             now = batch.steps
             if batch.ends and batch.ends[0][0] <= now:
-                self._end_due(told)
-            if batch.tells and batch.tells[0][0] <= now:
-                self._tell_due(told)
+                self._end_due(reports)
+            if batch.reports and batch.reports[0][0] <= now:
+                self._report_due(reports)
             if batch.grows and batch.grows[0][0] <= now:
                 self._grow()
-        for work, tokens in stretch.chunks:
-            self._computed(work, tokens, told)
+        for attempt, tokens in step_run.chunks:
+            self._computed(attempt, tokens, reports)
         self._begin()
         if self._cache.changed:
             stored, removed = self._cache.changes()
             if stored or removed:
                 self._cache_changed(stored, removed)
-        if told:
-            self._tell(told)
+        if reports:
+            self._report(reports)
 
-    def _computed(self, work: SimulatedAttempt, tokens: int, told: list[StepProgress]) -> None:
-        if work.job.attempt_id not in self._works:
+    def _computed(self, attempt: SimulatedAttempt, tokens: int, reports: list[StepProgress]) -> None:
+        if attempt.job.attempt_id not in self._attempts:
             return  # cancelled meanwhile
-        work.computed += tokens
+        attempt.computed += tokens
         self.computed_tokens += tokens
-        self._memory.name_computed(work)
-        if work.computed < work.prompt_tokens:
+        self._memory.name_computed(attempt)
+        if attempt.computed < attempt.prompt_tokens:
             return
-        self._admission.computing.remove(work)
-        work.generated += 1
+        self._admission.computing.remove(attempt)
+        attempt.generated += 1
         self.generated_tokens += 1
-        ended = work.generated == work.answer_tokens
-        if ended or work.generated == 1:
-            told.append(self._told(work, ended=ended))
+        ended = attempt.generated == attempt.answer_tokens
+        if ended or attempt.generated == 1:
+            reports.append(self._progress_of(attempt, ended=ended))
         if ended:
-            self._over(work)
+            self._over(attempt)
         else:
-            self._batch.join(work)
-            self._tell_later(work)
-            self._grow_later(work)
+            self._batch.join(attempt)
+            self._report_later(attempt)
+            self._grow_later(attempt)
 
-    def _end_due(self, told: list[StepProgress]) -> None:
-        for work in self._batch.due(self._batch.ends):
-            assert self._batch.generated(work) == work.answer_tokens, work.job
-            told.append(self._told(work, ended=True))
-            self._over(work)
+    def _end_due(self, reports: list[StepProgress]) -> None:
+        for attempt in self._batch.due(self._batch.ends):
+            assert self._batch.generated(attempt) == attempt.answer_tokens, attempt.job
+            reports.append(self._progress_of(attempt, ended=True))
+            self._over(attempt)
 
-    def _tell_due(self, told: list[StepProgress]) -> None:
-        for work in self._batch.due(self._batch.tells):
-            told.append(self._told(work, ended=False))
-            self._tell_later(work)
+    def _report_due(self, reports: list[StepProgress]) -> None:
+        for attempt in self._batch.due(self._batch.reports):
+            reports.append(self._progress_of(attempt, ended=False))
+            self._report_later(attempt)
 
-    def _tell_later(self, work: SimulatedAttempt) -> None:
-        """When its next block begins."""
-        prompt, size = work.job.prompt_tokens, self._block_tokens
-        tokens = prompt + self._batch.generated(work) + max(0, REPORT_TOKENS - size)
-        self._batch.tell_at(work, -(-tokens // size) * size + 1 - prompt)
+    def _report_later(self, attempt: SimulatedAttempt) -> None:
+        """Schedule the next progress report: when the answer begins a new block."""
+        prompt, size = attempt.job.prompt_tokens, self._block_tokens
+        tokens = prompt + self._batch.generated(attempt) + max(0, REPORT_TOKENS - size)
+        self._batch.report_at(attempt, -(-tokens // size) * size + 1 - prompt)
 
     def _grow(self) -> None:
-        """Blocks for what has been generated."""
-        for work in self._batch.due(self._batch.grows):
+        """Take blocks for the generated tokens."""
+        for attempt in self._batch.due(self._batch.grows):
             while not self._cache.available:
-                if self._preempt() is work:
+                if self._preempt() is attempt:
                     break
             else:
-                self._memory.grow(work)
-                self._grow_later(work)
+                self._memory.grow(attempt)
+                self._grow_later(attempt)
 
-    def _grow_later(self, work: SimulatedAttempt) -> None:
-        """When the next token has no room in the blocks that it has."""
-        self._batch.grow_at(work, self._memory.room(work) - work.job.prompt_tokens)
+    def _grow_later(self, attempt: SimulatedAttempt) -> None:
+        """Schedule the next growth: when the next token has no room in the attempt's blocks."""
+        self._batch.grow_at(attempt, self._memory.room(attempt) - attempt.job.prompt_tokens)
 
     def _preempt(self) -> SimulatedAttempt:
-        """Push out what was admitted last; returns it."""
-        running = (work for work in self._works.values() if work.running)
-        work = max(running, key=lambda each: each.admitted)
-        self._stop(work)
-        work.prompt_tokens = work.job.prompt_tokens + work.generated
-        self._admission.wait_again(work)
+        """Preempt the running attempt that was admitted last, and return it."""
+        running = (attempt for attempt in self._attempts.values() if attempt.running)
+        attempt = max(running, key=lambda each: each.admitted)
+        self._stop(attempt)
+        attempt.prompt_tokens = attempt.job.prompt_tokens + attempt.generated
+        self._admission.wait_again(attempt)
         self.preempted += 1
-        return work
+        return attempt
 
     # Ends.
 
-    def _told(self, work: SimulatedAttempt, *, ended: bool) -> StepProgress:
-        generated = self._batch.generated(work)
-        tokens, work.told = generated - work.told, generated
-        return StepProgress(work.job.attempt_id, tokens, ended, work.cached if tokens == generated else None)
+    def _progress_of(self, attempt: SimulatedAttempt, *, ended: bool) -> StepProgress:
+        generated = self._batch.generated(attempt)
+        tokens, attempt.reported = generated - attempt.reported, generated
+        return StepProgress(attempt.job.attempt_id, tokens, ended, attempt.cached if tokens == generated else None)
 
-    def _over(self, work: SimulatedAttempt) -> None:
-        """All its tokens have come."""
-        job = work.job
-        self._memory.name_answer(work)
-        del self._works[job.attempt_id]
+    def _over(self, attempt: SimulatedAttempt) -> None:
+        """End an attempt that has generated all its tokens."""
+        job = attempt.job
+        self._memory.name_answer(attempt)
+        del self._attempts[job.attempt_id]
         if job.handed_off:
-            self._kept[job.attempt_id] = work
-            self._batch.leave(work)
+            self._kept[job.attempt_id] = attempt
+            self._batch.leave(attempt)
         else:
-            self._stop(work)
+            self._stop(attempt)
 
-    def _stop(self, work: SimulatedAttempt) -> None:
-        """Out of the batch, and its blocks with it."""
-        self._batch.leave(work)
-        self._memory.free(work)
+    def _stop(self, attempt: SimulatedAttempt) -> None:
+        """Remove an attempt from the batch and free its blocks."""
+        self._batch.leave(attempt)
+        self._memory.free(attempt)
 
     def check(self) -> None:
-        """Assert that sums are those of the work, and that all tokens have room."""
+        """Assert that the sums are those of the attempts, and that all tokens have room."""
         self._cache.check()
-        works = list(self._works.values())
-        self._batch.check(works)
-        assert self.waiting + len(self._admission.computing) + self._batch.running == len(works)
-        assert not self._kept.keys() & self._works.keys()
-        for work in works:
-            if work.running:
-                tokens = work.job.prompt_tokens + self._batch.generated(work)
-                assert self._memory.room(work) >= tokens, work.job
+        attempts = list(self._attempts.values())
+        self._batch.check(attempts)
+        assert self.waiting + len(self._admission.computing) + self._batch.running == len(attempts)
+        assert not self._kept.keys() & self._attempts.keys()
+        for attempt in attempts:
+            if attempt.running:
+                tokens = attempt.job.prompt_tokens + self._batch.generated(attempt)
+                assert self._memory.room(attempt) >= tokens, attempt.job

@@ -1,9 +1,9 @@
-"""The highest load at which a scenario keeps its SLO.
+"""Capacity search: the highest load at which a scenario keeps its SLO.
 
-Attainment falls as the load grows, but for noise. So: double the load until it is missed, then halve the distance between the
-highest load that kept it and the lowest that did not, until they are `CLOSE`. The load is the rate of arrivals; of clients that
-wait for answers it is their number. Every try has the same requests in the same order, and is a point of the curve. Both loads that
-may come after the one that runs can run beside it: what nobody asks for is no point.
+Attainment falls with the load, apart from noise. So the load is doubled until the SLO is missed. Then the distance between the
+highest load that kept it and the lowest that missed it is halved until it is at most `CLOSE`. The load is the rate of arrivals, or the
+number of users if these wait for answers. Every run has the same requests in the same order, and is a point of the curve. Both
+loads that may follow the present one can run beside it; a run that turns out not to be needed is no point.
 """
 
 from collections import deque
@@ -14,21 +14,21 @@ from pathlib import Path
 from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.sim.experiments.load_curve import LoadRuns, tries
+from fleet.sim.experiments.load_curve import LoadRuns, load_runs
 from fleet.sim.scenario import Scenario, scaled, waiting_users
 
 CLOSE = 0.02
-"""Relative distance of the two loads between which the answer lies."""
+"""Relative distance of the two final loads."""
 
 MOST_DOUBLINGS = 20
-MOST_HALVINGS = 8  # at so low a rate requests are alone
+MOST_HALVINGS = 8  # at so low a rate each request is alone
 
 
 class CapacityPoint(Struct, frozen=True, kw_only=True):
-    """One load that was tried."""
+    """The run at one load."""
 
-    rate: float  # requests a second
-    users: int  # clients that wait for answers; 0: they do not
+    rate: float  # requests per second
+    users: int  # users that wait for answers; 0: requests come at a rate
     attainment: float
     goodput_rps: float
     ttft_ms: float  # p90
@@ -37,16 +37,16 @@ class CapacityPoint(Struct, frozen=True, kw_only=True):
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
-    """What `fleet sim capacity --json` prints."""
+    """Output of `fleet sim capacity --json`."""
 
-    rate: float  # requests a second
+    rate: float  # requests per second
     rate_per_gpu: float
     users: int
     attainment: float  # at that rate
     wanted: float
     goodput_rps: float
     tries: int
-    curve: tuple[CapacityPoint, ...]  # attainment over load: all that was tried, by load
+    curve: tuple[CapacityPoint, ...]  # all runs, by load
 
 
 def capacity(
@@ -58,26 +58,26 @@ def capacity(
     processes: int = 1,
     tried: Callable[[CapacityPoint], None] | None = None,
 ) -> Capacity:
-    """Search.
+    """Search for the capacity of a scenario.
 
     Args:
-        scenario: Its own rate, its trace's, or its number of users is the first that is tried.
-        folder: That its paths are relative to.
-        wanted: Share of requests that keep the SLO.
-        points: So many loads more are tried, at equal distances up to one and a half times the answer.
-        processes: Tries at a time; the answer is the same.
-        tried: Told of each try.
+        scenario: The scenario; its own load is tried first.
+        folder: Folder that its paths are relative to.
+        wanted: Share of requests that have to keep the SLO.
+        points: Number of further loads to run, at equal distances up to 1.5 times the capacity.
+        processes: Runs at a time; the result is the same.
+        tried: Called with each run.
 
     Raises:
-        ConfigurationRefused: The scenario cannot be run; or no load keeps its SLO, however low, or every one does.
+        ConfigurationRefused: The scenario cannot be run; or no load keeps its SLO, however low; or every load does.
     """
-    with tries(scenario, folder, processes) as run:
-        search = _Search(scenario, run, wanted, tried)
+    with load_runs(scenario, folder, processes) as runs:
+        search = _Search(scenario, runs, wanted, tried)
         low, high = _bracket(search)
         while high / low > 1 + CLOSE and not search.same(low, high):
             middle = _middle(low, high)
             if search.same(low, middle) or search.same(middle, high):
-                break  # there is no number of users in between
+                break  # no number of users lies in between
             search.expect(islice(_middles(low, high), 1, None))
             low, high = (middle, high) if search.keeps(middle) else (low, middle)
         best = search.at(low)
@@ -99,28 +99,30 @@ def capacity(
 
 
 class _Search:
-    """Loads that have been tried, in units of the scenario's own."""
+    """Runs of a search, by load as a factor of the scenario's own."""
 
-    def __init__(self, scenario: Scenario, run: LoadRuns, wanted: float, tried: Callable[[CapacityPoint], None] | None):
-        self._scenario, self._run, self._wanted, self._tried = scenario, run, wanted, tried
+    def __init__(
+        self, scenario: Scenario, runs: LoadRuns, wanted: float, tried: Callable[[CapacityPoint], None] | None
+    ):
+        self._scenario, self._runs, self._wanted, self._tried = scenario, runs, wanted, tried
         self.points: dict[float, CapacityPoint] = {}
 
     def expect(self, loads: Iterable[float]) -> None:
-        """Loads that may be tried after the next one."""
-        self._run.expect(load for load in loads if load not in self.points)
+        """Announce loads that may be tried after the next one."""
+        self._runs.expect(load for load in loads if load not in self.points)
 
     def keeps(self, load: float) -> bool:
         return self.at(load).attainment >= self._wanted
 
     def same(self, load: float, other: float) -> bool:
-        """Whether two loads are the same number of users."""
+        """Return whether two loads mean the same number of users."""
         users = waiting_users(scaled(self._scenario, load))
         return 0 < users == waiting_users(scaled(self._scenario, other))
 
     def at(self, load: float) -> CapacityPoint:
         if (known := self.points.get(load)) is not None:
             return known
-        ran = self._run.at(load)
+        ran = self._runs.at(load)
         outcome = ran.outcome
         point = CapacityPoint(
             rate=ran.rate,
@@ -138,7 +140,7 @@ class _Search:
 
 
 def _bracket(search: _Search) -> tuple[float, float]:
-    """Two loads, one twice the other, of which the lower keeps the SLO."""
+    """Return two loads, one twice the other, of which only the lower one keeps the SLO."""
     load = 1.0
     search.expect((2 * load, load / 2))
     if search.keeps(load):
@@ -148,7 +150,7 @@ def _bracket(search: _Search) -> tuple[float, float]:
                 return load, 2 * load
             load *= 2
         raise ConfigurationRefused(
-            f"slo: is kept at {load:g} times the load as well: the workload is too short to tell"
+            f"slo: is still kept at {load:g} times the load: the workload is too short to find the limit"
         )
     for _ in range(MOST_HALVINGS):
         if search.same(load / 2, load):
@@ -158,7 +160,7 @@ def _bracket(search: _Search) -> tuple[float, float]:
             return load / 2, load
         load /= 2
     raise ConfigurationRefused(
-        "slo: is kept at no rate: too many requests take longer even alone; raise it, or take faster workers"
+        "slo: is kept at no rate: too many requests take longer even alone; raise it, or use faster workers"
     )
 
 
@@ -167,7 +169,7 @@ def _middle(low: float, high: float) -> float:
 
 
 def _middles(low: float, high: float) -> Iterator[float]:
-    """Loads that may be tried after the one between two: those between either and it, and so on."""
+    """Yield the loads that may be tried between two loads, breadth first."""
     spans = deque([(low, high)])
     while spans:
         low, high = spans.popleft()

@@ -1,7 +1,7 @@
-"""Two scenarios side by side, seed by seed.
+"""Comparison of two scenarios, seed by seed.
 
-Both run with the same seeds: what is drawn by a seed (requests, the router's luck) is the same in both, so that the difference of
-a pair is due to the scenarios, and the differences of many pairs say how sure that is (paired t).
+Both run with the same seeds, so that what a seed draws (requests, the router's random source) is the same in both. The difference of
+a pair is then due to the scenarios, and the differences of many pairs give its confidence interval (paired t).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from fleet.sim.results.outcomes import RunOutcome
 
 
 class FigureDirection(Enum):
-    """Which way a figure should go."""
+    """Which values of a figure are better."""
 
     HIGHER = 1
     LOWER = -1
@@ -22,7 +22,7 @@ class FigureDirection(Enum):
 
 
 class ComparedFigure(Struct, frozen=True):
-    """One that is compared."""
+    """A figure that is compared."""
 
     name: str
     of: Callable[[RunOutcome], float]
@@ -55,17 +55,17 @@ FIGURES = (
 
 
 class FigureDifference(Struct, frozen=True, kw_only=True):
-    """One figure of both."""
+    """One figure of both scenarios."""
 
     name: str
     a: float  # mean over seeds
     b: float
     difference: ConfidenceInterval  # b - a
-    verdict: str  # of b: "better", "worse", "differs" where neither is; empty where the interval has 0 in it
+    verdict: str  # on b: "better", "worse", or "differs" if neither is; empty if the interval contains 0
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """What `fleet sim compare --json` prints."""
+    """Output of `fleet sim compare --json`."""
 
     a: str
     b: str
@@ -78,12 +78,12 @@ class Comparison(Struct, frozen=True, kw_only=True):
 def compare(
     names: tuple[str, str], seeds: Sequence[int], runs: Sequence[tuple[RunOutcome, RunOutcome]], *, same_requests: bool
 ) -> Comparison:
-    """Every figure of both.
+    """Compare every figure of two scenarios.
 
     Args:
-        names: Of both scenarios.
-        seeds: Of the pairs.
-        runs: What both came to, a pair for each seed.
+        names: Names of both scenarios.
+        seeds: Seeds of the pairs.
+        runs: Outcomes of both, a pair for each seed.
         same_requests: Whether both had the same workload.
     """
     return Comparison(
@@ -97,7 +97,7 @@ def compare(
 
 
 def means(runs: Sequence[RunOutcome]) -> dict[str, ConfidenceInterval]:
-    """Of the figures of runs that differ in their seeds alone."""
+    """Return the intervals of all figures over runs that differ only in their seeds."""
     return {figure.name: confidence_interval([figure.of(run) for run in runs]) for figure in FIGURES}
 
 

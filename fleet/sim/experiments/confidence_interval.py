@@ -1,4 +1,4 @@
-"""How far a mean of a few runs may be from the mean of very many: Student's t, two-sided, 95 %. Arithmetic only."""
+"""Confidence interval of a mean of a few runs: Student's t, two-sided, 95 %."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -10,14 +10,14 @@ QUANTILES = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-"""Of the t distribution at 0.975, for 1 to 30 degrees of freedom (Student, Biometrika 1908; any table has them)."""
+"""Quantiles of the t distribution at 0.975, for 1 to 30 degrees of freedom (Student, Biometrika 1908)."""
 
 NORMAL = 1.95996
-"""Of the normal distribution."""
+"""Quantile of the normal distribution at 0.975."""
 
 
 class ConfidenceInterval(Struct, frozen=True, kw_only=True):
-    """A mean, and where the true one lies in 95 of 100 cases. Both ends are None where one value says nothing of that."""
+    """A mean, and the limits between which the true mean lies in 95 of 100 cases. The limits of a single value are None."""
 
     mean: float
     low: float | None
@@ -25,7 +25,7 @@ class ConfidenceInterval(Struct, frozen=True, kw_only=True):
 
 
 def confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
-    """Of values that have nothing to do with each other; at least one."""
+    """Return the interval of one or more independent values."""
     mean = fmean(values)
     if len(values) < 2:
         return ConfidenceInterval(mean=mean, low=None, high=None)
@@ -36,4 +36,4 @@ def confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
 def _quantile(degrees: int) -> float:
     if degrees <= len(QUANTILES):
         return QUANTILES[degrees - 1]
-    return NORMAL + (NORMAL**3 + NORMAL) / (4 * degrees)  # Cornish and Fisher's first term: within 0.003 from here on
+    return NORMAL + (NORMAL**3 + NORMAL) / (4 * degrees)  # first term of Cornish and Fisher: within 0.003 here

@@ -1,6 +1,6 @@
-"""Which of many runs is best: by what its good requests cost, in money or in energy, among those that keep the SLO.
+"""Objectives of a sweep: which scenario spends least money or energy for its good requests, among those that keep the SLO.
 
-A request that was late is no use to anybody, but is paid for; so figures are of good requests, and not of tokens.
+A request that was late is of no use, but costs as much. So figures are per good request, not per token.
 """
 
 from collections.abc import Sequence
@@ -13,46 +13,45 @@ from msgspec import Struct
 from fleet.sim.experiments.sweep import SweepRow
 from fleet.sim.results.outcomes import RunOutcome
 
-JOULES = 3.6e6
-"""Of a kWh."""
+JOULES_PER_KWH = 3.6e6
 
 
 class SweepObjective(StrEnum):
-    """What is to be little."""
+    """The figure that should be low."""
 
-    COST = "cost"  # dollars a thousand good requests
-    ENERGY = "energy"  # kilojoules a good request
+    COST = "cost"  # dollars per thousand good requests
+    ENERGY = "energy"  # kilojoules per good request
 
 
 class RankedScenario(Struct, frozen=True, kw_only=True):
-    """A scenario with some changes, all seeds together."""
+    """A scenario with its changes; all seeds together."""
 
     scenario: str
     changes: dict[str, object]
     seeds: int
     attainment: float  # mean
     figure: float | None  # mean; None: no request was good
-    keeps: bool  # as large an attainment as was asked for
+    keeps: bool  # whether the wanted attainment was reached
 
 
 def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
-    """For its good requests; infinite where there are none."""
+    """Return the figure of a run; infinite if no request was good."""
     if not (good := outcome.attainment * outcome.requests):
         return inf
     match objective:
         case SweepObjective.COST:
             return 1000 * outcome.cost / good
         case SweepObjective.ENERGY:
-            return outcome.energy_kwh * JOULES / 1000 / good
+            return outcome.energy_kwh * JOULES_PER_KWH / 1000 / good
 
 
 def ranked(rows: Sequence[SweepRow], objective: SweepObjective, attainment: float) -> list[RankedScenario]:
-    """The best first: those that keep the attainment by what they spend, then all others by how much they attain.
+    """Rank scenarios: first those that reach the attainment, by their figure; then the others, by their attainment.
 
     Args:
-        rows: Of a sweep; those that differ in their seeds alone are one.
-        objective: That counts.
-        attainment: To be kept, on average over the seeds.
+        rows: Rows of a sweep; rows that differ only in their seeds are one scenario.
+        objective: The figure that counts.
+        attainment: The mean over seeds that a scenario has to reach.
     """
     alike: dict[tuple[str, str], list[SweepRow]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Processes that run simulations beside the caller's."""
+"""Process pool: processes that run simulations beside the caller's."""
 
 import multiprocessing
 import os
@@ -15,16 +15,17 @@ from fleet.core.errors import ConfigurationRefused
 
 @contextmanager
 def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExecutor]:
-    """So many, while the block lasts; they end with the caller, however that ends.
+    """Open a pool for the length of the block; its processes end with the caller, however the caller ends.
 
     Args:
-        number: Of them.
-        finish: Whether what still runs when the block ends well is waited for. What ends otherwise never waits: runs may take hours.
+        number: Number of processes.
+        finish: Whether running tasks are waited for when the block ends without an error. After an error they are never waited for,
+            because runs may take hours.
 
     Raises:
-        ConfigurationRefused: One of them was killed.
+        ConfigurationRefused: One of the processes was killed.
     """
-    others = multiprocessing.active_children()  # of the caller
+    others = multiprocessing.active_children()  # started by the caller before
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(number, mp_context=context, initializer=_die_with_caller)
     try:
@@ -33,9 +34,9 @@ def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExe
             _end_all_but(others)
     except BrokenProcessPool as error:
         raise ConfigurationRefused(
-            f"--processes: one of {number} was killed, for want of memory perhaps; take fewer at a time"
+            f"--processes: one of {number} was killed, perhaps for lack of memory; use fewer processes"
         ) from error
-    except BaseException:  # Ctrl-C, or nobody wants the rest
+    except BaseException:  # Ctrl-C included
         _end_all_but(others)
         raise
     finally:
@@ -43,9 +44,9 @@ def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExe
 
 
 def watch(pool: ProcessPoolExecutor) -> None:
-    """Have it notice the death of the process that it has started last; to be called after a `submit`.
+    """Make the pool notice the death of the process that it started last; call this after `submit`.
 
-    A `submit` wakes the watch of processes before it starts one, which is then unwatched until the next.
+    `submit` wakes the pool's watching thread before it starts a process, so that process is not watched until the next call.
     """
     pool.submit(int)
 
@@ -57,7 +58,7 @@ def _end_all_but(others: list[multiprocessing.process.BaseProcess]) -> None:
 
 
 def _die_with_caller() -> None:
-    """At Ctrl-C, and when the caller is killed: nobody would ask for more runs, or read what they came to."""
+    """End this process at Ctrl-C, and when the caller is killed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if (caller := multiprocessing.parent_process()) is not None:
         threading.Thread(target=_die_after, args=(caller.sentinel,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Many runs at once: scenarios times changes times seeds, on all cores or on a Ray cluster."""
+"""Sweep: many runs (scenarios times changed fields times seeds), on all cores or on a Ray cluster."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class SweepCase(Struct, frozen=True, kw_only=True):
 
 
 class SweepRow(Struct, frozen=True, kw_only=True):
-    """What one run came to."""
+    """Outcome of one run of a sweep."""
 
     scenario: str
     changes: dict[str, Any]
@@ -40,7 +40,7 @@ class SweepRow(Struct, frozen=True, kw_only=True):
 
 
 class _Prepared(Struct, frozen=True, kw_only=True):
-    """A case with all that its files say but the trace."""
+    """A case with the content of all its files except for the trace."""
 
     case: SweepCase
     scenario: Scenario
@@ -50,16 +50,16 @@ class _Prepared(Struct, frozen=True, kw_only=True):
 def cases(
     scenarios: Sequence[Path], over: Mapping[str, Sequence[Any]], seeds: Sequence[int], set_: Mapping[str, Any] = {}
 ) -> list[SweepCase]:
-    """All combinations, in order: scenario, then each field of `over`, then seed. Each can be run: traces are read once.
+    """Return all combinations in the order scenario, values of `over`, seed. Each was checked; traces are read once.
 
     Args:
-        scenarios: Files.
-        over: Values of fields.
-        seeds: In place of the scenarios'.
-        set_: Fields that are changed in all of them.
+        scenarios: Scenario files.
+        over: Fields and their values.
+        seeds: Seeds that replace those of the scenarios.
+        set_: Fields that are changed in all runs.
 
     Raises:
-        ConfigurationRefused: They are too many, or one of them cannot be run; the message says which field, or row.
+        ConfigurationRefused: There are too many, or one of them cannot be run; the message names field or row.
     """
     number = len(scenarios) * len(seeds)
     for values in over.values():
@@ -84,15 +84,15 @@ def cases(
 
 
 def run_all(made: Sequence[SweepCase], processes: int, *, ray: str | None = None) -> Iterator[SweepRow]:
-    """Run them; rows come in the order of the cases.
+    """Run cases and yield their rows in the same order.
 
     Args:
-        made: By `cases`.
-        processes: At a time, on this machine.
-        ray: Address of a cluster that runs them instead.
+        made: Cases of `cases`.
+        processes: Runs at a time on this machine.
+        ray: Address of a Ray cluster that runs them instead.
 
     Raises:
-        ConfigurationRefused: A file has changed meanwhile, there is no such cluster, or a process was killed.
+        ConfigurationRefused: A file has changed, there is no such Ray cluster, or a process was killed.
     """
     if ray is not None:
         yield from map_on_ray(ray, run_prepared, [(prepared := _prepared(case), _trace(prepared)) for case in made])
@@ -112,7 +112,7 @@ def run_case(case: SweepCase) -> SweepRow:
 
 
 def run_prepared(prepared: _Prepared, trace: bytes) -> SweepRow:
-    """On another machine, which has none of the files."""
+    """Run a case on another machine, which has none of the files."""
     scenario = prepared.scenario
     if not isinstance(scenario.workload, RecordedWorkload):
         return _run(prepared, scenario)
@@ -132,13 +132,13 @@ def _run(prepared: _Prepared, scenario: Scenario) -> SweepRow:
 def _prepared(case: SweepCase) -> _Prepared:
     path = Path(case.scenario)
     scenario = read_scenario(path, {**case.changes, "seed": case.seed})
-    with _refusing(path):
+    with _naming(path):
         return _Prepared(case=case, scenario=scenario, plan=plan(scenario, path.parent))
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """What is refused within is one of several scenarios: says which."""
+def _naming(path: Path) -> Iterator[None]:
+    """Put the scenario's file in front of error messages."""
     try:
         yield
     except ConfigurationRefused as error:
@@ -151,7 +151,7 @@ def _trace(prepared: _Prepared) -> Path | None:
 
 
 def _as_read(prepared: _Prepared) -> tuple[object, ...]:
-    """What decides which rows are read, and whether they can be."""
+    """Return what determines which rows of a trace are read, and whether they are valid."""
     scenario, workload = prepared.scenario, prepared.scenario.workload
     if isinstance(workload, RecordedWorkload):
         workload = structs.replace(workload, speed=1.0)
@@ -159,8 +159,9 @@ def _as_read(prepared: _Prepared) -> tuple[object, ...]:
 
 
 def _read(prepared: _Prepared) -> None:
+    """Read the whole trace once, to find invalid rows before any run."""
     path = Path(prepared.case.scenario)
-    with _refusing(path):
+    with _naming(path):
         sent = traffic(prepared.scenario, path.parent)
         if isinstance(prepared.scenario.workload, RecordedWorkload):
             for _ in sent:

@@ -1,11 +1,11 @@
-"""Line charts as SVG, for pages that must open anywhere: no script, no font, nothing fetched.
+"""Line charts as SVG, for pages without scripts, fonts or other resources.
 
 Rules:
 
-1. Whatever a chart is told is text: names go through `Markup`, which escapes them.
-2. Colours and dashes are classes (`line-0` …) that the page defines, for a light and for a dark ground. Lines differ in both.
-3. Every point can be read: by pointing at it (`title`), and in a table below the chart, for those who cannot see or point.
-4. Words never overlap: labels of an axis that would are left out.
+1. Names are text: they go through `Markup`, which escapes them.
+2. Colours and dashes are CSS classes (`line-0` …) that the page defines, for light and dark backgrounds. Lines differ in both.
+3. Every point can be read: by pointing at it (`title`), and in a table below the chart.
+4. Labels of an axis never overlap; those that would are left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 16, 46
 TICKS = 5
 LINES = 6
-"""Of one chart, at most: so many colours can be told apart."""
+"""Most lines of one chart: so many colours can be told apart."""
 
 FEW, DENSE = 12, 210
-"""Points of a line: up to the one they are all marked, beyond the other the line is thinner."""
+"""Number of points up to which all points of a line are marked, and number beyond which the line is thinner."""
 
-CHARACTER = 6.4  # pixels that one takes in a label, at most
+CHARACTER = 6.4  # most pixels of a character in a label
 ROUND: tuple[float, ...] = (1, 2, 5, 10)
 
 
@@ -35,15 +35,15 @@ class ChartLine(Struct, frozen=True, kw_only=True):
 
 
 class LimitMark(Struct, frozen=True, kw_only=True):
-    """A limit, drawn across the chart."""
+    """A limit, which is drawn across the chart."""
 
     at: float
     name: str
-    upright: bool = True  # on the x axis; else on the y axis
+    upright: bool = True  # at a value of the x axis; otherwise of the y axis
 
 
 class _Scale:
-    """Values of one axis on its way to pixels."""
+    """Converts values of one axis to pixels."""
 
     def __init__(self, low: float, high: float, start: float, end: float, *, logarithmic: bool):
         self._log = logarithmic
@@ -81,17 +81,17 @@ def chart(
     shares: bool = False,
     marks: Sequence[LimitMark] = (),
 ) -> Markup:
-    """One chart, with its legend and its table.
+    """Return a chart with its legend and its table.
 
     Args:
-        title: Above it.
-        x: What is to the right, with its unit.
-        y: What goes up, with its unit.
+        title: Title of the chart.
+        x: Name of the x axis, with its unit.
+        y: Name of the y axis, with its unit.
         lines: At most `LINES`; empty ones are left out.
-        log_x: Whether distances to the right are powers of ten; points that are not above zero are left out.
-        log_y: The same, of distances up.
-        shares: Whether y is a share of a whole: from 0 to 1, written in percent.
-        marks: Limits.
+        log_x: Whether the x axis is logarithmic; points that are not above zero are left out.
+        log_y: Whether the y axis is logarithmic.
+        shares: Whether y is a share from 0 to 1, which is written in percent.
+        marks: Limits to draw.
     """
     drawn = [
         ChartLine(name=line.name, points=points)
@@ -102,10 +102,10 @@ def chart(
     if not drawn:
         return Markup('<figure class="chart"><figcaption>{}</figcaption><p>nothing to draw</p></figure>').format(title)
     across, up = _scales(drawn, marks, log_x=log_x, log_y=log_y, shares=shares)
-    said = _percent if shares else number
-    parts = [_upright_grid(across), _level_grid(up, said), _axis_names(x, y)]
+    text_of = _percent if shares else number
+    parts = [_upright_grid(across), _level_grid(up, text_of), _axis_names(x, y)]
     parts += [_mark(mark, place, across, up) for place, mark in enumerate(marks)]
-    parts += [_line(index, line, across, up, said) for index, line in enumerate(drawn)]
+    parts += [_line(index, line, across, up, text_of) for index, line in enumerate(drawn)]
     return Markup(
         '<figure class="chart"><figcaption>{title}{legend}</figcaption>'
         '<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{parts}</svg>{table}</figure>'
@@ -114,14 +114,14 @@ def chart(
         legend=_legend(drawn) if len(drawn) > 1 else "",
         width=WIDTH,
         height=HEIGHT,
-        label=f"{title}: {y} against {x}; {_in_words(drawn, said)}",
+        label=f"{title}: {y} against {x}; {_in_words(drawn, text_of)}",
         parts=Markup("").join(parts),
-        table=_table(x, drawn, said),
+        table=_table(x, drawn, text_of),
     )
 
 
 def thinned(points: Points, rise: float) -> Points:
-    """Those of a rising curve that lie at least `rise` above the one kept before; the first and the last always."""
+    """Drop points of a rising curve that lie less than `rise` above the last one kept; keep the first and the last."""
     kept: list[tuple[float, float]] = []
     for point, after in zip(points, [*points[1:], None], strict=True):
         if not kept or after is None or point[1] - kept[-1][1] >= rise:
@@ -130,7 +130,7 @@ def thinned(points: Points, rise: float) -> Points:
 
 
 def number(value: float) -> str:
-    """As people read it: three digits, or all before the point."""
+    """Format a number with three digits, or with all digits before the decimal point."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
@@ -158,7 +158,7 @@ def _scales(
 
 
 def _full(value: float) -> float:
-    """A value in whole steps of its axis, so that the topmost line is one of the grid."""
+    """Round a value up to a step of its axis, so that the topmost line belongs to the grid."""
     if value <= 0:
         return 1.0
     step = _round_up(value / TICKS)
@@ -181,7 +181,7 @@ def _upright_grid(across: _Scale) -> Markup:
     return Markup("").join(parts)
 
 
-def _level_grid(up: _Scale, said: Callable[[float], str]) -> Markup:
+def _level_grid(up: _Scale, text_of: Callable[[float], str]) -> Markup:
     parts = []
     for tick in up.ticks():
         at = up.pixel(tick)
@@ -190,18 +190,18 @@ def _level_grid(up: _Scale, said: Callable[[float], str]) -> Markup:
                 left=LEFT, right=WIDTH - RIGHT, at=_pixels(at)
             )
         )
-        parts.append(_text(LEFT - 6, at + 4, said(tick), "end"))
+        parts.append(_text(LEFT - 6, at + 4, text_of(tick), "end"))
     return Markup("").join(parts)
 
 
 def _axis_names(x: str, y: str) -> Markup:
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    turned = Markup('<text x="13" y="{at}" class="middle" transform="rotate(-90 13 {at})">{said}</text>')
-    return _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x, "middle") + turned.format(at=_pixels(middle), said=y)
+    turned = Markup('<text x="13" y="{at}" class="middle" transform="rotate(-90 13 {at})">{name}</text>')
+    return _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x, "middle") + turned.format(at=_pixels(middle), name=y)
 
 
 def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
-    """The limit, and its name on the side where there is room; those of several stand above each other."""
+    """Draw a limit, with its name on the side that has room; the names of several limits stand above each other."""
     line = Markup('<line x1="{}" x2="{}" y1="{}" y2="{}" class="mark"/>')
     if not mark.upright:
         at = up.pixel(mark.at)
@@ -209,13 +209,13 @@ def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
         return drawn + _text(WIDTH - RIGHT - 2, at - 4, mark.name, "end halo")
     at, height = across.pixel(mark.at), HEIGHT - BOTTOM - 8 - 14 * place
     drawn = line.format(_pixels(at), _pixels(at), TOP, HEIGHT - BOTTOM)
-    left, right = (int(room / CHARACTER) for room in (at - LEFT, WIDTH - RIGHT - at))  # characters that have room there
+    left, right = (int(room / CHARACTER) for room in (at - LEFT, WIDTH - RIGHT - at))  # characters that fit there
     if len(mark.name) > right and left > right:
         return drawn + _text(at - 4, height, _shortened(mark.name, left), "end halo")
     return drawn + _text(at + 4, height, _shortened(mark.name, right), "halo")
 
 
-def _line(index: int, line: ChartLine, across: _Scale, up: _Scale, said: Callable[[float], str]) -> Markup:
+def _line(index: int, line: ChartLine, across: _Scale, up: _Scale, text_of: Callable[[float], str]) -> Markup:
     pixels = [(_pixels(across.pixel(x)), _pixels(up.pixel(y))) for x, y in line.points]
     path = Markup('<polyline class="line line-{}{}" points="{}"/>').format(
         index, " dense" if len(pixels) > DENSE else "", " ".join(f"{left},{top}" for left, top in pixels)
@@ -223,7 +223,7 @@ def _line(index: int, line: ChartLine, across: _Scale, up: _Scale, said: Callabl
     shown = " shown" if len(pixels) <= FEW else ""
     dot = Markup('<circle class="dot dot-{}{}" cx="{}" cy="{}" r="{}"><title>{}</title></circle>')
     return path + Markup("").join(
-        dot.format(index, shown, left, top, 3 if shown else 5, f"{line.name}: {said(y)} at {number(x)}")
+        dot.format(index, shown, left, top, 3 if shown else 5, f"{line.name}: {text_of(y)} at {number(x)}")
         for (left, top), (x, y) in zip(pixels, line.points, strict=True)
     )
 
@@ -237,8 +237,8 @@ def _legend(lines: Sequence[ChartLine]) -> Markup:
     return Markup('<ul class="legend">{}</ul>').format(entries)
 
 
-def _table(x: str, lines: Sequence[ChartLine], said: Callable[[float], str]) -> Markup:
-    """All points: a row for each x, a column for each line."""
+def _table(x: str, lines: Sequence[ChartLine], text_of: Callable[[float], str]) -> Markup:
+    """Return all points: a row for each x, a column for each line."""
     columns = [dict(line.points) for line in lines]
     head = Markup("").join(
         Markup('<th scope="col">{}</th>').format(name) for name in (x, *(line.name for line in lines))
@@ -247,7 +247,7 @@ def _table(x: str, lines: Sequence[ChartLine], said: Callable[[float], str]) -> 
         Markup("<tr>{}</tr>").format(
             Markup("").join(
                 Markup("<td>{}</td>").format(cell)
-                for cell in (number(at), *(said(column[at]) if at in column else "" for column in columns))
+                for cell in (number(at), *(text_of(column[at]) if at in column else "" for column in columns))
             )
         )
         for at in sorted({at for column in columns for at in column})
@@ -257,17 +257,17 @@ def _table(x: str, lines: Sequence[ChartLine], said: Callable[[float], str]) -> 
     ).format(head, rows)
 
 
-def _in_words(lines: Sequence[ChartLine], said: Callable[[float], str]) -> str:
-    """For those who hear the chart: where each line runs."""
+def _in_words(lines: Sequence[ChartLine], text_of: Callable[[float], str]) -> str:
+    """Describe each line in words, for screen readers."""
     return "; ".join(
-        f"{line.name} from {said(line.points[0][1])} to {said(line.points[-1][1])}, "
-        f"{said(max(y for _, y in line.points))} at most"
+        f"{line.name} from {text_of(line.points[0][1])} to {text_of(line.points[-1][1])}, "
+        f"{text_of(max(y for _, y in line.points))} at most"
         for line in lines
     )
 
 
-def _text(x: float, y: float, said: str, kind: str) -> Markup:
-    return Markup('<text x="{}" y="{}" class="{}">{}</text>').format(_pixels(x), _pixels(y), kind, said)
+def _text(x: float, y: float, text: str, kind: str) -> Markup:
+    return Markup('<text x="{}" y="{}" class="{}">{}</text>').format(_pixels(x), _pixels(y), kind, text)
 
 
 def _shortened(name: str, most: int) -> str:
@@ -279,7 +279,7 @@ def _pixels(value: float) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The next larger of 1, 2, 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     unit: float = 10.0 ** floor(log10(value))
     return next(factor * unit for factor in ROUND if factor * unit >= value * (1 - 1e-9))
 

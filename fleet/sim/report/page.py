@@ -1,10 +1,10 @@
-"""What a run came to, for people: a few lines for a terminal, or one page with plots.
+"""Report of a run: a few lines for a terminal, or one HTML page with plots.
 
 Rules of the page:
 
-1. It opens anywhere: no script, nothing fetched, and its own policy (`Content-Security-Policy`) says so to the browser.
-2. Names come from files that others wrote. They are text: the template escapes all that it is given (`report.jinja`).
-3. It is read on light and dark ground, on paper, and by those who hear it: every chart has its figures in a table.
+1. It has no scripts and loads nothing, and its `Content-Security-Policy` tells the browser so.
+2. Names come from files of others and are treated as text: the template (`report.jinja`) escapes everything.
+3. It can be read on light and dark backgrounds, on paper, and with a screen reader: every chart has its figures in a table.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ from fleet.sim.scenario import (
     SimulatedPoolSection,
     pool_name,
 )
-from fleet.sim.workload.traffic import DrawnWorkload
+from fleet.sim.workload.drawn import DrawnWorkload
 
 SECRET = ("tenants", "tenant_secret", "prompt_secret", "openai_workers", "store_credentials", "worker_credentials")
-"""Of a router's settings: a page is passed on."""
+"""Router settings that the page leaves out, because pages are passed on."""
 
 
 class SummaryTile(Struct, frozen=True):
@@ -39,7 +39,7 @@ class SummaryTile(Struct, frozen=True):
 
 
 def summary(outcome: RunOutcome) -> list[str]:
-    """Lines for a terminal."""
+    """Return the summary of a run as lines for a terminal."""
     refused = sum(outcome.refused.values())
     pace = f"{outcome.cpu_seconds:.1f} s of CPU, {outcome.requests_per_cpu_second:,.0f} requests a second"
     per_token = f"${outcome.cost_per_million_tokens:.3f} a million tokens, {outcome.joules_per_token:.1f} J a token"
@@ -55,7 +55,7 @@ def summary(outcome: RunOutcome) -> list[str]:
 
 
 def _tiers(outcome: RunOutcome) -> str:
-    """Where hits were, if not all in one place."""
+    """Return the hit rate of each tier, if there is more than one."""
     tiers = outcome.hit_rate_by_tier
     return f" ({', '.join(f'{tier} {share:.1%}' for tier, share in tiers.items())})" if len(tiers) > 1 else ""
 
@@ -73,15 +73,15 @@ def write_report(
     windows: Sequence[ArrivalWindow] = (),
     curve: Sequence[LoadPoint] = (),
 ) -> None:
-    """One page that opens without a network.
+    """Write the report as one HTML page.
 
     Args:
-        file: Gets it.
-        name: Of the scenario.
-        scenario: That was run.
-        run: What came of it.
-        windows: How it went, by when requests arrived (`History`).
-        curve: What comes of other loads (`load_curve`).
+        file: Where the page is written to.
+        name: Name of the scenario.
+        scenario: The scenario.
+        run: Its results.
+        windows: Results by the time of arrival (`History`).
+        curve: Results at other loads (`load_curve`).
     """
     outcome = run.outcome
     names = [pool_name(pool) for pool in scenario.pools]
@@ -156,7 +156,7 @@ def _tiles(outcome: RunOutcome) -> list[SummaryTile]:
 
 
 def _chosen(settings: Struct) -> dict[str, Any]:
-    """Fields that are not as they are by default, without what may be secret."""
+    """Return the settings that differ from their defaults, without those that may be secret."""
     chosen: dict[str, Any] = {}
     for field in structs.fields(settings):
         value = getattr(settings, field.name)

@@ -1,4 +1,4 @@
-"""The sections of a report: charts and tables of one run, each from what it showed."""
+"""Sections of a report: the charts and tables of one run."""
 
 from collections.abc import Callable, Sequence
 from typing import assert_never
@@ -9,7 +9,8 @@ from msgspec import Struct
 from fleet.sim.experiments.load_curve import LoadPoint
 from fleet.sim.report.charts import LINES, ChartLine, LimitMark, chart, number, thinned
 from fleet.sim.results.history import ArrivalWindow
-from fleet.sim.results.outcomes import PoolOutcome, PoolSample, Quantiles, RunOutcome, Slo, TimelineSample
+from fleet.sim.results.outcomes import PoolOutcome, PoolSample, RunOutcome, Slo, TimelineSample
+from fleet.sim.results.quantiles import Quantiles
 from fleet.sim.run import RunResult
 from fleet.sim.scenario import (
     CutFault,
@@ -23,13 +24,13 @@ from fleet.sim.scenario import (
 )
 
 RISE = 0.005
-"""Of a distribution function, between two points that are drawn."""
+"""Least rise of a distribution function between two points that are drawn."""
 
 LEVELS = (0.9, 0.99)
-"""Attainments that people ask for."""
+"""Usual attainment targets, which the chart marks."""
 
 TIME_UNITS = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""From which length on, how many seconds one has, its name."""
+"""Units of time: least length of a run, seconds of one unit, name."""
 
 BASES = {
     "model": "this model there",
@@ -37,14 +38,14 @@ BASES = {
     "engine": "this engine on other GPUs",
     "": "not said",
 }
-"""Whose measurements step times rest on."""
+"""Measurements on which step times rest."""
 
 
 class ReportTable(Struct, frozen=True, kw_only=True):
     name: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: bool = False  # cells are words, not figures
+    words: bool = False  # the cells are words instead of numbers
 
 
 class ReportSection(Struct, frozen=True, kw_only=True):
@@ -55,7 +56,7 @@ class ReportSection(Struct, frozen=True, kw_only=True):
 
 
 def load(curve: Sequence[LoadPoint], outcome: RunOutcome) -> ReportSection:
-    """Attainment, goodput, latency and cost against the load."""
+    """Return attainment, goodput, latency and cost by load."""
     points = [point for point in curve if point.users or point.rate]
     if len(points) < 2:
         return ReportSection(title="")
@@ -131,7 +132,7 @@ def _distribution(title: str, quantiles: Quantiles, limit_ms: float | None) -> M
 
 
 def times(looks: Sequence[TimelineSample], windows: Sequence[ArrivalWindow], scenario: Scenario) -> ReportSection:
-    """How the run went."""
+    """Return the course of the run over time."""
     last = max([*(look.seconds for look in looks), *(window.end for window in windows)], default=0.0)
     unit, unit_name = next((seconds, name) for least, seconds, name in TIME_UNITS if last >= least)
     x = f"simulated {unit_name}"
@@ -223,7 +224,7 @@ def _event(fault: FaultSection) -> str:
 
 
 def _ended(looks: Sequence[TimelineSample], points: int, unit: float) -> list[tuple[float, float]]:
-    """Requests a second that ended, at about so many instants."""
+    """Return the rate of ended requests at about `points` instants."""
     together = max(1, round(len(looks) / max(1, points)))
     drawn, since, count = [], 0.0, 0
     for seen, look in enumerate(looks, 1):
@@ -235,7 +236,7 @@ def _ended(looks: Sequence[TimelineSample], points: int, unit: float) -> list[tu
 
 
 def _pool_names(looks: Sequence[TimelineSample]) -> list[str]:
-    """Those that a chart has lines for, beside the router's."""
+    """Return the pools that a chart has lines for, beside the line of the router."""
     names = list(dict.fromkeys(pool.name for look in looks for pool in look.pools))
     return names[: LINES - 1]
 
@@ -303,7 +304,7 @@ def refusals(outcome: RunOutcome) -> ReportSection:
 
 
 def trust(pools: Sequence[PoolOutcome]) -> ReportSection:
-    """What the figures rest on."""
+    """Return what the figures rest on."""
     rows = [
         (
             pool.name,

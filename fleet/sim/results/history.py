@@ -1,26 +1,27 @@
-"""How a run went, by when its requests arrived: what a report draws over time.
+"""History of a run by the arrival times of its requests, for the plots of a report.
 
-Bins of even width, which double as the run grows: memory does not grow with it.
+Bins have equal widths, which double as the run grows, so memory does not grow with the run.
 """
 
 from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
-from fleet.sim.results.outcomes import EndedRequest, Quantiles, Slo
+from fleet.sim.results.outcomes import EndedRequest, Slo
+from fleet.sim.results.quantiles import Quantiles
 
 BINS = 120
-"""At most; more cannot be told apart in a plot."""
+"""Most bins; a plot cannot show more."""
 
 FIRST_WIDTH = Nanos(SECOND)
 
 
 class ArrivalWindow(Struct, frozen=True, kw_only=True):
-    """The requests that arrived in one stretch of time."""
+    """Sums over the requests that arrived in one span of time."""
 
     begin: float  # simulated seconds
     end: float
     arrived: int
-    good: int  # kept the SLO
+    good: int  # requests that kept the SLO
     refused: int
     prompt_tokens: int
     cached_tokens: int
@@ -32,7 +33,7 @@ class ArrivalWindow(Struct, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Arrivals a second."""
+        """Arrivals per second."""
         return self.arrived / (self.end - self.begin)
 
 
@@ -53,7 +54,7 @@ class _Bin:
 
 
 class ArrivalRate:
-    """The rate at which requests came, from those that are over (`simulate` tells them)."""
+    """Rate of arrivals, computed from ended requests."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -65,12 +66,12 @@ class ArrivalRate:
 
     @property
     def rate(self) -> float:
-        """A second; 0 when all came at once."""
+        """Arrivals per second; 0 if all came at once."""
         return self._requests * SECOND / self._last if self._last else 0.0
 
 
 class History:
-    """Tell it each request that is over (`simulate` does, as `told`)."""
+    """Collects ended requests by the time of their arrival; `simulate` passes them to `add`."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
@@ -96,11 +97,11 @@ class History:
 
     @property
     def rate(self) -> float:
-        """At which requests arrived, a second; 0 when all came at once."""
+        """Arrivals per second; 0 if all came at once."""
         return self._arrivals.rate
 
     def windows(self) -> list[ArrivalWindow]:
-        """From the beginning on, without gaps."""
+        """Return all windows from the start of the run, without gaps."""
         width = self._width / SECOND
         return [
             ArrivalWindow(
@@ -117,6 +118,7 @@ class History:
         ]
 
     def _widened(self, arrival: Nanos) -> int:
+        """Double the width of the bins until the arrival has one, and return the index of its bin."""
         while arrival // self._width >= BINS:
             self._width = Nanos(self._width * 2)
             for index in range(0, len(self._bins), 2):

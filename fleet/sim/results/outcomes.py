@@ -1,86 +1,25 @@
-"""What a run of the simulation showed, in memory that does not grow with it."""
+"""Results of a run: ended requests, their sums, samples of the timeline, and what `fleet sim run` prints."""
 
-from collections import defaultdict
-from math import ceil, exp, log
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.sim.results.quantiles import Quantiles
 
 Milliseconds = Annotated[float, Meta(gt=0, le=1e12)]
-
-RESOLUTION = 0.005
-"""Of quantiles: a value told lies within half a percent of the true one (logarithmic bins, as in DDSketch, VLDB 2019)."""
-
-WIDTH = log((1 + RESOLUTION) / (1 - RESOLUTION))
-"""Of a bin, in logarithms."""
-
-ZERO = -(1 << 30)
-"""The bin of values that have no logarithm."""
 
 GPU = "gpu"
 """The tier that is the engines' own memory."""
 
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-
-
-class Quantiles:
-    """A distribution of positive values, in bins as wide as they are high."""
-
-    def __init__(self) -> None:
-        self._bins: defaultdict[int, int] = defaultdict(int)
-        self.total = 0.0
-
-    def add(self, value: float, count: int = 1) -> None:
-        self._bins[ceil(log(value) / WIDTH) if value > 0 else ZERO] += count
-        self.total += value * count
-
-    def take(self, other: "Quantiles") -> None:
-        """All values of another one as well."""
-        for index, count in other._bins.items():  # noqa: SLF001 - one of its own kind
-            self._bins[index] += count
-        self.total += other.total
-
-    @property
-    def count(self) -> int:
-        """Of values."""
-        return sum(self._bins.values())
-
-    def quantile(self, share: float) -> float:
-        """The value that so large a share is not above; 0 when there is none."""
-        wanted = max(1, ceil(share * self.count))
-        seen = 0
-        for index in sorted(self._bins):
-            seen += self._bins[index]
-            if seen >= wanted:
-                return self._value(index)
-        return 0.0
-
-    def curve(self) -> list[tuple[float, float]]:
-        """The distribution function: values, and the share that is not above each."""
-        points, seen, count = [], 0, self.count
-        for index in sorted(self._bins):
-            seen += self._bins[index]
-            points.append((self._value(index), seen / count))
-        return points
-
-    def summary(self) -> dict[str, float]:
-        """Mean and quantiles, rounded to what is known of them."""
-        mean = self.total / self.count if self._bins else 0.0
-        return {"mean": round(mean, 3), **{name: round(self.quantile(share), 3) for name, share in QUANTILES.items()}}
-
-    def _value(self, index: int) -> float:
-        return 0.0 if index == ZERO else exp(WIDTH * (index - 0.5))
-
 
 class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a request must keep to count as good: all of it. The defaults are those of chat."""
+    """Latency targets that a request must keep to count as good. The defaults suit a chat."""
 
     ttft_ms: Milliseconds = 2000.0
     tpot_ms: Milliseconds = 50.0
     e2e_ms: Milliseconds | None = None
-    """The whole answer; none: however long it takes."""
+    """Target for the whole answer; None: there is none."""
 
     def __post_init__(self) -> None:
         if self.e2e_ms is not None and self.e2e_ms < self.ttft_ms:
@@ -89,51 +28,51 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def kept_by(self, ended: "EndedRequest") -> bool:
-        """Whether a request that was answered is good."""
+        """Return whether an answered request is good."""
         return self.allows(ended.ttft_ms, ended.tpot_ms, ended.e2e_ms)
 
     def allows(self, ttft_ms: float, tpot_ms: float, e2e_ms: float) -> bool:
-        """Whether an answer with these times is good."""
+        """Return whether an answer with these times is good."""
         return ttft_ms <= self.ttft_ms and tpot_ms <= self.tpot_ms and (self.e2e_ms is None or e2e_ms <= self.e2e_ms)
 
 
 class PoolSample(Struct, frozen=True, kw_only=True):
-    """One pool at one instant."""
+    """State of one pool at one instant."""
 
     name: str
     workers: int  # that are up
     running: int  # requests on them
-    waiting: int  # of these, not in a batch yet
+    waiting: int  # requests among these that are not in a batch yet
     kv_share: float
 
 
 class TimelineSample(Struct, frozen=True, kw_only=True):
-    """One look at the cluster, taken at even distances."""
+    """State of the cluster at one instant."""
 
     seconds: float
     running: int  # requests on workers
     queued: int  # requests in the router
-    kv_share: float  # of all blocks, held by sequences
-    finished: int  # requests, since the look before
+    kv_share: float  # share of all blocks that sequences hold
+    finished: int  # requests that ended since the sample before
     pools: tuple[PoolSample, ...] = ()
 
 
 class EndedRequest(Struct, frozen=True, kw_only=True):
-    """One request, when it is over."""
+    """One request that is over."""
 
     request_id: str
     arrival: Nanos
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-    first_token: Nanos | None  # instant; None: refused or given up before
+    first_token: Nanos | None  # instant; None: rejected or given up before
     end: Nanos
-    refused: str = ""  # the reason
-    session: int = 0  # 0: not known
-    max_tokens: int = 0  # what the answer was to have
-    retries: int = 0  # that its client made
+    refused: str = ""  # reason of the rejection
+    session: int = 0  # 0: unknown
+    max_tokens: int = 0  # requested answer length
+    retries: int = 0  # made by the client
     chain: tuple[int, ...] = ()  # names of the prompt's blocks
-    tier_tokens: dict[str, int] | None = None  # of the cached ones, by the tier that had them; None: all on the GPU
+    tier_tokens: dict[str, int] | None = None  # cached tokens by the tier that had them; None: all on the GPU
 
     @property
     def ttft_ms(self) -> float:
@@ -142,7 +81,7 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def tpot_ms(self) -> float:
-        """Mean time of the tokens after the first; 0 for an answer of one token."""
+        """Mean time per token after the first one; 0 for an answer of one token."""
         assert self.first_token is not None
         return (self.end - self.first_token) / MILLISECOND / max(1, self.output_tokens - 1)
 
@@ -152,7 +91,7 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
 
 
 class RequestSums:
-    """Sums over requests."""
+    """Sums over ended requests."""
 
     def __init__(self, slo: Slo):
         self._slo = slo
@@ -164,7 +103,7 @@ class RequestSums:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.retries = 0
-        self._tier_tokens: dict[str, int] = {}  # without the GPUs'
+        self._tier_tokens: dict[str, int] = {}  # without the GPUs' tier
 
     def add(self, ended: EndedRequest) -> None:
         self.requests += 1
@@ -196,15 +135,15 @@ class RequestSums:
 
     @property
     def hit_rate_by_tier(self) -> dict[str, float]:
-        """Share of all prompt tokens that each tier had; together they are `hit_rate`."""
+        """Share of all prompt tokens that came from each tier; the shares add up to `hit_rate`."""
         tokens = {GPU: self.cached_tokens - sum(self._tier_tokens.values()), **self._tier_tokens}
         return {tier: count / self.prompt_tokens if self.prompt_tokens else 0.0 for tier, count in tokens.items()}
 
 
 class PredictionQuality(Struct, frozen=True, kw_only=True):
-    """How far to trust what is said of a pool: relative errors, and where prices are from."""
+    """Relative errors of the predictions for a pool, and the source of its prices."""
 
-    basis: str = ""  # whose measurements its step times rest on: of this model, this GPU, or this engine
+    basis: str = ""  # step times rest on measurements of this model, this GPU, or this engine
     ttft_error: float = 0.0  # median, on measurements that were not used to fit
     tpot_error: float = 0.0
     power_error: float = 0.0
@@ -212,27 +151,27 @@ class PredictionQuality(Struct, frozen=True, kw_only=True):
 
 
 class PoolOutcome(Struct, frozen=True, kw_only=True):
-    """What one pool did, and what it took."""
+    """Results of one pool."""
 
     name: str
     role: str
     gpu: str
     gpus: int
     workers: int
-    utilisation: float  # time spent in steps
-    imbalance: float  # the busiest worker over the mean
+    utilisation: float  # share of the time that was spent in steps
+    imbalance: float  # the busiest worker divided by the mean
     computed_tokens: int  # of prompts
     generated_tokens: int
     gpu_hours: float
     cost: float
     energy_kwh: float
     joules_per_token: float  # computed or generated
-    cost_per_million_tokens: float  # of the same
+    cost_per_million_tokens: float  # computed or generated
     quality: PredictionQuality
 
 
 class RunOutcome(Struct, frozen=True, kw_only=True):
-    """What `fleet sim run --json` prints. Times in ms, rates a second of simulated time, money in dollars."""
+    """Output of `fleet sim run --json`. Times are in ms, rates per second of simulated time, money in dollars."""
 
     digest: str
     requests: int
@@ -242,15 +181,15 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     requests_per_cpu_second: float
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
-    itl_ms: dict[str, float]  # from one token to the next, of all; a hand-off or pre-emption in between is not in it
+    itl_ms: dict[str, float]  # gaps between tokens of all requests, without those around a handoff or a preemption
     e2e_ms: dict[str, float]
     goodput_rps: float
     attainment: float
     hit_rate: float
-    hit_rate_by_tier: dict[str, float]  # together they are `hit_rate`
-    retries: int  # that clients made
-    imbalance: float  # the busiest worker of a pool over the mean of that pool, by time spent in steps; the worst pool
-    utilisation: float  # time spent in steps, of all workers
+    hit_rate_by_tier: dict[str, float]  # the shares add up to `hit_rate`
+    retries: int  # made by clients
+    imbalance: float  # the busiest worker divided by the mean of its pool, by time in steps; of the worst pool
+    utilisation: float  # share of the time that all workers spent in steps
     disaggregated: int  # requests that two workers served
     preempted: int
     moved_gb: float  # between workers

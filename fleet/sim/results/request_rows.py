@@ -1,6 +1,6 @@
-"""A row for each request that is over: JSON lines, or Parquet.
+"""Rows of ended requests, as JSON lines or Parquet.
 
-Such lines are a trace again (`fleet.recording.traces`); with the names of blocks they share the prefixes that they had.
+JSON lines are a trace again (`fleet.recording.traces`); with the names of blocks, its requests share the same prefixes.
 """
 
 import importlib
@@ -16,18 +16,18 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.sim.results.outcomes import EndedRequest, Slo
 
 GROUP = 20_000
-"""Rows that are in memory at a time before they go to a Parquet file as one of its row groups."""
+"""Rows in one row group of a Parquet file; so many are in memory at a time."""
 
 PARQUET = ".parquet"
 
 
 class RequestRow(Struct, frozen=True, kw_only=True):
-    """One request. Instants are nanoseconds from the start of the simulation, times milliseconds."""
+    """One request. Instants are nanoseconds since the start of the simulation, durations milliseconds."""
 
     request_id: str
-    session: int  # 0: not known
-    arrival: int  # of its first sending
-    first_token: int | None  # None: refused, or given up before
+    session: int  # 0: unknown
+    arrival: int  # first sending
+    first_token: int | None  # None: rejected, or given up before
     end: int
     ttft_ms: float | None
     tpot_ms: float | None
@@ -35,21 +35,21 @@ class RequestRow(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    max_tokens: int  # that the answer was to have
+    max_tokens: int  # requested answer length
     retries: int
     good: bool  # kept the SLO
-    refused: str  # the reason; empty: was answered
+    refused: str  # reason of the rejection; empty: answered
     block_tokens: int | UnsetType = UNSET
     hash_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 def request_row(ended: EndedRequest, slo: Slo, block_tokens: int | None) -> RequestRow:
-    """What is written of one request.
+    """Return the row of a request.
 
     Args:
         ended: The request.
-        slo: That it should keep.
-        block_tokens: With the names of its blocks, which are of that size; None: without.
+        slo: Latency targets, for the field `good`.
+        block_tokens: Block size, to write the names of the prompt's blocks; None: leave them out.
     """
     answered = ended.first_token is not None and not ended.refused
     return RequestRow(
@@ -75,16 +75,16 @@ def request_row(ended: EndedRequest, slo: Slo, block_tokens: int | None) -> Requ
 
 @contextmanager
 def row_writer(path: Path, name: str, slo: Slo, block_tokens: int | None) -> Iterator[Callable[[EndedRequest], None]]:
-    """What is told of requests is in the file at the end.
+    """Write a row for each request that the yielded function is called with.
 
     Args:
-        path: That is written to.
-        name: Under which people know the file; one in `.parquet` is Parquet, any other JSON lines.
-        slo: For `request_row`.
-        block_tokens: For `request_row`.
+        path: File to write.
+        name: Name that the user gave; `.parquet` means Parquet, anything else JSON lines.
+        slo: See `request_row`.
+        block_tokens: See `request_row`.
 
     Raises:
-        ConfigurationRefused: Parquet is asked for and pyarrow is not installed.
+        ConfigurationRefused: Parquet was asked for, and pyarrow is not installed.
     """
     if name.endswith(PARQUET):
         parquet = _Parquet(path, with_blocks=block_tokens is not None)
@@ -103,7 +103,7 @@ def row_writer(path: Path, name: str, slo: Slo, block_tokens: int | None) -> Ite
 
 
 class _Parquet:
-    """Row groups of a file."""
+    """Writes rows to a Parquet file, one row group at a time."""
 
     def __init__(self, path: Path, *, with_blocks: bool):
         try:

@@ -1,15 +1,15 @@
-"""Clients: when a request is sent, and what becomes of one that is refused.
+"""Clients: when requests are sent, and what happens to rejected ones.
 
 Rules:
 
-1. *Open* clients send when the workload says, whatever became of what they sent before.
-2. *Closed* ones are so many users. Each sends the workload's next request, waits for the whole answer, thinks, and sends the
-   next; arrivals of the workload are not looked at. So benchmarks measure at a fixed concurrency.
-3. *Sessions* are requests that wait for each other's answers (`fleet.recording.traces.Session`). Either so many run at a time,
-   and when one is over the next begins, or each begins when the workload says.
-4. A client that waits for an answer sends what follows in an event of its own: the router is never called within a call.
-5. What is refused for now is sent again, later each time; a request counts once, from its first sending. A client that has a
-   deadline tells the router, and is gone when it has passed.
+1. Open clients send at the times of the workload, whatever happened before.
+2. Closed clients are a fixed number of users. Each sends the workload's next request, waits for the whole answer, thinks, and sends
+   the next one. Arrival times of the workload are ignored. Benchmarks at a fixed concurrency work in this way.
+3. Session clients send requests that wait for each other's answers (`TraceSession`). Either a fixed number of sessions runs at a
+   time, or each session begins when the workload says.
+4. A client that waits for an answer sends its next request in an event of its own, so the router is never called recursively.
+5. A request that is rejected for now is sent again, each time after a longer pause. It counts once, from its first sending. A client
+   with a deadline tells it to the router and gives up at that instant.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,27 +32,27 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 Traffic = Iterator[TraceRequest] | Iterator[TraceSession]
-"""What clients send: sessions for those that are sessions, requests for all others."""
+"""What clients send: sessions for session clients, requests for all others."""
 
 RETRYABLE = frozenset((Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DRAINING, Reason.WORKER_LOST))
-"""Refusals after which a request may be sent again."""
+"""Reasons of a rejection after which a request may be sent again."""
 
 
 class ClientPatience(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all clients have."""
+    """Settings that all kinds of clients have."""
 
     deadline_seconds: Seconds = 0.0
-    """After its first sending, a request that is not answered is given up; 0: never."""
+    """Time from the first sending after which an unanswered request is given up; 0: never."""
 
     retries: Annotated[int, Meta(ge=0, le=100)] = 0
-    """How often a request is sent again that was refused for now (a full queue, no worker)."""
+    """How often a request is sent again after it was rejected for now (a full queue, no worker)."""
 
     retry_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
-    """Before the first of these times; before each further one twice as long."""
+    """Pause before the first retry; it doubles with each further one."""
 
 
 class OpenClients(ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="open"):
-    """Send when the workload says."""
+    """Clients that send at the times of the workload."""
 
 
 class ClosedClients(
@@ -62,47 +62,47 @@ class ClosedClients(
 
     users: Count = 64
     think_seconds: Seconds = 0.0
-    """From an answer to the user's next request."""
+    """Time from an answer to the user's next request."""
 
     ramp_seconds: Seconds = 0.0
-    """Within which users come, at equal distances; 0: all at once."""
+    """Time in which users come, at equal distances; 0: all at once."""
 
 
 class SessionClients(
     ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="sessions"
 ):
-    """Turns that wait for answers."""
+    """Sessions, whose turns wait for answers."""
 
     users: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
     """Sessions that run at a time; 0: each begins when the workload says, which traces do not."""
 
     longest_gap_seconds: Seconds = 1e9
-    """Between an answer and the next turn; what was longer (a night, say) is as long as that."""
+    """Longest time between an answer and the next turn; a longer one (such as a night) is cut to it."""
 
 
 ClientSection = OpenClients | ClosedClients | SessionClients
 
 
 class SimulatedClients(Protocol):
-    """What the simulation asks of them."""
+    """All clients of a run."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing will be sent any more, and all is answered."""
+        """True if nothing will be sent any more, and all is answered."""
         ...
 
 
-def begin(
+def start_clients(
     section: ClientSection, kernel: Kernel, world: World, traffic: Traffic, ended: Callable[[EndedRequest], None]
 ) -> SimulatedClients:
-    """Have clients send.
+    """Start clients.
 
     Args:
-        section: Which.
-        kernel: Their time.
-        world: That they send to.
+        section: Kind and settings of the clients.
+        kernel: Virtual time.
+        world: The world that they send to.
         traffic: What they send.
-        ended: Told of each request that is over for its client.
+        ended: Called with each request that is over for its client.
     """
     sender = _Sender(kernel, world, section, ended)
     match section:
@@ -121,21 +121,21 @@ def _only(kind: type[T], traffic: Traffic) -> Iterator[T]:
 
 
 class _Sender:
-    """Sends requests until they are over."""
+    """Sends requests, and sends them again, until they are over."""
 
     def __init__(self, kernel: Kernel, world: World, patience: ClientPatience, ended: Callable[[EndedRequest], None]):
         self._kernel, self._world, self._patience, self._ended = kernel, world, patience, ended
         self._deadline = Nanos(round(patience.deadline_seconds * SECOND))
         self._patient = bool(self._deadline or patience.retries)
-        self._live = 0  # requests that may be sent again, or that somebody waits for
+        self._live = 0  # requests that may be sent again, or whose end somebody waits for
 
     @property
     def idle(self) -> bool:
-        """Whether all that was sent is over."""
+        """True if all requests are over."""
         return not self._live and not self._world.live
 
     def send(self, request: TraceRequest, over: Callable[[], None] | None = None) -> None:
-        """A request arrives now; `over` is called when it is over for its client."""
+        """Send a request now; `over` is called when it is over for its client."""
         if over is None and not self._patient:
             self._world.send(request, self._ended)
         else:
@@ -160,7 +160,7 @@ class _Sender:
 
 
 class _OpenLoop:
-    """One arrival is in the heap at a time."""
+    """Open clients; one arrival is in the event heap at a time."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, requests: Iterator[TraceRequest]):
         self._kernel, self._sender, self._requests = kernel, sender, requests
@@ -184,10 +184,10 @@ class _OpenLoop:
 
 
 class _ClosedLoop:
-    """Users, one request each."""
+    """Closed clients, each with one request at a time."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, section: ClosedClients, requests: Iterator[TraceRequest]):
-        first = list(islice(requests, section.users))  # who finds nothing to send need not come
+        first = list(islice(requests, section.users))  # a user with nothing to send does not come
         self._kernel, self._sender, self._requests = kernel, sender, chain(first, requests)
         self._think = Nanos(round(section.think_seconds * SECOND))
         self._users = len(first)
@@ -210,14 +210,14 @@ class _ClosedLoop:
 
 
 class _Conversations:
-    """Sessions, so many at a time or as they come."""
+    """Session clients."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, section: SessionClients, sessions: Iterator[TraceSession]):
         self._kernel, self._sender, self._sessions = kernel, sender, sessions
         self._longest = Nanos(round(section.longest_gap_seconds * SECOND))
         self._live = 0
         self._ended = False
-        self._follows = section.users > 0
+        self._follows = section.users > 0  # the next session begins when one is over
         for _ in range(section.users or 1):
             self._next()
 
@@ -226,7 +226,7 @@ class _Conversations:
         return self._ended and not self._live
 
     def _next(self) -> None:
-        """Have the next session begin: now, or when it says."""
+        """Begin the next session, now or at its own time."""
         session = next(self._sessions, None)
         if session is None:
             self._ended = True
@@ -235,7 +235,7 @@ class _Conversations:
         if self._follows:
             _Conversation(self._kernel, self._sender, session, self._longest, self._over)
         else:
-            assert session.begins is not None, "sessions that come by themselves say when"
+            assert session.begins is not None, "sessions without a fixed number of users need times"
             self._kernel.at(session.begins, partial(self._come, session))
 
     def _come(self, session: TraceSession) -> None:
@@ -249,7 +249,7 @@ class _Conversations:
 
 
 class _Conversation:
-    """One session, from its begin."""
+    """One session, from its beginning."""
 
     def __init__(
         self, kernel: Kernel, sender: _Sender, session: TraceSession, longest: Nanos, over: Callable[[], None]
@@ -266,7 +266,7 @@ class _Conversation:
                 self._prepare(index)
 
     def _prepare(self, index: int) -> None:
-        """All that a turn waits for is there but its gap."""
+        """Send a turn after its gap; all answers that it waits for are there."""
         self._kernel.after(min(self._turns[index].gap, self._longest), partial(self._send, index))
 
     def _send(self, index: int) -> None:

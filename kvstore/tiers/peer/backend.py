@@ -1,16 +1,16 @@
-"""Blocks in the memory of other nodes, fetched with their leases and over their data plane: a shelf of `kvstore.tiers.remote`.
+"""Peer backend: blocks in the memory of other nodes, read under a lease over their data plane.
 
 Rules:
 
-1. A peer fills itself. This tier reads, and puts nothing anywhere unless `push` says so; then a chain goes to its owner.
-2. Each chain has an order of peers, its owner first: the one that the rendezvous hash of peer and first block puts
-   first. It needs no table and hardly changes when peers come and go.
-3. Whoever was seen to hold a block is asked first, the others in that order, and never more than `look_ups` that answer.
-   A peer that does not answer costs its share of the time once, then nothing for a while. So does one whose blocks are
-   damaged on their way often: it is fenced (`kvstore.tiers.fence`).
-4. Peers are asked for what is in their memory only (no patience): two nodes never wait for each other's lower tiers.
-5. The checksum that a peer recorded when the block was written is verified on the bytes that arrive. A peer is told of bad
-   blocks, and drops those that it finds bad itself. Whoever may talk to us as a peer is settled by how `connect` connects.
+1. A peer fills its own pool. This tier only reads, unless `push` is set; then a chain is written to its owner.
+2. Rendezvous hashing of peer and first block orders the peers for each chain; the first peer is the owner. This needs no
+   table, and the order hardly changes when peers come and go.
+3. The peer that was last seen to hold a block is asked first, then the others in that order, until `look_ups` peers have
+   answered. A peer that does not answer is left alone for a while, and so is one whose blocks are often damaged in transit
+   (`kvstore.tiers.fence`).
+4. Peers are asked only for blocks in their memory (max wait 0), so that two nodes never wait for each other's tiers.
+5. The checksum that was published with a block is verified on the bytes that arrive. A peer is told of bad blocks, and
+   drops a block if it finds it bad too. `connect` decides how peers authenticate each other.
 """
 
 import threading
@@ -40,47 +40,47 @@ Which = TypeVar("Which")
 def open_peers(
     settings: PeerSettings, connect: Connect, *, namespaces: Callable[[bytes], KvNamespace], clock: Clock
 ) -> "RemoteTier[PeerBackend]":
-    """A tier in the peers' memory. Connects when it is needed; peers may be away.
+    """Make a tier in the peers' memory; the tier connects to a peer when a call needs it.
 
     Args:
-        settings: What to use.
-        connect: How to reach a peer.
-        namespaces: By digest; `NamespaceUnknown` where nobody has opened it here.
-        clock: Of the deadlines; the one of the connections.
+        settings: The peers and limits.
+        connect: Opens a connection to a peer.
+        namespaces: Returns the namespace for a digest; raises `NamespaceUnknown` if it is not open here.
+        clock: The clock of deadlines, also within the connections.
     """
-    tally = TierStatistics("peer")
-    shelf = PeerBackend(settings, connect, namespaces, tally, clock)
-    return RemoteTier(shelf, tally, clock)
+    statistics = TierStatistics("peer")
+    backend = PeerBackend(settings, connect, namespaces, statistics, clock)
+    return RemoteTier(backend, statistics, clock)
 
 
 class PeerBackend:
-    """See `kvstore.tiers.remote`, and the module. Made by `open_peers`."""
+    """A `kvstore.tiers.remote.TierBackend`, made by `open_peers`."""
 
     def __init__(
         self,
         settings: PeerSettings,
         connect: Connect,
         namespaces: Callable[[bytes], KvNamespace],
-        tally: TierStatistics,
+        statistics: TierStatistics,
         clock: Clock,
     ):
         self._settings = settings
         self._connect = connect
         self._namespaces = namespaces
-        self._statistics = tally
+        self._statistics = statistics
         self._clock = clock
         self._hints = PeerHints()
-        self._doubts = SuspectBlocks()
+        self._suspects = SuspectBlocks()
         self._lock = threading.Lock()
-        self._links: dict[tuple[str, bytes], PeerNodeConnection] = {}
+        self._connections: dict[tuple[str, bytes], PeerNodeConnection] = {}
         self._left = False
         self._closed = False
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
-        """What was found bad is not asked for again for a while."""
+        """Return whether the namespace is open, the length fits, and the block was not found bad lately."""
         namespace = self._namespace(key.digest)
         fits = namespace is not None and block_bytes in (None, namespace.block_bytes)
-        return fits and not self._doubts.has(key, self._clock.now())
+        return fits and not self._suspects.has(key, self._clock.now())
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         namespace = self._namespace(keys[0].digest)
@@ -92,7 +92,7 @@ class PeerBackend:
             if asked == self._settings.look_ups or longest == len(names):
                 break
             try:
-                found = self._link(address, namespace).look(names, self._share(deadline, asked))
+                found = self._connection(address, namespace).look_up(names, self._share(deadline, asked))
             except TierFailed as error:
                 failure = error
                 continue
@@ -104,7 +104,7 @@ class PeerBackend:
         return longest
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Asks whoever was seen to hold them, as far as `RUNS` look-ups of each tell."""
+        """Ask the peers that were seen to hold the blocks, with at most `RUNS` look-ups for each peer."""
         there: set[BlockKey] = set()
         asked: dict[tuple[str, bytes], list[BlockKey]] = {}
         for key in keys:
@@ -113,7 +113,7 @@ class PeerBackend:
         for (holder, digest), theirs in asked.items():
             if (namespace := self._namespace(digest)) is None:
                 continue
-            held = self._link(holder, namespace).holds([key.name for key in theirs], deadline)
+            held = self._connection(holder, namespace).holds([key.name for key in theirs], deadline)
             there.update(key for key, is_there in zip(theirs, held, strict=True) if is_there)
         return [key in there for key in keys]
 
@@ -141,16 +141,16 @@ class PeerBackend:
             raise failure
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - asks nobody
-        """They are the peers' to forget; here they are not asked for again for a while."""
-        self._doubts.note(keys, self._clock.now())
+        """Leave the blocks to their peers, and do not ask for them for a while."""
+        self._suspects.note(keys, self._clock.now())
         self._hints.drop(keys)
 
     def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:  # noqa: ARG002 - asks nobody
-        """Peers look at their blocks themselves, when they are told that one is bad."""
+        """Return UNREAD: peers examine their blocks themselves when they are told that one is bad."""
         return ReadingVerdict.UNREAD
 
     def health(self) -> BackendHealth:
-        each = [link.health for link in self._all_links()]
+        each = [connection.health for connection in self._all_connections()]
         return BackendHealth(
             corrupt=sum(one.corrupt for one in each),
             damaged=sum(one.damaged for one in each),
@@ -158,9 +158,10 @@ class PeerBackend:
         )
 
     def leave(self) -> None:
-        """This node goes: what goes down from now on goes to the peers' memory, and none of it to this node.
+        """Push all demoted blocks to the other peers from now on, because this node is leaving.
 
-        The others rank each other as before, so what would have been here is where they look next; likewise where one of them is away.
+        The others still rank the peers as before. So they look for this node's chains at the next peer in the order,
+        which is where these blocks go; the same holds if another peer is down.
         """
         others = tuple(address for address in self._settings.peers if address != self._settings.own_address)
         self._settings = replace(self._settings, peers=others, own_address="", push=True)
@@ -169,18 +170,18 @@ class PeerBackend:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        for link in self._all_links():
-            link.close()
+        for connection in self._all_connections():
+            connection.close()
 
     def _give(
         self, namespace: KvNamespace, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos
     ) -> None:
-        """Have the owner of their chain keep these blocks."""
+        """Write these blocks to the owner of their chain."""
         owners = self._owners(next(iter(work)))
         if owners[0] == self._settings.own_address:
             there.update(dict.fromkeys(work, False))
             return
-        copies = {key: given.block.copy() for key, given in work.items()}  # the peer's client sums up what it finds
+        copies = {key: given.block.copy() for key, given in work.items()}  # the store client takes checksums of these
         sound = [key for key in work if crc32c([copies[key]]) == work[key].crc32c]
         there.update((key, False) for key in work if key not in set(sound))
         self._statistics.count(corrupt=len(work) - len(sound))
@@ -200,7 +201,7 @@ class PeerBackend:
         answers: dict[int, FetchResult],
         deadline: Nanos,
     ) -> None:
-        """Answer for these, from one peer after the other."""
+        """Fetch these blocks from one peer after the other."""
         missing = dict(work)
         asked, failure = 0, None
         for address in self._candidates(next(iter(work.values())).key):
@@ -210,7 +211,7 @@ class PeerBackend:
             until = deadline if hinted else self._share(deadline, asked)
             names, into = [each.key.name for each in missing.values()], [each.into for each in missing.values()]
             try:
-                fetched = self._link(address, namespace).fetch(names, into, until)
+                fetched = self._connection(address, namespace).fetch(names, into, until)
             except TierFailed as error:
                 failure = error
                 continue
@@ -224,7 +225,7 @@ class PeerBackend:
         self._judge(failure, asked)
 
     def _judge(self, failure: TierFailed | None, asked: int) -> None:
-        """A peer that fails is counted; that no other has answered instead is a failure of the tier."""
+        """Count a failed peer; raise its failure if no other peer has answered."""
         if failure is None:
             return
         if not asked:
@@ -234,10 +235,10 @@ class PeerBackend:
     def _candidates(self, key: BlockKey) -> list[str]:
         ranked = [address for address in ranking(self._settings.peers, key) if address != self._settings.own_address]
         hinted = self._hints.recall(key)
-        return sorted(ranked, key=lambda address: address != hinted)  # stable: all others stay in their order
+        return sorted(ranked, key=lambda address: address != hinted)  # the sort is stable
 
     def _owners(self, key: BlockKey) -> list[str]:
-        """Who should have its chain; of a node that has left, then those that others ask where that one is away."""
+        """Return the owner of the block's chain; after `leave`, the further peers as well, in order."""
         ranked = ranking(self._settings.peers, key)
         return ranked if self._left else ranked[:1]
 
@@ -249,20 +250,20 @@ class PeerBackend:
         blocks: Sequence[ByteArray],
         deadline: Nanos,
     ) -> tuple[str, int, list[bool]]:
-        """To the first of these that answers: which it is, and what `PeerNodeConnection.push` says.
+        """Push to the first of these peers that answers; return it and the result of `PeerNodeConnection.push`.
 
         Raises:
-            TierFailed: None does.
+            TierFailed: No peer answers.
         """
         *first, last = owners
         for owner in first:
             with suppress(TierFailed):
-                return owner, *self._link(owner, namespace).push(names, blocks, deadline)
+                return owner, *self._connection(owner, namespace).push(names, blocks, deadline)
             self._statistics.count(failures=1)
-        return last, *self._link(last, namespace).push(names, blocks, deadline)
+        return last, *self._connection(last, namespace).push(names, blocks, deadline)
 
     def _share(self, deadline: Nanos, asked: int) -> Nanos:
-        """Of the time left, one part for each look-up that may follow."""
+        """Divide the time left by the number of look-ups that may follow."""
         now = self._clock.now()
         return Nanos(now + (deadline - now) // max(self._settings.look_ups - asked, 1))
 
@@ -279,25 +280,25 @@ class PeerBackend:
         except NamespaceUnknown:
             return None
 
-    def _link(self, address: str, namespace: KvNamespace) -> PeerNodeConnection:
+    def _connection(self, address: str, namespace: KvNamespace) -> PeerNodeConnection:
         with self._lock:
             if self._closed:
                 raise TierFailed("the peer tier is closed")
-            link = self._links.get((address, namespace.digest))
-            if link is None:
-                link = PeerNodeConnection(
+            connection = self._connections.get((address, namespace.digest))
+            if connection is None:
+                connection = PeerNodeConnection(
                     address, namespace, self._connect, nanos(self._settings.connect_seconds), self._clock
                 )
-                self._links[address, namespace.digest] = link
-            return link
+                self._connections[address, namespace.digest] = connection
+            return connection
 
-    def _all_links(self) -> list[PeerNodeConnection]:
+    def _all_connections(self) -> list[PeerNodeConnection]:
         with self._lock:
-            return list(self._links.values())
+            return list(self._connections.values())
 
 
 def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
-    """The peers in the order in which they should have the chain that begins with this block."""
+    """Return the peers in rendezvous order for the chain that begins with this block."""
 
     def weight(address: str) -> tuple[int, str]:
         return xxhash.xxh3_64_intdigest(key.digest + key.name + address.encode()), address

@@ -1,4 +1,4 @@
-"""The way to one peer: its leases, its data plane, and a breaker for when it is away."""
+"""Peer connection: look-ups, reads and writes on one peer, with a circuit breaker and a fence."""
 
 import logging
 import socket
@@ -17,14 +17,14 @@ from kvstore.net.addresses import host_port, unix_path
 from kvstore.tiers.fence import Fence
 from kvstore.tiers.remote import BackendHealth
 
-RUNS = 8  # of consecutive blocks, fetched from one peer in one call: what has more holes is hardly worth it
-LEASE_AFTER_SECONDS = 1.0  # by which a lease outlasts the call that holds it, should it not be released
+RUNS = 8  # runs of consecutive blocks fetched from one peer in one call
+LEASE_AFTER_SECONDS = 1.0  # time by which an unreleased lease outlasts its call
 
 log = logging.getLogger(__name__)
 
 
 class PeerStore(Protocol):
-    """What is needed of a `kvstore.client.store_client.StoreClient`, bound to one namespace of one peer."""
+    """The part of `kvstore.client.store_client.StoreClient` that this tier uses, bound to one namespace of one peer."""
 
     @property
     def answers(self) -> bool: ...
@@ -52,11 +52,11 @@ class PeerStore(Protocol):
 
 
 Connect = Callable[[str, KvNamespace, float], PeerStore]
-"""Shakes hands with the node at an address, within that many seconds; raises `StoreError`."""
+"""Connects to the node at an address within that many seconds; raises `StoreError`."""
 
 
 class PeerNodeConnection:
-    """One namespace of one peer: connected to when it is needed, and again after a pause when that failed. Thread-safe."""
+    """One namespace of one peer. Connects when a call needs it, and after a pause if that failed. Thread-safe."""
 
     def __init__(self, address: str, namespace: KvNamespace, connect: Connect, connect_within: Nanos, clock: Clock):
         self._address = address
@@ -68,35 +68,32 @@ class PeerNodeConnection:
         self._lock = threading.Lock()
         self._store: PeerStore | None = None
         self._closed = False
-        self._guard = threading.Lock()  # of the fence
+        self._guard = threading.Lock()  # guards the fence
         self._fence = Fence()
-        self._told_damaged = 0
+        self._reported_damaged = 0
 
     @property
     def health(self) -> BackendHealth:
-        """Blocks whose bytes did not have the checksum that the peer gave them, and whether it is left alone for that.
-
-        Bad blocks are told to the peer, which looks for itself and drops none that it finds sound.
-        """
+        """Counts of blocks that failed their checksum, and whether the peer is fenced."""
         store = self._store
         if store is None:
             return BackendHealth()
         counters = store.counters()
         return BackendHealth(counters.corrupt, counters.damaged, int(self._fence.is_closed))
 
-    def look(self, names: Sequence[BlockHash], deadline: Nanos) -> int:
-        """How many leading blocks the peer has in its memory.
+    def look_up(self, names: Sequence[BlockHash], deadline: Nanos) -> int:
+        """Return how many leading blocks the peer has in its memory.
 
         Raises:
-            TierFailed: It does not say.
+            TierFailed: The peer did not answer.
         """
         return len(self._match(self._opened(deadline), names, 0, deadline))
 
     def fetch(self, names: Sequence[BlockHash], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
-        """Blocks that the peer has; a run that follows a hole is looked for once some have been found.
+        """Fetch the blocks that the peer has, run by run; after each run it skips one missing block.
 
         Raises:
-            TierFailed: It does not answer, or says that it has blocks and does not deliver one.
+            TierFailed: The peer did not answer, or announced blocks and delivered none.
         """
         store = self._opened(deadline)
         answers = [GONE] * len(names)
@@ -118,31 +115,28 @@ class PeerNodeConnection:
         return answers
 
     def _note(self, store: PeerStore, good: Sequence[bool]) -> None:
-        """Tell the fence what was read."""
+        """Report blocks that were read to the fence."""
         damaged = store.counters().damaged
         with self._guard:
-            more, self._told_damaged = max(damaged - self._told_damaged, 0), damaged
-            closes = self._fence.saw(sound=sum(good), damaged=more, now=self._clock.now())
+            more, self._reported_damaged = max(damaged - self._reported_damaged, 0), damaged
+            closes = self._fence.record(sound=sum(good), damaged=more, now=self._clock.now())
         if closes:
-            log.warning("peer is fenced, since its answers are damaged on their way", extra={"peer": self._address})
+            log.warning("peer fenced, answers damaged in transit", extra={"peer": self._address})
 
     def _require_unfenced(self) -> None:
         with self._guard:
-            opens = self._fence.opens(self._clock.now())
+            opens = self._fence.reopen(self._clock.now())
             is_closed = self._fence.is_closed
         if opens:
-            log.info("peer is tried again after damaged answers", extra={"peer": self._address})
+            log.info("peer fence opened", extra={"peer": self._address})
         if is_closed:
-            raise TierFailed(f"{self._address} is fenced: its answers were damaged on their way")
+            raise TierFailed(f"{self._address} is fenced, because its answers were damaged in transit")
 
     def push(self, names: Sequence[BlockHash], blocks: Sequence[ByteArray], deadline: Nanos) -> tuple[int, list[bool]]:
-        """Write blocks into the peer's memory.
-
-        Returns:
-            How many were new there, and which are there now.
+        """Write blocks into the peer's memory; return how many were new there, and which are there now.
 
         Raises:
-            TierFailed: It does not answer.
+            TierFailed: The peer did not answer.
         """
         store = self._opened(deadline)
         try:
@@ -152,10 +146,10 @@ class PeerNodeConnection:
         return written, self._held(store, names, deadline)
 
     def holds(self, names: Sequence[BlockHash], deadline: Nanos) -> list[bool]:
-        """Which blocks the peer has in its memory, as far as `RUNS` look-ups tell.
+        """Return which blocks the peer has in its memory, found with at most `RUNS` look-ups.
 
         Raises:
-            TierFailed: It does not say.
+            TierFailed: The peer did not answer.
         """
         return self._held(self._opened(deadline), names, deadline)
 
@@ -185,7 +179,7 @@ class PeerNodeConnection:
         if not match and not store.answers:
             raise TierFailed(f"{self._address} does not answer")
         if len(match) > len(names):
-            raise TierFailed(f"{self._address}: found {len(match)} blocks of {len(names)}")
+            raise TierFailed(f"{self._address}: found {len(match)} blocks, but {len(names)} were asked for")
         return match
 
     def _read(
@@ -202,14 +196,14 @@ class PeerNodeConnection:
         except (StoreError, ValueError) as error:
             raise TierFailed(f"{self._address}: {error}") from error
         finally:
-            if self._clock.now() < deadline:  # else it ends by itself
+            if self._clock.now() < deadline:  # after the deadline, the lease ends by itself
                 store.release(match.lease_id, deadline=deadline)
         self._note(store, good)
         for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
             if is_there:
                 answers[index] = FetchResult(BlockOutcome.MOVED, slot.crc32c)
         if not any(good):
-            raise TierFailed(f"{self._address} has blocks that do not arrive")
+            raise TierFailed(f"{self._address} announced blocks and delivered none")
 
     def _opened(self, deadline: Nanos) -> PeerStore:
         self._require_unfenced()
@@ -218,7 +212,7 @@ class PeerNodeConnection:
             return store
         left = seconds(deadline - self._clock.now())
         if not self._lock.acquire(timeout=max(left, 0)):
-            raise TierFailed(f"{self._address}: still being connected to")
+            raise TierFailed(f"{self._address}: another call is still connecting")
         try:
             if self._store is None:
                 self._store = self._connected(deadline)
@@ -229,14 +223,14 @@ class PeerNodeConnection:
     def _connected(self, deadline: Nanos) -> PeerStore:
         started = self._clock.now()
         if self._closed or not self._breaker.allows(started):
-            raise TierFailed(f"{self._address} is away")
+            raise TierFailed(f"{self._address} is unreachable")
         within = seconds(min(Nanos(deadline - started), self._connect_within))
         try:
             probe(self._address, within)
             store = self._connect(self._address, self._namespace, within)
         except (StoreError, OSError) as error:
             if self._breaker.closed:
-                log.warning("peer cannot be used", extra={"peer": self._address, "reason": str(error)})
+                log.warning("peer unreachable", extra={"peer": self._address, "reason": str(error)})
             self._breaker.failed(started, self._clock.now())
             raise TierFailed(f"{self._address}: {error}") from error
         self._breaker.succeeded()
@@ -244,10 +238,10 @@ class PeerNodeConnection:
 
 
 def probe(address: str, within_seconds: float) -> None:
-    """Whether anybody listens there at all, which a handshake is too patient to tell at once.
+    """Check that something listens on the address; a handshake would wait longer to find that out.
 
     Raises:
-        StoreUnreachable: Nobody does.
+        StoreUnreachable: Nothing listens there.
     """
     try:
         if path := unix_path(address):

@@ -1,4 +1,4 @@
-"""What a node remembers of its peers' blocks: who has which, and which were bad. Thread-safe, bounded."""
+"""Peer hints: which peer was seen to hold a block, and which blocks were bad. Thread-safe, bounded."""
 
 import threading
 from collections.abc import Iterable
@@ -7,13 +7,13 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.messages import BlockKey
 from kvstore.recent_map import RecentMap
 
-HINTS = 1 << 16  # blocks of which it is remembered who has them
-DOUBTS = 4096  # blocks that were found bad of late
-DOUBTED_FOR = Nanos(60 * SECOND)  # then the peers have had the time to write them anew
+HINTS = 1 << 16  # blocks with a known holder
+SUSPECTS = 4096  # blocks that were found bad lately
+SUSPECT_FOR = Nanos(60 * SECOND)  # in this time, peers can write the blocks again
 
 
 class PeerHints:
-    """Who was seen to have which block."""
+    """The peer that was last seen to hold each block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,16 +35,16 @@ class PeerHints:
 
 
 class SuspectBlocks:
-    """Blocks that were found bad, for a while."""
+    """Blocks that were found bad lately."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._until: RecentMap[BlockKey, Nanos] = RecentMap(DOUBTS)
+        self._until: RecentMap[BlockKey, Nanos] = RecentMap(SUSPECTS)
 
     def note(self, keys: Iterable[BlockKey], now: Nanos) -> None:
         with self._lock:
             for key in keys:
-                self._until.note(key, Nanos(now + DOUBTED_FOR))
+                self._until.note(key, Nanos(now + SUSPECT_FOR))
 
     def has(self, key: BlockKey, now: Nanos) -> bool:
         until = self._until.get(key)

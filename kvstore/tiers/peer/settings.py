@@ -1,4 +1,4 @@
-"""Whose memory is read."""
+"""Settings of the peer tier."""
 
 from typing import Annotated
 
@@ -9,29 +9,29 @@ from kvstore.tiers.settings import TierSettings
 
 
 class PeerSettings(TierSettings, frozen=True, kw_only=True, tag="peer"):
-    """Whose memory to read. Refused as a whole when a field is wrong (`ValueError` names it)."""
+    """Settings of a tier in the memory of other nodes. A wrong field raises a `ValueError` that names it."""
 
     peers: tuple[str, ...]
-    """Control planes of the nodes, ``host:port`` or ``unix:/path``; written alike on all nodes, since that is what they
-    are ranked by."""
+    """Control addresses of the nodes, ``host:port`` or ``unix:/path``. All nodes have to write them in the same way,
+    because nodes rank their peers by these strings."""
 
     own_address: str = ""
     """This node's own entry among the peers. It is ranked, so that all nodes agree on owners, but never asked."""
 
     look_ups: Annotated[int, Meta(ge=1, le=16)] = 2
-    """Peers that are asked for a chain: the one that is known or likely to have it, and one more. Each costs a round trip."""
+    """Peers that are asked for a chain: the likely holder, and one more. Each costs a round trip."""
 
     connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 0.5
-    """For the handshake with a peer; less where the deadline of the call is nearer."""
+    """Time for the handshake with a peer; less if the deadline of the call is nearer."""
 
     push: bool = False
-    """Whether blocks that go down are written to the memory of their chain's owner."""
+    """Whether demoted blocks are written to the memory of their chain's owner."""
 
     def __post_init__(self) -> None:
         if not set(self.peers) - {self.own_address}:
             raise ValueError("peers: at least one other node is needed")
         if len(set(self.peers)) < len(self.peers):
-            raise ValueError("peers: an address is there twice")
+            raise ValueError("peers: an address is listed twice")
         if self.own_address and self.own_address not in self.peers:
             raise ValueError(f"own_address: {self.own_address!r} is not among the peers")
         for index, address in enumerate(self.peers):

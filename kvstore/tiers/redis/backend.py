@@ -1,11 +1,11 @@
-"""Blocks in a Redis or Valkey server, one value each under ``prefix:namespace:name``: a shelf of `kvstore.tiers.remote`.
+"""Redis backend: blocks in a Redis or Valkey server, each a value under ``prefix:namespace:name``.
 
 Rules:
 
-1. Any number of nodes may use one server. A value is written whole or not at all, two writers of one block write the
-   same, and what is found is judged by `kvstore.tiers.remote_records`. What that rejects is read again, by connections of their own.
-2. What has to go is the server's decision (its `maxmemory-policy`, and `ttl_seconds`). A server that is full and may
-   not evict refuses blocks, which is no failure.
+1. Any number of nodes may use one server. A value is written as a whole or not at all, and two writers of one block write
+   the same bytes. `kvstore.tiers.remote_records` verifies each value; a bad one is read again by new connections.
+2. The server decides what to evict (`maxmemory-policy` and `ttl_seconds`). A full server that may not evict refuses
+   blocks, which is no failure.
 """
 
 from collections import deque
@@ -25,19 +25,14 @@ from kvstore.tiers.remote_records import HEAD_BYTES, FramedRecord, RecordFramer,
 from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
 from kvstore.tiers.statistics import TierStatistics
 
-FIND_BLOCKS = 256  # asked about in one round trip
-VALUE_BYTES = 512 << 20  # that a server takes; its proto-max-bulk-len
+FIND_BLOCKS = 256  # in one round trip
+VALUE_BYTES = 512 << 20  # largest value that a server takes (proto-max-bulk-len)
 
 
 def open_redis(
     settings: RedisSettings, *, codecs: Callable[[bytes], Codec], clock: Clock
 ) -> "RemoteTier[RedisBackend]":
-    """A tier on that server, which may be away: it is connected to when it is needed.
-
-    Args:
-        settings: What to use.
-        codecs: By namespace digest.
-        clock: Of the deadlines.
+    """Make a tier on a server; the tier connects to it when a call needs it.
 
     Raises:
         StoreNotStarted: The client library is not installed, or the password cannot be read.
@@ -48,20 +43,22 @@ def open_redis(
         raise StoreNotStarted("kind: redis needs its client: pip install 'fleet-serving[redis]'") from error
     except OSError as error:
         raise StoreNotStarted(f"password_file: {settings.password_file}: {error.strerror}") from error
-    tally = TierStatistics("redis")
-    return RemoteTier(RedisBackend(settings, connections, RecordFramer(codecs, tally), tally), tally, clock)
+    statistics = TierStatistics("redis")
+    return RemoteTier(
+        RedisBackend(settings, connections, RecordFramer(codecs, statistics), statistics), statistics, clock
+    )
 
 
 class RedisBackend:
-    """See `kvstore.tiers.remote`, and the module. Made by `open_redis`."""
+    """A `kvstore.tiers.remote.TierBackend`, made by `open_redis`."""
 
     def __init__(
-        self, settings: RedisSettings, connections: RedisConnections, records: RecordFramer, tally: TierStatistics
+        self, settings: RedisSettings, connections: RedisConnections, records: RecordFramer, statistics: TierStatistics
     ):
         self._settings = settings
         self._connections = connections
         self._records = records
-        self._statistics = tally
+        self._statistics = statistics
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
         return self._records.knows(key)
@@ -110,14 +107,14 @@ class RedisBackend:
     def close(self) -> None:
         self._connections.close()
 
-    # One turn on a connection
+    # Within one turn on a connection
 
     def _there(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bool]:
         heads = zip(keys, self._heads(pipe, keys), strict=True)
-        return [self._records.standing(key, head) is RemoteKeyState.HELD for key, head in heads]
+        return [self._records.key_state(key, head) is RemoteKeyState.HELD for key, head in heads]
 
     def _heads(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bytes]:
-        """The first bytes of the values under these keys; empty where there is none."""
+        """Return the first bytes of the values under these keys; empty where there is no value."""
         last = b"%d" % (HEAD_BYTES - 1)
         pipe.send([b"".join(request(b"GETRANGE", self._name(key), b"0", last) for key in keys)])
         heads = []
@@ -130,7 +127,7 @@ class RedisBackend:
             else:
                 if value is not None:
                     if value.left > HEAD_BYTES:
-                        raise ValueError(f"{value.left} bytes, where {HEAD_BYTES} at most were asked for")
+                        raise ValueError(f"the server sent {value.left} bytes; at most {HEAD_BYTES} were asked for")
                     found = bytearray(value.left)
                     value.fill(memoryview(found))
                     value.skip()
@@ -142,7 +139,7 @@ class RedisBackend:
         missing = []
         heads = self._heads(pipe, list(work))
         for (key, given), head in zip(work.items(), heads, strict=True):
-            match self._records.standing(key, head, given.block.nbytes):
+            match self._records.key_state(key, head, given.block.nbytes):
                 case RemoteKeyState.HELD:
                     there[key] = True
                 case RemoteKeyState.FREE:
@@ -175,7 +172,7 @@ class RedisBackend:
         pipe.send([before + framed.head, framed.payload.data, after])
 
     def _settle(self, pipe: RedisPipeline, key: BlockKey, nbytes: int, there: dict[BlockKey, bool]) -> bool:
-        """Whether the block was written; not, when the server is full."""
+        """Read the reply to a write; return False if the server is full."""
         try:
             pipe.status()
         except RedisErrorReply as error:
@@ -207,7 +204,7 @@ class RedisBackend:
                 answers[index] = GONE
                 continue
             answers[index] = self._records.take(wanted.key, value, wanted.into)
-            value.skip()  # after the answer: what is too large to be got out of the way in time is removed nevertheless
+            value.skip()  # only after the answer is noted: skipping an oversized value may exceed the deadline
 
     @contextmanager
     def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ValueReading | None"]:
@@ -227,17 +224,17 @@ class RedisBackend:
 
 
 def _require_only_wrong_type(error: RedisErrorReply) -> None:
-    """Something else than a value lies under the key; any other error is the server's state."""
+    """Raise the error again unless it says that the key holds something else than a string."""
     if error.code != "WRONGTYPE":
         raise error
 
 
 class _NotAString(Exception):
-    """Something else than a string lies under a key."""
+    """The key holds something else than a string."""
 
 
 class ValueReading:
-    """See `kvstore.tiers.second_reading.Reading`."""
+    """Implements `kvstore.tiers.second_reading.Reading` with ranges of a value."""
 
     def __init__(self, pipe: RedisPipeline, name: bytes, length: int):
         self._pipe = pipe
@@ -248,7 +245,7 @@ class ValueReading:
         self._pipe.send([request(b"GETRANGE", self._name, b"%d" % start, b"%d" % (stop - 1))])
         value = self._pipe.value()
         if value is None or value.left != stop - start:
-            raise ReadingsDiffer(f"not the bytes {start} to {stop} that were asked for")
+            raise ReadingsDiffer(f"the answer does not hold the bytes {start} to {stop}")
         into = bytearray(stop - start)
         value.fill(memoryview(into))
         value.skip()

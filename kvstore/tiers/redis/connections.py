@@ -1,6 +1,7 @@
-"""Connections to a Redis or Valkey server: few, kept, and opened anew after the server was away.
+"""Redis connections: a small pool that is kept open, and renewed after the server was down.
 
-The client library opens them (address, TLS, credentials, database); what follows goes through `kvstore.tiers.redis.resp`.
+The client library opens a connection (address, TLS, credentials, database). All traffic after that goes through
+`kvstore.tiers.redis.resp`.
 """
 
 import socket
@@ -19,16 +20,10 @@ Answer = TypeVar("Answer")
 
 
 class RedisConnections:
-    """To one server. Thread-safe."""
+    """Connections to one server. Thread-safe."""
 
     def __init__(self, settings: RedisSettings, connect: Callable[[Nanos], RedisPipeline], clock: Clock):
-        """None yet.
-
-        Args:
-            settings: How many there may be.
-            connect: Opens one by a deadline; `TierFailed` where it cannot.
-            clock: Of the deadlines.
-        """
+        """Begin without connections; `connect` opens one by a deadline, or raises `TierFailed`."""
         self._settings = settings
         self._connect = connect
         self._clock = clock
@@ -38,10 +33,10 @@ class RedisConnections:
         self._closed = False
 
     def turn(self, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
-        """Have requests made and their replies read, on a connection that nobody else has meanwhile.
+        """Let `act` send requests and read their replies, on a connection for its exclusive use.
 
         Raises:
-            TierFailed: There is none, or it did not come to an end by the deadline.
+            TierFailed: No connection was available, or `act` failed or did not end by the deadline.
         """
         left = seconds(deadline - self._clock.now())
         if not self._turns.acquire(timeout=max(left, 0)):
@@ -53,7 +48,7 @@ class RedisConnections:
 
     @contextmanager
     def fresh(self, deadline: Nanos) -> Iterator[RedisPipeline]:
-        """Give a connection that is opened for this, and closed afterwards. Raises as `turn`."""
+        """Open a new connection, and close it afterwards. Raises the same errors as `turn`."""
         if self._closed:
             raise TierFailed(f"{self._settings.place}: the tier is closed")
         pipe = self._connect(deadline)
@@ -71,11 +66,11 @@ class RedisConnections:
                 return self._act(kept, act, deadline)
             except TierFailed:
                 if kept.answered or self._clock.now() >= deadline:
-                    raise  # else the server has restarted since, or closed what was idle
+                    raise  # without an answer, the server may have restarted or closed the idle connection
         return self._act(self._connect(deadline), act, deadline)
 
     def _kept(self) -> RedisPipeline | None:
-        """Take an idle connection that can be used, and close the others that are met on the way."""
+        """Take a usable idle connection, and close unusable ones."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -98,12 +93,12 @@ class RedisConnections:
                 keep = in_step and not self._closed
                 if keep:
                     self._idle.append(pipe)
-            if not keep:  # replies that nobody reads would be taken for those of the next requests
+            if not keep:  # unread replies would be taken for replies to the next requests
                 pipe.close()
         return answer
 
     def close(self) -> None:
-        """Those that are in use are closed after their turn."""
+        """Close idle connections now, and the others after their turn."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -122,14 +117,14 @@ class RedisConnector:
         self._clock = clock
         try:
             self._connection(1.0)
-        except (redis.RedisError, TypeError, ValueError) as error:  # which names the option, not the URL
-            raise StoreNotStarted(f"url: an option of it cannot be used: {error}") from error
+        except (redis.RedisError, TypeError, ValueError) as error:  # the error names the option, not the URL
+            raise StoreNotStarted(f"url: it has an invalid option: {error}") from error
 
     def __call__(self, deadline: Nanos) -> RedisPipeline:
-        """An authenticated connection.
+        """Return an authenticated connection.
 
         Raises:
-            TierFailed: There is none by the deadline.
+            TierFailed: The connection could not be opened by the deadline.
         """
         left = seconds(deadline - self._clock.now())
         timeout_seconds = max(min(left, self._settings.connect_seconds), 0.001)
@@ -138,12 +133,12 @@ class RedisConnector:
             with _cut_after(timeout_seconds, connection):
                 connection.connect()
         except (self._redis.RedisError, OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-            # The last ones are the library's, of replies that no server should send.
+            # The library raises TypeError, LookupError and RecursionError on invalid replies.
             raise TierFailed(f"{self._settings.place}: {type(error).__name__}: {error}") from error
-        return RedisPipeline(connection._sock, connection.disconnect, self._clock)  # noqa: SLF001 - the library hands it out nowhere
+        return RedisPipeline(connection._sock, connection.disconnect, self._clock)  # noqa: SLF001 - no public accessor
 
     def _connection(self, timeout_seconds: float) -> Any:
-        """One that is not connected yet."""
+        """Make a connection object that is not connected yet."""
         options: dict[str, Any] = {"protocol": 2, "retry": None, "socket_timeout": timeout_seconds}
         if self._settings.password_file:
             options["password"] = Path(self._settings.password_file).read_text().strip()
@@ -152,11 +147,11 @@ class RedisConnector:
 
 @contextmanager
 def _cut_after(within_seconds: float, connection: Any) -> Iterator[None]:
-    """The library waits its timeout for each piece of a reply; no longer than this for all of them."""
+    """Limit the whole handshake; the library applies its timeout to each piece of a reply."""
 
     def cut() -> None:
-        if (opened := connection._sock) is not None:  # noqa: SLF001 - see above
-            with suppress(OSError):  # it is closed already
+        if (opened := connection._sock) is not None:  # noqa: SLF001 - no public accessor
+            with suppress(OSError):  # already closed
                 opened.shutdown(socket.SHUT_RDWR)
 
     end = threading.Timer(within_seconds, cut)

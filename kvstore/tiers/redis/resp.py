@@ -1,37 +1,37 @@
-"""A connection to a Redis or Valkey server, past its handshake: requests in a pipeline, values received in place.
+"""RESP: the Redis protocol on an authenticated connection, with pipelined requests and values received in place.
 
 Rules:
 
-1. Payloads are sent from where they lie and received where they belong; only heads and short replies are copied. The
-   client libraries copy each value two or three times, which is slower than the server.
-2. Everything is done by the deadline of the turn. A connection on which that failed, or that talks nonsense, cannot be
-   brought back into step and is closed by its owner: `OSError` and `ValueError` mean this. `RedisErrorReply` does not.
-3. A server sends nothing but replies. Bytes that are there between two turns are the rest of a damaged or repeated reply, and
-   would be read as the replies to the next requests. A connection with such bytes is not used again (`is_quiet`).
+1. Payloads are sent from the caller's memory and received into it; only heads and short replies are copied. The client
+   libraries copy each value two or three times, which is slower than the server.
+2. Every operation ends by the deadline of the turn. After an `OSError` or `ValueError` the connection has lost the
+   boundary between replies, so its owner closes it. After a `RedisErrorReply` it can be used further.
+3. A server sends nothing but replies. Bytes that arrive between two turns belong to a damaged or repeated reply, and would
+   be read as replies to the next requests. A connection with such bytes is not used again (`is_quiet`).
 """
 
 import socket
 import ssl
 from collections.abc import Callable, Iterable
 
-from kvstore.buffer_runs import BufferRun
+from kvstore.buffers import BufferRun
 from kvstore.clock import Clock, Nanos, seconds
 
-BUFFER_BYTES = 4096  # for lines and the heads of values; what is received in place goes around it
-LINE_BYTES = 2048  # of a reply that is no value
+BUFFER_BYTES = 4096  # for lines and the heads of values; payloads bypass the buffer
+LINE_BYTES = 2048  # longest reply line
 
 
 class RedisErrorReply(Exception):
-    """The server's answer to one request is an error; the connection is in step."""
+    """The server answered a request with an error; the connection can be used further."""
 
     @property
     def code(self) -> str:
-        """Its first word: "OOM", "WRONGTYPE" and so on."""
+        """The first word of the error: "OOM", "WRONGTYPE" and so on."""
         return str(self).partition(" ")[0]
 
 
 class RedisPipeline:
-    """See the module. Not for several threads at a time."""
+    """One connection, for one thread at a time."""
 
     def __init__(self, connection: socket.socket, close: Callable[[], None], clock: Clock):
         self._socket = connection
@@ -41,16 +41,16 @@ class RedisPipeline:
         self._deadline = Nanos(0)
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # of what is in the buffer
-        self.answered = False  # in this turn
+        self._start = self._end = 0  # of the unread bytes in the buffer
+        self.answered = False  # whether a reply has arrived in this turn
 
     def begin(self, deadline: Nanos) -> None:
-        """A new turn: requests, and as many replies."""
+        """Begin a turn: requests, and as many replies."""
         self._deadline = deadline
         self.answered = False
 
     def is_quiet(self) -> bool:
-        """Tell whether the connection is open and no unread bytes have arrived, so that a new turn can begin on it."""
+        """Return whether the connection is open without unread bytes, so that a new turn can begin on it."""
         if self._start != self._end:
             return False
         try:
@@ -74,36 +74,36 @@ class RedisPipeline:
             run.advance(self._socket.sendmsg(run.front(run.left)))
 
     def status(self) -> bytes:
-        """Return the word or number of a reply that says that it was done.
+        """Read a status or integer reply, and return its word or number.
 
         Raises:
-            Refusal: It was not.
+            RedisErrorReply: The reply is an error.
         """
         line = self._line()
         if line[:1] not in (b"+", b":"):
-            raise ValueError("no status")
+            raise ValueError("the reply is not a status")
         return line[1:]
 
     def value(self) -> "RedisValue | None":
-        """A reply that is a value, or nothing. Call `skip` on it before the next reply is asked for.
+        """Begin to read a value; return None if there is none. Call `skip` on it before the next reply is read.
 
         Raises:
-            Refusal: An error instead.
+            RedisErrorReply: The reply is an error.
         """
         line = self._line()
         if line[:1] != b"$":
-            raise ValueError("no value")
+            raise ValueError("the reply is not a value")
         length = int(line[1:])
         return None if length < 0 else RedisValue(self, length)
 
     def fill(self, into: memoryview) -> None:
-        """The next bytes of the reply, whatever they are."""
+        """Read the next bytes of the reply."""
         at_hand = min(len(into), self._end - self._start)
         into[:at_hand] = self._view[self._start : self._start + at_hand]
         self._start += at_hand
         into = into[at_hand:]
         while len(into):
-            count = self._receive([into, self._view])  # and what follows, which is a short line in most cases
+            count = self._receive([into, self._view])  # a short line usually follows the value
             self._start, self._end = 0, max(count - len(into), 0)
             into = into[count:]
 
@@ -111,10 +111,10 @@ class RedisPipeline:
         self._close()
 
     def _line(self) -> bytes:
-        """Without its end.
+        """Read a line, and return it without its end.
 
         Raises:
-            Refusal: It is an error.
+            RedisErrorReply: The line is an error.
         """
         line = b""
         while not line.endswith(b"\r\n"):
@@ -124,7 +124,7 @@ class RedisPipeline:
             line += self._buffer[self._start : stop]
             self._start = stop
             if len(line) > LINE_BYTES:
-                raise ValueError("a line without an end")
+                raise ValueError("the reply line is too long")
         self.answered = True
         if line[:1] == b"-":
             raise RedisErrorReply(line[1:-2].decode(errors="replace"))
@@ -145,7 +145,7 @@ class RedisPipeline:
 
 
 class RedisValue:
-    """See `kvstore.tiers.remote_records.RecordSource`."""
+    """A value that is being received; implements `kvstore.tiers.remote_records.RecordSource`."""
 
     def __init__(self, pipe: RedisPipeline, length: int):
         self._pipe = pipe
@@ -157,7 +157,7 @@ class RedisValue:
         self._pipe.fill(into)
 
     def skip(self) -> None:
-        """Past the rest of the value and its end."""
+        """Read and drop the rest of the value and its end."""
         scrap = memoryview(bytearray(min(self.left + 2, 1 << 16)))
         left = self.left + 2
         while left:
@@ -166,12 +166,12 @@ class RedisValue:
 
 
 def request(*words: bytes) -> bytes:
-    """A whole request."""
+    """Encode a request."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 def request_with(value_bytes: int, *words: bytes, after: tuple[bytes, ...] = ()) -> tuple[bytes, bytes]:
-    """What to send before and after a value of that length, which follows the words."""
+    """Encode a request with a value between `words` and `after`; return the bytes before and after the value."""
     before = b"*%d\r\n" % (len(words) + 1 + len(after))
     before += b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
     end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in after)

@@ -1,4 +1,4 @@
-"""Where blocks are kept in Redis or Valkey."""
+"""Settings of the Redis tier."""
 
 from typing import Annotated
 from urllib.parse import parse_qsl, urlsplit
@@ -19,33 +19,33 @@ URL_OPTIONS = frozenset(
         "ssl_cert_reqs",
         "ssl_check_hostname",
     }
-)  # fmt: skip - the others would change deadlines and replies under this module
+)  # fmt: skip - other options would change deadlines and replies
 
 
 class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
-    """Where to keep blocks. Refused as a whole when a field is wrong (`ValueError` names it, and never shows the URL)."""
+    """Settings of a tier in Redis or Valkey. A wrong field raises a `ValueError` that names it and never shows the URL."""
 
     url: str
-    """``redis://[user[:password]@]host[:port][/db]``, ``rediss://…`` with TLS, or ``unix:///path[?db=N]``. After the
-    ``?`` may come db, client_name, and for TLS ssl_ca_certs, ssl_certfile, ssl_keyfile and their kin."""
+    """``redis://[user[:password]@]host[:port][/db]``, ``rediss://…`` with TLS, or ``unix:///path[?db=N]``. The query may
+    hold db and client_name, and for TLS ssl_ca_certs, ssl_certfile, ssl_keyfile and similar options."""
 
     password_file: str = ""
-    """File that holds the password, for a URL without one: a Kubernetes secret, say. Read at each connection."""
+    """File with the password, for a URL without one, such as a Kubernetes secret. Read for each connection."""
 
     key_prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")] = "fleet"
-    """What all keys begin with, so that several deployments can share a server."""
+    """Prefix of all keys, so that several deployments can share a server."""
 
     ttl_seconds: Annotated[float, Meta(ge=0, le=10 * 365 * 86400)] = 0
-    """How long after it was written a block may be used. 0: until the server evicts it."""
+    """Lifetime of a block after it was written. 0: until the server evicts it."""
 
     connections: Annotated[int, Meta(ge=1, le=64)] = 4
-    """At a time; as many as a node has threads for one tier. A server has one thread, so that more hardly help."""
+    """Connections at a time. A node has four threads for a tier, and a server has one thread, so more hardly help."""
 
     in_flight_bytes: Annotated[int, Meta(ge=1 << 16)] = 8 << 20
-    """Requested or sent on a connection, and not answered yet (at least one block). Bounds what the server has to buffer."""
+    """Most bytes requested or sent on a connection without an answer (at least one block). Bounds the server's buffers."""
 
     connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 1.0
-    """For a connection to be there and authenticated; less where the deadline of the call is nearer."""
+    """Time to connect and authenticate; less if the deadline of the call is nearer."""
 
     def __post_init__(self) -> None:
         try:
@@ -60,11 +60,11 @@ class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
         if unknown := {name for name, _ in parse_qsl(url.query)} - URL_OPTIONS:
             raise ValueError(f"url: {', '.join(sorted(unknown))} is none of {', '.join(sorted(URL_OPTIONS))}")
         if url.password and self.password_file:
-            raise ValueError("password_file: the url holds a password already")
+            raise ValueError("password_file: the url already holds a password; set only one of them")
 
     @property
     def place(self) -> str:
-        """The URL without what is secret in it."""
+        """The URL without its credentials."""
         url = urlsplit(self.url)
         return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
 

@@ -1,17 +1,16 @@
-"""Blocks in an S3-compatible object store, one object each under ``prefix/namespace/name``: a shelf of `kvstore.tiers.remote`.
+"""S3 backend: blocks in an S3-compatible object store, each an object under ``prefix/namespace/name``.
 
 Rules:
 
-1. A request moves one block, several are made at a time, and nothing is tried again behind the caller's back, but what met
-   a kept connection that the store had closed: that once. Blocks are far below the size from which multipart uploads pay.
-2. An object is written whole or not at all, and only where there is none yet, as far as the store can do that
-   (``If-None-Match: *``). What is read is judged by `kvstore.tiers.remote_records`. What it rejects is read again, by connections of
-   their own, and removed only if it lies there like that.
-3. To find out how long a prefix is there costs requests. Chains are written from the start and no object store evicts
-   from the start, so that it is searched for: `parallel` HEADs at a time narrow it down by that factor, three rounds for
-   thousands of blocks, one for a chain that is there as a whole. A hole in it shows when the blocks are fetched.
-   What was seen of late, there or missing, is not asked about again.
-4. What has to go is decided by the bucket's lifecycle rules, not here.
+1. A request moves one block, and several requests run at a time. A request is repeated only once, and only if it met a
+   kept connection that the server had closed. Blocks are far too small for multipart uploads to pay.
+2. An object is written as a whole or not at all, and only where none exists, if the server supports that
+   (``If-None-Match: *``). `kvstore.tiers.remote_records` verifies each object. A bad object is read again by new
+   connections, and removed only if it is stored that way.
+3. The length of a stored prefix is searched for, since chains are written from their start. Each round sends `parallel`
+   HEAD requests and divides the range by that number: three rounds for thousands of blocks, one for a complete chain. A
+   missing block in the middle shows when the blocks are fetched. Blocks that were seen lately are not asked about again.
+4. The bucket's lifecycle rules decide what is evicted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
 from kvstore.ports import Codec
 from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTier
 from kvstore.tiers.remote_records import HEAD_BYTES, RecordFramer, RemoteKeyState
-from kvstore.tiers.s3.clients import Body, S3Clients, code_of
+from kvstore.tiers.s3.clients import S3Body, S3Clients, error_code
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.sightings import S3Sightings, leading
 from kvstore.tiers.s3.threads import S3Threads
@@ -38,7 +37,7 @@ THERE_ALREADY = frozenset({"412", "PreconditionFailed"})
 BEING_WRITTEN = frozenset({"409", "ConditionalRequestConflict"})
 UNCONDITIONAL_ONLY = frozenset({"501", "NotImplemented"})
 FULL = frozenset({"507", "EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
-"""Error codes, of the store or of HTTP."""
+"""Error codes of the object store, or of HTTP."""
 
 Name = TypeVar("Name")
 Item = TypeVar("Item")
@@ -46,43 +45,40 @@ Answer = TypeVar("Answer")
 
 
 def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> "RemoteTier[S3Backend]":
-    """A tier in that bucket. A store that does not answer yet is used once it does.
-
-    Args:
-        settings: What to use.
-        codecs: By namespace digest.
-        clock: Of the deadlines.
+    """Make a tier in a bucket. An object store that does not answer yet is used as soon as it does.
 
     Raises:
-        StoreNotStarted: The client library is not installed, there are no credentials, or the store answers and
-            does not let us use the bucket; names the field.
+        StoreNotStarted: The client library is not installed, there are no credentials, or the object store denies access
+            to the bucket; the message names the field.
     """
     try:
         clients = S3Clients(settings)
     except ImportError as error:
         raise StoreNotStarted("kind: s3 needs its client: pip install 'fleet-serving[s3]'") from error
-    clients.look_at_bucket()
+    clients.check_bucket()
     return tier_with(settings, clients, codecs=codecs, clock=clock)
 
 
 def tier_with(
     settings: S3Settings, clients: S3Clients, *, codecs: Callable[[bytes], Codec], clock: Clock
 ) -> "RemoteTier[S3Backend]":
-    """As `open_s3`, without a look at the bucket first."""
-    tally = TierStatistics("s3")
-    return RemoteTier(S3Backend(settings, clients, RecordFramer(codecs, tally), tally, clock), tally, clock)
+    """Make a tier like `open_s3`, without checking the bucket first."""
+    statistics = TierStatistics("s3")
+    return RemoteTier(
+        S3Backend(settings, clients, RecordFramer(codecs, statistics), statistics, clock), statistics, clock
+    )
 
 
 class S3Backend:
-    """See `kvstore.tiers.remote`, and the module. Made by `open_s3`."""
+    """A `kvstore.tiers.remote.TierBackend`, made by `open_s3`."""
 
     def __init__(
-        self, settings: S3Settings, clients: S3Clients, records: RecordFramer, tally: TierStatistics, clock: Clock
+        self, settings: S3Settings, clients: S3Clients, records: RecordFramer, statistics: TierStatistics, clock: Clock
     ):
         self._settings = settings
         self._clients = clients
         self._records = records
-        self._statistics = tally
+        self._statistics = statistics
         self._clock = clock
         self._seen = S3Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
         self._conditional = True
@@ -97,7 +93,7 @@ class S3Backend:
         )
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """What was seen of late counts as seen now (rule 3)."""
+        """Return which blocks are stored; a block that was seen lately counts as stored (rule 3)."""
         now = self._clock.now()
         recalled = {key: self._seen.recall(key, now) for key in keys}
         there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
@@ -138,8 +134,8 @@ class S3Backend:
     def _look(self, client: Any, key: BlockKey) -> bool:
         try:
             client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
-        except self._clients.Refused as error:
-            if code_of(error) not in MISSING:
+        except self._clients.client_error as error:
+            if error_code(error) not in MISSING:
                 raise
             return self._saw(key, is_there=False)
         return self._saw(key, is_there=True)
@@ -151,9 +147,9 @@ class S3Backend:
             return False
         conditional = self._conditional
         if self._seen.is_doubtful(key):  # rule 2: a conditional put would leave what is there
-            standing = self._records.standing(key, self._head(client, key, deadline), given.block.nbytes)
-            if standing is not RemoteKeyState.FREE:
-                return standing is RemoteKeyState.HELD
+            key_state = self._records.key_state(key, self._head(client, key, deadline), given.block.nbytes)
+            if key_state is not RemoteKeyState.FREE:
+                return key_state is RemoteKeyState.HELD
             conditional = False
         body = bytearray(framed.nbytes)
         body[:HEAD_BYTES] = framed.head
@@ -161,8 +157,8 @@ class S3Backend:
         condition = {"IfNoneMatch": "*"} if conditional else {}
         try:
             client.put_object(Bucket=self._settings.bucket, Key=self._name(key), Body=body, **condition)
-        except self._clients.Refused as error:
-            code = code_of(error)
+        except self._clients.client_error as error:
+            code = error_code(error)
             if code in UNCONDITIONAL_ONLY and conditional:
                 self._conditional = False
                 return self._put(client, item, deadline=deadline)
@@ -181,37 +177,37 @@ class S3Backend:
         key = wanted.key
         try:
             answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key))
-        except self._clients.Refused as error:
-            if code_of(error) not in MISSING:
+        except self._clients.client_error as error:
+            if error_code(error) not in MISSING:
                 raise
             self._saw(key, is_there=False)
             return GONE
-        with Body(answer, self._clock, deadline) as body:
+        with S3Body(answer, self._clock, deadline) as body:
             fetched = self._records.take(key, body, wanted.into)
         if fetched.outcome is BlockOutcome.MOVED:
             self._saw(key, is_there=True)
         elif fetched.outcome is BlockOutcome.CORRUPT:
-            self._seen.forget(key)  # it may have been damaged on its way
+            self._seen.forget(key)  # the block may have been damaged in transit
         else:
             self._seen.doubt(key)
         return fetched
 
     def _head(self, client: Any, key: BlockKey, deadline: Nanos) -> bytes:
-        """The first bytes of an object; none where there is no object, or an empty one."""
+        """Return the first bytes of an object; nothing if the object is missing or empty."""
         where = f"bytes=0-{HEAD_BYTES - 1}"
         try:
             answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key), Range=where)
-        except self._clients.Refused as error:
-            if code_of(error) not in MISSING | {"416", "InvalidRange"}:
+        except self._clients.client_error as error:
+            if error_code(error) not in MISSING | {"416", "InvalidRange"}:
                 raise
             return b""
-        with Body(answer, self._clock, deadline) as body:
+        with S3Body(answer, self._clock, deadline) as body:
             head = bytearray(min(body.left, HEAD_BYTES))
             body.fill(memoryview(head))
             return bytes(head)
 
     def _judge(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
-        """Read a block twice, by clients of their own instead of the one that all share."""
+        """Read a block twice, by new clients instead of the shared one."""
         return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
 
     @contextmanager
@@ -221,8 +217,8 @@ class S3Backend:
                 raise TierFailed(f"{self._place}: too little time is left")
             try:
                 head = client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
-            except self._clients.Refused as error:
-                if code_of(error) not in MISSING:
+            except self._clients.client_error as error:
+                if error_code(error) not in MISSING:
                     raise
                 yield None
                 return
@@ -237,7 +233,7 @@ class S3Backend:
         self._seen.note(key, self._clock.now(), is_there=is_there)
         return is_there
 
-    # Many requests
+    # Several requests
 
     def _each(
         self,
@@ -246,27 +242,27 @@ class S3Backend:
         answers: dict[Name, Answer],
         deadline: Nanos,
     ) -> None:
-        """Make a request for each of these, several at a time, and put down what came of it.
+        """Make a request for each item, several at a time, and enter the results into `answers`.
 
         Raises:
-            TierFailed: The store failed for one or more of them.
+            TierFailed: One or more requests failed.
         """
-        failure = self._made(items, act, answers, deadline)
+        failure = self._run(items, act, answers, deadline)
         if failure is None:
             return
         try:
             raise failure
         finally:
-            del failure  # it would hold itself in a circle, and with it the library's sockets
+            del failure  # breaks a reference cycle that would keep the library's sockets open
 
-    def _made(
+    def _run(
         self,
         items: Mapping[Name, Item],
         act: Callable[[Any, Item], Answer],
         answers: dict[Name, Answer],
         deadline: Nanos,
     ) -> BaseException | None:
-        """As `_each`; what it raises."""
+        """Do the work of `_each`, and return the error that it raises."""
         attempts: dict[Name, Future[Answer]] = {}
         failure: BaseException | None = None
         for name, item in items.items():
@@ -276,7 +272,7 @@ class S3Backend:
                 failure = TierFailed(f"{self._place}: the tier is closed")
                 break
         for name, attempt in attempts.items():
-            try:  # all of them, whatever comes: until then the caller's buffers are in use
+            try:  # wait for all attempts, because they use the caller's buffers
                 error = attempt.exception()
             except CancelledError:
                 failure = TierFailed(f"{self._place}: the tier was closed")
@@ -295,7 +291,7 @@ class S3Backend:
             try:
                 return act(client, item)
             except self._clients.errors as error:
-                if is_last or not isinstance(error, self._clients.Closed):  # rule 1
+                if is_last or not isinstance(error, self._clients.connection_closed):  # rule 1
                     raise TierFailed(f"{self._place}: {error}") from error
         raise AssertionError("unreachable")
 
@@ -318,7 +314,7 @@ class ObjectReading:
 
     def read(self, start: int, stop: int) -> bytes:
         answer = self._ask(Range=f"bytes={start}-{stop - 1}")
-        with Body(answer, self._clock, self._deadline) as body:
+        with S3Body(answer, self._clock, self._deadline) as body:
             expected = f"bytes {start}-{stop - 1}/{self.length}"
             if body.left != stop - start or answer.get("ContentRange") != expected:
                 raise ReadingsDiffer(f"{answer.get('ContentRange')} instead of {expected}")

@@ -1,4 +1,4 @@
-"""The client library of object stores: its errors, and its clients by how long they wait."""
+"""S3 clients: the client library's errors, and one client for each timeout."""
 
 import logging
 import threading
@@ -11,37 +11,37 @@ from kvstore.errors import StoreNotStarted
 from kvstore.tiers.s3.settings import S3Settings
 
 FIELDS = {"ParamValidationError": "bucket", "InvalidRegionError": "region", "ProfileNotFound": "profile"}
-"""Of the settings, by the library's error that finds them wrong."""
+"""The setting to blame for each of these errors of the library."""
 
 WAITS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""For a connection, and again for an answer to begin. The library wants to know once for all requests of a client, so
-that there is a client for each; a request is made with the longest that is at most half of the time left."""
+"""Timeouts for connecting, and again for the answer to begin. The library fixes them for each client, so there is a client
+for each timeout. A request uses the longest timeout that is at most half of the time left."""
 
-CHUNK_BYTES = 1 << 20  # received at a time at most; the deadline is looked at whenever something came
+CHUNK_BYTES = 1 << 20  # most bytes received between two checks of the deadline
 
 log = logging.getLogger(__name__)
 
 
 class S3Clients:
-    """See the module. Thread-safe."""
+    """The clients of one bucket. Thread-safe."""
 
     def __init__(self, settings: S3Settings):
         import boto3  # noqa: PLC0415 - an extra; only a node with this tier has it
         from botocore import config, exceptions, parsers  # noqa: PLC0415
         from urllib3 import exceptions as http  # noqa: PLC0415 - comes with it
 
-        self.Refused: type[Exception] = exceptions.ClientError
-        self.Closed: type[Exception] = exceptions.ConnectionClosedError
+        self.client_error: type[Exception] = exceptions.ClientError
+        self.connection_closed: type[Exception] = exceptions.ConnectionClosedError
         self.errors: tuple[type[Exception], ...] = (
             exceptions.ClientError,
             exceptions.BotoCoreError,
             parsers.ResponseParserError,
             http.HTTPError,
             OSError,
-            ValueError,  # this and what follows: the library's, of heads that no store should send
+            ValueError,  # the library raises this and the next two on invalid response heads
             TypeError,
             LookupError,
-            RecursionError,  # of a bucket that is always elsewhere
+            RecursionError,  # endless redirects
         )
         self._no_credentials = (
             exceptions.NoCredentialsError,
@@ -59,21 +59,21 @@ class S3Clients:
         self._lock = threading.Lock()
         self._clients: dict[float, Any] = {}
 
-    def look_at_bucket(self) -> None:
-        """Refuse what cannot work.
+    def check_bucket(self) -> None:
+        """Check that the bucket can be used.
 
         Raises:
-            StoreNotStarted: See `kvstore.tiers.s3.backend.open_s3`.
+            StoreNotStarted: There are no credentials, or the object store denies access; the message names the field.
         """
         bucket = self._settings.bucket
         try:
             self._client(self._settings.start_seconds / 2).head_bucket(Bucket=bucket)
         except self._no_credentials as error:
             raise StoreNotStarted(f"profile: no credentials: {error}") from error
-        except self.Refused as error:
-            match code_of(error):
+        except self.client_error as error:
+            match error_code(error):
                 case "404" | "NoSuchBucket":
-                    raise StoreNotStarted(f"bucket: {bucket!r} does not exist there; create it first") from error
+                    raise StoreNotStarted(f"bucket: {bucket!r} does not exist; create it first") from error
                 case "403" | "AccessDenied":
                     raise StoreNotStarted(
                         f"bucket: no access to {bucket!r}; s3:ListBucket, GetObject, PutObject and DeleteObject are needed"
@@ -90,13 +90,13 @@ class S3Clients:
             self._not_yet(error)
 
     def within(self, left_seconds: float) -> Any | None:
-        """A client that waits no longer than that in all; None where no client is so quick."""
+        """Return a client that waits no longer than that in all; None if every timeout is too long."""
         waits = [wait for wait in WAITS_SECONDS if wait <= left_seconds / 2]
         return self._client(waits[-1]) if waits else None
 
     @contextmanager
     def fresh(self, left_seconds: float) -> Iterator[Any | None]:
-        """Give a client as `within` does, whose connections nobody used before or will use."""
+        """Make a client like `within`, with connections of its own, and close it afterwards."""
         waits = [wait for wait in WAITS_SECONDS if wait <= left_seconds / 2]
         if not waits:
             yield None
@@ -130,30 +130,31 @@ class S3Clients:
                 retries={"total_max_attempts": 1},
                 max_pool_connections=self._settings.parallel,
                 tcp_keepalive=True,
-                request_checksum_calculation="when_required",  # values bring their own
+                request_checksum_calculation="when_required",  # values hold their own checksums
                 response_checksum_validation="when_required",
                 s3={"addressing_style": self._settings.addressing, "payload_signing_enabled": False},
             ),
         )
 
     def _not_yet(self, error: Exception) -> None:
-        log.warning(
-            "object store does not answer yet", extra={"bucket": self._settings.bucket, "reason": type(error).__name__}
-        )
+        log.warning("object store unreachable", extra={"bucket": self._settings.bucket, "reason": type(error).__name__})
 
 
-class Body:
-    """See `kvstore.tiers.remote_records.RecordSource`. Its connection is kept when it was taken as a whole."""
+class S3Body:
+    """An object that is being received; implements `kvstore.tiers.remote_records.RecordSource`.
+
+    The library keeps the connection if the whole object was read.
+    """
 
     def __init__(self, answer: Any, clock: Clock, deadline: Nanos):
         self._stream = answer["Body"]
-        self._bytes = self._stream._raw_stream  # noqa: SLF001 - itself it waits for all bytes, each within the timeout
+        self._bytes = self._stream._raw_stream  # noqa: SLF001 - the public `read` waits for all bytes, without a deadline
         self._clock = clock
         self._deadline = deadline
         self.left: int = answer.get("ContentLength", -1)
         if self.left < 0:
             self._stream.close()
-            raise ConnectionError("the store does not tell how long the object is")
+            raise ConnectionError("the object store sent no content length")
 
     def fill(self, into: memoryview) -> None:
         while len(into):
@@ -163,7 +164,7 @@ class Body:
             self._stream.set_socket_timeout(left)
             came = self._bytes.read1(min(len(into), CHUNK_BYTES))
             if not came:
-                raise ConnectionError("the object ends early")
+                raise ConnectionError("the object ended early")
             into[: len(came)] = came
             self.left -= len(came)
             into = into[len(came) :]
@@ -175,8 +176,8 @@ class Body:
         self._stream.close()
 
 
-def code_of(error: Any) -> str:
-    """Of the store's refusal; the HTTP status where it gives none."""
+def error_code(error: Any) -> str:
+    """Return the error code of an answer, or its HTTP status if it has no code."""
     found: Iterable[Any] = (
         error.response.get("Error", {}).get("Code"),
         error.response.get("ResponseMetadata", {}).get("HTTPStatusCode"),

@@ -1,4 +1,4 @@
-"""Where blocks are kept in an object store."""
+"""Settings of the S3 tier."""
 
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -9,40 +9,40 @@ from kvstore.tiers.settings import TierSettings
 
 
 class S3Settings(TierSettings, frozen=True, kw_only=True, tag="s3"):
-    """Where to keep blocks. Credentials come from the places where the AWS tools look for them."""
+    """Settings of a tier in an object store. Credentials come from the same places as for the AWS tools."""
 
     bucket: Annotated[str, Meta(min_length=3, max_length=255)]
-    """Must exist. The credentials need s3:ListBucket on it, and GetObject, PutObject and DeleteObject in it."""
+    """An existing bucket. The credentials need s3:ListBucket on it, and GetObject, PutObject and DeleteObject in it."""
 
     prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$", max_length=128)] = "fleet"
-    """What all object keys begin with, so that several deployments can share a bucket."""
+    """Prefix of all object keys, so that several deployments can share a bucket."""
 
     endpoint_url: str = ""
-    """``http(s)://host[:port]`` of a store other than Amazon's. Empty: Amazon's, of the region."""
+    """``http(s)://host[:port]`` of an object store other than Amazon S3. Empty: Amazon S3 in the region."""
 
     region: str = ""
-    """Empty: what the credentials' profile says."""
+    """Region of the bucket. Empty: the region of the profile."""
 
     profile: str = ""
-    """Of the AWS configuration files. Empty: the default one."""
+    """Profile in the AWS configuration files. Empty: the default profile."""
 
     addressing: Literal["auto", "path", "virtual"] = "auto"
-    """Where the bucket's name stands in URLs. Many other stores want "path"."""
+    """Where the bucket's name stands in URLs. Many object stores other than Amazon S3 need "path"."""
 
     ca_file: str = ""
-    """Certificates to trust, PEM. Empty: the usual ones."""
+    """PEM file with the certificates to trust. Empty: the system's certificates."""
 
     parallel: Annotated[int, Meta(ge=1, le=256)] = 16
-    """Requests at a time. One gets about 50 to 100 MB/s from Amazon's store; 16 fill a 10 Gbit/s link."""
+    """Requests at a time. One request gets about 50 to 100 MB/s from Amazon S3; 16 fill a 10 Gbit/s link."""
 
     start_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
-    """For the look at the bucket at the start. A store that does not answer by then is used once it does."""
+    """Time for the check of the bucket at the start. An object store that answers later is used from then on."""
 
     known_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
-    """For how long a block that was seen counts as there. Objects go rarely, and a wrong guess costs one fetch."""
+    """Time for which a block that was seen counts as stored. Objects rarely vanish, and a wrong guess costs one fetch."""
 
     missing_seconds: Annotated[float, Meta(ge=0, le=3600)] = 1.0
-    """For how long a block that was missing counts as missing. Short, because others write."""
+    """Time for which a missing block counts as missing. It is short, because other nodes write blocks."""
 
     def __post_init__(self) -> None:
         if not self.endpoint_url:

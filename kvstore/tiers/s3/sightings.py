@@ -1,4 +1,4 @@
-"""What was seen in a bucket of late, and how to find out about many objects with few requests."""
+"""S3 sightings: which objects were seen lately, and a search that asks about many objects with few requests."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ SEEN_KEYS = 1 << 16
 
 
 class S3Sightings:
-    """What was seen, and which blocks' objects may have to be replaced. Thread-safe, bounded."""
+    """Objects that were seen or missing lately, and objects that may have to be replaced. Thread-safe, bounded."""
 
     def __init__(self, known: Nanos, missing: Nanos):
         self._known = known
@@ -21,24 +21,24 @@ class S3Sightings:
         self._doubtful: RecentMap[BlockKey, None] = RecentMap(SEEN_KEYS)
 
     def note(self, key: BlockKey, now: Nanos, *, is_there: bool) -> None:
-        """An object was there, and as good as one can tell, or was not."""
+        """Note that an object exists and seems sound, or that it is missing."""
         with self._lock:
             self._doubtful.forget(key)
             self._seen.note(key, (is_there, Nanos(now + (self._known if is_there else self._missing))))
 
     def doubt(self, key: BlockKey) -> None:
-        """What lies there is not usable here, or was to be deleted."""
+        """Note that an object is unusable here, or that its deletion was requested."""
         with self._lock:
             self._seen.forget(key)
             self._doubtful.note(key, None)
 
     def forget(self, key: BlockKey) -> None:
-        """Nothing is known of an object any more."""
+        """Forget whether an object exists."""
         with self._lock:
             self._seen.forget(key)
 
     def recall(self, key: BlockKey, now: Nanos) -> bool | None:
-        """Whether it is there; None when that has to be asked."""
+        """Return whether an object exists; None if the object store has to be asked."""
         with self._lock:
             is_there, until = self._seen.get(key) or (False, now)
             if key in self._doubtful:
@@ -54,16 +54,11 @@ class S3Sightings:
 
 
 def leading(count: int, width: int, are_there: Callable[[Sequence[int]], Sequence[bool]]) -> int:
-    """How many of the first items are there, if whatever is there is there from the start on.
+    """Return how many leading items exist, if no item exists after a missing one.
 
-    Args:
-        count: Of all items.
-        width: Items to ask about at a time.
-        are_there: Answers for indices.
-
-    The last item is among the first asked about, so that "all" takes one round.
+    Each round asks `are_there` about `width` indices. The first round includes the last item, so "all" takes one round.
     """
-    low, high = 0, count  # all before `low` are there, none from `high` on
+    low, high = 0, count  # all items before `low` exist, and none from `high` on
     while low < high:
         steps = min(width, high - low)
         asked = [low + (step * (high - low)) // steps - 1 for step in range(1, steps + 1)]

@@ -1,7 +1,7 @@
-"""The threads that make requests: several at a time, none of which keeps the process from ending.
+"""S3 threads: several daemon threads that make requests.
 
-The client library bounds each wait for a piece of an answer's head, not all of them: a server that drips holds its thread for as long
-as it likes.
+The client library limits the wait for each piece of a response head, but not for all of them. A server that sends bytes
+slowly can hold a thread for any time, so the threads must not keep the process from ending.
 """
 
 import queue
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class S3Threads:
-    """Of one tier. Thread-safe."""
+    """The threads of one tier. Thread-safe."""
 
     def __init__(self, name: str, threads: int):
         self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -27,10 +27,10 @@ class S3Threads:
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True).start()
 
     def submit(self, act: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Have `act` called once a thread is free.
+        """Call `act` in a thread as soon as one is free.
 
         Raises:
-            RuntimeError: They are closed.
+            RuntimeError: The threads are closed.
         """
         future: Future[Result] = Future()
         with self._lock:
@@ -40,7 +40,7 @@ class S3Threads:
         return future
 
     def close(self) -> None:
-        """What waits is cancelled. Threads end with what they are at; nobody waits for them."""
+        """Cancel waiting calls. Threads end after their current call; `close` does not wait for them."""
         with self._lock:
             if self._closed:
                 return
@@ -54,7 +54,7 @@ class S3Threads:
     def _work(self) -> None:
         while (waiting := self._waiting.get()) is not None:
             _run(*waiting)
-            del waiting  # it holds the buffers of a call that is over
+            del waiting  # it holds the buffers of a finished call
 
 
 def _run(future: Future[Any], act: Callable[[], Any]) -> None:
@@ -62,6 +62,6 @@ def _run(future: Future[Any], act: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(act())
-    except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+    except BaseException as error:  # noqa: BLE001 - passed to the waiting thread
         future.set_exception(error)
-        del future, act  # which the error would hold in a circle, and with it the library's sockets
+        del future, act  # breaks a reference cycle that would keep the library's sockets open

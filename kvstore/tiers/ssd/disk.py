@@ -1,7 +1,7 @@
-"""What the tier needs of a file system, and how it is had: one folder of large files, read and written page by page.
+"""Disk: the file system below the SSD tier, one folder of large files that are read and written in pages.
 
-Direct I/O is used where the folder's file system takes it, which a real write of one page finds out; the page cache
-otherwise. Transfers that the system cuts into pieces are gone on with here. Nothing here is retried.
+Direct I/O is used if the folder's file system supports it, which a test write of one page finds out; otherwise the page
+cache is used. Partial reads and writes are continued here. Failed operations are not repeated.
 """
 
 import contextlib
@@ -18,15 +18,14 @@ from typing import Protocol
 import numpy as np
 from msgspec import Struct
 
-from kvstore.buffer_runs import BufferRun
-from kvstore.buffers import ByteArray
+from kvstore.buffers import BufferRun, ByteArray
 from kvstore.pool.extents import PAGE_BYTES
 
 SEGMENT = re.compile(r"segment-\d{6}")
 LOCK = "lock"
 PROBE = "probe"
 
-BLOCK_BYTES = 512  # unit of st_blocks, whatever the device's is
+BLOCK_BYTES = 512  # unit of st_blocks on every device
 NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
@@ -34,18 +33,18 @@ log = logging.getLogger(__name__)
 
 
 class DiskFile(Protocol):
-    """An open segment. Offsets, lengths and places in memory are multiples of 4 KiB. Thread-safe."""
+    """An open segment. Offsets, lengths and memory addresses are multiples of 4 KiB. Thread-safe."""
 
     @property
     def size_bytes(self) -> int:
-        """When it was opened."""
+        """The size of the file when it was opened."""
         ...
 
     def read(self, into: Sequence[ByteArray], offset: int) -> int:
-        """Fill buffers one after the other; returns how many bytes there were, fewer at the end of the file.
+        """Fill buffers one after the other; return the number of bytes read, which is less at the end of the file.
 
         Raises:
-            OSError: The content of `into` is void.
+            OSError: The content of `into` is undefined.
         """
         ...
 
@@ -53,38 +52,38 @@ class DiskFile(Protocol):
         """Write buffers one after the other.
 
         Raises:
-            OSError: Any part of it may be there.
+            OSError: Some of the bytes may have been written.
         """
         ...
 
     def sync(self) -> None:
-        """Returns when what was written survives a power cut."""
+        """Wait until the written bytes survive a power cut."""
         ...
 
     def close(self) -> None: ...
 
 
 class DiskSpace(Struct, frozen=True, kw_only=True):
-    """Of the file system that a folder is on, in bytes."""
+    """The space of a folder's file system, in bytes."""
 
-    device: int  # equal for folders on the same one
-    total: int  # 0: it does not say
-    free: int  # that may still be had
-    ours: int  # that the segments in this folder have
+    device: int  # equal for folders on the same file system
+    total: int  # 0: unknown
+    free: int
+    ours: int  # used by the segments in this folder
 
 
 class Disk(Protocol):
-    """One folder, which nobody else uses while it is open."""
+    """One folder, which no other process uses while it is open."""
 
     @property
     def folder(self) -> str: ...
 
     def segments(self) -> list[str]:
-        """Names of the files that are ours, in order."""
+        """Return the names of the segment files, sorted."""
         ...
 
     def foreign_bytes(self) -> int:
-        """What everything else in the folder occupies."""
+        """Return the space that all other files in the folder use."""
         ...
 
     def space(self) -> DiskSpace: ...
@@ -92,7 +91,7 @@ class Disk(Protocol):
     def open(self, name: str) -> DiskFile: ...
 
     def create(self, name: str, size_bytes: int) -> DiskFile:
-        """A file whose space is already taken; nothing is left behind by an `OSError`."""
+        """Create a file with all its space allocated; an `OSError` leaves no file behind."""
         ...
 
     def remove(self, name: str) -> None: ...
@@ -105,15 +104,15 @@ class DirectoryInUse(Exception):
 
 
 def open_disk(folder: str, *, direct: bool) -> "PosixDisk":
-    """Make the folder if it is missing, and take it.
+    """Make the folder if it is missing, and lock it.
 
     Args:
         folder: An absolute path.
-        direct: Go around the page cache if the file system can.
+        direct: Use direct I/O if the file system supports it.
 
     Raises:
-        InUse: Another process has it.
-        OSError: It cannot be made, or not be written to.
+        DirectoryInUse: Another process has the folder open.
+        OSError: The folder cannot be made or written to.
     """
     path = Path(folder)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,7 +124,7 @@ def open_disk(folder: str, *, direct: bool) -> "PosixDisk":
             raise DirectoryInUse(folder) from None
         can = _can_write(path, os.O_DIRECT) if direct else False
         if direct and not can:
-            log.info("no direct I/O in this folder; using the page cache", extra={"folder": folder})
+            log.info("direct I/O not supported, using the page cache", extra={"folder": folder})
         if not can:
             _can_write(path, 0)
     except BaseException:
@@ -135,7 +134,7 @@ def open_disk(folder: str, *, direct: bool) -> "PosixDisk":
 
 
 class PosixDisk:
-    """See `Disk`; made by `open_disk`."""
+    """A `Disk` on a POSIX file system, made by `open_disk`."""
 
     def __init__(self, path: Path, lock: int, flags: int) -> None:
         self._path = path
@@ -193,7 +192,7 @@ class PosixDisk:
 
 
 class PosixFile:
-    """See `DiskFile`."""
+    """A `DiskFile` on a POSIX file system."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -209,7 +208,7 @@ class PosixFile:
             count = os.preadv(self._file, run.front(run.left), offset + total)
             total += count
             run.advance(count)
-            if not count or count % PAGE_BYTES:  # the end of the file
+            if not count or count % PAGE_BYTES:  # end of the file
                 break
         return total
 
@@ -217,7 +216,7 @@ class PosixFile:
         run = BufferRun(part.data for part in parts)
         while run.left:
             count = os.pwritev(self._file, run.front(run.left), offset)
-            count -= count % PAGE_BYTES  # a page that was begun is written again
+            count -= count % PAGE_BYTES  # a partly written page is written again
             if not count:
                 raise OSError(errno.EIO, "nothing was written")
             offset += count
@@ -233,12 +232,12 @@ class PosixFile:
 
 
 def aligned(size_bytes: int) -> ByteArray:
-    """Memory that begins on a page, as direct I/O wants it; zeros. Pages are taken as they are touched."""
+    """Allocate zeroed memory that begins on a page, as direct I/O requires."""
     return np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
 
 
 def is_aligned(buffer: ByteArray) -> bool:
-    """Whether the buffer begins on a page."""
+    """Return whether the buffer begins on a page."""
     address: int = buffer.__array_interface__["data"][0]
     return address % PAGE_BYTES == 0
 
@@ -248,7 +247,7 @@ def _is_ours(entry: "os.DirEntry[str]") -> bool:
 
 
 def _can_write(path: Path, flags: int) -> bool:
-    """Whether a page can be written with these flags."""
+    """Return whether a page can be written with these flags."""
     page = aligned(PAGE_BYTES)
     probe = path / PROBE
     try:
@@ -262,7 +261,7 @@ def _can_write(path: Path, flags: int) -> bool:
                 probe.unlink()
     except OSError as error:
         if error.errno in NO_SPACE:
-            return True  # the files that are there already can still be used
+            return True  # existing files can still be used
         if flags and error.errno in NO_DIRECT_IO:
             return False
         raise

@@ -1,12 +1,12 @@
-"""The threads that read and write: a few operations on disk at a time, each with buffers of its own.
+"""Disk threads: run a few disk operations at a time, each with buffers of its own.
 
 Rules:
 
-1. At most as many operations run at a time as there are threads, callers included: whoever calls works too, and does
-   not hand a single operation to another thread, which would take as long as a small read.
-2. A job that has not begun by the deadline of its call never begins. A job that has begun is waited for, however long
-   it takes: a read that hangs in the system cannot be called back, and its buffers are not ours until it returns.
-3. Threads are daemons, so a disk that hangs keeps no process from ending.
+1. At most `threads` operations run at a time, including those of callers. The calling thread works too; a single operation
+   is never handed to another thread, because that would take as long as a small read.
+2. A job that has not begun by the deadline of its call never begins. A job that has begun is waited for: a read that
+   hangs in the system cannot be cancelled, and uses its buffers until it returns.
+3. Threads are daemons, so a disk that hangs does not keep the process from ending.
 """
 
 import queue
@@ -20,14 +20,14 @@ from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.ssd.disk import aligned
 
 BATCH_RECORDS = 256
-"""In one system call: a header, a payload and what does not fill a page are three pieces of the 1,024 allowed."""
+"""Records in one system call. Each has up to three pieces (header, payload, partial page), and 1,024 pieces are allowed."""
 
 LEAST_BATCH_BYTES = 256 << 10
-"""Less than this is not worth a thread of its own."""
+"""Smallest batch that is worth another thread."""
 
 
 class Scratch:
-    """Page-aligned buffers of one operation: for what does not come from, or go to, a caller's buffers directly."""
+    """Page-aligned buffers of one operation, for bytes that cannot move to or from a caller's buffers directly."""
 
     def __init__(self) -> None:
         self.headers = aligned(BATCH_RECORDS * PAGE_BYTES).reshape(BATCH_RECORDS, PAGE_BYTES)
@@ -35,7 +35,7 @@ class Scratch:
         self._payloads = aligned(PAGE_BYTES)
 
     def payloads(self, size_bytes: int) -> ByteArray:
-        """Room for payloads that are not aligned; stays as large as it ever had to be."""
+        """Return room for unaligned payloads; the buffer grows and never shrinks."""
         if self._payloads.nbytes < size_bytes:
             self._payloads = aligned(size_bytes)
         return self._payloads[:size_bytes]
@@ -45,7 +45,7 @@ Job = Callable[[Scratch], None]
 
 
 def batches(sizes: Sequence[int], most_bytes: int, threads: int) -> list[slice]:
-    """Cut a call's blocks into operations: as many as there are threads, if that leaves enough to do for each."""
+    """Divide the blocks of a call into operations, enough for all threads if each operation stays large enough."""
     target = min(max(sum(sizes) // (2 * threads), LEAST_BATCH_BYTES), most_bytes)
     cuts, first, total = [], 0, 0
     for index, size in enumerate(sizes):
@@ -59,41 +59,41 @@ def batches(sizes: Sequence[int], most_bytes: int, threads: int) -> list[slice]:
 
 
 class DiskThreads:
-    """See the module."""
+    """The disk threads of one tier; the rules are in the module's docstring."""
 
     def __init__(self, name: str, threads: int, clock: Clock) -> None:
         self._clock = clock
         self._threads = threads
         self._scratch: queue.LifoQueue[Scratch] = queue.LifoQueue()
-        self._calls: queue.SimpleQueue[tuple[_CrewCall, Nanos] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[_JobGroup, Nanos] | None] = queue.SimpleQueue()
         for _ in range(threads):
             self._scratch.put(Scratch())
         for index in range(threads - 1):
             threading.Thread(target=self._help, name=f"{name}-{index}", daemon=True).start()
 
     def run(self, jobs: Sequence[Job], deadline: Nanos) -> None:
-        """Do jobs in any order, several at a time; those that could not begin by the deadline are left undone.
+        """Run jobs in any order, several at a time; jobs that could not begin by the deadline are skipped.
 
         Raises:
-            Exception: What a job raised; others may have been left undone.
+            Exception: A job raised it; other jobs may have been skipped.
         """
-        call = _CrewCall(jobs)
+        call = _JobGroup(jobs)
         for _ in range(min(len(jobs), self._threads) - 1):
             self._calls.put((call, deadline))
         self._work(call, deadline)
         call.wait()
 
     def close(self) -> None:
-        """Threads end when they have nothing to do."""
+        """End the threads after their current jobs."""
         for _ in range(self._threads - 1):
             self._calls.put(None)
 
     def _help(self) -> None:
         while (entry := self._calls.get()) is not None:
             self._work(*entry)
-            del entry  # holds the buffers of a call that is over
+            del entry  # it holds the buffers of a finished call
 
-    def _work(self, call: "_CrewCall", deadline: Nanos) -> None:
+    def _work(self, call: "_JobGroup", deadline: Nanos) -> None:
         while call.has_more() and (left := deadline - self._clock.now()) > 0:
             try:
                 scratch = self._scratch.get(timeout=seconds(left))
@@ -106,8 +106,8 @@ class DiskThreads:
                 self._scratch.put(scratch)
 
 
-class _CrewCall:
-    """Jobs that one caller waits for."""
+class _JobGroup:
+    """The jobs of one caller."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = deque(jobs)
@@ -138,10 +138,10 @@ class _CrewCall:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Returns when nothing runs any more; what has not begun never will.
+        """Drop the jobs that have not begun, and wait for the others.
 
         Raises:
-            Exception: What a job raised.
+            Exception: A job raised it.
         """
         with self._changed:
             self._jobs.clear()

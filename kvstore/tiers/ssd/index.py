@@ -1,8 +1,8 @@
-"""Which blocks there are, and in which record each lies: about 200 bytes of memory a block.
+"""SSD index: which blocks the tier holds, and in which record each lies. A block takes about 200 bytes of memory.
 
-One dictionary for all namespaces, from the 32 bytes of a key to a number: the segment's slot above, the record's ordinal
-in it below. Page and length are in the segment's arrays, so nothing is kept twice. Its owner holds the lock to change
-it; looking needs none.
+One dictionary serves all namespaces. It maps the 32 bytes of a key to a number: the segment's slot in the high bits, the
+record's ordinal within the segment in the low bits. Page and length are in the segment's arrays. Its owner holds a lock
+to change the index; look-ups need no lock.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -14,12 +14,12 @@ from kvstore.namespace import DIGEST_BYTES
 from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, record_pages
 
-ORDINAL_BITS = 20  # 2 GiB of the smallest records are fewer
+ORDINAL_BITS = 20  # a segment of 2 GiB holds fewer of the smallest records
 ORDINALS = (1 << ORDINAL_BITS) - 1
 
 
 class RecordLocation(Struct, frozen=True):
-    """Where a block lies. Positional: one is made for each block that is read."""
+    """Where a block lies. Fields are positional, because one object is made for each block that is read."""
 
     segment: Segment
     ordinal: int
@@ -28,7 +28,7 @@ class RecordLocation(Struct, frozen=True):
 
 
 def flat(key: BlockKey) -> Key:
-    """A key as records and index have it."""
+    """Return a key as 32 bytes, as records and the index use it."""
     return key.digest + key.name
 
 
@@ -37,7 +37,7 @@ def block_key(key: Key) -> BlockKey:
 
 
 class SsdIndex:
-    """See the module."""
+    """The index of one tier."""
 
     def __init__(self) -> None:
         self._places: dict[Key, int] = {}
@@ -54,11 +54,11 @@ class SsdIndex:
         return list(self._places)
 
     def slot(self) -> int:
-        """The slot of the next segment to be enrolled."""
+        """Return the slot of the next segment to enroll."""
         return len(self._segments)
 
     def enroll(self, segment: Segment) -> None:
-        """Blocks may lie in this segment from now on."""
+        """Add a segment; blocks may lie in it from now on."""
         assert segment.slot == len(self._segments), (segment.slot, len(self._segments))
         self._segments.append(segment)
 
@@ -69,7 +69,7 @@ class SsdIndex:
         return RecordLocation(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
 
     def leading(self, keys: Sequence[BlockKey], digests: Container[bytes]) -> int:
-        """How many of the first blocks there are, of these namespaces; 512 take a tenth of a millisecond."""
+        """Return how many leading blocks are stored and of these namespaces; 512 keys take 0.1 ms."""
         places = self._places
         for count, key in enumerate(keys):
             if key.digest + key.name not in places or key.digest not in digests:
@@ -77,16 +77,16 @@ class SsdIndex:
         return len(keys)
 
     def add(self, segment: Segment, key: Key, page: int, length: int) -> None:
-        """A record was written, and may be read."""
+        """Enter a written record."""
         self._point(segment, segment.add(key, page, length))
 
     def restore(self, segment: Segment) -> None:
-        """All that an opened segment holds; of two records of one block, that of the segment restored later counts."""
+        """Enter all records of an opened segment; a block that another segment also holds now belongs to this one."""
         for ordinal in range(len(segment.keys)):
             self._point(segment, ordinal)
 
     def drop(self, key: Key) -> RecordLocation | None:
-        """The block is not there any more; returns where it was."""
+        """Remove a block; return where it was, or None."""
         if (place := self.find(key)) is None:
             return None
         del self._places[key]
@@ -94,7 +94,7 @@ class SsdIndex:
         return place
 
     def drop_record(self, place: RecordLocation) -> bool:
-        """The same, if the block is still at that place."""
+        """Remove a block if it is still at that place; return whether it was."""
         key = place.segment.keys[place.ordinal]
         if self._places.get(key) != _packed(place.segment, place.ordinal):
             return False
@@ -102,7 +102,7 @@ class SsdIndex:
         return True
 
     def empty(self, segment: Segment) -> list[Key]:
-        """Drop all blocks of a segment; returns their keys."""
+        """Remove all blocks of a segment; return their keys."""
         dropped = []
         for ordinal, key in enumerate(segment.keys):
             if self._places.get(key) == _packed(segment, ordinal):
@@ -113,13 +113,13 @@ class SsdIndex:
         return dropped
 
     def live(self, segment: Segment) -> Iterable[RecordLocation]:
-        """Where the blocks of a segment lie that can be read."""
+        """Yield the locations of a segment's readable blocks."""
         for ordinal, key in enumerate(segment.keys):
             if self._places.get(key) == _packed(segment, ordinal):
                 yield RecordLocation(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
 
     def check(self, segments: Sequence[Segment]) -> None:
-        """Asserts what always holds; for tests."""
+        """Assert the invariants, for tests."""
         assert sum(segment.live for segment in segments) == len(self._places)
         assert sum(segment.live_pages for segment in segments) == self.live_pages
         for segment in segments:

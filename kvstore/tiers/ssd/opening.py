@@ -1,4 +1,4 @@
-"""Taking directories, and finding out what their segments hold."""
+"""Opening of the SSD tier: locks the directories, and reads what their segments hold."""
 
 import logging
 import resource
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 def open_volumes(
-    settings: SsdSettings, held: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
+    settings: SsdSettings, state: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
 ) -> list[Volume]:
-    """One volume a directory, with what was found there in the index.
+    """Open one volume for each directory, and enter the blocks found there into the index.
 
     Raises:
-        StoreNotStarted: A setting cannot be obeyed here; the message begins with its name. Nothing is left open.
+        StoreNotStarted: A setting cannot be used here; the message begins with its name. Nothing is left open.
     """
     began = clock.now()
     _allow_descriptors(settings)
@@ -38,7 +38,7 @@ def open_volumes(
         for number, folder in enumerate(settings.directories):
             disk = _take(disks, f"directories[{number}]", folder)
             stack.callback(disk.close)
-            volume = Volume(disk, settings, held, clock, score, admit_rewrite)
+            volume = Volume(disk, settings, state, clock, score, admit_rewrite)
             if volume.can_hold < MIN_SEGMENTS:
                 raise StoreNotStarted(
                     f"capacity_bytes: beside the other files in {folder} there is room for {volume.can_hold} segments "
@@ -46,18 +46,18 @@ def open_volumes(
                 )
             volumes.append(volume)
         _warn_of_little_room(settings, volumes)
-        for volume, found in zip(volumes, _recover(volumes, settings.threads, held), strict=True):
+        for volume, found in zip(volumes, _recover(volumes, settings.threads, state), strict=True):
             volume.restore(found, clock.now())
         stack.pop_all()
     log.info(
-        "SSD tier open",
-        extra={"blocks": len(held.index), "seconds": seconds(clock.now() - began), "folders": settings.directories},
+        "SSD tier opened",
+        extra={"blocks": len(state.index), "seconds": seconds(clock.now() - began), "folders": settings.directories},
     )
     return volumes
 
 
 def _allow_descriptors(settings: SsdSettings) -> None:
-    """Let this process open as many files as the segments are, where the system's administrator has nothing against it."""
+    """Raise this process's limit of open files to the number of segments, as far as the hard limit allows."""
     files = len(settings.directories) * (settings.share_bytes // footprint(settings.segment_bytes)) + SPARE_FILES
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files <= limit or limit == resource.RLIM_INFINITY:
@@ -71,10 +71,10 @@ def _allow_descriptors(settings: SsdSettings) -> None:
 
 
 def _warn_of_little_room(settings: SsdSettings, volumes: Sequence[Volume]) -> None:
-    """A cap that the file system cannot give is told at the start, and not when it is full.
+    """Warn at the start if a file system has less space than the cap.
 
-    It is no reason not to start: what there is is used, a disk that was replaced by a smaller one still is a tier, and
-    what others take of a disk they may give back.
+    The tier starts nevertheless and uses the space that exists: a disk may have been replaced by a smaller one, and other
+    programs may free space later.
     """
     by_device: dict[int, list[tuple[str, DiskSpace]]] = {}
     for volume in volumes:
@@ -85,7 +85,7 @@ def _warn_of_little_room(settings: SsdSettings, volumes: Sequence[Volume]) -> No
         left = first.free + sum(space.ours for _, space in together)
         if first.total and wanted > left:
             log.warning(
-                "capacity_bytes: the file system has less left; what there is will be used",
+                "capacity_bytes: the file system has less space, all of it will be used",
                 extra={
                     "folders": ", ".join(folder for folder, _ in together),
                     "capacity_bytes": wanted,
@@ -99,35 +99,35 @@ def _take(disks: Disks, field: str, folder: str) -> Disk:
     try:
         return disks(folder)
     except DirectoryInUse:
-        raise StoreNotStarted(f"{field}: {folder} is in use by another process; give each its own") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero in the path
+        raise StoreNotStarted(f"{field}: {folder} is in use by another process; give each process its own") from None
+    except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
         raise StoreNotStarted(f"{field}: {folder!r} cannot be used: {reason(error)}") from error
 
 
 def _recover(
-    volumes: Sequence[Volume], threads: int, held: SsdState
+    volumes: Sequence[Volume], threads: int, state: SsdState
 ) -> list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]]:
-    """What lies in each volume's files, read several at a time."""
+    """Read the files of all volumes, several at a time."""
     with ThreadPoolExecutor(threads, thread_name_prefix="ssd-open") as pool:
         reading = [[pool.submit(_open, volume.disk, name) for name in volume.disk.segments()] for volume in volumes]
         opened = [[future.result() for future in futures] for futures in reading]
     found: list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]] = []
     for volume, files in zip(volumes, opened, strict=True):
         found.append([])
-        for name, file, life in files:
-            if isinstance(life, UnreadableSegment):
+        for name, file, recovered in files:
+            if isinstance(recovered, UnreadableSegment):
                 log.warning(
-                    "a segment cannot be read; it will be written over when space is needed",
-                    extra={"folder": volume.disk.folder, "file": name, "reason": life.reason},
+                    "segment unreadable, it will be overwritten when space is needed",
+                    extra={"folder": volume.disk.folder, "file": name, "reason": recovered.reason},
                 )
             else:
-                held.sequence = max(held.sequence, life.last_sequence)
+                state.sequence = max(state.sequence, recovered.last_sequence)
             if file is None:
                 volume.give_up(name)
                 continue
-            segment = Segment(held.index.slot(), volume.disk.folder, name, file)
-            held.index.enroll(segment)
-            found[-1].append((segment, life))
+            segment = Segment(state.index.slot(), volume.disk.folder, name, file)
+            state.index.enroll(segment)
+            found[-1].append((segment, recovered))
     return found
 
 

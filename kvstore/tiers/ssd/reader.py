@@ -1,4 +1,4 @@
-"""How blocks come from disk: records that lie side by side are read at once, several such runs at a time."""
+"""SSD reader: reads adjacent records in one operation, and several such runs at a time."""
 
 import logging
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class SsdReader:
-    """Reads blocks from all volumes, and drops those that turn out bad."""
+    """Reads blocks from all volumes, and drops bad blocks."""
 
     def __init__(
-        self, settings: SsdSettings, held: SsdState, volumes: Sequence[Volume], crew: DiskThreads, clock: Clock
+        self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], disk_threads: DiskThreads, clock: Clock
     ) -> None:
-        self._held = held
+        self._state = state
         self._volumes = {volume.disk.folder: volume for volume in volumes}
-        self._crew = crew
+        self._disk_threads = disk_threads
         self._clock = clock
         self._threads = settings.threads
         self._batch_bytes = settings.batch_bytes
@@ -38,82 +38,82 @@ class SsdReader:
         call = _ReadCall()
         found = self._pin(keys, into)
         try:
-            found.sort(key=lambda wanted: (wanted.place.segment.slot, wanted.place.page))
+            found.sort(key=lambda read: (read.place.segment.slot, read.place.page))
             jobs: list[Job] = [
                 partial(self._read, run, deadline, call)
-                for batch in batches([wanted.place.length for wanted in found], self._batch_bytes, self._threads)
+                for batch in batches([each.place.length for each in found], self._batch_bytes, self._threads)
                 for run in _runs(found[batch])
             ]
-            self._crew.run(jobs, deadline)
-            for landed in call.landed:
-                self._judge(landed)
+            self._disk_threads.run(jobs, deadline)
+            for result in call.results:
+                self._judge(result)
         finally:
-            for wanted in found:
-                self._held.release(wanted.place.segment)
+            for each in found:
+                self._state.release(each.place.segment)
         answers = self._count(call, len(keys), is_late=call.late or call.done < len(jobs))
-        if call.errors and not call.landed:
+        if call.errors and not call.results:
             raise TierFailed(f"nothing can be read: {reason(call.errors[0])}") from call.errors[0]
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """See `kvstore.ports.BackingTier.discard`."""
         for key in keys:
-            with self._held.lock:
-                place = self._held.index.find(flat(key))
+            with self._state.lock:
+                place = self._state.index.find(flat(key))
                 if place is None:
                     continue
-                self._held.pin(place.segment)
+                self._state.pin(place.segment)
             try:
                 self._condemn(place)
             finally:
-                self._held.release(place.segment)
+                self._state.release(place.segment)
 
     def _pin(self, keys: Sequence[BlockKey], into: Sequence[ByteArray]) -> list[RecordRead]:
-        """The blocks that are there and can be decoded; their segments stay until they are released."""
-        codecs = {digest: self._held.codec(digest) for digest in {key.digest for key in keys}}
+        """Find the blocks that are stored and can be decoded, and pin their segments."""
+        codecs = {digest: self._state.codec(digest) for digest in {key.digest for key in keys}}
         found = []
-        with self._held.lock:
+        with self._state.lock:
             for index, key in enumerate(keys):
-                place = self._held.index.find(flat(key))
+                place = self._state.index.find(flat(key))
                 codec = codecs[key.digest]
                 if place is not None and codec is not None:
-                    self._held.pin(place.segment)
+                    self._state.pin(place.segment)
                     found.append(RecordRead(index, key, place, codec, into[index]))
         return found
 
     def _read(self, run: Sequence[RecordRead], deadline: Nanos, call: "_ReadCall", scratch: Scratch) -> None:
-        """One operation on disk."""
+        """Read adjacent records with one disk operation."""
         segment = run[0].place.segment
         volume = self._volumes[segment.folder]
-        landed: list[RecordReadResult] = []
+        results: list[RecordReadResult] = []
         error: OSError | None = None
         try:
-            landed = read(segment.file, segment.nonce, run, scratch)
+            results = read(segment.file, segment.nonce, run, scratch)
         except OSError as failure:
             error = failure
-            volume.reading.began(failure)
-            for wanted in run:  # they would fail again, after as long a time
-                self._held.drop(wanted.place)
+            volume.read_failures.failed(failure)
+            for each in run:  # another read would fail again, after as long a time
+                self._state.drop(each.place)
         else:
-            volume.reading.over()
+            volume.read_failures.worked()
         now = self._clock.now()
-        with self._held.lock:
+        with self._state.lock:
             call.done += 1
             call.late |= now > deadline
-            call.landed += (
-                landed if now <= deadline else [each for each in landed if each.finding is not RecordFinding.GOOD]
+            call.results += (
+                results if now <= deadline else [each for each in results if each.finding is not RecordFinding.GOOD]
             )
             call.errors += [error] if error is not None else []
-            self._held.count.bytes_read += sum(record_pages(each.wanted.place.length) * PAGE_BYTES for each in landed)
+            self._state.count.bytes_read += sum(record_pages(each.wanted.place.length) * PAGE_BYTES for each in results)
 
-    def _judge(self, landed: RecordReadResult) -> None:
-        place = landed.wanted.place
-        match landed.finding:
+    def _judge(self, result: RecordReadResult) -> None:
+        place = result.wanted.place
+        match result.finding:
             case RecordFinding.GOOD:
-                with self._held.lock:
+                with self._state.lock:
                     place.segment.hit(place.ordinal, self._clock.now())
             case RecordFinding.DISCARDED:
-                self._held.drop(place)
+                self._state.drop(place)
             case RecordFinding.BAD:
                 self._report(place)
                 self._condemn(place)
@@ -121,33 +121,33 @@ class SsdReader:
                 self._condemn(place)
 
     def _report(self, place: RecordLocation) -> None:
-        """One line for each file; the counter tells how many blocks it were."""
+        """Log the first bad block of a segment; the counter has the number of bad blocks."""
         segment = place.segment
-        with self._held.lock:
+        with self._state.lock:
             is_first, segment.is_damaged = not segment.is_damaged, True
         if is_first:
             log.warning(
-                "SSD tier: blocks fail their checksum or cannot be decoded; they are misses",
+                "SSD tier: blocks corrupt or undecodable, they are misses",
                 extra={"folder": segment.folder, "file": segment.name, "offset": place.page * PAGE_BYTES},
             )
 
     def _condemn(self, place: RecordLocation) -> None:
-        """Drop a block, and see to it that no footer brings it back. The caller has pinned the segment."""
-        if not self._held.drop(place):
+        """Drop a block, and overwrite its header so that no footer restores it. The caller has pinned the segment."""
+        if not self._state.drop(place):
             return
         volume = self._volumes[place.segment.folder]
         try:
             volume.overwrite_header(place)
         except OSError as error:
-            volume.writing.began(error)
+            volume.write_failures.failed(error)
 
     def _count(self, call: "_ReadCall", asked: int, *, is_late: bool) -> list[FetchResult]:
         answers = [GONE] * asked
-        for landed in call.landed:
-            answers[landed.wanted.index] = landed.fetched
+        for result in call.results:
+            answers[result.wanted.index] = result.fetched
         hits = sum(answer.outcome is BlockOutcome.MOVED for answer in answers)
-        with self._held.lock:
-            count = self._held.count
+        with self._state.lock:
+            count = self._state.count
             count.hits += hits
             count.misses += asked - hits
             count.corrupt += sum(answer.outcome is BlockOutcome.CORRUPT for answer in answers)
@@ -156,17 +156,17 @@ class SsdReader:
 
 
 class _ReadCall:
-    """What came of one call's operations."""
+    """The results of one call's operations."""
 
     def __init__(self) -> None:
-        self.done = 0  # operations
+        self.done = 0  # finished operations
         self.late = False
-        self.landed: list[RecordReadResult] = []
+        self.results: list[RecordReadResult] = []
         self.errors: list[OSError] = []
 
 
 def _runs(found: Sequence[RecordRead]) -> list[Sequence[RecordRead]]:
-    """Cut where records do not follow each other in one segment."""
+    """Divide records into runs that are adjacent in one segment."""
     runs, first = [], 0
     for index in range(1, len(found) + 1):
         if index < len(found):

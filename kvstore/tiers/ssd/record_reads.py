@@ -1,4 +1,4 @@
-"""Records on their way from a segment: read straight into the callers' memory where they can be, and verified."""
+"""Record reads: read records from a segment, directly into the callers' memory if possible, and verify them."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -21,7 +21,7 @@ from kvstore.tiers.ssd.segments.segment import record_pages
 
 
 class RecordRead(Struct, frozen=True):
-    """One block that is to be read. Positional: one is made for each."""
+    """One block to read. Fields are positional, because one object is made for each block."""
 
     index: int  # in the call
     key: BlockKey
@@ -31,16 +31,16 @@ class RecordRead(Struct, frozen=True):
 
 
 class RecordFinding(Enum):
-    """What a record turned out to be."""
+    """The state in which a record was found."""
 
     GOOD = auto()
-    BAD = auto()  # damaged, cut short, or another block's
+    BAD = auto()  # damaged, incomplete, or another block's
     DISCARDED = auto()
     OTHER_CODEC = auto()  # written under other settings
 
 
 class RecordReadResult(Struct, frozen=True):
-    """What became of one wanted block."""
+    """The result of one `RecordRead`."""
 
     wanted: RecordRead
     finding: RecordFinding
@@ -48,37 +48,37 @@ class RecordReadResult(Struct, frozen=True):
 
 
 def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scratch) -> list[RecordReadResult]:
-    """Read records that follow each other in a segment, at most `BATCH_RECORDS` of them, with one operation.
+    """Read at most `BATCH_RECORDS` adjacent records of a segment with one operation.
 
     Raises:
-        OSError: None of them could be read.
+        OSError: No record could be read.
     """
     copies = scratch.payloads(sum(_copied_bytes(wanted) for wanted in run))
-    landings: list[_PendingRecord] = []
+    pending: list[_PendingRecord] = []
     pieces: list[ByteArray] = []
     for index, wanted in enumerate(run):
         copied = _copied_bytes(wanted)
-        landing = _PendingRecord(wanted, scratch.headers[index], copies[:copied], scratch.tails[index])
+        record = _PendingRecord(wanted, scratch.headers[index], copies[:copied], scratch.tails[index])
         copies = copies[copied:]
-        landings.append(landing)
-        pieces += landing.pieces()
+        pending.append(record)
+        pieces += record.pieces()
     first_page = run[0].place.page
-    there = file.read(pieces, first_page * PAGE_BYTES) // PAGE_BYTES
-    landed = []
-    for landing in landings:
-        place = landing.wanted.place
-        is_whole = place.page - first_page + record_pages(place.length) <= there
-        finding, fetched = landing.settle(nonce) if is_whole else (RecordFinding.BAD, CORRUPT)
-        landed.append(RecordReadResult(landing.wanted, finding, fetched))
-    return landed
+    pages_read = file.read(pieces, first_page * PAGE_BYTES) // PAGE_BYTES
+    results = []
+    for record in pending:
+        place = record.wanted.place
+        is_whole = place.page - first_page + record_pages(place.length) <= pages_read
+        finding, fetched = record.verify(nonce) if is_whole else (RecordFinding.BAD, CORRUPT)
+        results.append(RecordReadResult(record.wanted, finding, fetched))
+    return results
 
 
 class _PendingRecord(Struct, frozen=True):
-    """Where one record's pages go: the payload into the destination as far as it can, the rest into memory of ours."""
+    """The buffers that receive one record: the payload goes into the destination if possible, the rest into scratch."""
 
     wanted: RecordRead
-    header: ByteArray  # a page
-    copy: ByteArray  # whole pages for all of the payload, or empty: it goes directly
+    header: ByteArray  # one page
+    copy: ByteArray  # pages for the whole payload; empty if the payload goes directly into the destination
     tail: ByteArray  # a page for the end of a direct payload
 
     def pieces(self) -> list[ByteArray]:
@@ -91,8 +91,8 @@ class _PendingRecord(Struct, frozen=True):
             pieces.append(self.tail)
         return pieces
 
-    def settle(self, nonce: bytes) -> tuple[RecordFinding, FetchResult]:
-        """Verify what was read, and bring it where it is wanted."""
+    def verify(self, nonce: bytes) -> tuple[RecordFinding, FetchResult]:
+        """Verify the record, and copy its block into the destination."""
         wanted = self.wanted
         length = wanted.place.length
         record = read_record_header(self.header, nonce, wanted.place.page)
@@ -119,7 +119,7 @@ class _PendingRecord(Struct, frozen=True):
 
     @property
     def _whole(self) -> int:
-        """Bytes of the payload that fill pages."""
+        """Bytes of the payload that fill whole pages."""
         return self.wanted.place.length - self.wanted.place.length % PAGE_BYTES
 
 
@@ -128,7 +128,7 @@ def _is_plain(wanted: RecordRead) -> bool:
 
 
 def _copied_bytes(wanted: RecordRead) -> int:
-    """What of a payload has to go through memory of ours, in whole pages."""
+    """Return how many bytes of a payload have to go through scratch memory, in whole pages."""
     length = wanted.place.length
     if _is_plain(wanted) and wanted.into.nbytes == length and is_aligned(wanted.into):
         return 0

@@ -1,4 +1,4 @@
-"""Records on their way to a segment: put together in as few pieces as possible, from the callers' own memory."""
+"""Record writes: compose records for a segment from the callers' memory, in few pieces."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from kvstore.tiers.ssd.segments.record_format import Key, RecordHeader, record_h
 
 
 class SsdWrite(Struct, frozen=True):
-    """What is to be kept under a key. Positional: one is made for each block that is written."""
+    """One encoded block to write. Fields are positional, because one object is made for each block."""
 
     key: Key
-    content: ByteArray  # as the codec made it
+    content: ByteArray  # encoded by the codec
     codec_id: int
     crc32c: int  # of the content
 
@@ -24,9 +24,9 @@ class SsdWrite(Struct, frozen=True):
 def compose(
     payloads: Sequence[SsdWrite], first_page: int, first_sequence: int, nonce: bytes, scratch: Scratch
 ) -> list[ByteArray]:
-    """The pieces of records that follow each other from a page on, at most `BATCH_RECORDS` of them.
+    """Return the pieces of at most `BATCH_RECORDS` adjacent records that begin at a page.
 
-    Payloads that begin on a page of memory are not copied, but for what does not fill their last page.
+    If a payload is aligned to a page of memory, only its partial last page is copied.
     """
     pieces: list[ByteArray] = []
     copies = scratch.payloads(sum(_copied_bytes(payload.content) for payload in payloads))
@@ -61,5 +61,5 @@ def compose(
 
 
 def _copied_bytes(content: ByteArray) -> int:
-    """What has to go through memory of ours, in whole pages."""
+    """Return how many bytes have to go through scratch memory, in whole pages."""
     return 0 if is_aligned(content) else pages_for(content.nbytes) * PAGE_BYTES

@@ -13,14 +13,14 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 FOLDER_BYTES = 128 << 10
-"""Kept free of segments in each directory: for the directory itself, the lock file and the probe."""
+"""Space in each directory that segments leave free: for the directory itself, the lock file and the probe file."""
 
 MIN_SEGMENTS = 2
-"""In each directory: one that is written to, and one that blocks are read from while the other is emptied."""
+"""Fewest segments in each directory: one is written while blocks are read from the other."""
 
 
 class Sync(StrEnum):
-    """When the device is told to make written bytes survive a power cut. A killed process loses nothing in any case."""
+    """When written bytes are synced to the device. Without a sync they survive a killed process, but not a power cut."""
 
     NEVER = "never"
     SEGMENT = "segment"
@@ -28,7 +28,7 @@ class Sync(StrEnum):
 
 
 class SegmentEviction(StrEnum):
-    """Which segment goes first when the space is used up; see `kvstore.tiers.ssd.segments.eviction`."""
+    """Which segment is evicted first; `kvstore.tiers.ssd.segments.eviction` has the scores."""
 
     REUSE = "reuse"
     LEAST_RECENT = "least_recent"
@@ -36,46 +36,44 @@ class SegmentEviction(StrEnum):
 
 
 class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
-    """What the SSD tier is told. Refused as a whole when a field is wrong (`ValueError` names it)."""
+    """Settings of the SSD tier. A wrong field raises a `ValueError` that names it."""
 
     directories: tuple[str, ...]
-    """Where segments lie, one directory an SSD; blocks are spread over them. Made if missing. Each belongs to one
-    process at a time; files of others in it are left alone, and count towards the cap."""
+    """One directory for each SSD; blocks are spread over them. Missing directories are made. One process at a time can use
+    a directory. Other files in it are left alone, and count towards the cap."""
 
     capacity_bytes: Annotated[int, Meta(ge=MIB)] = 8 * GIB
-    """The most that all directories together ever occupy on disk, as ``du`` tells it, in equal parts."""
+    """Most disk space of all directories together, as ``du`` reports it, divided equally among them."""
 
     segment_bytes: Annotated[int, Meta(ge=64 << 10, le=2 * GIB)] = 128 * MIB
-    """Size of one file, taken from the file system as a whole. Space is won back by segments: small ones lose fewer
-    blocks at a time, large ones need fewer open files. At least four times the largest block is sensible."""
+    """Size of one file, allocated at once. Eviction frees whole segments: small ones lose fewer blocks at a time, large
+    ones need fewer open files. Use at least four times the largest block."""
 
     threads: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Operations on disk at a time. More than this wins nothing on the SSDs seen so far; each has a few MiB of buffers."""
+    """Disk operations at a time. More gained nothing on the SSDs measured so far. Each has a few MiB of buffers."""
 
     batch_bytes: Annotated[int, Meta(ge=64 << 10, le=64 * MIB)] = 4 * MIB
-    """The most that one system call reads or writes, unless a single block is larger."""
+    """Most bytes that one system call reads or writes, unless a single block is larger."""
 
     max_calls: Annotated[int, Meta(ge=1, le=65_536)] = 64
-    """Calls that may be in the tier at once; one more is answered with misses, so that nothing piles up on a disk that
-    hangs."""
+    """Calls in the tier at a time. Further calls are answered with misses, so that they do not pile up on a hanging disk."""
 
     direct: bool = True
-    """Go around the page cache (O_DIRECT) where the file system can. Blocks that are read often are in the node's pool;
-    a second copy in the page cache would take memory from others."""
+    """Bypass the page cache (O_DIRECT) if the file system supports it. Often used blocks are in the node's pool already;
+    a second copy in the page cache would only use memory."""
 
     sync: Sync = Sync.NEVER
-    """``never``: what is kept is a cache, every block carries its checksum, and a power cut costs blocks that are
-    computed again. ``segment`` syncs a segment that is full, ``write`` every write."""
+    """``never``: a power cut can lose blocks, which are then computed again; checksums detect damaged ones. ``segment``
+    syncs a segment when it is full, ``write`` syncs every write."""
 
     eviction: SegmentEviction = SegmentEviction.REUSE
-    """Which segment goes first. ``reuse`` weighs how often blocks of a segment were read against how long ago."""
+    """Which segment is evicted first. ``reuse`` weighs how often a segment's blocks were read against how long ago."""
 
     rescue_hits: Annotated[int, Meta(ge=0, le=255)] = 2
-    """Blocks read this often since they were written are copied out of a segment that goes, as far as the write budget
-    admits it. 0: none."""
+    """Blocks with this many reads are copied out of a segment before its eviction, if the write budget allows it. 0: none."""
 
     rescue_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.25
-    """The most of a segment that is copied out of it; what is copied is in memory for a moment."""
+    """Largest share of a segment that is copied out of it. The copied blocks are in memory for a moment."""
 
     def __post_init__(self) -> None:
         if not self.directories:
@@ -84,13 +82,13 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
             if not PurePosixPath(directory).is_absolute():
                 raise ValueError(f"directories[{index}]: {directory!r} is not an absolute path")
         if len(set(self.directories)) != len(self.directories):
-            raise ValueError("directories: one is named twice")
+            raise ValueError("directories: a directory is listed twice")
         if self.segment_bytes % PAGE_BYTES:
             raise ValueError(f"segment_bytes: {self.segment_bytes} is not a multiple of {PAGE_BYTES}")
         if self.share_bytes < (needed := FOLDER_BYTES + MIN_SEGMENTS * footprint(self.segment_bytes)):
             raise ValueError(
-                f"capacity_bytes: {self.share_bytes} a directory does not hold {MIN_SEGMENTS} segments of "
-                f"{self.segment_bytes}; use at least {needed * len(self.directories)}, or smaller segments"
+                f"capacity_bytes: {self.share_bytes} bytes per directory do not hold {MIN_SEGMENTS} segments of "
+                f"{self.segment_bytes} bytes; use at least {needed * len(self.directories)}, or smaller segments"
             )
 
     @property
@@ -100,9 +98,9 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
 
 
 def footprint(file_bytes: int) -> int:
-    """The most that a file of that size occupies, the file system's own blocks for it included.
+    """Return the most space that a file of that size occupies, including the file system's own blocks for it.
 
-    ext4 keeps a tree of extents, 340 to a block of 4 KiB; a segment that is written in scattered pieces would need one
-    for each two records. 1/128 covers records of two pages, the smallest there are.
+    ext4 keeps a tree of extents, 340 in a block of 4 KiB; a segment written in scattered pieces would need one extent for
+    two records. 1/128 covers records of two pages, the smallest ones.
     """
     return file_bytes + max(file_bytes // 128, 32 << 10)

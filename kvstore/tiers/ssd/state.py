@@ -1,4 +1,4 @@
-"""What the parts of one tier share, and the lock that guards it: the index, who writes what, and the counters."""
+"""SSD state: the index, the running writes and the counters of one tier, with the lock that guards them."""
 
 import threading
 from collections import deque
@@ -14,11 +14,11 @@ from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, SegmentState
 
 GONE_KEYS = 1 << 20
-"""Names that wait for somebody to ask what went; older ones are forgotten, which costs a router a wrong guess."""
+"""Lost blocks that wait to be reported. The oldest are dropped; a router then believes them to be stored."""
 
 
 class SsdCounters(Struct):
-    """Since the tier was opened; see `kvstore.messages.TierStatus`."""
+    """Counters since the tier was opened; `kvstore.messages.TierStatus` explains them."""
 
     hits: int = 0
     misses: int = 0
@@ -32,39 +32,39 @@ class SsdCounters(Struct):
 
 
 class SsdState:
-    """State of a tier. `lock` guards all of it, and all that is known of segments; it is not held over I/O."""
+    """The state of one tier. `lock` guards all of it and the state of all segments; it is not held during I/O."""
 
     def __init__(self, codecs: Callable[[bytes], Codec]) -> None:
         self.lock = threading.Condition()
         self.index = SsdIndex()
-        self.writing: set[Key] = set()  # by calls that are under way
-        self.rescuing: set[Key] = set()  # of blocks between the segment that went and the one that takes them
+        self.writing: set[Key] = set()  # blocks that calls are writing now
+        self.rescuing: set[Key] = set()  # blocks that were read from an evicted segment and not yet written again
         self.count = SsdCounters()
-        self.sequence = 0  # the last one given out
+        self.sequence = 0  # the last one assigned
         self._codecs = codecs
         self._gone: deque[Key] = deque(maxlen=GONE_KEYS)
 
     def codec(self, digest: bytes) -> Codec | None:
-        """Of a namespace; None when it is not open here, so that its blocks cannot be read."""
+        """Return the codec of a namespace; None if the namespace is not open here."""
         try:
             return self._codecs(digest)
         except NamespaceUnknown:
             return None
 
     def take_sequences(self, count: int = 1) -> int:
-        """The first of so many numbers that nobody else gets."""
+        """Assign `count` sequence numbers, and return the first one."""
         with self.lock:
             first = self.sequence + 1
             self.sequence += count
         return first
 
     def pin(self, segment: Segment) -> None:
-        """The segment's file must not be begun anew until `release`."""
+        """Keep the segment's file from being reused until `release`."""
         with self.lock:
             segment.readers += 1
 
     def release(self, segment: Segment, readers: int = 1) -> None:
-        """So many readers are through with the segment."""
+        """Note that readers have finished with the segment."""
         with self.lock:
             segment.readers -= readers
             if segment.state is SegmentState.LEAVING and not segment.readers:
@@ -72,7 +72,7 @@ class SsdState:
                 self.lock.notify_all()
 
     def drop(self, place: RecordLocation) -> bool:
-        """The block at a place is not there any more; False when it was not."""
+        """Drop the block at a place; return False if it was no longer there."""
         with self.lock:
             key = place.segment.keys[place.ordinal]
             dropped = self.index.drop_record(place)
@@ -81,16 +81,16 @@ class SsdState:
             return dropped
 
     def drop_all(self, segment: Segment) -> int:
-        """The same of all blocks of a segment; returns how many there were."""
+        """Drop all blocks of a segment; return their number."""
         with self.lock:
             keys = self.index.empty(segment)
             self._gone.extend(keys)
             return len(keys)
 
     def gone(self) -> list[BlockKey]:
-        """Blocks that went since this was last asked, and have not come back."""
+        """Return blocks that were lost since the last call and have not been written again."""
         with self.lock:
             keys = [key for key in dict.fromkeys(self._gone) if key not in self.index]
             self._gone.clear()
-            self._gone.extend(key for key in keys if key in self.rescuing)  # nobody would say that they came back
+            self._gone.extend(key for key in keys if key in self.rescuing)  # they may be written again: decide later
             return [block_key(key) for key in keys if key not in self.rescuing]

@@ -1,18 +1,18 @@
-"""The SSD tier: blocks in append-only segment files, verified on every read, found again after a crash.
+"""SSD tier: blocks in append-only segment files, verified on every read and recovered after a crash.
 
 Rules:
 
-1. A block is in the index only when all of its record is written. What a killed process left half written is noticed
-   when the tier is opened, or by the checksum when it is read: it is a miss.
-2. A block that fails its checksum is CORRUPT, and so is one that its codec refuses: it is dropped, and its record is
-   overwritten, so that it does not come back.
-3. While a call reads from a segment, its file is not begun anew; see `kvstore.tiers.ssd.segments.segment`.
-4. Nothing is begun after a call's deadline. An operation that hangs in the system cannot be called back: the call that
-   made it returns when it returns, and until then its buffers are in use. Whoever cannot wait, waits outside with a
-   deadline of its own. Calls behind it give up at their deadline, and calls beyond `max_calls` at once.
-5. An operation that fails costs the blocks it was for. Only when nothing else came of a call does it raise `TierFailed`.
-6. Nothing is synced unless the settings ask for it: a killed process loses nothing that was written, and after a power
-   cut a block is whole or a miss.
+1. A block enters the index only after its whole record is written. A record that a killed process left incomplete is
+   detected when the tier is opened, or by its checksum when it is read, and is a miss.
+2. A block that fails its checksum or cannot be decoded is CORRUPT. It is dropped, and its record is overwritten so that
+   recovery cannot restore it.
+3. While a call reads from a segment, its file is not reused (`kvstore.tiers.ssd.segments.segment`).
+4. No operation begins after its call's deadline. An operation that hangs in the system cannot be cancelled: its call
+   returns only when the operation does, and its buffers stay in use. A caller that cannot wait needs a deadline of its
+   own. Calls that wait behind it give up at their deadline, and calls beyond `max_calls` at once.
+5. A failed operation loses only its own blocks. A call raises `TierFailed` only if nothing else came of it.
+6. Writes are synced only if the settings ask for it. A killed process loses no written bytes, and after a power cut a
+   block is either sound or a miss.
 """
 
 import logging
@@ -37,28 +37,28 @@ from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 from kvstore.tiers.ssd.writer import SsdWriter
 
 NAME = "ssd"
-CLOSE_SECONDS = 5.0  # for calls under way when the tier is closed
+CLOSE_SECONDS = 5.0  # time for running calls to end when the tier is closed
 
 log = logging.getLogger(__name__)
 
 
 def refuse_rewrites(size_bytes: int) -> bool:  # noqa: ARG001 - an `AdmitRewrite`
-    """Nothing is copied out of a segment that goes."""
+    """Refuse to copy blocks out of an evicted segment."""
     return False
 
 
 class SsdTier:
-    """See the module, and `kvstore.ports.BackingTier`; made by `SsdTier.open`."""
+    """Implements `kvstore.ports.BackingTier`; made by `SsdTier.open`."""
 
-    def __init__(self, settings: SsdSettings, held: SsdState, volumes: Sequence[Volume], clock: Clock) -> None:
+    def __init__(self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], clock: Clock) -> None:
         self._settings = settings
-        self._held = held
+        self._state = state
         self._volumes = volumes
         self._clock = clock
-        self._crew = DiskThreads(NAME, settings.threads, clock)
-        self._putting = SsdWriter(settings, held, volumes, self._crew, clock)
-        self._getting = SsdReader(settings, held, volumes, self._crew, clock)
-        self._calls = 0  # under way; guarded by the lock of `held`
+        self._disk_threads = DiskThreads(NAME, settings.threads, clock)
+        self._writer = SsdWriter(settings, state, volumes, self._disk_threads, clock)
+        self._reader = SsdReader(settings, state, volumes, self._disk_threads, clock)
+        self._calls = 0  # running calls; guarded by the lock of `state`
         self._closed = False
 
     @classmethod
@@ -72,29 +72,29 @@ class SsdTier:
         admit_rewrite: AdmitRewrite = refuse_rewrites,
         score: Score | None = None,
     ) -> "SsdTier":
-        """Take the directories, and find out what they hold.
+        """Open the directories, and recover the blocks in them.
 
         Args:
-            settings: What the tier is told.
-            codecs: The codec of a namespace, by digest; `NamespaceUnknown` where there is none.
-            clock: Of deadlines.
-            disks: How to open a directory; the real thing by default.
-            admit_rewrite: Asked before bytes are written that nobody asked to be written; from any thread.
-            score: Which segment goes first; the one that the settings name by default.
+            settings: The settings of the tier.
+            codecs: Returns the codec for a namespace digest; raises `NamespaceUnknown` if the namespace is not open.
+            clock: The clock of deadlines.
+            disks: Opens a directory; a real one by default.
+            admit_rewrite: Decides whether blocks may be copied out of an evicted segment; called from any thread.
+            score: Chooses the segment to evict; by default the one that the settings name.
 
         Raises:
-            StoreNotStarted: A setting cannot be obeyed here; the message begins with its name. Nothing is left open.
+            StoreNotStarted: A setting cannot be used here; the message begins with its name. Nothing is left open.
         """
-        held = SsdState(codecs)
+        state = SsdState(codecs)
         volumes = open_volumes(
             settings,
-            held,
+            state,
             clock,
             disks=disks or (lambda folder: open_disk(folder, direct=settings.direct)),
             score=score or SCORES[settings.eviction],
             admit_rewrite=admit_rewrite,
         )
-        return cls(settings, held, volumes, clock)
+        return cls(settings, state, volumes, clock)
 
     @property
     def name(self) -> str:
@@ -107,8 +107,8 @@ class SsdTier:
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:  # noqa: ARG002 - it takes no time
         if self._closed:
             raise TierFailed("the SSD tier is closed")
-        known = {digest for digest in {key.digest for key in keys} if self._held.codec(digest) is not None}
-        return self._held.index.leading(keys, known)
+        known = {digest for digest in {key.digest for key in keys} if self._state.codec(digest) is not None}
+        return self._state.index.leading(keys, known)
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         return [self.find([key], deadline) == 1 for key in keys]
@@ -123,7 +123,7 @@ class SsdTier:
         assert len(keys) == len(blocks), (len(keys), len(blocks))
         with self._call() as is_admitted:
             if is_admitted and self._clock.now() < deadline:
-                return self._putting.put(keys, blocks, deadline, checksums)
+                return self._writer.put(keys, blocks, deadline, checksums)
             self._note_failure()
             return [False] * len(keys)
 
@@ -131,33 +131,33 @@ class SsdTier:
         assert len(keys) == len(into), (len(keys), len(into))
         with self._call() as is_admitted:
             if is_admitted and self._clock.now() < deadline:
-                return self._getting.get(keys, into, deadline)
+                return self._reader.get(keys, into, deadline)
             self._note_failure(misses=len(keys))
             return [GONE] * len(keys)
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        with self._held.lock:
+        with self._state.lock:
             if self._closed:
                 return
             self._calls += 1
         try:
-            self._getting.discard(keys)
+            self._reader.discard(keys)
         finally:
             self._leave()
 
     def gone(self) -> list[BlockKey]:
-        return self._held.gone()
+        return self._state.gone()
 
     def held(self) -> list[BlockKey]:
-        return [block_key(key) for key in self._held.index.names()]
+        return [block_key(key) for key in self._state.index.names()]
 
     def status(self) -> TierStatus:
-        with self._held.lock:
-            count = self._held.count
+        with self._state.lock:
+            count = self._state.count
             return TierStatus(
                 name=NAME,
-                blocks=len(self._held.index),
-                bytes=self._held.index.live_pages * PAGE_BYTES,
+                blocks=len(self._state.index),
+                bytes=self._state.index.live_pages * PAGE_BYTES,
                 capacity_bytes=self._settings.capacity_bytes,
                 hits=count.hits,
                 misses=count.misses,
@@ -171,29 +171,29 @@ class SsdTier:
 
     @property
     def rescued(self) -> int:
-        """Blocks that were copied out of segments that went."""
-        return self._held.count.rescued
+        """Blocks that were copied out of evicted segments."""
+        return self._state.count.rescued
 
     def close(self) -> None:
-        """Let the directories go, with footers in all segments; waits a few seconds for calls that are under way."""
-        with self._held.lock:
+        """Write the missing footers and close the directories, after waiting a few seconds for running calls."""
+        with self._state.lock:
             if self._closed:
                 return
             self._closed = True
-            is_idle = self._held.lock.wait_for(lambda: not self._calls, CLOSE_SECONDS)
-        self._crew.close()
-        if not is_idle:  # a file that is read from must not be closed: its number could become another file's
-            log.warning("SSD tier: closed while the disk hangs; its files stay open until the process ends")
+            is_idle = self._state.lock.wait_for(lambda: not self._calls, CLOSE_SECONDS)
+        self._disk_threads.close()
+        if not is_idle:  # a running read would use the number of a closed file, which may become another file's
+            log.warning("SSD tier: closed while the disk hangs, its files stay open until the process ends")
             return
         for volume in self._volumes:
             volume.close()
 
     def check(self) -> None:
-        """Asserts what always holds while no call is under way; for tests."""
-        with self._held.lock:
+        """Assert the invariants that hold while no call runs, for tests."""
+        with self._state.lock:
             segments = [segment for volume in self._volumes for segment in volume.segments]
-            self._held.index.check(segments)
-            assert not self._held.writing, self._held.writing
+            self._state.index.check(segments)
+            assert not self._state.writing, self._state.writing
             assert not self._calls, self._calls
             for segment in segments:
                 assert not segment.readers, segment.name
@@ -201,8 +201,8 @@ class SsdTier:
 
     @contextmanager
     def _call(self) -> Iterator[bool]:
-        """A call under way; false when there are too many already."""
-        with self._held.lock:
+        """Count a running call; give False if there are too many."""
+        with self._state.lock:
             if self._closed:
                 raise TierFailed("the SSD tier is closed")
             is_admitted = self._calls < self._settings.max_calls
@@ -213,11 +213,11 @@ class SsdTier:
             self._leave()
 
     def _leave(self) -> None:
-        with self._held.lock:
+        with self._state.lock:
             self._calls -= 1
-            self._held.lock.notify_all()
+            self._state.lock.notify_all()
 
     def _note_failure(self, misses: int = 0) -> None:
-        with self._held.lock:
-            self._held.count.failures += 1
-            self._held.count.misses += misses
+        with self._state.lock:
+            self._state.count.failures += 1
+            self._state.count.misses += misses

@@ -1,13 +1,14 @@
-"""The segments of one directory: where records are appended, and how space is won back.
+"""SSD volume: the segments of one directory, where records are appended and space is freed.
 
 Rules:
 
-1. All segments together, with what the file system needs for them, stay under the cap. A new file is only begun when
-   it fits; otherwise a segment has to go as a whole.
-2. A segment that goes loses its blocks first, under the lock; its file is begun anew when nobody reads from it any
-   more. Blocks that are in demand are read out of it before, and written to the next segment, as far as the budget admits.
-3. The file system is only asked outside of the lock. Whoever needs a segment makes room; others wait for their deadline.
-4. What fails is not tried again at once: a breaker spares callers a directory that cannot be written to.
+1. All segments together, with the file system's own blocks for them, stay under the cap. A new file is made only if it
+   fits; otherwise a whole segment is evicted.
+2. An evicted segment first loses its blocks, under the lock. Its file is reused when no call reads from it any more.
+   Blocks in demand are read from it before, and written to the next segment, if the write budget allows it.
+3. The file system is used only outside the lock. The call that needs a segment makes room; others wait until their
+   deadline.
+4. A circuit breaker keeps calls away from a directory that cannot be written to.
 """
 
 import itertools
@@ -46,14 +47,14 @@ from kvstore.tiers.ssd.settings import FOLDER_BYTES, SsdSettings, Sync, footprin
 from kvstore.tiers.ssd.state import SsdState
 
 RESUME_SHARE = 8
-"""A segment is appended to after a restart when at least one part in so many is free."""
+"""After a restart, records are appended to a segment if at least 1/RESUME_SHARE of it is free."""
 
 AdmitRewrite = Callable[[int], bool]
-"""Whether so many bytes may be written that nobody asked to be written; see `SsdSettings.rescue_hits`."""
+"""Decides whether that many bytes may be copied out of an evicted segment (`SsdSettings.rescue_hits`)."""
 
 
 class RecordRun(Struct, frozen=True):
-    """Places for some records that follow each other."""
+    """Places for adjacent records."""
 
     segment: Segment
     first_page: int
@@ -66,19 +67,25 @@ class VolumeFull(Exception):
 
 
 class Volume:
-    """See the module."""
+    """The segments of one directory; the rules are in the module's docstring."""
 
     def __init__(
-        self, disk: Disk, settings: SsdSettings, held: SsdState, clock: Clock, score: Score, admit_rewrite: AdmitRewrite
+        self,
+        disk: Disk,
+        settings: SsdSettings,
+        state: SsdState,
+        clock: Clock,
+        score: Score,
+        admit_rewrite: AdmitRewrite,
     ) -> None:
         self.disk = disk
         self.segments: list[Segment] = []
-        self.breaker = CircuitBreaker()  # of writing
-        self.reading = FailureLog("reading fails; blocks are misses", disk.folder)
-        self.writing = FailureLog("writing fails; blocks are not kept", disk.folder)
-        self._growing = FailureLog("no further segment can be made; going on with those there are", disk.folder)
+        self.breaker = CircuitBreaker()  # for writes
+        self.read_failures = FailureLog("reads fail, blocks are misses", disk.folder)
+        self.write_failures = FailureLog("writes fail, blocks are not kept", disk.folder)
+        self._growth_failures = FailureLog("no further segment can be made, using the existing ones", disk.folder)
         self._settings = settings
-        self._held = held
+        self._state = state
         self._clock = clock
         self._score = score
         self._admit_rewrite = admit_rewrite
@@ -86,39 +93,39 @@ class Volume:
         self._bytes = 0
         self._active: Segment | None = None
         self._rotation = threading.Lock()
-        self._scratch = Scratch()  # of whoever holds `_rotation`
+        self._scratch = Scratch()  # belongs to the holder of `_rotation`
         self._names = set(disk.segments())
 
-    # At the start
+    # Start
 
     def give_up(self, name: str) -> None:
-        """A file cannot even be opened: its space is lost, and its blocks."""
+        """Count the space of a file that cannot be opened; its blocks are lost."""
         self._names.add(name)
         self._bytes += footprint(self._settings.segment_bytes)
 
     @property
     def can_hold(self) -> int:
-        """Segments of the set size that fit under the cap."""
+        """Number of segments of the configured size that fit under the cap."""
         return max(self._limit_bytes, 0) // footprint(self._settings.segment_bytes)
 
     def restore(self, found: Sequence[tuple[Segment, RecoveredSegment | UnreadableSegment]], now: Nanos) -> None:
-        """Take over the segments that were found, the oldest first, and make the newest one writable again.
+        """Take over the recovered segments, the oldest first, and append to the newest one again.
 
-        Segments that do not fit under the cap any more are removed, the unreadable ones first, then the oldest.
+        Segments that no longer fit under the cap are removed, the unreadable ones first, then the oldest.
         """
-        for segment, life in sorted(found, key=_age):
+        for segment, recovered in sorted(found, key=_age):
             self.segments.append(segment)
             self._bytes += footprint(segment.size_bytes)
-            if isinstance(life, RecoveredSegment):
-                segment.begin(life.nonce, life.sequence, now)
-                segment.restore(life.keys, life.pages, life.lengths, life.next_page)
+            if isinstance(recovered, RecoveredSegment):
+                segment.begin(recovered.nonce, recovered.sequence, now)
+                segment.restore(recovered.keys, recovered.pages, recovered.lengths, recovered.next_page)
                 segment.state = SegmentState.SEALED
         for segment in list(self.segments):
             if self._bytes > self._limit_bytes:
                 self._remove(segment)
         readable = [segment for segment in self.segments if segment.state is SegmentState.SEALED]
         for segment in readable:
-            self._held.index.restore(segment)
+            self._state.index.restore(segment)
         if readable:
             self._resume(readable[-1])
 
@@ -126,10 +133,10 @@ class Volume:
         free_pages = newest.size_pages - newest.next_page
         if newest.size_bytes != self._settings.segment_bytes or free_pages * RESUME_SHARE < newest.size_pages:
             return
-        try:  # what is appended is not in the footer, so there must be none
+        try:  # the footer would lack the new records, so remove it
             newest.file.write([aligned(PAGE_BYTES)], newest.size_bytes - PAGE_BYTES)
         except OSError as error:
-            self.writing.began(error)
+            self.write_failures.failed(error)
             return
         newest.state = SegmentState.ACTIVE
         self._active = newest
@@ -137,15 +144,15 @@ class Volume:
     # Writing
 
     def write(self, payloads: Sequence[SsdWrite], scratch: Scratch, deadline: Nanos) -> int:
-        """Append records, and make them readable; returns how many of them, in order, before room or time were used up.
+        """Append records and make them readable; return how many were written before room or time ran out.
 
         Args:
-            payloads: At most `BATCH_RECORDS`, each fitting into a segment.
-            scratch: Buffers of the caller's.
-            deadline: How long to wait for room; what is being written is not cut short.
+            payloads: At most `BATCH_RECORDS`; each fits into a segment.
+            scratch: The caller's buffers.
+            deadline: Limits the wait for room; a running write is not interrupted.
 
         Raises:
-            OSError: The rest could not be written.
+            OSError: The remaining records could not be written.
         """
         written = 0
         while written < len(payloads):
@@ -162,10 +169,10 @@ class Volume:
         return written
 
     def overwrite_header(self, place: RecordLocation) -> None:
-        """See rule 7 of `kvstore.tiers.ssd.segments.record_format`. The caller has pinned the segment.
+        """Overwrite the header of a bad block (rule 7 of `record_format`). The caller has pinned the segment.
 
         Raises:
-            OSError: The record is as it was, or is not.
+            OSError: The header may not have been overwritten.
         """
         page = aligned(PAGE_BYTES)
         page[: len(DISCARDED)] = np.frombuffer(DISCARDED, np.uint8)
@@ -173,16 +180,16 @@ class Volume:
 
     def _reserve(self, records: Sequence[int], deadline: Nanos) -> RecordRun:
         while True:
-            with self._held.lock:
+            with self._state.lock:
                 if (run := self._take(records)) is not None:
                     return run
             left = deadline - self._clock.now()
             if left <= 0 or not self._rotation.acquire(timeout=seconds(left)):
                 raise VolumeFull
             try:
-                with self._held.lock:
+                with self._state.lock:
                     if (run := self._take(records)) is not None:
-                        return run  # somebody else has just made room
+                        return run  # another call has just made room
                 self._rotate(records[0], deadline)
             finally:
                 self._rotation.release()
@@ -194,7 +201,7 @@ class Volume:
         if not count:
             return None
         segment.writers += 1
-        return RecordRun(segment, first_page, self._held.take_sequences(count), count)
+        return RecordRun(segment, first_page, self._state.take_sequences(count), count)
 
     def _append(self, run: RecordRun, payloads: Sequence[SsdWrite], scratch: Scratch) -> None:
         segment = run.segment
@@ -202,18 +209,18 @@ class Volume:
         segment.file.write(pieces, run.first_page * PAGE_BYTES)
         if self._settings.sync is Sync.WRITE:
             segment.file.sync()
-        with self._held.lock:
+        with self._state.lock:
             page = run.first_page
             for payload in payloads:
                 length = payload.content.nbytes
-                self._held.index.add(segment, payload.key, page, length)
+                self._state.index.add(segment, payload.key, page, length)
                 page += record_pages(length)
-            self._held.count.bytes_written += (page - run.first_page) * PAGE_BYTES
+            self._state.count.bytes_written += (page - run.first_page) * PAGE_BYTES
             segment.used_at = self._clock.now()
 
     def _leave(self, segment: Segment) -> None:
-        """A writer is through with the segment; the last one of a full segment seals it."""
-        with self._held.lock:
+        """Note that a writer has finished; the last writer of a full segment seals it."""
+        with self._state.lock:
             segment.writers -= 1
             is_last = segment.state is SegmentState.FULL and not segment.writers
         if is_last:
@@ -222,40 +229,40 @@ class Volume:
     # Segments
 
     def _rotate(self, needed_pages: int, deadline: Nanos) -> None:
-        """Replace the active segment by one that has room for a record of so many pages.
+        """Replace the active segment by one with room for a record of that many pages.
 
         Raises:
-            NoRoom: None became free by the deadline.
-            OSError: It could not be begun.
+            VolumeFull: No segment became free by the deadline.
+            OSError: The new segment could not be written.
         """
         self._fill()
         rescued: list[SsdWrite] = []
         try:
             segment = self._begin(rescued, needed_pages, deadline)
         finally:
-            with self._held.lock:
-                self._held.rescuing.difference_update(payload.key for payload in rescued)
-        with self._held.lock:
+            with self._state.lock:
+                self._state.rescuing.difference_update(payload.key for payload in rescued)
+        with self._state.lock:
             self._active = segment
 
     def _begin(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """A segment to append to, with what was rescued to make it free; raises as `_rotate` does."""
+        """Prepare a segment for appending, and write rescued blocks to it; raises the errors of `_rotate`."""
         segment = self._free_segment(rescued, needed_pages, deadline)
-        segment.begin(secrets.token_bytes(NONCE_BYTES), self._held.take_sequences(), self._clock.now())
+        segment.begin(secrets.token_bytes(NONCE_BYTES), self._state.take_sequences(), self._clock.now())
         try:
             self._write_head(segment)
             self._write_rescued(segment, rescued)
         except OSError:
-            with self._held.lock:
-                self._held.drop_all(segment)
+            with self._state.lock:
+                self._state.drop_all(segment)
                 segment.state = SegmentState.LEAVING
-                self._held.release(segment, readers=0)
+                self._state.release(segment, readers=0)
             raise
         return segment
 
     def _fill(self) -> None:
-        """Append nothing more to the active segment."""
-        with self._held.lock:
+        """Stop appending to the active segment."""
+        with self._state.lock:
             segment, self._active = self._active, None
             if segment is None:
                 return
@@ -265,57 +272,57 @@ class Volume:
             self._seal(segment)
 
     def _seal(self, segment: Segment) -> None:
-        """Write the footer; without one, opening the tier takes longer, and that is all."""
+        """Write the footer; without it, opening the tier only takes longer."""
         try:
             self._write_footer(segment)
             if self._settings.sync is not Sync.NEVER:
                 segment.file.sync()
         except OSError as error:
-            self.writing.began(error)
-        with self._held.lock:
+            self.write_failures.failed(error)
+        with self._state.lock:
             segment.state = SegmentState.SEALED
-            self._held.lock.notify_all()
+            self._state.lock.notify_all()
 
     def _free_segment(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """A segment that can be begun; what was worth rescuing from another's blocks to make it one is added."""
+        """Find or make a free segment; blocks rescued from an evicted segment are added to `rescued`."""
         spare_bytes = self._settings.segment_bytes * 15 // 16 - needed_pages * PAGE_BYTES
         share_bytes = int(min(self._settings.rescue_share * self._settings.segment_bytes, spare_bytes))
         while True:
             if (segment := self._grow()) is not None:
                 return segment
-            with self._held.lock:
+            with self._state.lock:
                 free = next((segment for segment in self.segments if segment.state is SegmentState.FREE), None)
                 victim = None if free is not None else self._choose()
                 if victim is not None:
                     victim.state = SegmentState.LEAVING
-                    victim.readers += 1  # ours
+                    victim.readers += 1  # this call
                 hot = self._hot(victim) if victim is not None and not rescued else []
             if free is not None:
                 if free.size_bytes == self._settings.segment_bytes:
                     return free
-                self._remove(free)  # of another size: its space becomes a file of the set one
+                self._remove(free)  # its space is needed for a file of the configured size
             elif victim is not None:
                 try:
                     rescued += self._rescued(victim, hot, share_bytes, deadline)
-                    with self._held.lock:
-                        self._held.rescuing.update(payload.key for payload in rescued)
+                    with self._state.lock:
+                        self._state.rescuing.update(payload.key for payload in rescued)
                 finally:
                     self._drop(victim)
             else:
                 self._wait_for_room(deadline)
 
     def _wait_for_room(self, deadline: Nanos) -> None:
-        with self._held.lock:
+        with self._state.lock:
             left = deadline - self._clock.now()
             if left <= 0 or not self.segments:
                 raise VolumeFull
-            self._held.lock.wait_for(
+            self._state.lock.wait_for(
                 lambda: any(segment.state in (SegmentState.FREE, SegmentState.SEALED) for segment in self.segments),
                 seconds(left),
             )
 
     def _grow(self) -> Segment | None:
-        """One more file, when it fits under the cap and on the device."""
+        """Make one more file, if it fits under the cap and on the device."""
         size_bytes = self._settings.segment_bytes
         if self._bytes + footprint(size_bytes) > self._limit_bytes:
             return None
@@ -324,21 +331,21 @@ class Volume:
         try:
             file = self.disk.create(name, size_bytes)
         except OSError as error:
-            self._growing.began(error)
+            self._growth_failures.failed(error)
             if not self.segments:
                 raise
             return None
-        self._growing.over()
+        self._growth_failures.worked()
         self._names.add(name)
         self._bytes += footprint(size_bytes)
-        with self._held.lock:
-            segment = Segment(self._held.index.slot(), self.disk.folder, name, file)
-            self._held.index.enroll(segment)
+        with self._state.lock:
+            segment = Segment(self._state.index.slot(), self.disk.folder, name, file)
+            self._state.index.enroll(segment)
             self.segments.append(segment)
         return segment
 
     def _choose(self) -> Segment | None:
-        """The segment that goes next; those that nobody reads from are preferred, being free at once."""
+        """Choose the segment to evict; segments without readers come first, because they are free at once."""
         now = self._clock.now()
         sealed = [segment for segment in self.segments if segment.state is SegmentState.SEALED]
         return min(
@@ -348,38 +355,38 @@ class Volume:
         )
 
     def _drop(self, victim: Segment) -> None:
-        with self._held.lock:
-            self._held.count.evicted += self._held.drop_all(victim)
-            self._held.release(victim)
+        with self._state.lock:
+            self._state.count.evicted += self._state.drop_all(victim)
+            self._state.release(victim)
 
     def _remove(self, segment: Segment) -> None:
-        """Give a file that nobody uses back to the file system."""
+        """Delete the file of an unused segment."""
         segment.file.close()
         try:
             self.disk.remove(segment.name)
         except OSError as error:
-            self.writing.began(error)
+            self.write_failures.failed(error)
             return
         finally:
-            with self._held.lock:
+            with self._state.lock:
                 self.segments = [other for other in self.segments if other is not segment]
         self._names.discard(segment.name)
         self._bytes -= footprint(segment.size_bytes)
 
-    # Blocks that outlive their segment
+    # Blocks rescued from an evicted segment
 
     def _hot(self, victim: Segment) -> list[RecordLocation]:
-        """Blocks worth rescuing, those read most often first."""
+        """Return the blocks that are worth rescuing, the most often read ones first."""
         if not self._settings.rescue_hits:
             return []
         hits = victim.record_hits
-        hot = [p for p in self._held.index.live(victim) if hits[p.ordinal] >= self._settings.rescue_hits]
+        hot = [p for p in self._state.index.live(victim) if hits[p.ordinal] >= self._settings.rescue_hits]
         return sorted(hot, key=lambda place: (-hits[place.ordinal], place.ordinal))
 
     def _rescued(
         self, victim: Segment, hot: Sequence[RecordLocation], share_bytes: int, deadline: Nanos
     ) -> list[SsdWrite]:
-        """Contents of blocks, as far as share, budget and time reach; those that cannot be read or are bad are left out."""
+        """Read blocks to rescue, within share, write budget and time; leave out bad ones."""
         left_bytes = share_bytes
         payloads = []
         for place in hot:
@@ -391,7 +398,7 @@ class Volume:
             try:
                 count = victim.file.read([pages], place.page * PAGE_BYTES)
             except OSError as error:
-                self.reading.began(error)
+                self.read_failures.failed(error)
                 break
             record = read_record_header(pages, victim.nonce, place.page) if count == size_bytes else None
             content = pages[PAGE_BYTES : PAGE_BYTES + place.length]
@@ -404,14 +411,14 @@ class Volume:
     def _write_rescued(self, segment: Segment, rescued: Sequence[SsdWrite]) -> None:
         for first in range(0, len(rescued), BATCH_RECORDS):
             batch = rescued[first : first + BATCH_RECORDS]
-            with self._held.lock:
+            with self._state.lock:
                 records = [record_pages(payload.content.nbytes) for payload in batch]
                 first_page, count = segment.take(records)
-                run = RecordRun(segment, first_page, self._held.take_sequences(count), count)
+                run = RecordRun(segment, first_page, self._state.take_sequences(count), count)
             self._append(run, batch[:count], self._scratch)
-            self._held.count.rescued += count
+            self._state.count.rescued += count
 
-    # Bytes of a segment's own
+    # Head and footer of a segment
 
     def _write_head(self, segment: Segment) -> None:
         head = SegmentHead(nonce=segment.nonce, sequence=segment.sequence, file_bytes=segment.size_bytes)
@@ -422,7 +429,7 @@ class Volume:
         footer = SegmentFooter(
             nonce=segment.nonce,
             sequence=segment.sequence,
-            last_sequence=self._held.take_sequences(),
+            last_sequence=self._state.take_sequences(),
             entries=len(segment.keys),
             next_page=segment.next_page,
             table_pages=len(rows) // PAGE_BYTES,
@@ -434,7 +441,7 @@ class Volume:
         segment.file.write([pages], segment.size_bytes - pages.nbytes)
 
     def close(self) -> None:
-        """Write the footer of the active segment, and let everything go. Nothing is read or written meanwhile."""
+        """Write the footer of the active segment, and close all files. No call may be running."""
         self._fill()
         for segment in self.segments:
             segment.file.close()
@@ -448,5 +455,5 @@ def _page(structure: bytes) -> ByteArray:
 
 
 def _age(found: tuple[Segment, RecoveredSegment | UnreadableSegment]) -> int:
-    life = found[1]
-    return life.sequence if isinstance(life, RecoveredSegment) else -1
+    recovered = found[1]
+    return recovered.sequence if isinstance(recovered, RecoveredSegment) else -1

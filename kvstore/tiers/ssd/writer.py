@@ -1,4 +1,4 @@
-"""How blocks get onto disk: what is new is cut into batches, which are encoded and written side by side."""
+"""SSD writer: divides new blocks into batches, which are encoded and written in parallel."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,16 +26,16 @@ class SsdWriter:
     """Writes blocks to the volumes in turn."""
 
     def __init__(
-        self, settings: SsdSettings, held: SsdState, volumes: Sequence[Volume], crew: DiskThreads, clock: Clock
+        self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], disk_threads: DiskThreads, clock: Clock
     ) -> None:
-        self._held = held
+        self._state = state
         self._volumes = volumes
-        self._crew = crew
+        self._disk_threads = disk_threads
         self._clock = clock
         self._threads = settings.threads
         self._batch_bytes = settings.batch_bytes
         self._largest_bytes = largest_payload_bytes(settings.segment_bytes)
-        self._too_large = FailureLog("blocks are larger than a segment; raise segment_bytes", settings.directories[0])
+        self._too_large = FailureLog("blocks larger than a segment, raise segment_bytes", settings.directories[0])
         self._turn = 0
 
     def put(
@@ -55,67 +55,67 @@ class SsdWriter:
                 partial(self._write, todo[batch], deadline, call)
                 for batch in batches([item.block.nbytes for item in todo], self._batch_bytes, self._threads)
             ]
-            self._crew.run(jobs, deadline)
+            self._disk_threads.run(jobs, deadline)
             is_late = call.done < len(jobs) or bool(call.late)
         finally:
-            with self._held.lock:
-                self._held.writing.difference_update(names[i] for i in new)
-        with self._held.lock:
-            self._held.count.failures += len(call.errors) + is_late
-            there = [name in self._held.index and name not in call.late for name in names]
+            with self._state.lock:
+                self._state.writing.difference_update(names[i] for i in new)
+        with self._state.lock:
+            self._state.count.failures += len(call.errors) + is_late
+            there = [name in self._state.index and name not in call.late for name in names]
         if call.errors and not any(there):
             raise TierFailed(f"nothing can be written: {reason(call.errors[0])}") from call.errors[0]
         return there
 
     def _begin(self, names: Sequence[Key]) -> list[int]:
-        """Indices of the blocks that this call writes: nobody has them, and no other call is at it."""
+        """Return the indices of blocks that are neither stored nor being written, and mark them as being written."""
         new = []
-        with self._held.lock:
+        with self._state.lock:
             for index, name in enumerate(names):
-                if name not in self._held.index and name not in self._held.writing:
-                    self._held.writing.add(name)
+                if name not in self._state.index and name not in self._state.writing:
+                    self._state.writing.add(name)
                     new.append(index)
         return new
 
     def _encodable(self, blocks: Sequence[tuple[BlockKey, ByteArray, int]]) -> list["_Item"]:
         items = []
         for key, block, checksum in blocks:
-            if (codec := self._held.codec(key.digest)) is not None:
+            if (codec := self._state.codec(key.digest)) is not None:
                 items.append(_Item(key, block, codec, checksum))
         self._refuse(len(blocks) - len(items))
         return items
 
     def _write(self, items: Sequence["_Item"], deadline: Nanos, call: "_WriteCall", scratch: Scratch) -> None:
-        """One batch: encode, and append to one of the volumes."""
+        """Encode one batch, and append it to one of the volumes."""
         payloads = [payload for item in items if (payload := self._payload(item)) is not None]
-        with self._held.lock:
-            self._held.count.corrupt += len(items) - len(payloads)
+        with self._state.lock:
+            self._state.count.corrupt += len(items) - len(payloads)
         fitting = [p for p in payloads if 0 < p.content.nbytes <= self._largest_bytes]
         if len(fitting) < len(payloads):
-            self._too_large.began(f"{max(p.content.nbytes for p in payloads)} bytes")
+            self._too_large.failed(f"{max(p.content.nbytes for p in payloads)} bytes")
             self._refuse(len(payloads) - len(fitting))
         began = self._clock.now()
         volume = self._next_volume(began)
         if volume is None:
-            call.errors.append(OSError("no directory can be written to; it will be tried again"))
+            call.errors.append(OSError("no directory can be written to, will try again later"))
         elif fitting:
             try:
                 volume.write(fitting, scratch, deadline)
             except OSError as error:
                 volume.breaker.failed(began, self._clock.now())
-                volume.writing.began(error)
+                volume.write_failures.failed(error)
                 call.errors.append(error)
             else:
                 volume.breaker.succeeded()
-                volume.writing.over()
+                volume.write_failures.worked()
         now = self._clock.now()
-        with self._held.lock:
+        with self._state.lock:
             call.done += 1
             if now > deadline:
                 call.late.update(payload.key for payload in fitting)
 
     def _payload(self, item: "_Item") -> SsdWrite | None:
-        """None when the block is not what its checksum says."""
+        """Encode a block; return None if its checksum does not match."""
         found = encoded(item.codec, item.key, item.block, item.checksum)
         return SsdWrite(flat(item.key), found[0], item.codec.codec_id, found[1]) if found is not None else None
 
@@ -128,8 +128,8 @@ class SsdWriter:
         return None
 
     def _refuse(self, count: int) -> None:
-        with self._held.lock:
-            self._held.count.refused += count
+        with self._state.lock:
+            self._state.count.refused += count
 
 
 class _Item(Struct, frozen=True):
@@ -140,9 +140,9 @@ class _Item(Struct, frozen=True):
 
 
 class _WriteCall:
-    """What came of one call's batches."""
+    """The results of one call's batches."""
 
     def __init__(self) -> None:
-        self.done = 0  # batches
-        self.late: set[Key] = set()  # written, or not, after the deadline
+        self.done = 0  # finished batches
+        self.late: set[Key] = set()  # blocks of batches that ended after the deadline
         self.errors: list[OSError] = []

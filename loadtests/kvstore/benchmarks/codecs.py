@@ -1,4 +1,4 @@
-"""What codecs gain and cost, on blocks whose values look like those of keys and values: bfloat16, one thread."""
+"""Benchmark of codecs: compression and speed on bfloat16 blocks that resemble KV, with one thread."""
 
 import time
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ SECRET = "42" * 32
 
 
 @contextmanager
-def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:  # noqa: ARG001 - no peer has a codec for hosts without GPUs
-    """Three lines a codec: size, speed to encode, speed to decode."""
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:  # noqa: ARG001 - no compared system has a codec for hosts without GPUs
+    """Yield three lines for each codec: size, encoding speed, decoding speed."""
     settings = {each.value: CodecSettings(compression=each) for each in Compression if each is not Compression.NONE}
     settings["sealed"] = CodecSettings(sealing_secrets=(SECRET,))
     found = []

@@ -1,4 +1,4 @@
-"""The SSD tier against direct I/O in the same number of threads, on the same file system."""
+"""Benchmark of the SSD tier against direct I/O with the same number of threads on the same file system."""
 
 import json
 import os
@@ -23,14 +23,14 @@ from loadtests.kvstore.comparison import BenchmarkLine, Contestant, LineDirectio
 from loadtests.unavailable import SystemUnavailable
 
 CALL_SECONDS = 120.0
-SEGMENTS = 16  # that the rounds of one block size fill; a multiple of what one round writes, so that old ones go whole
+SEGMENTS = 16  # segments of all rounds of one block size; a multiple of one round's, so that whole segments are removed
 CLOCK = MonotonicClock()
 LOOP = "O_DIRECT loop"
 
 
 @contextmanager
 def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
-    """Writes and reads; their files are gone when the context is closed."""
+    """Yield lines for writes and reads; the files are removed when the context ends."""
     with ExitStack() as held:
         found = []
         for block_bytes in plan.disk_sizes:
@@ -70,7 +70,7 @@ def soon() -> Nanos:
 
 
 class _DiskContestants:
-    """The contestants of one block size."""
+    """Contestants of one block size."""
 
     def __init__(self, plan: BenchmarkPlan, block_bytes: int):
         self._block_bytes = block_bytes
@@ -86,7 +86,9 @@ class _DiskContestants:
     def tier_write(self) -> float:
         tier, source, _ = self._open()
         keys = [BlockKey(self._digest, name) for name in next(self._chains)]
-        sums = [crc32c([block]) for block in source]  # a node has them: blocks are published with them
+        sums = [
+            crc32c([block]) for block in source
+        ]  # a node knows the checksums, because blocks are published with them
 
         def put() -> None:
             kept = tier.put(keys, list(source), soon(), sums)
@@ -148,7 +150,7 @@ class _DiskContestants:
             self._kept[0].close()
         shutil.rmtree(self._folder / f"ssd-{self._block_bytes}", ignore_errors=True)
         self._path.unlink(missing_ok=True)
-        for path in self._folder.glob("bench.*"):  # fio's
+        for path in self._folder.glob("bench.*"):  # files of fio
             path.unlink()
 
     @property

@@ -1,4 +1,4 @@
-"""Names: making them, finding them, and what they weigh."""
+"""Benchmark of block hashes: computing them, finding them, and their memory."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from loadtests.kvstore.comparison import BenchmarkLine, Contestant, LineDirectio
 from loadtests.kvstore.nodes import running
 
 LOOKUP_KEYS = 512  # 128k tokens in blocks of 256
-HELD_KEYS = 16_384  # among which they are found
+HELD_KEYS = 16_384  # blocks of the store
 PROMPTS = (8_192, 131_072)  # tokens
 BLOCK_TOKENS = (16, 64, 256)
 
@@ -35,7 +35,7 @@ RAW: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
 
 @contextmanager
 def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
-    """Lookup, hashing, memory."""
+    """Yield the lines for look-up, hashing and memory."""
     with ExitStack() as held:
 
         def connect() -> StoreClient:
@@ -121,7 +121,7 @@ def _chain(ids: bytes, block_tokens: int, algorithm: HashAlgorithm) -> float:
 
 
 def _memory_line(plan: BenchmarkPlan, peers: ComparedSystems) -> BenchmarkLine:
-    """Bytes a key are megabytes a million keys."""
+    """Return the line for memory; bytes per key equal megabytes per million keys."""
     limit: Contestant = partial(measured, "dict", plan.keys)
     return BenchmarkLine(
         name="memory per million keys",

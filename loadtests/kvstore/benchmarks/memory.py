@@ -1,11 +1,11 @@
-"""The CPU tier: blocks to and from a node's pool, by its client and by the tier itself, against memcpy.
+"""Benchmark of the CPU tier: blocks to and from a node's pool, by its client and by the tier itself, compared with memcpy.
 
-`warm`: all memory involved was used before. `first touch`: what is written to (the pool in a put, the destination in a get)
-was not. A get of the client is a match, the copies with their verification, and a release; a put is a reservation, for which
-the pool has to evict others, checksums, copies, and the publication. Peers verify nothing.
+`warm`: all memory was used before. `first touch`: the memory that is written to (the pool in a put, the destination in a get) was not
+used before. A get of the client is a match, verified copies, and a release. A put is a write reservation, for which the pool evicts
+blocks, then checksums, copies, and the publication. Compared systems verify nothing.
 
-The limit copies between arrays of this process, which lie in huge pages where the system has them for whoever asks. A pool
-is shared memory, which most systems put into small pages (`pages` in the node's log): memcpy is slower there, by up to a third.
+The limit copies between arrays of this process, which are in huge pages if the system offers them. A pool is shared memory, which is in
+small pages on most systems (`pages` in the node's log); memcpy is up to a third slower there.
 """
 
 import itertools
@@ -37,21 +37,19 @@ NOBODY: Mapping[str, Contestant] = {}
 
 @contextmanager
 def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
-    """All lines of the CPU tier; they use memory for as long as the context is open."""
+    """Yield the lines of the CPU tier; they use memory until the context ends."""
     found = []
-    # What is held and one put fill the pool, so that every put that counts evicts, as in a node that has run for a while.
+    # The held blocks and one put fill the pool, so that every measured put evicts, as in a node that has run for a while.
     capacity = 2 * plan.moved_bytes
     with ExitStack() as held:
-        node = cache(
-            lambda: held.enter_context(running(capacity_bytes=capacity))
-        )  # started by the first line that runs
+        node = cache(lambda: held.enter_context(running(capacity_bytes=capacity)))  # started by the first line
         for block_bytes in plan.block_sizes:
             found += _lines_of(plan, peers, node, block_bytes)
         yield found
 
 
 def named(block_bytes: int, model: str = "bench") -> KvNamespace:
-    """A namespace of blocks of that size."""
+    """Return a namespace with this block size."""
     return KvNamespace(
         model=f"{model}-{block_bytes}",
         revision="r1",
@@ -65,7 +63,7 @@ def named(block_bytes: int, model: str = "bench") -> KvNamespace:
 
 
 def chains(blocks: int) -> Iterator[list[BlockHash]]:
-    """New chains of that many blocks, for ever."""
+    """Yield new chains of so many blocks without end."""
     for number in itertools.count():
         tokens = np.arange(blocks * BLOCK_TOKENS, dtype=np.uint32)
         tokens[0] = number
@@ -73,18 +71,18 @@ def chains(blocks: int) -> Iterator[list[BlockHash]]:
 
 
 def content(block_bytes: int, blocks: int, seed: int = 1) -> ByteArray:
-    """Blocks, shape [blocks, block_bytes]."""
+    """Return blocks with random bytes, shape [blocks, block_bytes]."""
     return np.random.default_rng(seed).integers(0, 256, (blocks, block_bytes), dtype=np.uint8)
 
 
 def untouched(block_bytes: int, blocks: int) -> ByteArray:
-    """As `content`, in memory that nobody has written to yet."""
+    """Return blocks like `content` in memory that was never written to."""
     memory: ByteArray = np.frombuffer(mmap.mmap(-1, block_bytes * blocks), dtype=np.uint8)
     return memory.reshape(blocks, block_bytes)
 
 
 def speed(moved_bytes: int, act: Callable[[], None]) -> float:
-    """GB/s, with nothing of it in the processor's caches at first."""
+    """Return the speed in GB/s, beginning with empty processor caches."""
     empty_caches()
     started = time.perf_counter()
     act()
@@ -133,7 +131,7 @@ def label(size: int) -> str:
 
 
 class _MemoryContestants:
-    """The contestants of one block size. Memory is taken when a line is first run, and kept."""
+    """Contestants of one block size. Memory is allocated when a line runs first, and kept."""
 
     def __init__(self, node: Callable[[], StoreNode], block_bytes: int, blocks: int):
         self._node = node
@@ -155,7 +153,7 @@ class _MemoryContestants:
         def run() -> float:
             source, warm, client, held = self._open()
             room = list(untouched(self._block_bytes, self._blocks) if fresh else warm)
-            client.write(held, list(source))  # the first time, or if something has pushed it out
+            client.write(held, list(source))  # the first time, or after an eviction
 
             def get() -> None:
                 match = client.match(held, lease_seconds=30)
@@ -169,7 +167,7 @@ class _MemoryContestants:
         return run
 
     def client_put(self, *, fresh: bool) -> Contestant:
-        """The pool is touched when its node starts: its first use costs nothing more, so `fresh` changes nothing."""
+        """Return the contestant; `fresh` changes nothing, because a node touches its pool when it starts."""
         del fresh
 
         def run() -> float:
@@ -230,7 +228,7 @@ def _tier(block_bytes: int, blocks: int) -> Iterator[tuple[SharedMemoryTier, lis
 
 
 def copy(source: ByteArray, destination: ByteArray) -> None:
-    """Block by block."""
+    """Copy block by block."""
     for origin, place in zip(source, destination, strict=True):
         np.copyto(place, origin)
 

@@ -1,4 +1,4 @@
-"""How much a run of the benchmark does."""
+"""Plan of a benchmark run: sizes and counts of its work."""
 
 from pathlib import Path
 
@@ -11,21 +11,21 @@ MIB = 1 << 20
 class BenchmarkPlan(Struct, frozen=True, kw_only=True):
     rounds: int = 5
     block_sizes: tuple[int, ...] = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
-    moved_bytes: int = 128 * MIB  # a round, to and from memory
-    disk_bytes: int = 512 * MIB  # a round
-    disk_sizes: tuple[int, ...] = (256 * KIB, MIB, 4 * MIB)  # of blocks there
-    crossing_bytes: int = 256 * MIB  # from process to process
-    keys: int = 1_000_000  # whose memory is measured
+    moved_bytes: int = 128 * MIB  # per round, to and from memory
+    disk_bytes: int = 512 * MIB  # per round
+    disk_sizes: tuple[int, ...] = (256 * KIB, MIB, 4 * MIB)  # block sizes on disk
+    crossing_bytes: int = 256 * MIB  # between processes
+    keys: int = 1_000_000  # keys whose memory is measured
     disk_threads: int = 4
-    folder: Path = Path("/tmp")  # on the disk that is measured
-    traces: Path | None = None  # folder of the public traces; None: the cut that is in the tests
+    folder: Path = Path("/tmp")  # folder on the measured disk
+    traces: Path | None = None  # folder of the public traces; None: the short cuts in tests/data
 
     def blocks(self, block_bytes: int) -> int:
         return max(1, self.moved_bytes // block_bytes)
 
 
 def quick(folder: Path, traces: Path | None) -> BenchmarkPlan:
-    """A few minutes instead of half an hour, for seeing that everything runs; too short for figures to quote."""
+    """Return a plan of a few minutes instead of half an hour, which shows that everything runs; its figures must not be quoted."""
     return BenchmarkPlan(
         rounds=3,
         block_sizes=(64 * KIB, MIB),

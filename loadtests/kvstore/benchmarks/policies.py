@@ -1,7 +1,7 @@
-"""Hit rates on recorded traces at small capacities, by `fleet kv replay`: our policy beside LRU, which is what peers use.
+"""Benchmark of eviction policies: hit rates on recorded traces at small capacities, by `fleet kv replay`, beside LRU.
 
-The limit is the rate of a cache that never has to evict. A replay is exact, so one round is as good as five; the command is
-called once a trace, policy and capacity.
+Compared systems use LRU. The limit is the rate of a cache that never evicts. A replay is exact, so one round is enough; the command
+is called once for each trace, policy and capacity.
 """
 
 import gzip
@@ -24,12 +24,12 @@ OURS = "hazard"
 PEERS = "lru"
 SHARES = (0.01, 0.02, 0.05, 0.10)  # of the blocks of the whole trace
 REPLAY_SECONDS = 600
-CUTS = ROOT / "tests" / "data"  # short cuts of the traces, for machines that do not have them
+CUTS = ROOT / "tests" / "data"  # short cuts of the traces, for machines without the whole ones
 
 
 @contextmanager
-def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:  # noqa: ARG001 - their policies are replayed, not they
-    """One a trace and capacity."""
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:  # noqa: ARG001 - only their policies are replayed
+    """Yield a line for each trace and capacity."""
     folder = plan.traces or CUTS
     yield [
         BenchmarkLine(
@@ -65,9 +65,9 @@ def _replay(trace: Path, policy: str, capacity_blocks: int) -> dict[str, Any]:
 
 @cache
 def _blocks(trace: Path) -> int:
-    """Different blocks in a trace.
+    """Return the number of distinct blocks in a trace.
 
-    Requests list them whole (`hash_ids`) or as changes (`hash_delta`); ids count from 1 in each session where the trace says so.
+    Requests list block ids completely (`hash_ids`) or as changes (`hash_delta`); in some traces, ids count from 1 in each session.
     """
     content = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
     shared: set[int] = set()
@@ -84,7 +84,7 @@ def _blocks(trace: Path) -> int:
 
 
 def _note(found: object, seen: set[int]) -> None:
-    """Block ids anywhere in a row: sessions hold requests, requests hold ids."""
+    """Collect the block ids of a row: sessions contain requests, requests contain ids."""
     if isinstance(found, list):
         for each in found:
             _note(each, seen)

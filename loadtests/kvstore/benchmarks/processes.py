@@ -1,4 +1,4 @@
-"""From process to process on one host: a client fetches blocks by each way there is, against that way without a store."""
+"""Benchmark between processes of one host: a client fetches blocks by each data path, compared with that path without a store."""
 
 import json
 import os
@@ -33,16 +33,18 @@ POLL_SECONDS = 20e-6
 
 @contextmanager
 def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
-    """One a way."""
+    """Yield a line for each data path."""
     blocks = plan.crossing_bytes // BLOCK_BYTES
     size = f"{plan.crossing_bytes // MIB} MiB"
     with ExitStack() as held:
         settings = {"capacity_bytes": 2 * plan.crossing_bytes, **_nixl_settings()}
-        node = cache(lambda: held.enter_context(running(**settings)))  # started by the first line that runs
+        node = cache(lambda: held.enter_context(running(**settings)))  # started by the first line
         room = np.ones((blocks, BLOCK_BYTES), dtype=np.uint8)
         source = content(BLOCK_BYTES, blocks)
         fetched = peers.get(BLOCK_BYTES, blocks, fresh=False)
-        over_sockets = {name: each for name, each in fetched.items() if name == MOONCAKE}  # the other has no way across
+        over_sockets = {
+            name: each for name, each in fetched.items() if name == MOONCAKE
+        }  # the other one has no path between processes
 
         def memcpy() -> float:
             return speed(source.nbytes, lambda: copy(source, room))
@@ -66,12 +68,12 @@ def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[Benchmar
 
 
 def _nixl_settings() -> dict[str, Any]:
-    """How a node is told to offer NIXL, where it can."""
+    """Return the settings by which a node offers NIXL, if it can."""
     return {"nixl": "require"} if find_spec("nixl") is not None else {}
 
 
 class _Fetch:
-    """Fleet's client, by one way."""
+    """Fleet's client on one data path."""
 
     def __init__(self, held: ExitStack, node: Callable[[], StoreNode], path: str, source: ByteArray, room: ByteArray):
         self._held = held
@@ -113,7 +115,7 @@ class _Fetch:
 
 
 class _SourceProcess:
-    """A process with bytes; started when they are first wanted."""
+    """A process that holds bytes; started at the first use."""
 
     def __init__(self, held: ExitStack, kind: str, size: int):
         process = subprocess.Popen(
@@ -142,7 +144,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 class _Socket:
-    """All bytes through one connection."""
+    """Fetches all bytes through one connection."""
 
     def __init__(self, held: ExitStack, room: ByteArray):
         self._held = held
@@ -167,7 +169,7 @@ class _Socket:
 
 
 class _Nixl:
-    """All bytes by one transfer of many descriptors."""
+    """Fetches all bytes by one transfer of many descriptors."""
 
     def __init__(self, held: ExitStack, room: ByteArray):
         self._held = held

@@ -1,6 +1,6 @@
-"""How much memory the names of many blocks take, measured in a process that does nothing else.
+"""Memory of many block hashes, measured in a process that does nothing else.
 
-python -m loadtests.kvstore.benchmarks.resident_memory {fleet,dict} KEYS      prints bytes a key
+python -m loadtests.kvstore.benchmarks.resident_memory {fleet,dict} KEYS      prints bytes per key
 """
 
 import gc
@@ -16,7 +16,7 @@ BATCH = 512
 
 
 def measured(what: str, keys: int) -> float:
-    """Bytes a key, in a new process."""
+    """Return the bytes per key, measured in a new process."""
     command = [sys.executable, "-m", "loadtests.kvstore.benchmarks.resident_memory", what, str(keys)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=MEASURE_SECONDS, check=True
@@ -31,13 +31,13 @@ def _names(start: int, count: int) -> list[bytes]:
 
 
 def _fill_a_dict(keys: int) -> object:
-    """The least that Python can keep of a name: that it is there, and where."""
+    """Fill a dict from block hash to location, the least that Python can keep."""
     return {name: start + index for start in range(0, keys, BATCH) for index, name in enumerate(_names(start, BATCH))}
 
 
 def _fill_a_machine(keys: int) -> object:
-    """A node's whole knowledge of its blocks; no bytes belong to it."""
-    from kvstore.clock import Nanos  # noqa: PLC0415 - what the other measurement does not load
+    """Fill a node's machine, without the bytes of the blocks."""
+    from kvstore.clock import Nanos  # noqa: PLC0415 - the other measurement must not load these
     from kvstore.eviction.lru import LruEviction  # noqa: PLC0415
     from kvstore.pool.extents import PAGE_BYTES  # noqa: PLC0415
     from kvstore.pool.machine import BlockMachine  # noqa: PLC0415
@@ -65,7 +65,7 @@ def _bytes() -> int:
 def main() -> None:
     what, keys = sys.argv[1], int(sys.argv[2])
     fill = {"dict": _fill_a_dict, "fleet": _fill_a_machine}[what]
-    fill(BATCH)  # whatever is loaded or kept for good at the first use
+    fill(BATCH)  # load everything that stays after the first use
     gc.collect()
     before = _bytes()
     held = fill(keys)

@@ -1,4 +1,4 @@
-"""From a restart to the first block that can be used again."""
+"""Benchmark of restarts: time until the first block can be used again."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ KEPT_SECONDS = 60.0
 
 @contextmanager
 def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
-    """The tier by itself, and a whole node that was killed."""
+    """Yield lines for the tier alone, and for a whole node that was killed."""
     blocks = max(plan.disk_bytes // BLOCK_BYTES // 2, 16)
     try:
         yield [

@@ -1,8 +1,8 @@
-"""A process whose bytes the benchmark fetches, with nothing of the store between: by a plain socket, or by NIXL.
+"""Source process: it holds bytes that the benchmark fetches without a store, through a plain socket or NIXL.
 
     python -m loadtests.kvstore.benchmarks.source_process {socket,nixl} BYTES
 
-Says on standard output what is needed to reach it (one JSON line), and ends when its standard input does.
+It prints how to reach it as one JSON line, and ends with its standard input.
 """
 
 import json
@@ -15,11 +15,11 @@ import numpy as np
 
 from loadtests.kvstore.compared.answering import untouched
 
-CHUNK_BYTES = 1 << 20  # in one transfer of NIXL
+CHUNK_BYTES = 1 << 20  # bytes of one NIXL transfer
 
 
 def serve_by_socket(memory: memoryview, tell: int) -> None:
-    """For each byte that arrives, all of them go back."""
+    """Send all bytes for each byte that arrives."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         _say(tell, {"port": server.getsockname()[1]})
         connection, _ = server.accept()
@@ -30,7 +30,7 @@ def serve_by_socket(memory: memoryview, tell: int) -> None:
 
 
 def serve_by_nixl(memory: memoryview, tell: int) -> None:
-    """Lets the other side read; attends to its connection."""
+    """Let the other side read, and serve its connection."""
     from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - optional, and slow to load
 
     agent = nixl_agent("source", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))

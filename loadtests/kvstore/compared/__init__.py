@@ -1,1 +1,1 @@
-"""Other KV stores, each in a virtual environment and a process of its own, spoken to through their public API only."""
+"""Compared systems: other KV stores, each in its own virtual environment and process, called through their public API."""

@@ -1,4 +1,4 @@
-"""The other end of `processes`: run by the scripts of the peers, under their interpreters, so only the standard library."""
+"""Answering side of `process`: the scripts of compared systems import it under their own interpreters, so it needs only the standard library."""
 
 import json
 import mmap
@@ -10,35 +10,35 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 REPEATS = 20
-CACHE_BYTES = 128 << 20  # more than the last level of any processor that this has met
+CACHE_BYTES = 128 << 20  # more than the last-level cache of usual processors
 
 
 def answer(commands: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
     """Answer questions until standard input ends.
 
     Args:
-        commands: By name; each takes the question's other fields and returns the fields of the answer.
+        commands: Functions by name; each takes the other fields of the question and returns the fields of the answer.
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # peers print to standard output, and so may their native code
+    os.dup2(2, 1)  # the systems and their native code print to standard output
     for line in sys.stdin:
         question = json.loads(line)
         command = commands.get(question.pop("do"))
         try:
             found = command(**question) if command is not None else {"cannot": "has no such function"}
-        except Exception as error:  # noqa: BLE001 - supervisor: whatever a peer raises is its answer
+        except Exception as error:  # noqa: BLE001 - supervisor: an exception is the answer
             traceback.print_exc()
             found = {"cannot": f"{type(error).__name__}: {error}"}
         print(json.dumps(found), file=out)
 
 
 def untouched(size: int) -> mmap.mmap:
-    """Memory that nobody has written to yet."""
+    """Return memory that was never written to."""
     return mmap.mmap(-1, size)
 
 
 def best_of(act: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few: of what takes microseconds, the rest is other people's work."""
+    """Return the seconds of the fastest of several calls; at microseconds, slower ones show other work of the machine."""
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -48,7 +48,7 @@ def best_of(act: Callable[[], object]) -> float:
 
 
 def empty_caches() -> None:
-    """So that what is timed next does not find by chance in a cache what was prepared for it: blocks never come from there."""
+    """Empty the processor's caches, so that the next measurement does not find its data there."""
     _SCRATCH[:] = _ZEROS
 
 

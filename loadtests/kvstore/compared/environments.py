@@ -1,4 +1,4 @@
-"""What the peers' environments are made of."""
+"""Packages of the compared systems' environments."""
 
 from loadtests.environments import SystemDistribution
 
@@ -6,7 +6,7 @@ LMCACHE = SystemDistribution(
     name="LMCache",
     version="0.5.6",
     steps=(
-        (("torch==2.13.0+cpu",), ("torch==2.13.0",)),  # the second brings the CUDA build, which works as well
+        (("torch==2.13.0+cpu",), ("torch==2.13.0",)),  # the second one installs the CUDA build, which also works
         (("--no-deps", "lmcache==0.5.6"),),
         (
             (

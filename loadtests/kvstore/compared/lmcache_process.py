@@ -1,7 +1,6 @@
-"""LMCache's L1 and L2 without an engine, through `L1Manager` and `StorageManager`. Run by its own interpreter.
+"""LMCache's L1 and L2 without an engine, through `L1Manager` and `StorageManager`; run by its own interpreter.
 
-Bytes are copied between its memory objects and ours by numpy, as those of the other contestants are: LMCache itself only
-knows copies to devices.
+Numpy copies bytes between its memory objects and ours, as for the other contestants, because LMCache itself only copies to devices.
 """
 
 import gc
@@ -130,7 +129,7 @@ def resident() -> int:
 
 
 def memory(keys: int) -> Answer:
-    """Resident bytes a key, of objects that are reserved and never written to."""
+    """Return resident bytes per key, for objects that are reserved and never written to."""
     manager = new_pool(keys * 4096 + (64 << 20))
     names = keys_of(keys)
     gc.collect()
@@ -162,7 +161,7 @@ def files_in(folder: str) -> int:
 
 
 def drain(store: StorageManager, keys: list[ObjectKey], block_bytes: int, folder: str, content: Blocks) -> float:
-    """Write to L1 and wait until L2 has all of it."""
+    """Write to L1 and wait until L2 has everything; return the seconds."""
     objects = store.reserve_write(keys, layout(block_bytes))
     for key, block in zip(keys, content, strict=True):
         np.copyto(objects[key].tensor.numpy(), block)
@@ -178,7 +177,7 @@ def drain(store: StorageManager, keys: list[ObjectKey], block_bytes: int, folder
 
 
 def load(store: StorageManager, keys: list[ObjectKey], block_bytes: int) -> float:
-    """Have L2 bring the blocks to L1, wait for all of them."""
+    """Load all blocks from L2 to L1; return the seconds."""
     started = time.perf_counter()
     row = GroupedObjectKeys(keys=keys, object_group_id=0, layout_desc=layout(block_bytes))
     handle = store.submit_prefetch_task(PrefetchTaskSpec(key_groups=[row], lock_mode=PrefetchLockMode.NO_LOCK))
@@ -193,7 +192,7 @@ def load(store: StorageManager, keys: list[ObjectKey], block_bytes: int) -> floa
 
 
 def disk(folder: str, block_bytes: int, blocks: int, threads: int) -> Answer:
-    """Seconds of a drain and of a load of the same blocks."""
+    """Return the seconds of draining and loading the same blocks."""
     Path(folder).mkdir(exist_ok=True)
     store = open_store(folder, block_bytes * blocks + (64 << 20), threads)
     try:
@@ -208,7 +207,7 @@ def disk(folder: str, block_bytes: int, blocks: int, threads: int) -> Answer:
 
 
 def restart(folder: str, block_bytes: int, threads: int) -> Answer:
-    """From opening a store on files that an earlier one left to the first block in memory."""
+    """Return the seconds from opening a store on existing files to the first block in memory."""
     Path(folder).mkdir(exist_ok=True)
     blocks = 64
     try:

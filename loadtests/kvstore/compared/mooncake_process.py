@@ -1,4 +1,4 @@
-"""Mooncake: one master, one process that holds the memory, and this process as the client; protocol tcp.
+"""Mooncake with protocol tcp: one master, one process that holds the memory, and this process as the client.
 
 Run by its own interpreter.
 """
@@ -76,7 +76,7 @@ class MooncakeCluster:
                 return
 
     def need(self, size: int, fresh: bool) -> None:
-        """A segment of that size at least; one that nothing was ever written to, if so wanted."""
+        """Provide a segment of at least this size; if `fresh`, one that was never written to."""
         if self.segment is not None and not fresh and self.segment_bytes >= size:
             return
         if self.segment is not None:
@@ -88,7 +88,7 @@ class MooncakeCluster:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=2,
-            preexec_fn=end_with_parent,  # noqa: PLW1509 - which calls one function of the C library
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - it calls one function of the C library
         )
         while b"ready" not in (line := self.segment.stdout.readline()):
             if not line:
@@ -121,7 +121,7 @@ cluster: MooncakeCluster | None = None
 
 
 def running(size: int, fresh: bool = False) -> MooncakeCluster:
-    global cluster  # noqa: PLW0603 - one a process
+    global cluster  # noqa: PLW0603 - one per process
     if cluster is None:
         cluster = MooncakeCluster()
     cluster.need(size, fresh)
@@ -198,8 +198,8 @@ def resident(pid: int) -> int:
 
 
 def memory(keys: int) -> Answer:
-    """Resident bytes a key in a new master, of objects of 64 bytes."""
-    global cluster  # noqa: PLW0603 - one a process
+    """Return resident bytes per key in a new master, for objects of 64 bytes."""
+    global cluster  # noqa: PLW0603 - one per process
     if cluster is not None:
         cluster.close()
         cluster = None

@@ -1,4 +1,4 @@
-"""A peer's process: starts when it is first asked, answers one JSON line a question, and takes its children along."""
+"""Process of a compared system: it starts at the first question, answers each question by one JSON line, and ends with its children."""
 
 import contextlib
 import json
@@ -19,29 +19,29 @@ END_SECONDS = 15.0
 
 
 class ComparedSystemProcess:
-    """Speaks to one of the scripts beside this module, which run under the peer's own interpreter."""
+    """Runs one of the scripts in this folder under the system's own interpreter, and asks it questions."""
 
     def __init__(self, name: str, python: Callable[[], Path], script: Path, log: Path):
-        """Starts nothing.
+        """Begin without a process.
 
         Args:
-            name: For people.
-            python: Gives the interpreter; may install it, and may raise `SystemUnavailable`.
-            script: What to run.
-            log: File that everything the peer prints goes to.
+            name: Name for messages.
+            python: Returns the interpreter; may install it, and may raise `SystemUnavailable`.
+            script: The script.
+            log: File for its output.
         """
         self._name = name
         self._python = python
         self._script = script
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        self._absent: SystemUnavailable | None = None  # it failed once: nobody waits for that again
+        self._absent: SystemUnavailable | None = None  # set after a failure, so that nobody waits again
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one question.
+        """Ask one question and return the answer.
 
         Raises:
-            Absent: The peer cannot be installed or started, does not answer in time, or says that it cannot.
+            Absent: The system cannot be installed or started, does not answer in time, or answers with an error.
         """
         if self._absent is not None:
             raise self._absent
@@ -64,7 +64,7 @@ class ComparedSystemProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # whatever it started and left
+            os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that it started
         process.wait(END_SECONDS)
         process.stdout.close()
 

@@ -1,4 +1,4 @@
-"""The peers as contestants: what each is asked for each line, in the line's unit."""
+"""Compared systems as contestants: the question to each system for each line, in the line's unit."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -18,15 +18,15 @@ MILLISECONDS = 1e3
 
 
 class ComparedSystems:
-    """All of them, or none."""
+    """All compared systems, or none."""
 
     def __init__(self, cache: Path, folder: Path, *, wanted: bool):
-        """Starts nothing: that happens when a peer is first asked.
+        """Begin without processes; a system starts at its first question.
 
         Args:
-            cache: Where their environments are kept.
-            folder: Of this run, for their logs and files.
-            wanted: False leaves every line without peers.
+            cache: Cache folder for their environments.
+            folder: Folder of this run for their logs and files.
+            wanted: False leaves every line without compared systems.
         """
         self._folder = folder
         self._processes = {
@@ -46,35 +46,35 @@ class ComparedSystems:
         return {name: known[name] for name in self._processes}
 
     def put(self, block_bytes: int, blocks: int, *, fresh: bool) -> dict[str, Contestant]:
-        """GB/s into memory; `fresh`: that nothing was written to before."""
+        """Return contestants that write to memory, in GB/s; `fresh`: memory that was never written to."""
         return self._speed("put", "seconds", block_bytes, blocks, {"fresh": fresh})
 
     def get(self, block_bytes: int, blocks: int, *, fresh: bool) -> dict[str, Contestant]:
-        """GB/s out of memory; `fresh`: to memory that nothing was written to before."""
+        """Return contestants that read from memory, in GB/s; `fresh`: into memory that was never written to."""
         return self._speed("get", "seconds", block_bytes, blocks, {"fresh": fresh})
 
     def disk_write(self, block_bytes: int, blocks: int, threads: int) -> dict[str, Contestant]:
-        """GB/s."""
+        """Return contestants that write to disk, in GB/s."""
         return self._speed("disk", "write_seconds", block_bytes, blocks, self._disk(threads))
 
     def disk_read(self, block_bytes: int, blocks: int, threads: int) -> dict[str, Contestant]:
-        """GB/s."""
+        """Return contestants that read from disk, in GB/s."""
         return self._speed("disk", "read_seconds", block_bytes, blocks, self._disk(threads))
 
     def lookup(self, keys: int) -> dict[str, Contestant]:
-        """Microseconds."""
+        """Return contestants that look up keys, in microseconds."""
         return self._figures("lookup", "seconds", MICROSECONDS, {"keys": keys})
 
     def hashing(self, tokens: int, block_tokens: int) -> dict[str, Contestant]:
-        """Milliseconds."""
+        """Return contestants that hash a prompt, in milliseconds."""
         return self._figures("hashing", "seconds", MILLISECONDS, {"tokens": tokens, "block_tokens": block_tokens})
 
     def restart(self, block_bytes: int, threads: int) -> dict[str, Contestant]:
-        """Milliseconds."""
+        """Return contestants that restart, in milliseconds."""
         return self._figures("restart", "seconds", MILLISECONDS, {"block_bytes": block_bytes, **self._disk(threads)})
 
     def memory(self, keys: int) -> dict[str, Contestant]:
-        """Bytes a key, which are megabytes a million keys."""
+        """Return contestants that measure bytes per key, which equal megabytes per million keys."""
         return self._figures("memory", "bytes", 1, {"keys": keys})
 
     def close(self) -> None:

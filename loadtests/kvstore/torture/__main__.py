@@ -1,4 +1,4 @@
-"""The supervisor: starts everybody, kills at random, and says what came of it. See the package."""
+"""Supervisor of the torture test: starts all processes, kills at random, and reports the findings. See the package."""
 
 import argparse
 import itertools
@@ -27,12 +27,15 @@ from loadtests.kvstore.torture.redis_server import RedisServer
 
 CLIENTS = 4
 CAPACITY_BYTES = 16 << 20
-BLOCK_BYTES = (8192, 65536, 20008)  # whole pages, many pages, and no whole number of them
+BLOCK_BYTES = (8192, 65536, 20008)  # whole pages, many pages, and a part of a page
 CHAINS = 40
 CHAIN_BLOCKS = 24
 LEASE_SECONDS = 2.0
 RESERVATION_SECONDS = 1.0
-SSD_SIZES = {"capacity_bytes": 32 << 20, "segment_bytes": 2 << 20}  # twice the pool: segments go all the time
+SSD_SIZES = {
+    "capacity_bytes": 32 << 20,
+    "segment_bytes": 2 << 20,
+}  # twice the pool, so that segments are removed all the time
 KILL_EVERY_SECONDS = 2.0  # on average
 HARMS = (
     "kill a client",
@@ -43,13 +46,13 @@ HARMS = (
     "stop a client",
     "stop the node",
 )
-LONG_STOP_SECONDS = 8.0  # longer than any deadline and the watchdog's grace; nobody else is harmed meanwhile
+LONG_STOP_SECONDS = 8.0  # longer than any deadline and the watchdog's grace; no other harm happens meanwhile
 STOP_SECONDS = (LONG_STOP_SECONDS, 0.2, 3.0)  # in turn
-PATIENCE = 4  # a busy machine harms nobody for a while: every start of a node is waited for
-END_SECONDS = 30.0  # for clients to finish what they do
-SETTLE_SECONDS = 8.0  # for what ends by itself: leases, reservations, connections that stall (5 s)
-SHOWN = 10  # findings of a kind, in full
-LOOK_SECONDS = 0.5  # between two looks at disk and memory
+PATIENCE = 4  # factor for busy machines, because every start of a node is waited for
+END_SECONDS = 30.0  # for clients to finish their calls
+SETTLE_SECONDS = 8.0  # for leases, reservations and stalled connections (5 s) to end
+SHOWN = 10  # findings of one kind that are shown in full
+LOOK_SECONDS = 0.5  # between two checks of disk and memory
 
 NODE_SETTINGS: dict[str, Any] = {
     "capacity_bytes": CAPACITY_BYTES,
@@ -63,14 +66,14 @@ log = logging.getLogger("torture")
 
 @dataclass
 class TortureFindings:
-    """Filled by several threads; list.append and the lock below make that safe."""
+    """Findings of a run, collected by several threads: `list.append` and the lock make that safe."""
 
     operations: int = 0
     kills: int = 0
     wrong_bytes: int = 0
     leaks: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)  # whatever was raised that must not be
+    errors: list[str] = field(default_factory=list)  # unexpected exceptions
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -79,7 +82,7 @@ class TortureFindings:
 
 
 class TortureClient:
-    """One client process, and what it says."""
+    """One client process and its reports."""
 
     def __init__(self, orders: TortureOrders, findings: TortureFindings, log_file: Path):
         self._findings = findings
@@ -92,7 +95,7 @@ class TortureClient:
                 stderr=output,
                 cwd=ROOT,
                 env=environment(),
-                process_group=0,  # where a group with a stopped member loses its shell, the kernel hangs up on all of it
+                process_group=0,  # the kernel sends SIGHUP to a process group with a stopped member when its shell ends
             )
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -111,7 +114,7 @@ class TortureClient:
         self.process.stdin.close()
 
     def wait(self, timeout_seconds: float) -> None:
-        """It was asked to end."""
+        """Wait for a process that was asked to end."""
         try:
             self.process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -129,7 +132,7 @@ class TortureClient:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith(b"\n"):  # or it was killed in the middle of it
+            if line.endswith(b"\n"):  # otherwise it was killed in the middle of the line
                 self._note(json.loads(line))
 
     def _note(self, said: Mapping[str, Any]) -> None:
@@ -150,7 +153,7 @@ class TortureClient:
 
 
 class Torture:
-    """One run."""
+    """One run of the torture test."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], rng: random.Random, redis: RedisServer | None):
         self.findings = TortureFindings()
@@ -168,14 +171,14 @@ class Torture:
         self._clients: list[TortureClient] = []
         self._deck: list[
             str
-        ] = []  # harms to come: each comes as often as it is in the deck, whatever the length of a run
+        ] = []  # coming harms, like a deck of cards, so that each kind has its share in runs of any length
         self._stops = {kind: itertools.cycle(STOP_SECONDS) for kind in ("stop a client", "stop the node")}
         self._named_memory: set[str] = set()
-        self._stopped: list[tuple[float, int]] = []  # when to continue whom
+        self._stopped: list[tuple[float, int]] = []  # instant of continuation and process
         self._undisturbed_until = 0.0
 
     def run(self, seconds: float, clients: int, kill_every_seconds: float, least_kills: int) -> TortureFindings:
-        """Returns when everybody is gone: after `seconds`, or up to `PATIENCE` times that where fewer were killed by then."""
+        """Run until all processes have ended: after `seconds`, or up to `PATIENCE` times that if too few were killed."""
         self._start_node()
         try:
             self._clients = [self._start_client() for _ in range(clients)]
@@ -228,7 +231,7 @@ class Torture:
                 self._redis.start()
             case _:
                 pid = self._node.pid if kind == "stop the node" else self._rng.choice(self._clients).process.pid
-                os.kill(pid, signal.SIGSTOP)  # ours, and not waited for yet, so the number is still its own
+                os.kill(pid, signal.SIGSTOP)  # a child that was not waited for, so the process id still belongs to it
                 pause = next(self._stops[kind])
                 self._stopped.append((now + pause, pid))
                 if pause == LONG_STOP_SECONDS:
@@ -238,7 +241,7 @@ class Torture:
         for due, pid in list(self._stopped):
             if due <= now:
                 self._stopped.remove((due, pid))
-                if pid in self._pids():  # else it was killed while it was stopped
+                if pid in self._pids():  # otherwise it was killed while it was stopped
                     os.kill(pid, signal.SIGCONT)
 
     def _pids(self) -> set[int]:
@@ -247,7 +250,7 @@ class Torture:
     def _replace_the_dead(self) -> None:
         for index, client in enumerate(self._clients):
             if not client.alive:
-                client.kill()  # waits for its last words
+                client.kill()  # also reads its last reports
                 self._clients[index] = self._start_client()
         if not self._node.alive:
             self.findings.errors.append(f"the node ended by itself:\n{self._node.log()[-2000:]}")
@@ -302,7 +305,7 @@ class Torture:
 
 
 def _tracebacks(text: str) -> list[str]:
-    """What a log holds that must not be there; of those with the same last line, the first."""
+    """Return the tracebacks in a log; of those with the same last line, only the first."""
     found: dict[str, str] = {}
     for each in text.split("Traceback (most recent call last):\n")[1:]:
         lines = each.splitlines()

@@ -1,7 +1,7 @@
-"""One client process: threads that use the store as workers do, and as broken workers do, and check every byte.
+"""Client process of the torture test: its threads use the store like workers and like broken workers, and check every byte.
 
-Started by the supervisor with its `TortureOrders` as one argument; says on standard output, one JSON object a line, what it did
-and what it found; ends when its standard input does.
+Started by the supervisor with its `TortureOrders` as its argument. It prints what it did and found, one JSON object per line, and ends with its
+standard input.
 """
 
 import gc
@@ -35,31 +35,31 @@ from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from loadtests.kvstore.torture.content import ExpectedContent, chain
 from loadtests.kvstore.torture.watchdog import CallWatchdog
 
-CALL_SECONDS = 0.5  # call_timeout_seconds of every client
+CALL_SECONDS = 0.5  # setting call_timeout_seconds of every client
 CONNECT_SECONDS = 2.0
 REPORT_SECONDS = 0.1
-HANDED_OVER = 16  # matches that lie in the mailbox at a time
-VOID = 0xEE  # what destinations hold before a read
+HANDED_OVER = 16  # matches in the mailbox at a time
+VOID = 0xEE  # content of destinations before a read
 
 
 class TortureOrders(Struct, frozen=True, kw_only=True):
-    """What the supervisor wants of one client."""
+    """Orders of the supervisor to one client."""
 
-    seed: int  # of the content: the same for all clients
-    number: int  # of this client: what it decides
-    address: str  # of the node's control plane
+    seed: int  # seed of the content, the same for all clients
+    number: int  # number of this client, the seed of its decisions
+    address: str  # address of the node's control plane
     shm_socket: str
     data_address: str
-    mailbox: str  # a folder where clients leave matches for each other
+    mailbox: str  # folder in which clients leave matches for each other
     block_bytes: tuple[int, ...]  # one namespace each
     chains: int
     chain_blocks: int
-    longest_pause_seconds: float  # a bit more than leases and reservations last
+    longest_pause_seconds: float  # slightly longer than leases and reservations
     threads: int = 2
 
 
 def namespaces(block_bytes: Sequence[int]) -> list[KvNamespace]:
-    """One model each; names of blocks are the same in all of them, their bytes are not."""
+    """Return a namespace for each block size; blocks have the same names in all of them, but different bytes."""
     return [
         KvNamespace(
             model=f"torture-{index}",
@@ -76,7 +76,7 @@ def namespaces(block_bytes: Sequence[int]) -> list[KvNamespace]:
 
 
 class TortureReport:
-    """Tells the supervisor; thread-safe."""
+    """Reports to the supervisor; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class TortureReport:
 
 
 class TortureNamespace:
-    """One namespace: how to get at it, and what belongs there."""
+    """One namespace with its clients and its expected content."""
 
     def __init__(self, orders: TortureOrders, namespace: KvNamespace, prefer: Sequence[str]):
         self.namespace = namespace
@@ -113,15 +113,15 @@ class TortureNamespace:
         self.prefer = prefer
         self.buffer: ByteArray = np.empty((orders.chain_blocks, namespace.block_bytes), dtype=np.uint8)
         self.client: StoreClient | None = None
-        self.matches: deque[Match] = deque(maxlen=8)  # kept for longer than their leases
+        self.matches: deque[Match] = deque(maxlen=8)  # kept longer than their leases
 
     def transfer_seconds(self, blocks: int) -> float:
-        """The longest time that moving so many blocks may take."""
+        """Return the longest time that moving so many blocks may take."""
         return CALL_SECONDS + blocks * self.namespace.block_bytes / SLOWEST_BYTES_PER_SECOND
 
 
 class TortureThread:
-    """One thread."""
+    """One thread of a client."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class TortureThread:
             self._close(place)
         self._channel.close()
 
-    # As workers do
+    # Behaviour of workers
 
     def _write(self, place: TortureNamespace, client: StoreClient) -> None:
         names = self._names()
@@ -188,18 +188,18 @@ class TortureThread:
         self._release(client, match)
 
     def _read_patiently(self, place: TortureNamespace, client: StoreClient) -> None:
-        """Waits for what lies in slower tiers."""
+        """Read blocks and wait for slower tiers."""
         names, max_wait = self._names(), self._rng.choice([0.05, 0.3, 1.0])
         with self._call("patient match", max_wait + 4 * CALL_SECONDS):
             match = client.match_and_wait(names, lease_seconds=2.0, max_wait_seconds=max_wait)
         self._fetch(place, client, match, range(len(match)))
         self._release(client, match)
 
-    def _hold(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+    def _hold(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - the signature of all operations
         session = f"session-{self._rng.randrange(8)}"
         with self._call("hold", CALL_SECONDS):
             client.hold(session, self._names(), seconds=self._orders.longest_pause_seconds)
-        if self._rng.random() < 0.5:  # else it ends by itself
+        if self._rng.random() < 0.5:  # otherwise the lease expires
             with self._call("release a hold", CALL_SECONDS):
                 client.release_hold(session)
 
@@ -224,14 +224,14 @@ class TortureThread:
         self._fetch(place, client, match, range(len(match)))
         self._release(client, match)
 
-    def _look_at_stats(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+    def _look_at_stats(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - the signature of all operations
         with self._call("stats", CALL_SECONDS):
             client.stats()
 
-    def _reconnect(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+    def _reconnect(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - the signature of all operations
         self._close(place)
 
-    # As broken workers do
+    # Behaviour of broken workers
 
     def _write_slowly(self, place: TortureNamespace, client: StoreClient) -> None:
         names = self._names()
@@ -260,7 +260,7 @@ class TortureThread:
             self._fetch(place, client, match, range(len(match)))
         place.matches.append(self._match(client, self._names(), self._rng.choice([0, 0.1, 1.0])))
 
-    def _forget(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+    def _forget(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - the signature of all operations
         self._match(client, self._names(), self._orders.longest_pause_seconds)
 
     def _condemn_good_blocks(self, place: TortureNamespace, client: StoreClient) -> None:
@@ -275,7 +275,7 @@ class TortureThread:
         self._ask(self._stub.Condemn, request)
 
     def _lie(self, place: TortureNamespace, client: StoreClient) -> None:
-        """Reserve, write nothing, and publish: the place holds another block's bytes, or half of one."""
+        """Publish a reservation without writing, so that the slot holds another block's bytes, or half of one."""
         reservation = self._reserve(place, client)
         if reservation is None:
             return
@@ -290,8 +290,8 @@ class TortureThread:
     def _abandon(self, place: TortureNamespace, client: StoreClient) -> None:
         self._reserve(place, client)
 
-    def _send_garbage(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
-        """To the data plane and to the socket that hands the memory out: noise, or noise that begins as it should."""
+    def _send_garbage(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - the signature of all operations
+        """Send random bytes, with or without a valid beginning, to the data plane and to the memory handout."""
         noise = self._rng.randbytes(self._rng.choice([0, 1, 31, 32, 4096]))
         targets: list[tuple[socket.AddressFamily, Any]] = [
             (socket.AF_UNIX, self._orders.shm_socket),
@@ -300,19 +300,19 @@ class TortureThread:
         family, target = self._rng.choice(targets)
         with socket.socket(family, socket.SOCK_STREAM) as wire:
             wire.settimeout(CALL_SECONDS)
-            if self._rng.random() < 0.3:  # closed with unread bytes, or not: a reset, or an end
+            if self._rng.random() < 0.3:  # closing with unread bytes resets the connection
                 wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             try:
                 wire.connect(target)
                 wire.sendall(self._rng.choice([b"", b"FKV1", b"FKVM", b"FKVC"]) + noise)
                 self._pause(0.05)
-            except OSError:  # the node is away, or has had enough
+            except OSError:  # the node is down, or closed the connection
                 return
 
     # Parts of operations
 
     def _names(self) -> list[BlockHash]:
-        """A chain, popular ones more often, of a length that is often all of it."""
+        """Return the names of a chain, popular chains more often, and often the whole chain."""
         number = min(int(self._rng.expovariate(4 / self._orders.chains)), self._orders.chains - 1)
         length = min(self._rng.randint(1, 2 * self._orders.chain_blocks), self._orders.chain_blocks)
         return chain(self._orders.seed, number, length)
@@ -403,7 +403,7 @@ def _visit(address: str, namespace: KvNamespace, prefer: str) -> None:
 
 
 def _come_and_go(orders: TortureOrders, stopping: threading.Event) -> int:
-    """Open files of a process that has used the store, and is done with it."""
+    """Return the open files of a process after it has used the store."""
     while not stopping.is_set():
         try:
             for namespace in namespaces(orders.block_bytes):
@@ -433,7 +433,7 @@ def main() -> None:
     def work(number: int) -> None:
         try:
             TortureThread(orders, number, report, watchdog, stopping).run()
-        except Exception:  # noqa: BLE001 - supervisor: whatever the store raises is a finding
+        except Exception:  # noqa: BLE001 - supervisor: every exception of the store is a finding
             report.tell(error=traceback.format_exc())
             failed.set()
             stopping.set()
@@ -447,10 +447,10 @@ def main() -> None:
         thread.join()
     deadline = time.monotonic() + 5
     while gc.collect() is not None and _open_files() > files_at_first and time.monotonic() < deadline:
-        time.sleep(0.05)  # gRPC closes in threads of its own
+        time.sleep(0.05)  # gRPC closes connections in its own threads
     report.tell(files_at_first=files_at_first, files_at_last=_open_files())
     sys.stdout.flush()
-    os._exit(1 if failed.is_set() else 0)  # daemon threads that wait for standard input must not delay the end
+    os._exit(1 if failed.is_set() else 0)  # daemon threads that read standard input must not delay the end
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What blocks hold: a pure function of namespace and name, so that any wrong byte shows."""
+"""Expected content of blocks: a pure function of namespace and name, so that every wrong byte is found."""
 
 import hashlib
 from typing import cast
@@ -10,27 +10,27 @@ from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
 from kvstore.namespace import KvNamespace
 
-STRIDE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two words of a block are alike
+STRIDE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that all words of a block differ
 
 
 def chain(seed: int, number: int, length: int) -> list[BlockHash]:
-    """The names of one prompt's blocks; the same for the same arguments, of any two lengths one is a prefix of the other."""
+    """Return the names of one prompt's blocks; a shorter chain is a prefix of a longer one."""
     return [hashlib.blake2b(f"{seed}:{number}:{index}".encode(), digest_size=16).digest() for index in range(length)]
 
 
 class ExpectedContent:
-    """The blocks of one namespace, whose size is a multiple of 8 bytes."""
+    """Content of the blocks of one namespace, whose block size is a multiple of 8 bytes."""
 
     def __init__(self, namespace: KvNamespace):
         self._digest = namespace.digest
         self._words: NDArray[np.uint64] = np.arange(namespace.block_bytes // 8, dtype=np.uint64) * STRIDE
 
     def of(self, name: BlockHash) -> ByteArray:
-        """A new block."""
+        """Return the content of a block."""
         return cast("ByteArray", (self._words + self._first(name)).view(np.uint8))
 
     def wrong_bytes(self, name: BlockHash, found: ByteArray) -> int:
-        """How many bytes differ from what they have to be."""
+        """Return the number of bytes that differ from the expected content."""
         expected = self._words + self._first(name)
         if np.array_equal(found.view(np.uint64), expected):
             return 0

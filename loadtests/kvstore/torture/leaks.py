@@ -1,12 +1,12 @@
-"""What a run may not leave behind.
+"""Leaks of the torture test.
 
-Looked at when every client has gone and everything that ends by itself has had the time to:
+They are checked after all clients have ended, and after leases and connections had time to end:
 
-1. No pin, lease or reservation is open in the node, and all of its space can be written to again.
-2. Neither the clients that lived to the end nor the node have more open files than when they began.
-3. No child process lives; a node that is asked to stop takes its sockets away.
-4. Nobody ever mapped anything that has a name in /dev/shm, where a killed process would leave it; and the folder of the
-   SSD tier never occupied more than its cap. (Both are sampled throughout.)
+1. No pin, lease or reservation is open in the node, and all its space can be written again.
+2. The node and the clients that lived to the end have no more open files than at their start.
+3. No child process lives, and a stopped node removes its sockets.
+4. No process maps memory with a name in /dev/shm, which a killed process would leave there, and the folder of the SSD tier never
+   exceeds its limit. (Both are sampled during the run.)
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from kvstore.namespace import KvNamespace
 from kvstore.pool.extents import PAGE_BYTES
 from loadtests.kvstore.nodes import StoreNode
 
-NODE_FILES = 8  # more than at its start: what gRPC keeps for itself once it had connections
-BATCH = 256  # blocks written at a time
+NODE_FILES = 8  # tolerated additional files, which gRPC keeps after connections
+BATCH = 256  # blocks that are written at a time
 
 FILLING = KvNamespace(
     model="filling",
@@ -37,11 +37,11 @@ FILLING = KvNamespace(
     head_dim=8,
     block_bytes=PAGE_BYTES,
 )
-"""Blocks of one page each fill a pool without a rest."""
+"""Namespace with blocks of one page, which fill a pool completely."""
 
 
 def named_memory(pids: Iterable[int]) -> set[str]:
-    """Names in /dev/shm that these processes have mapped."""
+    """Return the names in /dev/shm that these processes have mapped."""
     found = set()
     for pid in pids:
         try:
@@ -53,12 +53,12 @@ def named_memory(pids: Iterable[int]) -> set[str]:
 
 
 def in_node(node: StoreNode, files_at_first: int, settle_seconds: float) -> list[str]:
-    """Leaks in a node that nobody uses any more.
+    """Return the leaks in a node without clients.
 
     Args:
-        node: Runs.
-        files_at_first: Its open files when it had just started.
-        settle_seconds: In which leases, reservations and stalled connections end.
+        node: A running node.
+        files_at_first: Its number of open files after its start.
+        settle_seconds: Time in which leases, reservations and stalled connections end.
     """
     found: list[str] = []
     with StoreClient.connect(node.address, FILLING, timeout_seconds=10, call_timeout_seconds=10) as client:
@@ -78,12 +78,12 @@ def in_node(node: StoreNode, files_at_first: int, settle_seconds: float) -> list
 
 
 def after_the_node(folder: Path) -> list[str]:
-    """What a node that was asked to stop has left."""
+    """Return what a stopped node has left."""
     return [f"{path.name} was left by the node" for path in folder.iterdir() if path.is_socket()]
 
 
 def occupied_bytes(folder: Path) -> int:
-    """Of the disk, by all files below the folder; files that vanish meanwhile do not count."""
+    """Return the disk space of all files below a folder, without files that vanish meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -95,18 +95,18 @@ def occupied_bytes(folder: Path) -> int:
 
 
 def children() -> list[str]:
-    """Processes that this one, or its children, have started and that still live."""
+    """Return the living processes that this process or its children have started."""
     return [f"process {child.pid} ({child.name()}) still lives" for child in psutil.Process().children(recursive=True)]
 
 
 def _open_in(stats: Stats) -> list[str]:
-    """What somebody holds in a node."""
+    """Return what is still held in a node."""
     held = {"pinned blocks": stats.pinned, "leases": stats.leases, "reservations": stats.reservations}
     return [f"{count} {what}" for what, count in held.items() if count]
 
 
 def _lost_space(client: StoreClient, capacity_bytes: int) -> list[str]:
-    """Fills the pool with new blocks, which takes every byte that nobody is entitled to."""
+    """Fill the pool with new blocks, which needs every byte that is not held, and return what is missing."""
     room = capacity_bytes // PAGE_BYTES
     block = np.zeros(PAGE_BYTES, dtype=np.uint8)
     names = [hashlib.blake2b(f"space {index}".encode(), digest_size=16).digest() for index in range(room)]

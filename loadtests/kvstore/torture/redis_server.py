@@ -1,4 +1,4 @@
-"""A Redis server of this run's own, on a Unix socket, that can be killed and started again."""
+"""Redis server of a run on a Unix socket, which can be killed and started again."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ class RedisMissing(Exception):
 
 
 class RedisServer:
-    """Keeps nothing over a restart, as a cache does."""
+    """A Redis server that keeps nothing over a restart, like a cache."""
 
     def __init__(self, folder: Path, memory: str = MEMORY):
         program = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -31,7 +31,7 @@ class RedisServer:
         return f"unix://{self._socket}"
 
     def start(self) -> None:
-        """Returns when it listens."""
+        """Start the server and wait until it listens."""
         self._socket.unlink(missing_ok=True)
         command = [self._program, "--port", "0", "--unixsocket", str(self._socket), "--dir", str(self._folder)]
         command += [

@@ -1,4 +1,4 @@
-"""Notices calls that last longer than they may, by a clock that stands still while this process is stopped."""
+"""Watchdog: it reports calls that last too long, by a clock that stands still while this process is stopped."""
 
 import contextlib
 import threading
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 
 TICK_SECONDS = 0.05
 GRACE_SECONDS = 3.0
-"""For threads that wait for a core: the machine is full on purpose."""
+"""Additional time for threads that wait for a core, because the machine is overloaded on purpose."""
 
 
 class CallWatchdog:
-    """One a process, watching all its threads."""
+    """Watches the calls of all threads of a process."""
 
     def __init__(self, late: Callable[[str, float], None]):
-        """Starts to watch.
+        """Start to watch.
 
         Args:
-            late: Told once of every call that is late: what it was, and how long it has been running, in seconds.
+            late: Called once for every late call with its name and its seconds so far.
         """
         self._late = late
         self._awake_seconds = 0.0
@@ -27,7 +27,7 @@ class CallWatchdog:
 
     @contextlib.contextmanager
     def call(self, name: str, limit_seconds: float) -> Iterator[None]:
-        """The body is one call, which may take that long and some grace."""
+        """Watch the body as one call, which may take `limit_seconds` and the grace time."""
         thread = threading.get_ident()
         with self._lock:
             self._calls[thread] = (name, self._awake_seconds, limit_seconds + GRACE_SECONDS)
@@ -35,13 +35,13 @@ class CallWatchdog:
             yield
         finally:
             with self._lock:
-                self._calls.pop(thread, None)  # not there any more when it was late
+                self._calls.pop(thread, None)  # missing if the call was late
 
     def _watch(self) -> None:
         while True:
             time.sleep(TICK_SECONDS)
             with self._lock:
-                self._awake_seconds += TICK_SECONDS  # counted and not measured: a stopped process does not count
+                self._awake_seconds += TICK_SECONDS  # counted instead of measured, so that stopped time does not count
                 for thread, (name, begun, limit) in list(self._calls.items()):
                     if self._awake_seconds - begun > limit:
                         del self._calls[thread]

@@ -1,4 +1,4 @@
-"""The client: keep-alive connections that send prepared bytes and wait for the end of each answer. Parses nothing else."""
+"""Load client: keep-alive connections that send prepared bytes and wait for the end of each answer, and parse nothing else."""
 
 import asyncio
 import socket
@@ -18,15 +18,15 @@ GOOD = b"HTTP/1.1 200"
 EVENT = b"data: "
 END = b"0\r\n\r\n"  # the last chunk
 START_SECONDS = 30.0
-WAIT_SECONDS = 60.0  # for the answers that are on their way at the end
-FAILURES = 20  # of one connection, before it is given up
+WAIT_SECONDS = 60.0  # for the answers that are still missing at the end
+FAILURES = 20  # failures of one connection before it is given up
 
 Next = Callable[[], bytes | None]
-"""The next request; None: there is none left."""
+"""Returns the next request, or None if there is none left."""
 
 
 class CpuMeter(Protocol):
-    """Whatever is to be measured of a round besides what the client sees."""
+    """Measures a round beside the client."""
 
     def start(self) -> None: ...
 
@@ -34,34 +34,34 @@ class CpuMeter(Protocol):
 
 
 class LoadWindow(Struct, frozen=True, kw_only=True):
-    """What came of a round."""
+    """Results of a round."""
 
     requests: int
     failures: int
     seconds: float
     ttft_seconds: float
     cpu_seconds: float  # of the client
-    gap_seconds_p99: float | None = None  # between what came of the same answer; None: every answer came at once
-    complaint: str = ""  # the first failure's
+    gap_seconds_p99: float | None = None  # between two parts of an answer; None: every answer came at once
+    complaint: str = ""  # message of the first failure
 
 
 class LoadConnection(asyncio.Protocol):
-    """One connection: the next request goes out as soon as an answer has ended."""
+    """One connection, which sends its next request as soon as an answer has ended."""
 
     def __init__(self, following: Next, until: "Until", acknowledging: socket.socket | None):
-        """Connects nothing.
+        """Begin without a connection.
 
         Args:
-            following: What to ask.
-            until: When not to ask any more.
-            acknowledging: The connection's socket if it is to acknowledge at once; None leaves that to the system.
+            following: Returns the next request.
+            until: When to stop sending.
+            acknowledging: The connection's socket if TCP shall acknowledge at once; None leaves that to the system.
         """
         self._acknowledging = acknowledging
         self.following = following
         self._until = until
         self._tail = b""
-        self._fresh = True  # no byte of the answer has come
-        self._begun = False  # its first token has come
+        self._fresh = True  # no byte of the answer has arrived
+        self._begun = False  # the first token has arrived
         self._sent_at = 0.0
         self._transport: asyncio.Transport
         self.completed = 0
@@ -80,7 +80,7 @@ class LoadConnection(asyncio.Protocol):
             self.ended.set_result(None)
 
     def send(self) -> None:
-        """Ask for the next thing, or end."""
+        """Send the next request, or end."""
         now = time.perf_counter()
         request = self.following() if now < self._until.at else None
         if request is None:
@@ -123,12 +123,12 @@ class LoadConnection(asyncio.Protocol):
         return False
 
     def close(self) -> None:
-        """At once, whatever was not sent."""
+        """Close the connection at once."""
         self._transport.abort()
 
 
 class Until:
-    """When to stop asking, on `time.perf_counter`; set when the round begins."""
+    """When to stop sending, by `time.perf_counter`; set when the round begins."""
 
     at = 0.0
 
@@ -141,23 +141,23 @@ def round_of(
     *,
     delayed_acknowledgements: bool = False,
 ) -> LoadWindow:
-    """Ask until nothing is left to ask or the time is over, and wait for what is on its way.
+    """Send requests until none is left or the time is over, and wait for the missing answers.
 
     Args:
-        ports: Where to; the connections are dealt out among them.
-        following: One connection each, and where it gets its requests from.
-        seconds: After which no connection asks anything more.
-        meter: Started when everybody is connected and nothing was asked yet, stopped after the last answer.
-        delayed_acknowledgements: Let the system put TCP's acknowledgements off.
+        ports: Ports, among which the connections are distributed.
+        following: Source of requests of each connection.
+        seconds: Time after which no connection sends any more.
+        meter: Started when all connections are open and nothing was sent, stopped after the last answer.
+        delayed_acknowledgements: Whether the system may delay TCP acknowledgements.
 
     Raises:
-        Absent: Nobody answers, or hardly ever.
+        Absent: The server does not answer, or hardly ever.
     """
     return uvloop.run(_round_of(ports, following, seconds, meter, delayed_acknowledgements=delayed_acknowledgements))
 
 
 class _Dialler:
-    """Opens a round's connections; what it has opened is closed when the stack is."""
+    """Opens the connections of a round; the exit stack closes them."""
 
     def __init__(self, opened: ExitStack, *, delayed_acknowledgements: bool):
         self.until = Until()
@@ -175,7 +175,7 @@ class _Dialler:
         return connection
 
     async def keep_asking(self, port: int, connection: LoadConnection) -> list[LoadConnection]:
-        """One connection after the other, as long as they fail: everybody keeps asking."""
+        """Open a new connection whenever one has failed, so that the load stays the same."""
         tried = [connection]
         while True:
             connection.send()
@@ -190,7 +190,7 @@ class _Dialler:
 async def _round_of(
     ports: Sequence[int], following: Sequence[Next], seconds: float, meter: CpuMeter, *, delayed_acknowledgements: bool
 ) -> LoadWindow:
-    with ExitStack() as opened:  # all closed at the end: the event loop may wait for ever for one that is not
+    with ExitStack() as opened:  # all must be closed, or the event loop may wait for ever
         dialler = _Dialler(opened, delayed_acknowledgements=delayed_acknowledgements)
         return await _asked(dialler, ports, following, seconds, meter)
 

@@ -1,7 +1,7 @@
-"""Requests, as the bytes that go over the wire.
+"""Requests of the benchmark, as the bytes that go over the wire.
 
-Words come from the text that the tiny model's tokenizer was trained on. Its tokens never span two words, so the tokens of
-a prompt are the sum of its words' and every prompt has the length that it is said to have, but for its unique beginning.
+Words come from the text that the tiny model's tokenizer was trained on. Its tokens never span two words, so the length of a prompt is
+the sum over its words. Only the unique beginning may change it slightly.
 """
 
 import importlib
@@ -21,14 +21,14 @@ from loadtests.router.scenarios import PrefixSharing, RouterScenario
 MODEL = "tiny"
 PATH = "/v1/completions"
 CONTEXT_TOKENS = 1 << 17
-WORDS = 3000  # the most frequent ones
-TEXTS = 32  # different ones among the prompts of a scenario, besides their beginnings
-STAMP_TOKENS = 16  # about; 16 hexadecimal digits, and what the tokenizer puts before all
-MIX = 0x9E3779B97F4A7C15  # odd, so that counting times it meets every 64-bit number once
+WORDS = 3000  # most frequent words
+TEXTS = 32  # different texts after the unique beginnings of prompts
+STAMP_TOKENS = 16  # approximate length of the unique beginning: 16 hexadecimal digits and the start token
+MIX = 0x9E3779B97F4A7C15  # odd, so that its multiples are distinct 64-bit numbers
 
 
 def model_with_long_context(tiny: Path, folder: Path) -> Path:
-    """A copy of the tiny model's tokenizer that says of itself that prompts may be long."""
+    """Copy the tiny model's tokenizer with a longer maximum length."""
     copied = folder / MODEL
     shutil.copytree(tiny, copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     for name, field in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
@@ -38,10 +38,10 @@ def model_with_long_context(tiny: Path, folder: Path) -> Path:
 
 
 class Vocabulary:
-    """Words with their numbers of tokens."""
+    """Words with their token counts."""
 
     def __init__(self, model_dir: Path):
-        """Those of the tiny model, which is in that folder."""
+        """Read the words of the tiny model in a folder."""
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         found = Counter(word for name in sorted(topics) for word in re.findall(r"[A-Za-z]{2,12}", topics[name]))
@@ -54,7 +54,7 @@ class Vocabulary:
         }
 
     def text(self, tokens: int, chance: random.Random) -> str:
-        """Words that are so many tokens, or one or two more; begins with a space."""
+        """Return a text of so many tokens, or one or two more; it begins with a space."""
         words = []
         left = tokens
         while left > 0:
@@ -65,7 +65,7 @@ class Vocabulary:
 
 
 def request(prompt: str, answer_tokens: int) -> bytes:
-    """One streamed completion."""
+    """Return a request for a streamed completion."""
     fields = {"model": MODEL, "stream": True, "max_tokens": answer_tokens, "temperature": 0, "prompt": prompt}
     body = json.dumps(fields, separators=(",", ":")).encode()
     head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -73,7 +73,7 @@ def request(prompt: str, answer_tokens: int) -> bytes:
 
 
 class NewPrompts:
-    """Requests with prompts that differ from the first character on; all but that is made beforehand."""
+    """Requests with prompts that differ from the first character on; the rest of them is made beforehand."""
 
     def __init__(self, scenario: RouterScenario, vocabulary: Vocabulary, seed: int):
         chance = random.Random(seed)
@@ -92,7 +92,7 @@ class NewPrompts:
 
 
 class Conversations:
-    """Requests of somebody who holds one conversation after the other, turn by turn."""
+    """Requests of users who hold one conversation after the other, turn by turn."""
 
     def __init__(self, sharing: PrefixSharing, vocabulary: Vocabulary, seed: int):
         self._sharing = sharing
@@ -102,10 +102,10 @@ class Conversations:
         self._openings = [vocabulary.text(sharing.opening_tokens, chance) for _ in range(sharing.groups)]
 
     def of(self, user: str) -> Iterator[bytes]:
-        """Without end; the same for the same user.
+        """Yield the requests of a user without end, always the same ones.
 
         Args:
-            user: Anything that tells users and rounds apart.
+            user: Any name that identifies user and round.
         """
         chance = random.Random(f"{self._seed} {user}")
         while True:

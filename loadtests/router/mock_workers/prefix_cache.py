@@ -1,4 +1,4 @@
-"""What an engine with prefix caching would remember of the prompts it saw, on blocks of text instead of tokens."""
+"""Prefix cache of a mock worker, on blocks of text instead of tokens."""
 
 from itertools import islice
 
@@ -8,20 +8,20 @@ BLOCK_BYTES = 256  # about 64 tokens
 
 
 class PrefixCache:
-    """The latest blocks, each known by the hash of everything up to its end; the end of a prompt goes before its beginning."""
+    """The last used blocks, each named by the hash of all text up to its end; the end of a prompt is evicted before its beginning."""
 
     def __init__(self, capacity: int):
         self._capacity = capacity  # blocks
-        self._blocks: dict[int, None] = {}  # the one to forget first comes first
+        self._blocks: dict[int, None] = {}  # least recently used first
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def admit(self, prompt: bytes) -> tuple[int, int]:
-        """Remember a prompt.
+        """Store a prompt.
 
         Returns:
-            How many blocks from its beginning on were known, and how many whole blocks it has.
+            The number of leading blocks that were cached, and the number of full blocks.
         """
         chain = []
         parent = 0

@@ -1,17 +1,16 @@
-"""Workers that compute nothing: OpenAI's streamed completions out of prepared bytes, as light as Python can make them.
+"""Mock workers: they compute nothing, and answer the OpenAI API with prepared bytes as cheaply as Python can.
 
     python -m loadtests.router.mock_workers.workers JSON     prints the ports, one JSON line, when it is ready
 
 Rules:
 
-1. All workers of a run are one process with one event loop; each listens on a port of its own and has its own counters,
-   its own memory of prompts and its own prefill, which does one request after the other.
-2. Nothing of a request is looked at that the scenario does not need: where workers have no memory, bodies are only counted.
-3. The head of an answer and its first token go out in one write, as does an answer of one token altogether. The further
-   tokens of all answers of a worker are sent together, at the worker's own beat, as an engine's decode steps do it.
-4. What was hit and who was asked how often is counted here (`GET /counters`), so that no router has to be believed.
-5. Whatever else a router asks of a worker before it trusts it (health, models, versions, loads) has a canned answer, and
-   an unknown path a 404.
+1. All workers of a run are one process with one event loop. Each has its own port, counters, prefix cache and prefill, which
+   computes one request after the other.
+2. Workers read only the parts of a request that the scenario needs; without a prefix cache, bodies are only counted.
+3. The head of an answer and its first token are sent in one write, and so is a whole answer of one token. The further tokens of all
+   answers of a worker are sent together at the worker's pace, like the decode steps of an engine.
+4. Cache hits and requests are counted here (`GET /counters`), so that no router has to be believed.
+5. Other requests by which routers check workers (health, models, versions, loads) have prepared answers; unknown paths get a 404.
 """
 
 import asyncio
@@ -37,14 +36,14 @@ LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 CHUNKED = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked", re.IGNORECASE)
 EXPECTS = re.compile(rb"\r\nexpect:[ \t]*100-continue", re.IGNORECASE)
 LAST_CHUNK = b"0\r\n\r\n"
-NEAR = 256  # bytes of a body, from either end, among which its short fields are looked for
+NEAR = 256  # bytes at both ends of a body in which short fields are searched
 STREAM = re.compile(rb'"stream":\s*true')
 
 
 class MockWorkerSettings(Struct, frozen=True, kw_only=True):
     workers: int
     tokens: int = 1
-    """Of each answer."""
+    """Tokens of each answer."""
 
     gap_seconds: float = 0.0
     cache_blocks: int = 0
@@ -57,7 +56,7 @@ class MockWorkerCounters(Struct):
     blocks: int = 0
     hits: int = 0
     probes: int = 0
-    """Requests for anything but a completion."""
+    """Requests that are no completions."""
 
 
 class MockPrompt(Struct):
@@ -74,7 +73,7 @@ PROMPT = msgspec.json.Decoder(MockPrompt)
 
 
 class CannedAnswers:
-    """The bytes of everything that is ever said."""
+    """All prepared answers as bytes."""
 
     def __init__(self) -> None:
         self.head = _head("text/event-stream", b"transfer-encoding: chunked")
@@ -111,7 +110,7 @@ class MockWorker:
         self._loop = loop
         self._cache = PrefixCache(settings.cache_blocks)
         self._free_at = 0.0
-        self._streams: dict[MockWorkerConnection, int] = {}  # tokens that are left
+        self._streams: dict[MockWorkerConnection, int] = {}  # tokens that are still to be sent
         self._beating = False
 
     @property
@@ -123,7 +122,7 @@ class MockWorker:
         self._cache = PrefixCache(self.settings.cache_blocks)
 
     def complete(self, connection: "MockWorkerConnection", body: bytes, *, chat: bool) -> None:
-        """Answer a request, or begin to."""
+        """Answer a request, or begin its answer."""
         counters = self.counters
         counters.requests += 1
         ends = body[:NEAR] + body[-NEAR:]
@@ -161,7 +160,7 @@ class MockWorker:
                 self._loop.call_at(at, self._beat, at)
 
     def _beat(self, at: float) -> None:
-        """One decode step of everybody."""
+        """Send the next token of all answers."""
         answers = self.answers
         self.counters.tokens += len(self._streams)
         for connection, left in list(self._streams.items()):
@@ -177,21 +176,21 @@ class MockWorker:
 
 
 class MockWorkerConnection(asyncio.Protocol):
-    """One connection of a router, one request at a time."""
+    """A connection of a router, with one request at a time."""
 
     chat = False
 
     def __init__(self, worker: MockWorker):
         self._worker = worker
         self._parts: list[bytes] = []
-        self._left: int | None = None  # bytes of the body to come; None: the head is not complete
+        self._left: int | None = None  # missing bytes of the body; None: the head is not complete
         self._chunked = False
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._worker.forget(self)
 
     def send(self, answer: bytes) -> None:
@@ -246,7 +245,7 @@ class MockWorkerConnection(asyncio.Protocol):
 
 
 def _joined(body: bytes) -> bytes:
-    """What a body in chunks says."""
+    """Return the content of a chunked body."""
     content = b""
     while True:
         size, _, body = body.partition(b"\r\n")
@@ -258,7 +257,7 @@ def _joined(body: bytes) -> bytes:
 
 
 def _token(chat: bool, *, finished: bool) -> dict[str, Any]:
-    """One event, as vLLM has it."""
+    """Return one event in vLLM's form."""
     reason = {"finish_reason": "length" if finished else None}
     text: dict[str, Any] = {"delta": {"content": " a"}} if chat else {"text": " a", "stop_reason": None}
     return {

@@ -1,13 +1,13 @@
-"""A cluster for the leaderboard: what its engines are, which goals are fair to it, and one run of a policy on it.
+"""Simulated cluster of the leaderboard: its engines, its latency goals, and one run of a policy.
 
 Rules:
 
-1. The run is `fleet.sim`'s: the production router's machine with a policy by name, and engines in virtual time. Engines step by the
-   straight lines of `fleet.hardware.latency.linear`; how long a step takes, only they know: policies learn what they can.
+1. The run is one of `fleet.sim`: the production router's machine with a policy, and engines in virtual time. Step times follow the
+   straight lines of `fleet.hardware.latency.linear`. Policies do not know the step times; they learn what they can.
 2. All policies get the same requests, from the same seed, at the same times. A turn that needs an answer begins when that has
-   ended; everything else comes when it comes, whether the cluster keeps up or not.
-3. *Goodput* is the judge: requests a second whose first token came within a goal and whose other tokens came, on average, at
-   a pace within another. Goals are those of the engine, and the same for everybody.
+   ended; all others arrive at their times, whether the cluster keeps up or not.
+3. Policies are ranked by goodput: requests per second whose TTFT and TPOT kept the goals. The goals depend on the engine, and are
+   the same for all policies.
 """
 
 from collections import OrderedDict
@@ -27,11 +27,11 @@ from fleet.sim.run import RunPlan, simulate
 from fleet.sim.workload.clients import SessionClients
 from loadtests.router.simulated.traffic import RouterTraffic
 
-SLACK_SECONDS, PACES = 0.5, 5.0  # of the goals
+SLACK_SECONDS, PACES = 0.5, 5.0  # see `goals_of`
 PERCENTILE = 99
-NEVER = Nanos(10**9 * SECOND)  # looks at a timeline that nobody draws
+NEVER = Nanos(10**9 * SECOND)  # between two samples of a timeline, which is not used
 PATIENT = RouterSettings(explained_requests=1, max_queued=1_000_000, max_queue_seconds=1e9)
-"""Nobody is refused for having to wait: what does not keep up shows in the times."""
+"""Settings with which no request is rejected for waiting, so that overload shows in the latencies."""
 
 
 class LatencyStepTimes(Struct, frozen=True):
@@ -51,7 +51,7 @@ class LatencyStepTimes(Struct, frozen=True):
 
 
 class SimulatedDevice(Struct, frozen=True, kw_only=True):
-    """What engines are. By default about an 8-billion model on one H100: 20k prompt tokens a second, 8 ms a step."""
+    """Engines of the cluster. The default resembles an 8-billion model on one H100: 20k prompt tokens a second, 8 ms a step."""
 
     latency: EngineLatency = EngineLatency(
         prefill_base_ms=2.0,
@@ -67,10 +67,10 @@ class SimulatedDevice(Struct, frozen=True, kw_only=True):
 
 
 class AnswerGoals(Struct, frozen=True, kw_only=True):
-    """What an answer has to keep to be worth anything."""
+    """Latency goals of an answer."""
 
     ttft_seconds: float
-    """For the first token of a short prompt; each prompt token adds what computing it takes on an idle engine."""
+    """TTFT goal of a short prompt; each prompt token adds its computing time on an idle engine."""
 
     ttft_seconds_per_token: float
     tpot_seconds: float
@@ -83,24 +83,24 @@ class AnswerGoals(Struct, frozen=True, kw_only=True):
 
 
 class PolicyOutcome(Struct, frozen=True, kw_only=True):
-    """Of one policy on one workload."""
+    """Outcome of one policy on one workload."""
 
     requests: int
     refused: int
-    goodput: float  # requests a second that kept both goals
-    attainment: float  # share of the requests that did
-    hit_rate: float  # of prompt tokens
-    imbalance: float  # the busiest worker over the mean, by time spent in steps
+    goodput: float  # requests per second that kept both goals
+    attainment: float  # share of the requests that kept both goals
+    hit_rate: float  # share of prompt tokens
+    imbalance: float  # the busiest worker divided by the mean, by time in steps
     ttft_mean: float
     ttft_p50: float
     ttft_p99: float
     tpot_mean: float
     seconds: float  # from the first arrival to the last answer
-    busy: float  # share of the time that engines worked
+    busy: float  # share of the time that engines spent in steps
 
 
 def goals_of(device: SimulatedDevice) -> AnswerGoals:
-    """The first token within half a second beyond twice the prompt's own time, the others at five idle steps each."""
+    """Return the goals: a TTFT of half a second plus twice the prompt's own time, and a TPOT of five idle steps."""
     latency = device.latency
     return AnswerGoals(
         ttft_seconds=SLACK_SECONDS,
@@ -112,7 +112,7 @@ def goals_of(device: SimulatedDevice) -> AnswerGoals:
 def run(
     workload: RouterTraffic, workers: int, device: SimulatedDevice, policy: PlacementPolicy, seed: int
 ) -> PolicyOutcome:
-    """One policy on one workload, judged by the goals of the device."""
+    """Run one policy on one workload with the goals of the device."""
     ended: list[EndedRequest] = []
     ran = simulate(
         plan_of(workload, workers, device, policy, seed), workload.traffic(), told=ended.append, look_every=NEVER
@@ -157,13 +157,13 @@ def plan_of(
 
 
 def outcome(ended: Sequence[EndedRequest], goals: AnswerGoals, *, imbalance: float, busy: float) -> PolicyOutcome:
-    """Of all requests of a run.
+    """Return the outcome of a run.
 
     Args:
-        ended: At least one was answered.
-        goals: For goodput, over the time in which requests came: who does not keep up must not look as if fewer had come.
-        imbalance: Of the workers.
-        busy: Share of the time that they worked.
+        ended: Requests, of which at least one was answered.
+        goals: Latency goals. Goodput counts over the time of the arrivals, so that a slow policy does not seem to have fewer requests.
+        imbalance: Imbalance of the workers.
+        busy: Share of the time that they spent in steps.
     """
     served = [each for each in ended if not each.refused and each.first_token is not None]
     ttfts = sorted(each.ttft_ms / 1000 for each in served)
@@ -187,9 +187,9 @@ def outcome(ended: Sequence[EndedRequest], goals: AnswerGoals, *, imbalance: flo
 
 
 def ideal_rate(workload: RouterTraffic, workers: int, device: SimulatedDevice) -> float:
-    """Requests a second that engines would just keep up with that had one cache together, as large as all, and no imbalance.
+    """Return the requests per second that the engines could serve with one common cache and no imbalance.
 
-    Work of a request: what that cache does not have of its prompt, and its share of decode steps in a batch that is half full.
+    The work of a request is its uncached prompt tokens in that cache, and its share of decode steps in a half-full batch.
     """
     latency = device.latency
     room = workers * device.kv_tokens // workload.block_tokens

@@ -1,4 +1,4 @@
-"""What clients ask for: recorded requests and made-up ones, with their prompts as chains of blocks."""
+"""Traffic of the leaderboard: recorded and drawn sessions, with prompts as chains of blocks."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -10,16 +10,16 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.recording.traces import TraceSession, TraceTurn
 from kvstore.eviction.trace_replay import TraceRequest
 
-BLOCK_TOKENS = 64  # of made-up prompts
-MIX = 0x9E3779B97F4A7C15  # odd: consecutive numbers become keys that look like hashes, and stay different
+BLOCK_TOKENS = 64  # of drawn prompts
+MIX = 0x9E3779B97F4A7C15  # odd, so that consecutive numbers become distinct keys that look like hashes
 
 
 class RouterTraffic(Struct, frozen=True, kw_only=True):
-    """Sessions that begin at a rate, which may be stretched."""
+    """Sessions that begin at a rate, which can be changed."""
 
     name: str
     block_tokens: int
-    sessions: Sequence[TraceSession]  # each says when it begins, in that order
+    sessions: Sequence[TraceSession]  # in the order of their beginnings
 
     @property
     def requests(self) -> int:
@@ -27,26 +27,26 @@ class RouterTraffic(Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return (_begin(self.sessions[-1]) - _begin(self.sessions[0])) / SECOND
 
     def in_order(self) -> Iterator[TraceRequest]:
-        """All requests, session by session."""
+        """Yield all requests, session by session."""
         return (turn.request for session in self.sessions for turn in session.turns)
 
     def traffic(self) -> Iterator[TraceSession]:
-        """What clients send."""
+        """Return the sessions for the simulator."""
         return iter(self.sessions)
 
     def at(self, rate: float) -> "RouterTraffic":
-        """The same sessions, so close to each other that so many requests come a second."""
+        """Return the same sessions at another rate of requests per second."""
         factor = self.requests / self.seconds / rate
         first = _begin(self.sessions[0])
         moved = [TraceSession(each.turns, Nanos(round((_begin(each) - first) * factor))) for each in self.sessions]
         return structs.replace(self, sessions=moved)
 
     def half(self, number: int) -> "RouterTraffic":
-        """The first half of the sessions (0), for tuning, or the second (1), for reporting."""
+        """Return the first half of the sessions (0), for tuning, or the second half (1), for reporting."""
         middle = len(self.sessions) // 2
         return structs.replace(self, sessions=self.sessions[:middle] if number == 0 else self.sessions[middle:])
 
@@ -57,7 +57,7 @@ def _begin(session: TraceSession) -> Nanos:
 
 
 def recorded(name: str, requests: Sequence[TraceRequest], block_tokens: int) -> RouterTraffic:
-    """A trace: every request comes when it came, whatever became of the one before."""
+    """Return a trace in which each request arrives at its recorded time."""
     sessions = []
     for each in requests:
         full = each.prompt_tokens // block_tokens
@@ -68,21 +68,21 @@ def recorded(name: str, requests: Sequence[TraceRequest], block_tokens: int) -> 
 
 
 def unique(requests: int, seed: int) -> RouterTraffic:
-    """Prompts that have nothing in common."""
+    """Return prompts without common blocks."""
     keys = count(1)
     return _made("unique", seed, requests, lambda chance: [_turn(_new(keys, chance.randint(8, 56)), chance)])
 
 
 def shared_prefixes(requests: int, seed: int, *, groups: int, skew: float, opening: int, own: int) -> RouterTraffic:
-    """Prompts of groups that begin alike; group number n is asked for in proportion to n to the power of minus `skew`.
+    """Return prompts in groups with a shared prefix; the frequency of group n is proportional to n to the power of -`skew`.
 
     Args:
-        requests: How many.
-        seed: Of everything.
-        groups: Openings.
-        skew: 0: all groups are equal.
-        opening: Blocks of what a group has in common.
-        own: Blocks of what each prompt has for itself.
+        requests: Number of requests.
+        seed: Seed of the workload.
+        groups: Number of groups.
+        skew: Exponent; 0: all groups are equally frequent.
+        opening: Blocks of a group's prefix.
+        own: Blocks of the rest of each prompt.
     """
     keys = count(1)
     openings = [_new(keys, opening) for _ in range(groups)]
@@ -96,7 +96,7 @@ def shared_prefixes(requests: int, seed: int, *, groups: int, skew: float, openi
 
 
 def hot_prefix(requests: int, seed: int) -> RouterTraffic:
-    """Half of all requests begin with the same long opening, the others with one that nobody else has."""
+    """Return requests of which half begin with the same long prefix, and the others with a prefix of their own."""
     keys = count(1)
     opening = _new(keys, 64)
 
@@ -107,7 +107,7 @@ def hot_prefix(requests: int, seed: int) -> RouterTraffic:
 
 
 def conversations(requests: int, seed: int, *, groups: int = 64, turns: int = 6) -> RouterTraffic:
-    """Conversations that begin with one of several openings, and grow by each question and answer; somebody thinks for a second in between."""
+    """Return conversations that begin with one of several prefixes and grow by each question and answer, with a second of thinking between."""
     keys = count(1)
     openings = [_new(keys, 32) for _ in range(groups)]
 

@@ -1,21 +1,20 @@
-"""A router for half an hour at 70 % of what it can do, while workers join, leave, hang and die; every token is looked at.
+"""Soak test: a router runs for half an hour at 70 % of its capacity while workers join, leave, hang and die; every token is checked.
 
     python -m loadtests.router.soak --seconds 1800 --json [--seed N] [--load SHARE] [--harm-every SECONDS]
 
 Rules:
 
-1. Everything is a real process, started as in production: a router, a store node, workers with the simulated engine, some for
-   whole requests and some for prompts. They find each other through the registry.
-2. What the answer to a prompt has to be follows from the prompt and the engine's model, without an engine (`answers`): each
-   token depends on every byte of KV before it. So every stream is compared, token by token over gRPC; over HTTP its text, and
-   the tokens that its last event lists.
-3. Capacity is measured first, with more and more clients who each ask again as soon as they are answered; then requests come
-   at a share of it, at random times, whether or not earlier ones have been answered.
-4. *Lost* is a token that a stream which ended well did not bring, and every token that a stream owes which does not end in
-   time; *repeated* is one that it brought and should not have. A stream that somebody's death interrupts goes on, and nobody
-   can tell; only where sampling has a state that died with the worker it ends, with WORKER_LOST. Who is refused before its
-   first token is told that a retry is worth it. All these are counted by reason; anything else is a broken promise.
-5. Some clients leave in the middle of an answer. At the end nothing may be left of anybody: no request, no booking, no
-   connection, no open file; and the memory of the second half of the run must not grow (`trend`).
-6. The seed fixes who asks for what and who is harmed in which order; when processes meet is up to the machine.
+1. All parts are real processes, started as in production: a router, a store node, and workers with the simulated engine, some of
+   which only prefill. They find each other through the registry.
+2. The expected answer follows from the prompt and the simulated model, without an engine (`answers`); each token depends on every
+   byte of KV before it. So every stream is compared: over gRPC token by token, over HTTP its text and the tokens of its last event.
+3. The capacity is measured first, with more and more closed clients. Then requests come at a share of it, at random times, whether
+   or not earlier ones have been answered.
+4. A token is lost if a stream that ended well did not contain it, or if its stream did not end in time. It is repeated if a stream
+   contains it and should not. A stream continues unchanged when a worker dies; only a stream whose sampling state died with the
+   worker ends with WORKER_LOST. A request that is rejected before its first token must have a reason that permits a retry. These
+   cases are counted by reason; everything else is a broken promise.
+5. Some clients cancel in the middle of an answer. At the end no request, reservation, connection or open file may be left, and memory
+   must not grow in the second half of the run (`trend`).
+6. The seed determines the requests and the order of harms; the exact timing depends on the machine.
 """

@@ -1,4 +1,4 @@
-"""The supervisor: starts everybody, finds out how much is 70 %, and says what came of it. See the package."""
+"""Supervisor of the soak test: starts all processes, measures the capacity, and reports the findings. See the package."""
 
 import argparse
 import asyncio
@@ -38,24 +38,24 @@ from workers.engines.simulated.model import SimulatedModel
 LOAD = 0.7
 HARM_EVERY_SECONDS = 8.0
 STORE_BYTES = 64 << 20
-RAMP = (16, 32, 64)  # clients who ask again as soon as they are answered
-RAMP_SECONDS = 10.0  # each step, at most
-LEAST_RAMP_SECONDS = 2.5  # twice what an answer takes
+RAMP = (16, 32, 64)  # closed clients
+RAMP_SECONDS = 10.0  # longest time of a step
+LEAST_RAMP_SECONDS = 2.5  # twice the time of an answer
 RAMP_SHARE = 1 / 20  # of the run
-WARM_SHARE = 0.3  # of a step, before it is measured
+WARM_SHARE = 0.3  # of a step, which is not measured
 MOST_IN_FLIGHT = 2000
-END_SECONDS = 240.0  # for what is under way to end
-REST_SECONDS = 20.0  # for connections of clients that have gone to be closed
+END_SECONDS = 240.0  # for running requests to end
+REST_SECONDS = 20.0  # for connections of clients that have left to be closed
 SAMPLES = 900
 LEAST_PAUSE_SECONDS = 0.5  # between two samples
-SHOWN = 20  # broken promises that are told in full
+SHOWN = 20  # broken promises that are shown in full
 
 log = logging.getLogger("soak")
 
 
 @dataclass
 class SoakFindings:
-    """What a run came to."""
+    """Findings of a run."""
 
     capacity_rps: float = 0.0
     load: float = 0.0
@@ -68,7 +68,7 @@ class SoakFindings:
 
 
 class Soak:
-    """One run."""
+    """One run of the soak test."""
 
     def __init__(self, folder: Path, seconds: float, load: float, harm_every: float, seed: int):
         self.findings = SoakFindings()
@@ -94,7 +94,7 @@ class Soak:
         self.crowd: ChurningWorkers
 
     async def run(self) -> None:
-        """Returns when everybody is gone.
+        """Run the test until all processes have ended.
 
         Raises:
             Absent: A process did not start.
@@ -128,7 +128,7 @@ class Soak:
             ]
 
     async def _soak(self, router: SoakProcess, grpc: str) -> None:
-        """Rules 3 to 5, of a router that runs."""
+        """Apply rules 3 to 5 to a running router."""
         findings = self.findings
         async with AsyncClient(grpc) as operator:
             await self._until_served(operator)
@@ -160,7 +160,7 @@ class Soak:
                 await asyncio.sleep(0.1)
 
     async def _capacity(self) -> float:
-        """Requests a second, at the step of the ramp that brought most."""
+        """Return the requests per second of the best step of the ramp."""
         seconds = min(RAMP_SECONDS, max(LEAST_RAMP_SECONDS, self._seconds * RAMP_SHARE))
         tally, best = self.clients.tally, 0.0
         for clients in RAMP:
@@ -183,7 +183,7 @@ class Soak:
             await self.clients.ask(next(self._wishes))
 
     async def _arrivals(self, until: float) -> int:
-        """Ask at random times until it is time, and wait for the last answer; returns how many asked."""
+        """Send requests at random times until the end, and wait for the last answer; return their number."""
         rate = self._load * self.findings.capacity_rps
         under_way: set[asyncio.Task[None]] = set()
         arrived = 0
@@ -222,7 +222,7 @@ class Soak:
         )  # fmt: skip
 
     async def _left_behind(self, operator: AsyncClient) -> list[str]:
-        """What a router still has when every client has gone."""
+        """Return what the router still holds after all clients have left."""
         deadline = time.monotonic() + END_SECONDS
         while True:
             status = await operator.status()
@@ -238,7 +238,7 @@ class Soak:
             await asyncio.sleep(0.1)
 
     async def _come_to_rest(self, process: psutil.Process) -> None:
-        """Wait until the router has as few open files and tasks as before its first client; note what it has more of, if it never does."""
+        """Wait until the router has as few open files and tasks as before its first client; otherwise note what is left."""
         findings = self.findings
         deadline = time.monotonic() + REST_SECONDS
         while True:
@@ -254,7 +254,7 @@ class Soak:
             findings.complaints.append(f"the router has {more_tasks} tasks more than before")
 
     async def _tasks(self) -> int:
-        """Of the router's event loop, as its metrics have it."""
+        """Return the number of tasks in the router's event loop, from its metrics."""
         text = await asyncio.to_thread(_get, self._http, "/metrics")
         for line in text.splitlines():
             if line.startswith("fleet_tasks "):
@@ -262,7 +262,7 @@ class Soak:
         raise SystemUnavailable(f"the router's metrics have no fleet_tasks: {text[:200]}")
 
     def result(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the findings as `--json` prints them."""
         findings, tally, crowd = self.findings, self.clients.tally, self.crowd
         slope = trend.slope_mb_per_hour(findings.samples)
         if complaint := trend.grows(findings.samples, slope):

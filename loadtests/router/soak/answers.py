@@ -1,4 +1,4 @@
-"""What the simulated engine answers, worked out without one, and how an answer differs from it."""
+"""Expected answers of the simulated engine, computed without an engine, and their differences from received ones."""
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
@@ -10,24 +10,24 @@ from workers.engines.simulated.model import SimulatedModel
 
 
 class AnswerDifference(Struct, frozen=True):
-    """Between what came and what should have come."""
+    """Difference between a received and an expected answer."""
 
-    lost: int = 0  # that did not come
-    repeated: int = 0  # that came and should not have
+    lost: int = 0  # expected tokens that did not come
+    repeated: int = 0  # tokens that came and were not expected
 
 
 SAME = AnswerDifference()
 
 
 class AnswerOracle:
-    """Knows every answer: the model's rules, followed without an engine, a cache or a transfer."""
+    """Computes answers by the rules of the simulated model, without an engine, a cache or a transfer."""
 
     def __init__(self, model: SimulatedModel, block_tokens: int):
         self._model = model
         self._block_bytes = block_tokens * TOKEN_BYTES
 
     def answer(self, prompt: TokenBytes, sampling: Sampling) -> tuple[int, ...]:
-        """All `max_tokens` tokens; the sampling must ignore ends of sequence."""
+        """Return all `max_tokens` tokens; the sampling parameters must ignore the end of sequence."""
         assert sampling.ignore_eos
         model, size = self._model, self._block_bytes
         digest, tail = model.beginning, bytearray()
@@ -46,7 +46,7 @@ class AnswerOracle:
 
 
 def difference(expected: Sequence[object], received: Sequence[object], *, whole: bool) -> AnswerDifference:
-    """Of an answer; where it is not `whole`, its end may be missing."""
+    """Compare an answer; if it need not be `whole`, its end may be missing."""
     if whole and received == expected:
         return SAME
     if not whole and received == expected[: len(received)]:

@@ -1,4 +1,4 @@
-"""The workers of a run, and what happens to them."""
+"""Churn: workers that join, leave, hang and die during a soak test."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ from workers.settings import SimulatedSettings, WorkerSettings
 
 MODEL = ModelName("tiny")
 BLOCK_TOKENS = 32
-WHOLE_WORKERS = 4  # for whole requests, as a rule
-PROMPT_WORKERS = 1  # for prompts alone
+WHOLE_WORKERS = 4  # workers with role both, normally
+PROMPT_WORKERS = 1  # workers with role prefill
 DRAIN_SECONDS = 20.0
-LONGEST_DRAIN_SECONDS = DRAIN_SECONDS + 15.0  # on a machine that is busy with something else
-FROZEN_SECONDS = 6.0  # twice what a router waits for a heartbeat
+LONGEST_DRAIN_SECONDS = DRAIN_SECONDS + 15.0  # on a busy machine
+FROZEN_SECONDS = 6.0  # twice the router's heartbeat timeout
 SIMULATED = SimulatedSettings(
     latency=EngineLatency(prefill_ms_per_token=0.1, step_base_ms=20.0, step_ms_per_sequence=1.0),
     kv_blocks=1024,
@@ -29,7 +29,7 @@ log = logging.getLogger("soak")
 
 
 class ChurningWorkers:
-    """Workers that join, leave, hang and die, one after the other; there is always one that is left in peace."""
+    """Workers that join, leave, hang and die one after the other; at least one worker is always unharmed."""
 
     def __init__(self, folder: Path, registry: str, store: str, chance: random.Random):
         self.joins = self.leaves = self.deaths = self.hangs = 0
@@ -47,12 +47,12 @@ class ChurningWorkers:
         return len(self._workers)
 
     async def gather(self) -> None:
-        """All who are there as a rule."""
+        """Start the normal set of workers."""
         for role in (Role.BOTH,) * WHOLE_WORKERS + (Role.PREFILL,) * PROMPT_WORKERS:
             self._workers.append(await self._born_as(role))
 
     async def harm(self, every_seconds: float, time_left: Callable[[], float]) -> None:
-        """One thing after the other; ends early enough that everybody is there again at the end."""
+        """Harm one worker after the other, and stop early enough that all workers are back at the end."""
         while time_left() > 2 * every_seconds:
             await asyncio.sleep(self._chance.uniform(0.5, 1.5) * every_seconds)
             if not self._deck:
@@ -74,7 +74,7 @@ class ChurningWorkers:
                     raise AssertionError(kind)
 
     async def end(self) -> None:
-        """Everybody drains, and goes."""
+        """Drain and end all workers."""
         workers, self._workers = self._workers, []
         for each in workers:
             each.ask_to_end()
@@ -82,7 +82,7 @@ class ChurningWorkers:
             await self._gone(each)
 
     async def abandon(self) -> None:
-        """Everybody is killed."""
+        """Kill all workers."""
         for each in self._workers:
             each.kill()
             await each.ended(LONGEST_DRAIN_SECONDS)
@@ -97,7 +97,7 @@ class ChurningWorkers:
         await victim.ended(LONGEST_DRAIN_SECONDS)
         await asyncio.sleep(self._chance.uniform(0, 1))
         role = self._roles[victim.name]
-        if self._chance.random() < 0.5:  # the same one is started again, as supervisors do it
+        if self._chance.random() < 0.5:  # start the same worker again, like a supervisor
             await victim.start()
             self._workers.append(victim)
         else:
@@ -127,7 +127,7 @@ class ChurningWorkers:
         victim.thaw()
 
     async def _gone(self, leaving: SoakProcess) -> None:
-        """A worker that was asked to drain has to end by itself, and well."""
+        """Wait for a draining worker, which has to end by itself with status 0."""
         status = await leaving.ended(LONGEST_DRAIN_SECONDS)
         if status is None:
             leaving.kill()

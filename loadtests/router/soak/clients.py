@@ -1,4 +1,4 @@
-"""Clients of both fronts, and the account of what they got."""
+"""Clients of both frontends, and the statistics of their answers."""
 
 import asyncio
 import time
@@ -18,18 +18,18 @@ from loadtests.router.soak.answers import AnswerDifference, difference
 from loadtests.router.soak.requests import SoakRequest
 
 LONGEST_SECONDS = 240.0
-"""Of an answer, which takes a second: whoever is not answered by then never is. Where others leave the machine no time to run this
-on, everything takes long, for minutes sometimes, and nothing is wrong."""
+"""Longest time of an answer, which usually takes a second. The limit is high because a machine that is busy with other work can
+delay everything for minutes."""
 
 PATH = "/v1/completions"
 WORTH_A_RETRY = {Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST}
 
 TextOf = Callable[[Sequence[int], Sequence[int]], str]
-"""Of an answer's tokens after a prompt's."""
+"""Returns the text of an answer, from the tokens of its prompt and its own tokens."""
 
 
 class AnswerFailed(Exception):
-    """The router said that the rest will not come, and why."""
+    """The router ended the answer with an error."""
 
     def __init__(self, reason: Reason | None, message: str):
         super().__init__(message)
@@ -38,23 +38,23 @@ class AnswerFailed(Exception):
 
 @dataclass
 class SoakTally:
-    """What came of all requests."""
+    """Statistics of all requests."""
 
     requests: int = 0
     tokens: int = 0
-    """That clients got."""
+    """Tokens that clients received."""
 
     lost: int = 0
     repeated: int = 0
     completed: int = 0
     left: int = 0
-    """Clients, on their own will."""
+    """Clients that cancelled."""
 
     errors: Counter[str] = field(default_factory=Counter)
-    """Requests that ended with a typed error that a retry may undo, by reason."""
+    """Requests that ended with an error that permits a retry, by reason."""
 
     broken: list[str] = field(default_factory=list)
-    """What must not be."""
+    """Broken promises."""
 
     first_token_seconds: list[float] = field(default_factory=list)
 
@@ -69,16 +69,16 @@ class SoakTally:
 
 
 class ReceivedAnswer(Struct):
-    """What one client has got so far."""
+    """Answer of one client so far."""
 
-    tokens: list[int] = []  # over gRPC one by one, over HTTP with the last event
+    tokens: list[int] = []  # one by one over gRPC, with the last event over HTTP
     text: str = ""
-    pieces: int = 0  # that came, tokens or events with text
+    pieces: int = 0  # received tokens, or events with text
     ended: bool = False
 
 
 class SoakClients:
-    """Everybody who asks one router."""
+    """All clients of one router."""
 
     def __init__(self, http: str, grpc: str, model: str, text_of: TextOf):
         self.tally = SoakTally()
@@ -92,7 +92,7 @@ class SoakClients:
         await self._grpc.close()
 
     async def ask(self, wish: SoakRequest) -> None:
-        """One request to its end, and its account."""
+        """Send one request, follow it to its end, and count it."""
         tally, got = self.tally, ReceivedAnswer()
         tally.requests += 1
         pieces = self._over_http(wish, got) if wish.over_http else self._over_grpc(wish, got)
@@ -108,7 +108,7 @@ class SoakClients:
         except TimeoutError:
             self._never_ended(wish, got)
         except AnswerFailed as failure:
-            if limit.expired():  # of which gRPC makes an error of its own
+            if limit.expired():  # gRPC raises its own error then
                 self._never_ended(wish, got)
             else:
                 self._failed(wish, got, failure)
@@ -232,7 +232,7 @@ _DONE = b"[DONE]"
 
 
 class HttpConnections:
-    """Keep-alive connections to one server, each with one request at a time; one that is left in the middle is closed."""
+    """Keep-alive connections to one server, each with one request at a time; a cancelled request closes its connection."""
 
     def __init__(self, address: str):
         host, _, port = address.rpartition(":")
@@ -245,13 +245,13 @@ class HttpConnections:
         self._idle = []
 
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[_SoakEvent, None]:
-        """The events of an answer; a refusal is one event.
+        """Yield the events of an answer; a rejection is one event.
 
         Raises:
             IncompleteReadError, OSError: The connection ended within the answer.
-            ValueError: The stream ended well but for its end.
+            ValueError: The stream ended without its last event.
         """
-        while self._idle and self._idle[-1][0].at_eof():  # idle for so long that the server has closed it
+        while self._idle and self._idle[-1][0].at_eof():  # the server closed it after a long idle time
             self._idle.pop()[1].close()
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
         reusable = False

@@ -1,6 +1,6 @@
-"""Processes of a cluster, started as a supervisor starts them, and ended in every way that a process can end.
+"""Processes of a soak test, started like a supervisor starts them, and ended in every way in which a process can end.
 
-They are started by `subprocess`, which uses vfork: the event loop's own way forks, and gRPC's threads do not survive that.
+They are started by `subprocess`, which uses vfork. The event loop would use fork, which gRPC's threads do not survive.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from msgspec import Struct
 from loadtests.kvstore.nodes import ROOT, environment
 from loadtests.unavailable import SystemUnavailable
 
-START_SECONDS = 60.0  # on a machine that is busy with something else
+START_SECONDS = 60.0  # on a busy machine
 
 
 class SoakProcess:
-    """`fleet serve KIND` with settings of its own; its log is in the folder."""
+    """One process of `fleet serve KIND` with its own settings; its log is in the folder."""
 
     def __init__(self, kind: str, name: str, folder: Path, settings: Struct):
-        """Does not start it."""
+        """Prepare the process without starting it."""
         self.name = name
         self._kind = kind
         self._config = folder / f"{name}.json"
@@ -45,14 +45,14 @@ class SoakProcess:
         return self._process is not None and self._process.poll() is None
 
     async def start(self) -> Mapping[str, str]:
-        """Its endpoints, when it is ready.
+        """Start the process and return its endpoints when it is ready.
 
         Raises:
-            Absent: It ended, or was not ready in time; says what it said last.
+            Absent: It ended, or was not ready in time; the message contains the end of its log.
         """
         command = [sys.executable, "-m", "fleet.cli.main", "serve", self._kind, "--config", str(self._config)]
         command += ["--parent", str(os.getpid())]
-        with self._log.open("ab") as log:  # in this thread: a child ends with the thread that has started it
+        with self._log.open("ab") as log:  # in this thread, because a child ends with the thread that started it
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment())  # noqa: ASYNC220
         self._process = process
         assert process.stdout is not None
@@ -66,11 +66,11 @@ class SoakProcess:
         return endpoints
 
     def kill(self) -> None:
-        """SIGKILL: at once, and without a word."""
+        """Send SIGKILL."""
         self._signal(signal.SIGKILL)
 
     def ask_to_end(self) -> None:
-        """SIGTERM: a worker drains, and leaves."""
+        """Send SIGTERM; a worker then drains and ends."""
         self._signal(signal.SIGTERM)
 
     def freeze(self) -> None:
@@ -80,7 +80,7 @@ class SoakProcess:
         self._signal(signal.SIGCONT)
 
     async def ended(self, seconds: float) -> int | None:
-        """How it ended; None when it does not within that time."""
+        """Return the exit status, or None if the process does not end in time."""
         assert self._process is not None
         try:
             return await asyncio.to_thread(self._process.wait, seconds)
@@ -97,6 +97,6 @@ class SoakProcess:
 
 
 def _first_line(pipe: IO[bytes]) -> bytes:
-    """Empty when none comes in time."""
+    """Return the first line, or nothing if none comes in time."""
     readable, _, _ = select.select([pipe], [], [], START_SECONDS)
     return pipe.readline() if readable else b""

@@ -1,4 +1,4 @@
-"""What clients ask for, and what they have to get."""
+"""Requests of a soak test, with their expected answers."""
 
 import random
 from collections.abc import Iterator
@@ -8,35 +8,35 @@ from msgspec import Struct
 from fleet.core.requests import TOKEN_BYTES, Sampling
 from loadtests.router.soak.answers import AnswerOracle
 
-WORDS = range(64, 4000)  # token ids of prompts: ordinary ones
+WORDS = range(64, 4000)  # ordinary token ids of prompts
 OPENINGS = 24
 OPENING_TOKENS = (64, 768)
 OWN_TOKENS = (8, 320)
 ANSWER_TOKENS = (8, 40)
 SESSIONS = 200
-GREEDY = 0.7  # of all wishes
-SAMPLED = 0.15  # the rest draws by a seed, whose state no other worker has
-LEAVES = 0.03  # of all clients, in the middle of their answer
+GREEDY = 0.7  # share of all requests
+SAMPLED = 0.15  # share of all requests; the rest samples with a seed, whose state is lost with its worker
+LEAVES = 0.03  # share of clients that cancel in the middle of their answer
 
 
 class SoakRequest(Struct, frozen=True, kw_only=True):
-    """One request."""
+    """One request with its expected answer."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     expected: tuple[int, ...]
     over_http: bool
     session: str
-    leaves_after: int | None  # tokens; None: the client stays
+    leaves_after: int | None  # tokens after which the client cancels, or None
 
     @property
     def survives(self) -> bool:
-        """Whether an answer that has begun goes on when its worker is lost."""
+        """True if a started answer continues after its worker is lost."""
         return self.sampling.stateless
 
 
 def wishes(chance: random.Random, oracle: AnswerOracle) -> Iterator[SoakRequest]:
-    """Without end: prompts that begin like others and end like none, over both fronts."""
+    """Yield requests without end: prompts with shared prefixes and unique ends, over both frontends."""
     openings = [_some(chance, OPENING_TOKENS) for _ in range(OPENINGS)]
     while True:
         prompt = chance.choice(openings) + _some(chance, OWN_TOKENS)
@@ -60,6 +60,8 @@ def _sampling(chance: random.Random, length: int) -> Sampling:
     kind = chance.random()
     if kind < GREEDY:
         return Sampling(max_tokens=length, temperature=0.0, ignore_eos=True)
-    if kind < GREEDY + SAMPLED:  # numbers that protobuf's 32 bits hold exactly: the engine draws by every bit of them
+    if (
+        kind < GREEDY + SAMPLED
+    ):  # numbers that 32-bit floats represent exactly, because the engine uses every bit of them
         return Sampling(max_tokens=length, temperature=0.75, top_p=0.875, ignore_eos=True)
     return Sampling(max_tokens=length, temperature=0.75, seed=chance.randrange(1 << 31), ignore_eos=True)

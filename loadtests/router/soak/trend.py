@@ -1,4 +1,4 @@
-"""Whether a process grows: its memory, its open files, its threads and the tasks of its event loop, sampled."""
+"""Trend of a process: samples of its memory, open files, threads and event loop tasks, and whether they grow."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,11 +10,10 @@ from msgspec import Struct
 MEBIBYTE = 1 << 20
 HOUR = 3600.0
 FLAT_MB_PER_HOUR = 30.0
-"""Of growth in the second half: a leak of 100 bytes a request shows as more at 85 requests a second; what the allocator does
-with blocks of all sizes stays below."""
+"""Tolerated growth in the second half. A leak of 100 bytes per request exceeds it at 85 requests a second; fragmentation does not."""
 
-ENOUGH_SECONDS = 300.0  # a shorter second half tells of warming up and not of growth
-MORE_FILES = 16  # at rest, than there were at rest before: what gRPC keeps for itself
+ENOUGH_SECONDS = 300.0  # a shorter second half shows warm-up instead of growth
+MORE_FILES = 16  # tolerated additional files at rest, which gRPC keeps open
 MORE_TASKS = 16
 
 
@@ -41,7 +40,7 @@ def second_half(samples: Sequence[TrendSample]) -> list[TrendSample]:
 
 
 def slope_mb_per_hour(samples: Sequence[TrendSample]) -> float:
-    """Of memory over the second half, by least squares."""
+    """Return the growth of memory over the second half, by least squares."""
     half = second_half(samples)
     if len({each.seconds for each in half}) < 2:
         return 0.0
@@ -50,7 +49,7 @@ def slope_mb_per_hour(samples: Sequence[TrendSample]) -> float:
 
 
 def grows(samples: Sequence[TrendSample], slope: float) -> str:
-    """What is wrong with the memory; empty: nothing, or the run was too short to tell."""
+    """Return a complaint about growing memory; empty if there is none, or if the run was too short."""
     half = second_half(samples)
     assert all(earlier.seconds <= later.seconds for earlier, later in pairwise(half))
     if half[-1].seconds - half[0].seconds < ENOUGH_SECONDS or slope <= FLAT_MB_PER_HOUR:

@@ -1,4 +1,4 @@
-"""Other projects' routers, installed from PyPI into virtual environments of their own; nothing of theirs is part of this project."""
+"""Compared systems: other projects' routers, installed from PyPI into virtual environments; this project contains no part of them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 from loadtests.environments import SystemDistribution
 from loadtests.kvstore.nodes import free_port
 
-BLOCK_TOKENS = 64  # where a router counts tokens
+BLOCK_TOKENS = 64  # for routers that count tokens
 CommandOf = Callable[[Path, int, Sequence[str], str], Sequence[str]]
-"""From its interpreter, the port to listen at, the workers' URLs and the policy to what starts it."""
+"""Returns the command that starts a router, from its interpreter, port, worker URLs and policy."""
 
 SGLANG = SystemDistribution(name="sglang-router", version="0.3.2", steps=((("sglang-router==0.3.2",),),))
 SMG = SystemDistribution(name="smg", version="1.13.0", steps=((("smg==1.13.0",),),))
@@ -19,7 +19,7 @@ DYNAMO = SystemDistribution(
     version="1.6.1",
     steps=(
         (("ai-dynamo-runtime==1.6.1",),),
-        (("--no-deps", "ai-dynamo==1.6.1"),),  # one thing that it requires is a stub on PyPI, which does not install
+        (("--no-deps", "ai-dynamo==1.6.1"),),  # one of its requirements is a stub on PyPI that cannot be installed
         (
             (
                 "aiohttp==3.14.5",
@@ -51,7 +51,7 @@ def vllm_command(python: Path, port: int, workers: Sequence[str], policy: str) -
 
 
 def _options(port: int, workers: Sequence[str], policy: str) -> Sequence[str]:
-    """Of these three, which have one origin."""
+    """Return the options that these three routers share, because they have a common origin."""
     return [
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--worker-urls", *workers),
@@ -62,27 +62,27 @@ def _options(port: int, workers: Sequence[str], policy: str) -> Sequence[str]:
 
 
 def dynamo_environment(folder: Path) -> dict[str, str]:
-    """Its parts find each other through files in a folder; it logs every decision unless it is told not to."""
+    """Return the environment: parts find each other through files in a folder, and logging of every decision is off."""
     known = {"DYN_FILE_KV": str(folder / "dynamo-discovery"), "DYN_DISCOVERY_BACKEND": "file"}
     return {**known, "DYN_LOG": "error", "HF_HUB_OFFLINE": "1"}
 
 
 def dynamo_command(python: Path, port: int, policy: str) -> Sequence[str]:
-    """Its frontend, with the fastest of its tokenizers."""
+    """Return the command of the frontend, with its fastest tokenizer."""
     command = [str(python), "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
     return [*command, "--router-mode", policy, "--tokenizer", "fastokens"]
 
 
 def dynamo_workers(python: Path, model_dir: Path, model: str, speed: float, workers: int, blocks: int) -> Sequence[str]:
-    """Its simulated engines, `speed` times as fast as they are made (about 7 ms a token), in one process.
+    """Return the command of its simulated engines, in one process.
 
     Args:
         python: Its interpreter.
-        model_dir: With tokenizer and configuration.
-        model: As clients name it.
-        speed: Where 0 does not mean what it is said to; large values do.
-        workers: How many.
-        blocks: Of each one's cache; 0 leaves that to it.
+        model_dir: Folder with tokenizer and configuration.
+        model: Model name for clients.
+        speed: Factor by which engines are faster than 7 ms a token. The documented special value 0 does not work; use a large one.
+        workers: Number of engines.
+        blocks: Cache size of each engine; 0: its default.
     """
     command = [str(python), "-m", "dynamo.mocker", "--model-path", str(model_dir), "--model-name", model]
     command += ["--num-workers", str(workers), "--speedup-ratio", str(speed)]

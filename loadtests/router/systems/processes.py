@@ -1,4 +1,4 @@
-"""The processes of a run: started on cores of their own, watched by the system's own accounts, and ended with their children."""
+"""Processes of a benchmark: started on their own cores, measured by the operating system's counters, and ended with their children."""
 
 import http.client
 import json
@@ -25,22 +25,22 @@ PAUSE_SECONDS = 0.1
 
 
 class Cores(Struct, frozen=True, kw_only=True):
-    """Who runs where; all at once where there is but one core."""
+    """Cores of the processes; if there is only one core, all share it."""
 
     router: frozenset[int]
     others: frozenset[int]
-    """Of workers and client."""
+    """Cores of workers and client."""
 
 
 def cores_of_this_process() -> Cores:
-    """The first for the router, the rest for whatever feeds it."""
+    """Return the first core for the router, and the others for workers and client."""
     first, *rest = sorted(os.sched_getaffinity(0))
     return Cores(router=frozenset({first}), others=frozenset(rest or {first}))
 
 
 @contextmanager
 def running_on(cores: frozenset[int]) -> Iterator[None]:
-    """This process, and what it starts meanwhile."""
+    """Run this process, and the processes that it starts meanwhile, on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -50,7 +50,7 @@ def running_on(cores: frozenset[int]) -> Iterator[None]:
 
 
 class ProcessTree:
-    """A process with all the children that it has."""
+    """A process with all its children."""
 
     def __init__(self, name: str, process: "subprocess.Popen[bytes]", log: Path):
         self.name = name
@@ -68,7 +68,7 @@ class ProcessTree:
         return resident_bytes(self._process.pid)
 
     def end(self) -> None:
-        """Returns when it is gone with its children."""
+        """End the process and its children, and wait for them."""
         tree = _tree(self._process.pid)
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -86,18 +86,18 @@ class ProcessTree:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system of a process since its start: of all its threads, and of its children whether they live or not."""
+    """Return user and system time of a process since its start, including all threads and children, living or not."""
     total = 0.0
     for process in _tree(pid):
         with suppress(psutil.NoSuchProcess, OSError):
             total += time.clock_gettime(_clock_of(process.pid))
             ended = process.cpu_times()
-            total += ended.children_user + ended.children_system  # those that ended and were waited for
+            total += ended.children_user + ended.children_system  # children that ended and were waited for
     return total
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process and its children; pages that they share count for each."""
+    """Return the memory of a process and its children; shared pages count for each."""
     total = 0
     for process in _tree(pid):
         with suppress(psutil.NoSuchProcess):
@@ -109,7 +109,7 @@ def resident_bytes(pid: int) -> int:
 def started(
     name: str, command: Sequence[str], folder: Path, cores: frozenset[int], more: Mapping[str, str]
 ) -> Iterator[ProcessTree]:
-    """A server on these cores that writes to a log in the folder."""
+    """Run a server on these cores, with a log in the folder."""
     log = folder / f"{name.replace(':', '-')}.log"
     with log.open("ab") as output, running_on(cores):
         process = subprocess.Popen(
@@ -131,7 +131,7 @@ def started(
 def started_module(
     module: str, arguments: Sequence[str], folder: Path, cores: frozenset[int]
 ) -> Iterator[tuple[ProcessTree, dict[str, Any]]]:
-    """A module of this checkout, on these cores, that prints one JSON line when it is ready, and that line.
+    """Run a module of this checkout on these cores; yield it with the JSON line that it prints when it is ready.
 
     Raises:
         Absent: It was not ready in time.
@@ -161,16 +161,16 @@ def started_module(
 
 
 def wait_until_it_answers(server: ProcessTree, port: int, request: tuple[str, bytes], seconds: float) -> None:
-    """Until it answers a streamed request in full.
+    """Wait until a server answers a streamed request completely.
 
     Args:
-        server: Who.
-        port: Where.
-        request: Path and body of what is asked.
-        seconds: At most.
+        server: The server.
+        port: Its port.
+        request: Path and body of the request.
+        seconds: Longest wait.
 
     Raises:
-        Absent: It ended, or did not answer in time; says what it said last.
+        Absent: It ended, or did not answer in time; the message contains the end of its log.
     """
     deadline = time.monotonic() + seconds
     complaint = "nobody listens"
@@ -189,7 +189,7 @@ def wait_until_it_answers(server: ProcessTree, port: int, request: tuple[str, by
 
 
 def ask(port: int, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-    """Status and body of the answer to a request; without a body it is a GET."""
+    """Send a request and return status and body of the answer; without a body it is a GET."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         headers = {} if body is None else {"content-type": "application/json"}
@@ -209,5 +209,5 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def _clock_of(pid: int) -> int:
-    """Linux' clock of what a process has used, in nanoseconds instead of ticks of 10 ms: clock_getcpuclockid(3)."""
+    """Return Linux's CPU clock of a process, which counts nanoseconds instead of ticks of 10 ms: clock_getcpuclockid(3)."""
     return (~pid << 3) | 2

@@ -1,9 +1,9 @@
-"""The least that a router in Python can cost: bytes in, bytes out, requests to workers in turn. Nothing is parsed.
+"""Floor of the benchmark: a relay that forwards bytes and sends requests to workers in turn, without parsing anything.
 
     python -m loadtests.router.systems.relay WORKER_PORT...     prints its port, one JSON line, when it is ready
 
-A client's bytes after an answer has begun are its next request: true of every client that waits for its answer before it
-asks again, as the one of this benchmark does, and of no other; this is a floor to measure against and not a router.
+Bytes that a client sends after an answer has begun are taken as its next request. This is true only for clients that wait for each
+answer, like the client of this benchmark. So the relay is a floor to measure against, not a router.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from fleet.local.process_group import die_with_parent
 
 
 class RelayUpstream(asyncio.Protocol):
-    """A connection to a worker; belongs to one client connection at a time."""
+    """A connection to a worker, used by one client connection at a time."""
 
     client: "RelayClient | None" = None
     transport: asyncio.Transport
@@ -37,7 +37,7 @@ class RelayUpstream(asyncio.Protocol):
             client.answered = True
             client.transport.write(data)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         if self.client is not None:
             self.client.transport.close()
         elif self in self.idle:
@@ -45,7 +45,7 @@ class RelayUpstream(asyncio.Protocol):
 
 
 class RelayClient(asyncio.Protocol):
-    answered = True  # the next bytes are a new request
+    answered = True  # the next bytes begin a new request
     transport: asyncio.Transport
 
     def __init__(self, turns: "Iterator[RelayDestination]", loop: asyncio.AbstractEventLoop):
@@ -72,7 +72,7 @@ class RelayClient(asyncio.Protocol):
         else:
             self._upstream.transport.write(data)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         if self._dialling is not None:
             self._dialling.cancel()
         if self._upstream is None:

@@ -1,7 +1,7 @@
-"""The routers: how each is started in front of workers that speak OpenAI's API.
+"""Targets: how each router is started in front of workers that speak the OpenAI API.
 
-A target is named as on the command line, `name` or `name:policy`; without a policy, it places by what it knows of the
-workers' caches. Dynamo brings workers of its own (its mocker), since its frontend speaks to no others.
+A target has the form `name` or `name:policy` on the command line; without a policy, it places requests by the workers' caches.
+Dynamo brings its own workers (its mocker), because its frontend speaks to no others.
 """
 
 import importlib.metadata
@@ -25,57 +25,57 @@ from loadtests.router.systems.processes import Cores, ProcessTree, started, star
 from loadtests.unavailable import SystemUnavailable
 
 START_SECONDS = 90.0
-DYNAMO_AT_ONCE = 1000.0  # times the speed of its simulated engine
-DYNAMO_PACED = 0.007  # seconds a token at speed 1
+DYNAMO_AT_ONCE = 1000.0  # factor of the speed of its simulated engine
+DYNAMO_PACED = 0.007  # seconds per token at speed 1
 
 
 class BenchmarkSetting(Struct, frozen=True, kw_only=True):
-    """Where a router is started."""
+    """Surroundings of a router."""
 
     workers: tuple[int, ...] = ()
-    """Their ports. They, and what follows of them, are a scenario's."""
+    """Ports of the workers; these and the next fields come from the scenario."""
 
     cache_blocks: int = 0
-    """What a worker remembers, in blocks of about 64 tokens; 0: it was not told."""
+    """Prefix cache of a worker in blocks of about 64 tokens; 0: none."""
 
     gap_seconds: float = 0.0
-    """Between the tokens of an answer; 0: there is none."""
+    """Seconds between the tokens of an answer; 0: no pause."""
 
     model_dir: Path
-    """With the tokenizer of the model."""
+    """Folder with the model's tokenizer."""
 
     folder: Path
-    """For logs and settings."""
+    """Folder for logs and settings."""
 
     cache: Path
-    """Where the peers' environments are kept."""
+    """Cache folder for the environments of compared systems."""
 
     cores: Cores
 
     before: Path | None = None
-    """Another checkout of Fleet, which the target `fleet-before` runs; None: there is none."""
+    """Another checkout of Fleet for the target `fleet-before`, or None."""
 
 
 class RunningRouter(Struct, frozen=True, kw_only=True):
-    """A router that answers."""
+    """A router that is ready."""
 
     ports: tuple[int, ...]
-    """The client's connections are dealt out among them."""
+    """Ports among which the client's connections are distributed."""
 
     server: ProcessTree | None
-    """None: there is none, the client asks the workers."""
+    """The router's process; None: the client asks workers directly."""
 
     own_workers: bool = False
-    """Whether it serves workers that are not ours, and whose counters nobody knows."""
+    """Whether it brings its own workers, whose counters are unknown."""
 
 
 Start = Callable[[BenchmarkSetting, str], AbstractContextManager[RunningRouter]]
-"""Runs it with that policy (empty: its own choice by cache) as long as the context is open; may raise `SystemUnavailable`."""
+"""Runs the router with a policy (empty: its own cache-aware one) as long as the context is open; may raise `SystemUnavailable`."""
 
 
 class RouterTarget(Struct, frozen=True, kw_only=True):
     name: str
-    """As it was asked for, with the policy."""
+    """Name as on the command line, with the policy."""
 
     policy: str
     version: str
@@ -86,10 +86,10 @@ class RouterTarget(Struct, frozen=True, kw_only=True):
 
 
 def targets(names: Sequence[str]) -> list[RouterTarget]:
-    """What was asked for, with the client alone before everybody else: every table needs it.
+    """Return the targets with these names, and before them the client that asks workers directly, which every table needs.
 
     Raises:
-        ConfigurationRefused: There is no such target.
+        ConfigurationRefused: A target is unknown.
     """
     return [_target(name) for name in dict.fromkeys((DIRECT, *names))]
 
@@ -103,13 +103,13 @@ def _target(full_name: str) -> RouterTarget:
 
 
 @contextmanager
-def _direct(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  # noqa: ARG001 - has none
-    """Every connection of the client goes to one worker for good: no router, no choice."""
+def _direct(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  # noqa: ARG001 - it has no policy
+    """Connect each client connection to one worker, without a router."""
     yield RunningRouter(ports=setting.workers, server=None)
 
 
 @contextmanager
-def _relay(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  # noqa: ARG001 - has none
+def _relay(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  # noqa: ARG001 - it has no policy
     ports = [str(port) for port in setting.workers]
     with started_module(relay.__name__, ports, setting.folder, setting.cores.router) as (server, ready):
         yield RunningRouter(ports=(ready["port"],), server=server)
@@ -124,7 +124,7 @@ def _fleet(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
 
 @contextmanager
 def _fleet_before(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
-    """Run the same of another checkout, with this one's dependencies."""
+    """Run the router of another checkout with the dependencies of this one."""
     if setting.before is None:
         raise SystemUnavailable("--before names no checkout")
     with _fleet_of({**os.environ, "PYTHONPATH": str(setting.before)}, BEFORE, setting, policy) as running:
@@ -171,7 +171,7 @@ def _peer(name: str, distribution: SystemDistribution, command_of: peers.Command
 
 @contextmanager
 def _dynamo(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
-    """Frontend on the router's core, mocker on the others'."""
+    """Run the frontend on the router's core, and the mocker on the other cores."""
     python = python_of(peers.DYNAMO, setting.cache)
     port = free_port()
     more = peers.dynamo_environment(setting.folder)
@@ -191,7 +191,7 @@ def _dynamo(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
 def _serving(
     name: str, policy: str, command: Sequence[str], port: int, setting: BenchmarkSetting, more: Mapping[str, str]
 ) -> Iterator[RunningRouter]:
-    """A router on its core until the context is left, once it answers."""
+    """Run a router on its core, and yield it when it answers."""
     full_name = f"{name}:{policy}" if policy else name
     body = {"model": MODEL, "stream": True, "max_tokens": 1, "temperature": 0, "prompt": "Are you there?"}
     with started(full_name, command, setting.folder, setting.cores.router, more) as server:

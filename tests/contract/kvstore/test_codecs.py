@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.benchmark import a_kv_like_block
+from kvstore.codecs.benchmark import kv_like_block
 from kvstore.codecs.encoded_block import bound_of
 from kvstore.codecs.registry import Codecs, CodecSettings, Compression
 from kvstore.errors import UndecodableBlock
@@ -40,7 +40,7 @@ def decoded(codec, key, encoded, block):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2", "int8"])
 def test_exact_codecs_give_back_the_same_bytes(name, dtype):
     codec, namespace = a_codec(name, dtype)
-    for block in (a_kv_like_block(namespace), np.zeros(namespace.block_bytes, np.uint8), some_bytes(namespace, 1)):
+    for block in (kv_like_block(namespace), np.zeros(namespace.block_bytes, np.uint8), some_bytes(namespace, 1)):
         encoded = codec.encode(a_key(namespace), block)
 
         assert np.array_equal(decoded(codec, a_key(namespace), encoded, block), block)
@@ -65,7 +65,7 @@ def test_any_bytes_can_be_encoded(name, seed):
 @every(*Compression)
 def test_truncated_or_extended_payload_is_rejected(name):
     codec, namespace = a_codec(name)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace), block)
 
     for length in {0, 1, 2, 21, 22, 23, 24, 25, 38, 39, 60, encoded.nbytes // 2, encoded.nbytes - 1}:
@@ -81,7 +81,7 @@ def test_truncated_or_extended_payload_is_rejected(name):
 @example(position=305, bit=1)  # padding of a zstd bit stream
 def test_flipped_bit_is_rejected_or_harmless(name, position, bit):
     codec, namespace = a_codec(name, layers=1, kv_heads=2, head_dim=8)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace), block).copy()
     encoded[position % encoded.nbytes] ^= 1 << bit
 
@@ -98,7 +98,7 @@ def test_flipped_bit_is_rejected_or_harmless(name, position, bit):
 @given(garbage=st.binary(max_size=300))
 def test_garbage_is_rejected(name, garbage):
     codec, namespace = a_codec(name, layers=1, kv_heads=1, head_dim=2)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
 
     with pytest.raises(UndecodableBlock):
         decoded(codec, a_key(namespace), np.frombuffer(garbage, np.uint8), block)
@@ -108,7 +108,7 @@ def test_garbage_is_rejected(name, garbage):
 def test_payload_of_another_block_is_rejected(name):
     codec, namespace = a_codec(name)
     other_codec, other_namespace = a_codec(name, model="other")
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace, "a"), block)
 
     with pytest.raises(UndecodableBlock):
@@ -120,7 +120,7 @@ def test_payload_of_another_block_is_rejected(name):
 @every(*Compression)
 def test_payload_of_another_codec_is_rejected(name):
     codec, namespace = a_codec(name)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
 
     for theirs in EVERY_NAME:
         if theirs != name:
@@ -137,7 +137,7 @@ def test_ids_are_distinct_and_fit_a_byte():
 @every(*Compression)
 def test_a_codec_serves_several_threads(name):
     codec, namespace = a_codec(name)
-    blocks = [a_kv_like_block(namespace, seed) for seed in range(4)]
+    blocks = [kv_like_block(namespace, seed) for seed in range(4)]
     expected = [
         decoded(codec, a_key(namespace, str(seed)), codec.encode(a_key(namespace, str(seed)), block), block)
         for seed, block in enumerate(blocks)
@@ -163,7 +163,7 @@ def test_a_codec_serves_several_threads(name):
 @pytest.mark.parametrize("name", Compression)
 def test_encoding_does_not_change_the_block(name):
     codec, namespace = a_codec(name)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
     before = block.copy()
     block.flags.writeable = False
 
@@ -176,7 +176,7 @@ def test_encoding_does_not_change_the_block(name):
 def test_exact_codec_reports_no_loss(name):
     codec, namespace = a_codec(name)
 
-    bound = bound_of(codec.encode(a_key(namespace), a_kv_like_block(namespace)))
+    bound = bound_of(codec.encode(a_key(namespace), kv_like_block(namespace)))
 
     assert (bound.relative, bound.of_largest, bound.least) == (0, 0, 0)
 

@@ -10,7 +10,7 @@ import pytest
 
 from fleet.client import AsyncClient, Unauthenticated, Unavailable
 from fleet.core.errors import Reason
-from fleet.frontend.metrics.tenants import TenantMetrics
+from fleet.frontend.metrics.router import TenantMetrics
 from fleet.router.tenants import TenantSettings
 from tests.support.builders import MODEL
 from tests.support.frontend.frontends import open_frontends

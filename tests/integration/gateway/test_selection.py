@@ -13,7 +13,8 @@ from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Role
 from fleet.core.system_clock import SystemClock
-from fleet.gateway.selection import SelectionAwareWorkers, SelectionService
+from fleet.gateway.selected_requests import SelectionAwareWorkers
+from fleet.gateway.selection import SelectionService
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import WorkerLeft
 from fleet.router.server import RouterServer

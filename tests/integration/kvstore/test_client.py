@@ -136,7 +136,7 @@ def test_attempts_for_shared_memory_back_off(node, monkeypatch):
     with a_store_client(node.address, a_namespace(), clock=clock) as client:
         for _ in range(80):
             assert client.stats()
-            eventually(lambda: not client._link._seeking.locked())
+            eventually(lambda: not client.connection._seeking.locked())
             clock.move(10 * MILLISECOND)
 
     assert attempts == [0, 100, 300, 700], "0.1 s, then twice as long each time"
@@ -372,7 +372,7 @@ def test_corrupt_byte_is_never_returned_and_block_is_dropped(client, node):
 
 def flip_a_byte(node, namespace: KvNamespace, offset: int) -> None:
     with a_store_client(node.address, namespace, prefer=("shm",)) as vandal:
-        transport = vandal._link.session.transport
+        transport = vandal.connection.session.transport
         assert isinstance(transport, SharedMemoryTransport)
         transport._mapping.bytes[offset] ^= 0x40
 

@@ -134,7 +134,7 @@ def test_invalid_request_is_rejected_on_a_live_connection(node, calls, field, wr
         assert (wire.FIELD_KEY, field) in refused.value.trailing_metadata()
 
     assert len(calls.match(a_request(node), 5).slots) == 2 * 20
-    assert len(calls._lines) == 1
+    assert len(calls.connections) == 1
 
 
 def test_a_request_to_another_incarnation_is_rejected_as_by_grpc(node, calls):
@@ -165,7 +165,7 @@ def test_garbage_ends_its_own_connection_and_no_other(node, calls, garbage):
         assert bystander.recv(1)
 
     assert len(calls.match(a_request(node), 5).slots) == 2 * 20
-    assert len(calls._lines) == 1, "the connection stays open"
+    assert len(calls.connections) == 1, "the connection stays open"
 
 
 def test_split_or_joined_requests_are_answered_in_order(node):
@@ -218,7 +218,7 @@ def test_ended_connection_is_replaced_before_sending():
         node.start()
         with a_store_client(node.address, NAMESPACE):
             assert calls.match(a_request(node), 5).slots == b""
-        assert len(calls._lines) == 1
+        assert len(calls.connections) == 1
         calls.close()
 
 
@@ -234,7 +234,7 @@ def test_release_returns_at_once_and_takes_effect():
         assert len(client.match(a_chain(1), lease_seconds=0)) == 1, "not the answer to the release"
         client.release(second.lease_id)
         assert client.stats().pinned == 0
-        assert len(client._link.session.calls._lines) == 1
+        assert len(client.connection.session.calls.connections) == 1
 
 
 def test_unanswered_release_costs_only_the_next_calls_deadline():
@@ -264,7 +264,7 @@ def test_release_before_closing_frees_the_lease(node):
 
 def test_calls_use_grpc_without_a_socket(node):
     with a_store_client(node.address, NAMESPACE) as client:
-        client._link.session.calls._path = f"{node.folder}/gone"
+        client.connection.session.calls._path = f"{node.folder}/gone"
 
         assert len(client.match(a_chain(2), lease_seconds=0)) == 2
 
@@ -469,7 +469,7 @@ def test_silent_connections_do_not_block_shared_memory(node):
 
         with at_most(0.75 * HANDOUT_SECONDS), a_store_client(node.address, NAMESPACE, prefer=["shm"]) as client:
             assert len(client.match(a_chain(2), lease_seconds=0)) == 2
-            assert client._link.session.calls._lines, "the call used gRPC"
+            assert client.connection.session.calls.connections, "the call used gRPC"
 
         assert is_over(silent[0]), "the longest silent connection was cut"
         silent[-1].sendall(OPENING)

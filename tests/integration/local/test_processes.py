@@ -301,7 +301,7 @@ async def test_child_that_ends_while_removed_affects_no_other(folder):
         return True
 
     processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
-    tell = processes._tell_guardian
+    tell = processes._tell_reaper
 
     def remove_when_it_ends(change, group):
         tell(change, group)
@@ -309,7 +309,7 @@ async def test_child_that_ends_while_removed_affects_no_other(folder):
             processes.remove("b", Nanos(300 * SECOND))  # before its end is noticed
 
     async def body():
-        processes._tell_guardian = remove_when_it_ends
+        processes._tell_reaper = remove_when_it_ends
         os.kill(processes.pids["b"], signal.SIGKILL)
         await until(lambda: processes.names == {"a"})
         await asyncio.sleep(0)
@@ -318,13 +318,13 @@ async def test_child_that_ends_while_removed_affects_no_other(folder):
     assert await processes.hold(body)
 
 
-async def test_stopped_reaper_does_not_block_the_cluster_end(folder, monkeypatch):
+async def test_stopped_orphan_reaper_does_not_keep_cluster_alive(folder, monkeypatch):
     monkeypatch.setattr("fleet.local.processes.ORPHAN_REAPER_SECONDS", 0.5)
     processes = supervise(folder, [], a_process("a", "serve"))
 
     async def body():
-        (guardian,) = (each for each in psutil.Process().children() if str(folder) in each.cmdline())
-        guardian.suspend()
+        (reaper,) = (each for each in psutil.Process().children() if str(folder) in each.cmdline())
+        reaper.suspend()
 
     async with asyncio.timeout(60):
         assert await processes.hold(body)

@@ -167,9 +167,9 @@ def test_run_without_disk_space_leaves_no_folder(parent, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
-    for what in ("held", "mkdir"):
+    for what in ("lock", "mkdir"):
         with monkeypatch.context() as patch:
-            patch.setattr(*((local_runs, "held", full) if what == "held" else (Path, "mkdir", full)))
+            patch.setattr(*((local_runs, "hold_lock_file", full) if what == "lock" else (Path, "mkdir", full)))
             with pytest.raises(OSError, match="No space"), runtime_folder():
                 pass
         assert list(parent.iterdir()) == [], what
@@ -214,7 +214,7 @@ def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys,
     monkeypatch.setattr(tempfile, "tempdir", folder_of_runs)
     with fleet_up(tmp_path) as up:
         folder, pids, segments = up.runtime_folder(), up.pids(), up.segments()
-        guardian = next(pid for pid in pids if "fleet.local.orphan_reaper" in command_of(psutil.Process(pid)))
+        reaper = next(pid for pid in pids if "fleet.local.orphan_reaper" in command_of(psutil.Process(pid)))
         scaling = subprocess.Popen(
             [sys.executable, "-m", "fleet.cli.main", "scale", "decode=99", "--plans", str(folder / "plans")],
             stderr=subprocess.PIPE,
@@ -225,7 +225,7 @@ def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys,
         scaling.communicate()
         assert run(["status", "--address", up.grpc]) == 0
         shown = capsys.readouterr().err
-        os.kill(guardian, signal.SIGKILL)
+        os.kill(reaper, signal.SIGKILL)
         up.end(signal.SIGKILL)
     eventually(lambda: alive(pids) == [])
     assert folder.exists()

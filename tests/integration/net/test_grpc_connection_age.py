@@ -18,7 +18,7 @@ SECONDS = 0.2
 @pytest.fixture(params=["clients", "gateways"])
 async def server(request, monkeypatch):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
-    monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.05)
+    monkeypatch.setattr(grpc_http2, "SHUTDOWN_NOTICE_SECONDS", 0.05)
     if request.param == "clients":
         return Http2Server(connection_seconds=SECONDS)
     return grpc.aio.server(options=frontend_server_options(shared=False, connection_seconds=SECONDS))

@@ -189,7 +189,7 @@ async def crowded_world(monkeypatch):
 @asynccontextmanager
 async def a_world(monkeypatch, limits):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
-    monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.1)
+    monkeypatch.setattr(grpc_http2, "SHUTDOWN_NOTICE_SECONDS", 0.1)
     server, service = Http2Server(limits=limits), CountingService()
     methods = {
         "Thrice": grpc.unary_stream_rpc_method_handler(service.thrice),
@@ -390,10 +390,10 @@ async def test_paused_server_does_not_blame_its_clients(world):
         await until(lambda: world.service.began == 1)
         (connection,) = world.server.connections
 
-        connection.look(asyncio.get_running_loop().time() + 1000)
+        connection.check_limits(asyncio.get_running_loop().time() + 1000)
 
-        assert connection._asked_at is not None
-        await until(lambda: connection._asked_at is None)  # the client has answered
+        assert connection.pinged_at is not None
+        await until(lambda: connection.pinged_at is None)  # the client has answered
         world.service.go.set()
         assert [each async for each in call] == [b"a"]
 
@@ -508,7 +508,7 @@ async def test_call_that_ends_early_is_read_to_its_end(world):
 
 
 async def test_call_whose_answer_stays_unread_is_reset(world, monkeypatch):
-    monkeypatch.setattr(grpc_http2_call, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(grpc_http2_call, "UNREAD_STATUS_SECONDS", 0.1)
     async with world.client({INITIAL_WINDOW: 100}) as client:
         call = client.call("Thrice", message(b"x" * 995))
         await client.end_of(call)

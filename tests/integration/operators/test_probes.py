@@ -28,8 +28,16 @@ TENANTS = {"probes": TenantSettings(api_key_sha256=(sha256(KEY.encode()).hexdige
 SECONDS = 60.0
 
 
-def a_probe(worker="w1", *, pair=False, door="10.0.0.1"):
-    return Probe(namespace="ns", deployment="dd", service="dd-router", model=MODEL, worker=worker, pair=pair, door=door)
+def a_probe(worker="w1", *, pair=False, router_address="10.0.0.1"):
+    return Probe(
+        namespace="ns",
+        deployment="dd",
+        service="dd-router",
+        model=MODEL,
+        worker=worker,
+        pair=pair,
+        router_address=router_address,
+    )
 
 
 def probes(url, keys=None, seconds=SECONDS, router=None):
@@ -39,11 +47,11 @@ def probes(url, keys=None, seconds=SECONDS, router=None):
         assert (namespace, name) == ("ns", "dd-router")
         return url.removeprefix("http://")
 
-    def door(host):
+    def router_address(host):
         assert host == "10.0.0.1"
         return (router or url).removeprefix("http://")
 
-    return ServedProbes(keys or {}, seconds, service, door)
+    return ServedProbes(keys or {}, seconds, service, router_address)
 
 
 @asynccontextmanager
@@ -135,7 +143,7 @@ async def test_redirected_service_never_sees_the_key(model_dir):
         bound = probes(service, {"ns/dd": KEY}, router=frontends.url)
 
         assert await bound.ask(a_probe()) == ProbeCompletion()
-        assert await bound.ask(a_probe(door="")) == ProbeFailure(
+        assert await bound.ask(a_probe(router_address="")) == ProbeFailure(
             0, "its routers want an API key, and none of them has an address"
         )
 

@@ -226,8 +226,8 @@ async def test_both_routers_log_why_they_do_not_connect(files, caplog, case):
     listener, caller, at_listener, at_caller = REFUSALS[case]
     address = f"127.0.0.1:{a_free_port()}"
     async with a_router(0, address, (), files(listener)) as router, a_caller(address, files(caller)):
-        await until(lambda: at_listener in said(caplog, "stream refused", "another router was refused"))
-        await until(lambda: at_caller in said(caplog, "another router cannot be reached", "lost another router"))
+        await until(lambda: at_listener in said(caplog, "stream refused", "peer router rejected"))
+        await until(lambda: at_caller in said(caplog, "peer router unreachable", "peer router lost"))
 
         assert "PeerReserved" not in router.events
 

@@ -13,7 +13,8 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.core.roles import Role
 from fleet.core.system_clock import SystemClock
-from fleet.gateway.selection import SelectionAwareWorkers, SelectionService
+from fleet.gateway.selected_requests import SelectionAwareWorkers
+from fleet.gateway.selection import SelectionService
 from fleet.membership.messages import MemberJoined, Register
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
@@ -24,8 +25,7 @@ from fleet.router.messages import PeerReserved
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import RouterSettings
 from fleet.router.settings.selection import SelectionSettings
-from fleet.router.shared_limits import admit_with_peers
-from fleet.router.tenants import Tenants, TenantSettings
+from fleet.router.tenants import Tenants, TenantSettings, admit_with_peers
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
 from kvstore.net.frames import open_server

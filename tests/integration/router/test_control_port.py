@@ -322,7 +322,7 @@ def test_worker_tcp_port_without_credentials_is_rejected(tmp_path, listen):
     told = run_fleet("serve", "worker", "--config", str(file))
 
     assert told.returncode == CONFIGURATION_REFUSED
-    assert f"control_listen: whoever reaches {listen} could end the worker" in told.stderr
+    assert f"control_listen: any caller of {listen} could end the worker" in told.stderr
     assert "control_credentials.secret_file" in told.stderr
 
 
@@ -385,7 +385,7 @@ def test_second_worker_of_one_name_is_rejected(tmp_path, model_dir):
     with a_router_and_a_worker(tmp_path, model_dir) as (endpoints, client, first):
         second = a_worker(tmp_path, endpoints["control"], "second", name_wait_seconds=1.0)
         with a_process("worker", second, tmp_path, "second") as (process, _):
-            eventually(lambda: "waiting until it is gone" in process.log.read_text())
+            eventually(lambda: "worker id held by another process" in process.log.read_text())
             assert not is_ready(second["control_listen"])
             assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
             assert process.wait(60) == REPLACED
@@ -420,7 +420,7 @@ def test_a_killed_worker_is_replaced_before_its_lease_ends(tmp_path, model_dir):
         again = a_worker(tmp_path, endpoints["control"], "again")
         with a_process("worker", again, tmp_path, "again") as (second, _):
             eventually(lambda: is_ready(again["control_listen"]))
-            assert "waiting until it is gone" not in second.log.read_text()
+            assert "worker id held by another process" not in second.log.read_text()
 
 
 async def test_client_without_a_control_address_says_so():

@@ -34,9 +34,9 @@ from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, 
 from tests.support.workers.worker_processes import a_router_stream, a_worker_process
 from workers.engines.simulated.launch import open_engine
 from workers.machine import LifePhase
+from workers.ports import RecentPrompt
 from workers.server import WorkerServer
 from workers.store.evacuation import MOST_FAILURES, StoreEvacuator, open_evacuator
-from workers.store.evacuation_priority import RecentPrompt
 
 pytestmark = pytest.mark.integration
 
@@ -121,7 +121,7 @@ async def a_warm_worker(node: NodeProcess, *prompts: bytes, **fields) -> AsyncIt
 
 async def evacuated(evacuator: StoreEvacuator, *prompts: bytes, within: Nanos = DRAIN):
     await evacuator.evacuate([RecentPrompt(each, b"") for each in prompts], [], Nanos(SystemClock().now() + within))
-    return evacuator.brought
+    return evacuator.summary
 
 
 # Normal operation
@@ -299,7 +299,7 @@ async def test_too_many_names_are_rejected_with_the_field():
                 request = pb.EvacuateRequest(
                     digest=namespace().digest,
                     hashes=bytes(16 * 4097),
-                    incarnation=client._link.session.incarnation,
+                    incarnation=client.connection.session.incarnation,
                 )
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await pb_grpc.BlockStoreStub(channel).Evacuate(request, timeout=60)
@@ -372,7 +372,7 @@ async def test_unreachable_server_ends_evacuation_after_some_tries(caplog):
                 brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
     assert (brought.tier, brought.moved, brought.left) == ("redis", 0, BLOCKS)
     assert MOST_FAILURES <= brought.failed <= MOST_FAILURES + 10, "each call may meet a few"
-    (record,) = [record for record in caplog.records if record.message == "warm blocks brought away"]
+    (record,) = [record for record in caplog.records if record.message == "warm blocks evacuated"]
     assert (record.tier, record.moved, record.left, record.failed) == ("redis", 0, BLOCKS, brought.failed)
 
 
@@ -382,7 +382,7 @@ async def test_server_that_returns_gets_all_blocks():
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             server.kill()
             going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(100 * SECOND)))
-            await until(lambda: evacuator.brought.failed)
+            await until(lambda: evacuator.summary.failed)
             server.start()
             brought = await going
             assert (brought.tier, brought.moved, brought.left) == ("redis", BLOCKS, 0)
@@ -409,7 +409,7 @@ async def test_unanswered_call_is_one_failure_and_evacuation_goes_on(monkeypatch
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             node.freeze()
             going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(100 * SECOND)))
-            await until(lambda: evacuator.brought.failed)
+            await until(lambda: evacuator.summary.failed)
             node.thaw()
             brought = await going
     assert (brought.tier, brought.moved, brought.left) == ("redis", BLOCKS, 0)
@@ -425,7 +425,7 @@ async def test_lost_node_ends_evacuation_before_its_deadline(caplog):
             with at_most(50):
                 brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
     assert (brought.moved, brought.left, brought.failed) == (0, BLOCKS, MOST_FAILURES)
-    assert [record.message for record in caplog.records].count("warm blocks brought away") == 1
+    assert [record.message for record in caplog.records].count("warm blocks evacuated") == 1
 
 
 # Blocks that a tier has lost

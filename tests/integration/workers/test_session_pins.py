@@ -27,8 +27,8 @@ from tests.support.workers.simulated_clusters import (
     namespace,
     simulated_worker,
 )
+from workers.ports import PinChain, UnpinChain
 from workers.store.pin_keeper import StorePinKeeper, open_pin_keeper
-from workers.store.session_pins import PinChain, UnpinChain
 
 pytestmark = pytest.mark.integration
 
@@ -70,7 +70,7 @@ async def test_chain_is_pinned_until_released():
         holds.keep([UnpinChain(session="agent")])
         await until_held(client, 0)
 
-        assert (holds.held, holds.refused, holds.dropped) == (1, 0, 0)
+        assert (holds.pinned, holds.refused, holds.dropped) == (1, 0, 0)
 
 
 async def test_pin_expires():

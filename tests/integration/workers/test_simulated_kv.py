@@ -171,7 +171,7 @@ async def test_damaged_store_block_is_computed_again(node, damage):
         match = eventually(lambda: client.match(names, lease_seconds=0) or None)  # a busy machine may miss a deadline
         size = client.namespace.block_bytes
         third, fourth = (
-            client._link.session.transport._mapping.block(match.slots[index].offset, size) for index in (2, 3)
+            client.connection.session.transport._mapping.block(match.slots[index].offset, size) for index in (2, 3)
         )
         if damage == "flip":
             third[17] ^= 0x40

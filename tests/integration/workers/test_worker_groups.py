@@ -106,7 +106,7 @@ async def test_all_ranks_learn_the_rendezvous_the_start_and_the_end(group):
 async def test_leader_starts_when_its_own_ranks_are_present(group):
     async with a_leader(group) as ready:
         reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
-        assert "told other things" in await refusal(reader)
+        assert "other settings than its leader" in await refusal(reader)
         writer.close()
         assert not ready.done()
         async with following(group(1), "same", SystemClock()):
@@ -125,7 +125,7 @@ async def refusal(reader):
 
 async def test_rank_of_another_group_does_not_retry(group):
     async with a_leader(group):
-        with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 is told other things than its leader"):
+        with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 has other settings than its leader"):
             async with following(group(1), "other", SystemClock()):
                 pass
 

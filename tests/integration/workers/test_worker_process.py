@@ -326,7 +326,7 @@ async def test_cut_ends_a_stream_that_the_router_does_not_read(folder, caplog):
                 sleeps.connection.pause_reading()
                 for _ in range(64):  # large steps, so that unsent output also waits in the connection
                     await sleeps.say(an_attempt(fresh_prompt(10), sampling=greedy(4000, logprobs=20)))
-                await until(lambda: "router gone" in caplog.messages)
+                await until(lambda: "router disconnected" in caplog.messages)
             running.cancel()
 
 

@@ -81,7 +81,7 @@ def test_create_drops_status(api, widgets):
     assert "status" not in made
 
 
-def test_create_sets_generation_uid_timestamp_and_a_numeric_resource_version(api, widgets):
+def test_create_sets_uid_time_generation_and_numeric_version(api, widgets):
     metadata = api.post(widgets, a_widget(metadata={"generation": 7, "uid": "mine"})).expect(201)["metadata"]
 
     assert metadata["generation"] == 1
@@ -162,7 +162,7 @@ def test_a_merge_patch_bumps_the_generation(api, widgets):
     assert int(changed["metadata"]["resourceVersion"]) > int(made["metadata"]["resourceVersion"])
 
 
-def test_a_patch_that_changes_nothing_keeps_resource_version_and_generation(api, widgets):
+def test_patch_without_change_keeps_version_and_generation(api, widgets):
     made = api.post(widgets, a_widget(replicas=3)).expect(201)
 
     again = api.patch(f"{widgets}/a", "merge", {"spec": {"replicas": 3}}).expect(200)
@@ -170,7 +170,7 @@ def test_a_patch_that_changes_nothing_keeps_resource_version_and_generation(api,
     assert again["metadata"] == made["metadata"]
 
 
-def test_a_status_patch_changes_only_status_and_not_the_generation(api, widgets):
+def test_status_patch_changes_only_status_not_the_generation(api, widgets):
     api.post(widgets, a_widget()).expect(201)
 
     patch = {"metadata": {"labels": {"a": "b"}}, "spec": {"replicas": 5}, "status": {"phase": "Ready"}}
@@ -200,7 +200,7 @@ def test_a_stale_put_is_409_conflict(api, widgets):
     assert "the object has been modified" in status["message"]
 
 
-def test_a_put_of_a_custom_resource_without_resource_version_is_422(api, widgets):
+def test_custom_resource_put_without_resource_version_is_422(api, widgets):
     api.post(widgets, a_widget()).expect(201)
 
     status = api.put(f"{widgets}/a", a_widget(replicas=2)).refused(422, "Invalid")
@@ -208,7 +208,7 @@ def test_a_put_of_a_custom_resource_without_resource_version_is_422(api, widgets
     assert fields_at_fault(status) == ["metadata.resourceVersion"]
 
 
-def test_a_merge_patch_with_a_stale_resource_version_is_409(api, widgets):
+def test_merge_patch_with_stale_resource_version_is_409(api, widgets):
     made = api.post(widgets, a_widget()).expect(201)
     api.patch(f"{widgets}/a", "merge", {"spec": {"replicas": 2}}).expect(200)
 
@@ -265,7 +265,7 @@ def test_a_deployment_gets_its_defaults(api, deployments):
 # Scale.
 
 
-def test_scale_shows_replicas_wanted_and_there_and_the_selector(api, widgets):
+def test_scale_shows_desired_and_current_replicas_and_selector(api, widgets):
     api.post(widgets, a_widget(replicas=3)).expect(201)
     api.patch(f"{widgets}/a/status", "merge", {"status": {"replicas": 2, "selector": "app=a"}}).expect(200)
 
@@ -316,7 +316,7 @@ def test_a_second_manager_merges_items_of_a_list_by_key(api, widgets):
     assert {each["name"]: each["size"] for each in changed["spec"]["roles"]} == {"prefill": 2, "decode": 3}
 
 
-def test_an_apply_of_a_field_that_another_owns_is_409_naming_manager_and_path(api, widgets):
+def test_apply_of_a_foreign_field_is_409_with_manager_and_path(api, widgets):
     api.apply(f"{widgets}/a", a_widget(replicas=2), "one").expect(201)
 
     status = api.apply(f"{widgets}/a", a_widget(replicas=5), "two").refused(409, "Conflict")
@@ -325,7 +325,7 @@ def test_an_apply_of_a_field_that_another_owns_is_409_naming_manager_and_path(ap
     assert cause == {"reason": "FieldManagerConflict", "message": 'conflict with "one"', "field": ".spec.replicas"}
 
 
-def test_a_forced_apply_takes_the_field_and_removes_what_the_applier_no_longer_lists(api, widgets):
+def test_forced_apply_takes_fields_and_removes_unlisted_ones(api, widgets):
     api.apply(f"{widgets}/a", a_widget(replicas=2), "one").expect(201)
     applied = {"apiVersion": API, "kind": "Widget", "metadata": {"name": "a"}, "spec": {"roles": [{"name": "decode"}]}}
     api.apply(f"{widgets}/a", applied, "two").expect(200)
@@ -397,7 +397,7 @@ def test_an_unknown_resource_is_404(api, namespace):
 # Watching.
 
 
-def test_a_watch_tells_events_since_a_version_and_ends_with_a_bookmark(api, widgets):
+def test_watch_sends_events_since_a_version_and_a_bookmark(api, widgets):
     start = api.get(widgets).expect(200)["metadata"]["resourceVersion"]
     api.post(widgets, a_widget()).expect(201)
     api.patch(f"{widgets}/a", "merge", {"spec": {"replicas": 2}}).expect(200)
@@ -412,7 +412,7 @@ def test_a_watch_tells_events_since_a_version_and_ends_with_a_bookmark(api, widg
     assert versions == sorted(versions)
 
 
-def test_a_watch_from_too_old_a_version_is_200_with_an_error_event_410(api, configmaps):
+def test_watch_from_a_too_old_version_is_200_with_event_410(api, configmaps):
     events = list(api.watch(configmaps, resourceVersion="1", timeoutSeconds=WATCH_SECONDS))
 
     [(kind, status)] = events
@@ -423,7 +423,7 @@ def test_a_watch_from_too_old_a_version_is_200_with_an_error_event_410(api, conf
 # Deletion.
 
 
-def test_deleting_what_has_a_finalizer_marks_it_and_keeps_it(api, widgets):
+def test_deleting_an_object_with_a_finalizer_marks_it(api, widgets):
     api.post(widgets, a_widget(metadata={"finalizers": ["fleet.dev/hold"]})).expect(201)
 
     marked = api.delete(f"{widgets}/a").expect(200)
@@ -487,7 +487,7 @@ def test_of_two_racing_puts_of_a_lease_one_wins(api, leases, address):
     assert sorted(codes) == [200, 409]
 
 
-def test_without_a_controller_manager_nothing_is_collected_with_its_owner(api, configmaps):
+def test_without_controller_manager_nothing_is_collected(api, configmaps):
     if api.get("/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/kube-controller-manager").code == 200:
         pytest.skip("a controller-manager runs beside this server, and collects")
     owner = api.post(configmaps, {"metadata": {"name": "owner"}}).expect(201)

@@ -52,7 +52,7 @@ def test_too_many_requests_says_when_to_come_back(server, api):
     api.post(PATH, a_config()).expect(201)
 
 
-def test_an_internal_error_strikes_as_often_as_ordered_and_after_as_many_as_ordered(server, api):
+def test_internal_error_occurs_as_often_as_ordered(server, api):
     server.order_fault("status", verb="get", name="a", code=500, skip=1, times=2)
     api.post(PATH, a_config()).expect(201)
 
@@ -129,7 +129,7 @@ def test_an_answer_that_is_cut_in_half_is_an_error_of_the_client(server, api):
         api.get(PATH)
 
 
-def test_of_two_leaders_the_first_ones_writes_come_late(server, api):
+def test_former_leaders_writes_come_late(server, api):
     api.post(PATH, a_config()).expect(201)
     held = server.order_fault("hold", user="first", times=-1)
     answers = []
@@ -150,7 +150,7 @@ def test_of_two_leaders_the_first_ones_writes_come_late(server, api):
     assert api.get(f"{PATH}/a").expect(200)["data"] == {"leader": "first"}
 
 
-def test_a_fault_strikes_only_what_all_its_conditions_fit(server, api):
+def test_fault_needs_all_its_conditions(server, api):
     server.order_fault("status", verb="get", resource="configmaps", namespace="default", name="b", times=-1)
     api.post(PATH, a_config("a")).expect(201)
     api.post(PATH, a_config("b")).expect(201)

@@ -150,6 +150,6 @@ def test_a_release_from_install_to_uninstall(helm, chart, api, namespace):
     eventually(lambda: api.get(f"/apis/{API}/namespaces/{namespace}/widgets").expect(200)["items"] == [])
 
 
-def test_a_refused_object_fails_the_install_with_the_servers_words(helm, chart, api):
+def test_refused_object_fails_the_install_with_its_reason(helm, chart, api):
     with pytest.raises(Exception, match="more than 10 replicas need mode External"):
         helm.install(chart, replicas=11)

@@ -41,7 +41,7 @@ async def test_typed_objects_come_back_as_they_went(connection):
     assert listed.items[0].metadata.creation_timestamp.tzinfo is not None
 
 
-async def test_a_watch_goes_on_from_a_bookmark_and_is_told_that_it_is_too_old(server, connection):
+async def test_watch_continues_from_a_bookmark_or_is_too_old(server, connection):
     core = client.CoreV1Api(connection)
     start = (await core.list_namespaced_config_map("default")).metadata.resource_version
     await core.create_namespaced_config_map("default", {"metadata": {"name": "a"}})
@@ -72,7 +72,7 @@ async def test_the_dynamic_client_finds_custom_kinds_and_applies_them(connection
         assert refused.value.status == 409
 
 
-async def test_a_lease_is_renewed_by_who_read_it_last(connection):
+async def test_lease_is_renewed_by_its_last_reader(connection):
     leases = client.CoordinationV1Api(connection)
     now = datetime.now(UTC)
     spec = client.V1LeaseSpec(holder_identity="first", lease_duration_seconds=15, renew_time=now)

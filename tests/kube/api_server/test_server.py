@@ -52,7 +52,7 @@ def a_pod(name: str = "p", **spec):
 # Deletion and ownership.
 
 
-def test_what_lost_its_owner_is_collected_through_generations(api):
+def test_orphans_are_collected_through_generations(api):
     owner = api.post(DEPLOYMENTS, a_deployment()).expect(201)
     child = api.post(f"{CORE}/configmaps", a_config("child", owned_by(owner))).expect(201)
     api.post(f"{CORE}/configmaps", a_config("grandchild", owned_by(child))).expect(201)
@@ -62,7 +62,7 @@ def test_what_lost_its_owner_is_collected_through_generations(api):
     eventually(lambda: api.get(f"{CORE}/configmaps").expect(200)["items"] == [])
 
 
-def test_what_is_orphaned_stays_when_its_owner_goes(api):
+def test_orphan_policy_keeps_dependents(api):
     owner = api.post(DEPLOYMENTS, a_deployment()).expect(201)
     api.post(f"{CORE}/configmaps", a_config("child", owned_by(owner))).expect(201)
 
@@ -132,7 +132,7 @@ def test_an_eviction_waits_for_the_budget(api):
 # Custom kinds.
 
 
-def test_a_kind_is_served_once_defined_and_gone_with_its_objects_afterwards(api):
+def test_kind_is_served_while_defined_and_goes_with_objects(api):
     assert api.get(WIDGETS).code == 404
     api.post(DEFINITIONS, DEFINITION).expect(201)
     conditions = {each["type"]: each["status"] for each in api.get(DEFINED).expect(200)["status"]["conditions"]}
@@ -195,7 +195,7 @@ def test_a_duplicate_key_of_a_list_map_is_refused(api):
 # Server-side apply.
 
 
-def test_an_apply_that_changes_nothing_keeps_the_resource_version(api):
+def test_apply_without_change_keeps_the_resource_version(api):
     made = api.apply(f"{DEPLOYMENTS}/web", a_deployment(replicas=2), "one").expect(201)
 
     again = api.apply(f"{DEPLOYMENTS}/web", a_deployment(replicas=2), "one").expect(200)
@@ -203,7 +203,7 @@ def test_an_apply_that_changes_nothing_keeps_the_resource_version(api):
     assert again["metadata"] == made["metadata"]
 
 
-def test_who_writes_takes_the_field_from_who_applied(api):
+def test_update_takes_the_field_from_an_applier(api):
     api.apply(f"{DEPLOYMENTS}/web", a_deployment(replicas=2), "one").expect(201)
     api.patch(f"{DEPLOYMENTS}/web/scale", "merge", {"spec": {"replicas": 5}}, fieldManager="scaler").expect(200)
 
@@ -219,7 +219,7 @@ def test_who_writes_takes_the_field_from_who_applied(api):
     assert left_out["spec"]["replicas"] == 5
 
 
-def test_two_who_apply_the_same_value_share_it(api):
+def test_two_appliers_of_the_same_value_share_it(api):
     api.apply(f"{DEPLOYMENTS}/web", a_deployment(replicas=2), "one").expect(201)
     api.apply(f"{DEPLOYMENTS}/web", a_deployment(replicas=2), "two").expect(200)
 
@@ -228,7 +228,7 @@ def test_two_who_apply_the_same_value_share_it(api):
     assert kept["spec"]["replicas"] == 2
 
 
-def test_an_applier_that_lists_no_more_removes_the_item_and_the_default_comes_back(api):
+def test_unlisted_item_is_removed_and_its_default_returns(api):
     deployment = a_deployment(replicas=4)
     deployment["spec"]["template"]["spec"]["containers"].append({"name": "side", "image": "example.invalid/side:1"})
     api.apply(f"{DEPLOYMENTS}/web", deployment, "one").expect(201)
@@ -258,7 +258,7 @@ def test_status_is_applied_apart(api):
 # Reading and watching.
 
 
-def test_a_watch_can_begin_with_all_there_is(api):
+def test_watch_can_begin_with_initial_events(api):
     api.post(f"{CORE}/configmaps", a_config("a")).expect(201)
 
     query = {
@@ -273,7 +273,7 @@ def test_a_watch_can_begin_with_all_there_is(api):
     assert events[1][1]["metadata"]["annotations"] == {"k8s.io/initial-events-end": "true"}
 
 
-def test_a_watch_by_label_tells_what_comes_into_view_and_leaves_it(api):
+def test_labelled_watch_reports_objects_that_enter_and_leave(api):
     start = api.get(f"{CORE}/configmaps").expect(200)["metadata"]["resourceVersion"]
     api.post(f"{CORE}/configmaps", a_config("a")).expect(201)
     for value in ("gpu", "cpu"):
@@ -376,7 +376,7 @@ def test_an_endpoint_on_the_loopback_is_refused(api):
     assert status["details"]["causes"][0]["field"] == "endpoints[0].addresses[0]"
 
 
-def test_a_patch_in_a_form_nobody_knows_is_415(api):
+def test_patch_of_unknown_type_is_415(api):
     api.post(f"{CORE}/configmaps", a_config("a")).expect(201)
     answer = api._client.patch(f"{CORE}/configmaps/a", content="{}", headers={"Content-Type": "application/json"})
 
@@ -407,7 +407,7 @@ def test_racing_writers_lose_no_update(server):
         assert api.get(f"{CORE}/configmaps/count").expect(200)["data"]["value"] == "20"
 
 
-def test_protobuf_is_read_for_the_kinds_that_helm_writes_and_refused_otherwise(api):
+def test_protobuf_is_accepted_only_for_helms_kinds(api):
     def message(number: int, body: bytes) -> bytes:
         return bytes([number << 3 | 2, len(body)]) + body
 

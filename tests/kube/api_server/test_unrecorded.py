@@ -39,7 +39,7 @@ def naming(manifest, **metadata):
     return manifest | {"metadata": manifest["metadata"] | metadata}
 
 
-def test_an_apply_that_names_a_version_which_nothing_has_makes_what_is_not_there(api, child):
+def test_apply_with_impossible_version_creates_missing_object(api, child):
     """What is created has no version that could differ (`registry/generic/registry/store.go`, 1.30 to 1.36); kubernetes/kubernetes#106745."""
     path, ours, _ = child
 
@@ -49,7 +49,7 @@ def test_an_apply_that_names_a_version_which_nothing_has_makes_what_is_not_there
     assert [each["operation"] for each in made["metadata"]["managedFields"] if each["manager"] == "one"] == ["Apply"]
 
 
-def test_an_apply_that_names_a_version_which_nothing_has_changes_nothing_that_is(api, child):
+def test_apply_with_impossible_version_changes_no_object(api, child):
     path, ours, theirs = child
     made = api.apply(path, ours, "one").expect(201)
 
@@ -58,7 +58,7 @@ def test_an_apply_that_names_a_version_which_nothing_has_changes_nothing_that_is
     assert api.get(path).expect(200)["spec"] == made["spec"]
 
 
-def test_an_apply_that_names_a_uid_makes_nothing(api, child):
+def test_apply_with_uid_creates_nothing(api, child):
     """As Kubernetes' own `TestCreateOnApplyFailsWithUID` has it."""
     path, ours, _ = child
     named = naming(ours, uid="88e00824-7f0e-11e8-94a1-c8d3ffb15800")

@@ -10,6 +10,7 @@ import yaml
 
 from fleet.config import load
 from fleet.core.discovery import EtcdDiscovery, KubernetesDiscovery
+from fleet.net.kubernetes.leader import LeaseSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.security.credentials import Credentials
 from operators.chart.crds import KINDS, definition
@@ -17,7 +18,7 @@ from operators.chart.metric_catalogue import router_metric_descriptions
 from operators.manifests.names import GRPC, HTTP
 from operators.manifests.workloads import router_deployment
 from operators.rbac import ACCESS
-from operators.settings import LeaseSettings, OperatorSettings
+from operators.settings import OperatorSettings
 from tests.support.kube.charts import (
     CHART,
     GOLDEN,
@@ -46,7 +47,7 @@ FOREIGN = {"Certificate"}
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_both_helms_find_nothing_to_complain_about(name):
+def test_both_helms_lint_the_chart(name):
     assert "0 chart(s) failed" in helm_3_lint(VALUES[name])
 
     report = helm_4_lint(VALUES[name])
@@ -55,7 +56,7 @@ def test_both_helms_find_nothing_to_complain_about(name):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_both_helms_make_the_same_of_it_document_by_document(name):
+def test_both_helms_render_the_same_documents(name):
     third, fourth = by_name(rendered(name)), by_name(documents(helm_4_render(VALUES[name])))
 
     assert set(third) == set(fourth)
@@ -64,12 +65,12 @@ def test_both_helms_make_the_same_of_it_document_by_document(name):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_supported_version_gets_the_same(version):
+def test_every_supported_version_gets_the_same_documents(version):
     for name in VALUES:
         assert rendered(name, "--kube-version", version) == rendered(name)
 
 
-def test_every_supported_version_takes_all_of_it():
+def test_every_supported_version_accepts_all_documents():
     found = {
         msgspec.json.encode(each): each for name in VALUES for each in rendered(name) if each["kind"] not in FOREIGN
     }
@@ -78,7 +79,7 @@ def test_every_supported_version_takes_all_of_it():
             check(document, version)
 
 
-def test_a_field_that_a_version_does_not_know_is_found():
+def test_unknown_field_of_a_version_is_found():
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "it"}, "automountToken": True}
 
     with pytest.raises(jsonschema.ValidationError, match="automountToken"):
@@ -86,7 +87,7 @@ def test_a_field_that_a_version_does_not_know_is_found():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_every_pod_is_restricted_and_writes_only_where_it_may(name):
+def test_every_pod_is_restricted_with_limited_writes(name):
     for where, spec in pods(rendered(name)):
         assert list(complaints(spec)) == [], where
         assert all(each["securityContext"]["readOnlyRootFilesystem"] for each in spec["containers"]), where
@@ -94,7 +95,7 @@ def test_every_pod_is_restricted_and_writes_only_where_it_may(name):
         assert spec["automountServiceAccountToken"] is asks, where
 
 
-def test_the_check_of_pods_complains_of_what_is_not_restricted():
+def test_pod_check_reports_unrestricted_pods():
     spec = {"containers": [{"name": "it", "securityContext": {"runAsUser": 0}}], "hostNetwork": True}
     spec["volumes"] = [{"name": "host", "hostPath": {"path": "/"}}]
 
@@ -110,7 +111,7 @@ def test_the_check_of_pods_complains_of_what_is_not_restricted():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_selects_selects_what_is_there(name):
+def test_selectors_select_existing_objects(name):
     """Services, budgets, policies, monitors and workloads each find pods, or Services, by their labels."""
     found = rendered(name, *MONITORS)
     labelled = [each["spec"]["template"]["metadata"]["labels"] for each in found if "template" in each.get("spec", {})]
@@ -127,7 +128,7 @@ def test_what_selects_selects_what_is_there(name):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_ports_and_volumes_that_are_named_are_there(name):
+def test_named_ports_and_volumes_exist(name):
     found = rendered(name)
     claims = {
         f"StatefulSet {each['metadata']['name']}": {claim["metadata"]["name"] for claim in claimed}
@@ -144,7 +145,7 @@ def test_ports_and_volumes_that_are_named_are_there(name):
                 assert {each["port"] for each in (asked.get("httpGet"), asked.get("tcpSocket")) if each} <= ports, where
 
 
-def test_a_routers_settings_file_is_one_that_a_router_takes(tmp_path):
+def test_routers_settings_file_is_valid(tmp_path):
     for name in ("default", "everything", "brought"):
         config = by_name(rendered(name))["ConfigMap", f"{'fleet-llm' if name == 'everything' else 'fleet'}-routers"]
         path = tmp_path / f"{name}.json"
@@ -162,7 +163,7 @@ def test_a_routers_settings_file_is_one_that_a_router_takes(tmp_path):
     assert brought.discovery == KubernetesDiscovery(cluster="llama", namespace="serving")
 
 
-def test_an_etcd_that_is_brought_is_asked_and_by_tls_where_that_is_said(tmp_path):
+def test_external_etcd_is_used_with_tls_if_configured(tmp_path):
     values = VALUES["brought"] | {
         "discovery": {"source": "Etcd"},
         "etcd": {"endpoints": ["etcd-0:2379", "etcd-1:2379"], "tls": True},
@@ -177,7 +178,7 @@ def test_an_etcd_that_is_brought_is_asked_and_by_tls_where_that_is_said(tmp_path
     assert not any(kind == "StatefulSet" for kind, _ in found)
 
 
-def test_an_operators_settings_file_is_one_that_an_operator_takes(tmp_path):
+def test_operators_settings_file_is_valid(tmp_path):
     settings = {}
     for name, release in (("default", "fleet"), ("everything", "fleet-llm")):
         config = by_name(rendered(name))["ConfigMap", f"{release}-operator"]
@@ -196,7 +197,7 @@ def test_an_operators_settings_file_is_one_that_an_operator_takes(tmp_path):
     )
 
 
-def test_settings_that_are_secret_are_mounted_and_named_and_nowhere_else():
+def test_secret_settings_are_mounted_and_only_named():
     router = by_name(rendered("everything"))["Deployment", "fleet-llm-routers"]["spec"]["template"]["spec"]
 
     (container,) = router["containers"]
@@ -221,7 +222,7 @@ def test_settings_that_are_secret_are_mounted_and_named_and_nowhere_else():
     }
 
 
-def test_the_tests_key_is_mounted_and_neither_in_a_command_nor_in_the_environment():
+def test_helm_tests_key_is_mounted_only():
     test = by_name(rendered("everything"))["Pod", "fleet-llm-test"]["spec"]
     (container,) = test["containers"]
 
@@ -235,13 +236,13 @@ def test_the_tests_key_is_mounted_and_neither_in_a_command_nor_in_the_environmen
         assert [each["name"] for each in keyless["volumeMounts"]] == ["scratch"]
 
 
-def test_what_workers_wrote_in_the_releases_own_etcd_goes_with_it():
+def test_releases_own_etcd_keeps_nothing():
     etcd = by_name(rendered("everything"))["StatefulSet", "fleet-llm-etcd"]["spec"]
 
     assert etcd["persistentVolumeClaimRetentionPolicy"] == {"whenDeleted": "Delete", "whenScaled": "Retain"}
 
 
-def test_a_change_of_settings_restarts_routers_and_a_change_of_the_chart_alone_does_not(tmp_path):
+def test_only_changed_settings_restart_routers(tmp_path):
     def template(text):
         return by_name(documents(text))["Deployment", "fleet-routers"]["spec"]["template"]
 
@@ -250,7 +251,7 @@ def test_a_change_of_settings_restarts_routers_and_a_change_of_the_chart_alone_d
     assert template(helm_3_render({"operator": {"replicas": 1}})) == before
 
 
-def test_a_router_that_may_have_no_worker_yet_is_ready_when_it_listens():
+def test_router_without_workers_is_ready_when_it_listens():
     def path(values):
         router = by_name(documents(helm_3_render(values)))["Deployment", "fleet-routers"]
         return router["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"]
@@ -261,7 +262,7 @@ def test_a_router_that_may_have_no_worker_yet_is_ready_when_it_listens():
     assert path(VALUES["brought"] | {"routers": {"readiness": "Listening"}}) == "/live"
 
 
-def test_the_operator_asks_routers_whether_they_live_as_the_chart_does():
+def test_operator_and_chart_use_the_same_router_liveness_probe():
     chart = by_name(documents(helm_3_render({})))["Deployment", "fleet-routers"]
     operator = router_deployment(operators_deployment(), IMAGES, "digest", {"http": HTTP, "grpc": GRPC}, replicas=1)
 
@@ -274,7 +275,7 @@ def test_the_operator_asks_routers_whether_they_live_as_the_chart_does():
     assert questions(operator) == questions(chart)
 
 
-def test_a_worker_registers_with_every_router_since_the_control_service_names_all_their_pods():
+def test_control_service_resolves_to_all_router_pods():
     named = by_name(documents(helm_3_render({"routers": {"controlSecret": "fleet-control"}})))
     for found, release in ((named, "fleet"), (by_name(rendered("everything")), "fleet-llm")):
         service = found["Service", f"{release}-routers-control"]["spec"]
@@ -283,7 +284,7 @@ def test_a_worker_registers_with_every_router_since_the_control_service_names_al
         assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [(50052, "control")]
 
 
-def test_routers_have_a_control_port_where_callers_can_prove_who_they_are(tmp_path):
+def test_routers_have_a_control_port_only_with_proof(tmp_path):
     def told(values):
         found = by_name(documents(helm_3_render(values)))
         path = tmp_path / "settings.json"
@@ -306,7 +307,7 @@ def test_routers_have_a_control_port_where_callers_can_prove_who_they_are(tmp_pa
     assert tls.control_credentials.authority
 
 
-def test_a_router_finishes_its_answers_within_its_pods_grace_and_its_connections_end_before_it_does(tmp_path):
+def test_router_finishes_within_its_pods_grace_period(tmp_path):
     def settings(values):
         made = by_name(documents(helm_3_render({"routers": values})))
         path = tmp_path / "settings.json"
@@ -321,7 +322,7 @@ def test_a_router_finishes_its_answers_within_its_pods_grace_and_its_connections
     assert settings({"settings": {"connection_seconds": 0}})[0].connection_seconds == 0
 
 
-def test_gateways_ask_routers_that_are_told_to_pick_endpoints():
+def test_gateways_use_routers_with_endpoint_pickers():
     def found(settings, **values):
         made = by_name(documents(helm_3_render({"routers": {"settings": settings} | values})))
         container = made["Deployment", "fleet-routers"]["spec"]["template"]["spec"]["containers"][0]
@@ -336,7 +337,7 @@ def test_gateways_ask_routers_that_are_told_to_pick_endpoints():
     assert found({"endpoint_picker": {}, "models": {"llama": "/models/llama"}}) == (9002, [own_pod])
 
 
-def test_gateways_ask_one_router_at_a_time_where_each_picks_workers_own_endpoints(tmp_path):
+def test_gateways_use_one_leading_picker(tmp_path):
     values = {"settings": {"endpoint_picker": {"lease": {"duration_seconds": 9}}}}
     found = by_name(documents(helm_3_render({"routers": values})))
     path = tmp_path / "settings.json"
@@ -376,7 +377,7 @@ def ports(rules):
 DNS, API_SERVER = {53, 5353}, {443, 6443, 8443, 16443}
 
 
-def test_pods_reach_everything_until_that_is_restricted_and_then_nothing_but_what_they_need():
+def test_restricted_pods_reach_only_what_they_need():
     assert egress({}) == {}
 
     found = egress(VALUES["everything"] | {"networkPolicy": {"egress": {"restricted": True}}})
@@ -408,13 +409,13 @@ def test_pods_reach_everything_until_that_is_restricted_and_then_nothing_but_wha
         ({"discovery": {"kind": "etcd", "endpoints": ["etcd-0:2379", "[fd00::1]:2380"]}}, {2379, 2380}),
     ],
 )
-def test_routers_reach_the_ports_that_their_settings_name(settings, opened):
+def test_routers_reach_the_ports_in_their_settings(settings, opened):
     values = {"routers": {"settings": settings}, "networkPolicy": {"egress": {"restricted": True}}}
 
     assert ports(egress(values)["routers"]) == DNS | opened
 
 
-def test_servers_are_reached_on_the_ports_of_their_urls_and_the_api_server_where_workers_are_in_it():
+def test_policies_open_the_ports_of_server_urls():
     servers = [
         {"worker_id": "a", "url": "http://10.0.0.11:8000/base", "model": "m"},
         {"worker_id": "b", "url": "https://hosted.example.org", "model": "m"},
@@ -431,7 +432,7 @@ def test_servers_are_reached_on_the_ports_of_their_urls_and_the_api_server_where
     }
 
 
-def test_what_is_needed_besides_is_added_and_what_is_known_better_is_narrowed():
+def test_extra_peers_are_added_and_known_peers_narrowed():
     own = {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"port": 8443}]}
     extra = {component: [own] for component in ("routers", "operator", "etcd", "redis")}
     peers = {"dns": [{"ipBlock": {"cidr": "10.0.0.10/32"}}], "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]}
@@ -445,7 +446,7 @@ def test_what_is_needed_besides_is_added_and_what_is_known_better_is_narrowed():
     assert [rule["to"] for rule in found["operator"][:2]] == [peers["dns"], peers["apiServer"]]
 
 
-def test_images_come_from_the_registry_by_tag_or_by_digest():
+def test_images_come_by_tag_or_digest():
     found = by_name(rendered("everything"))
     router = found["Deployment", "fleet-llm-routers"]["spec"]["template"]["spec"]
     operator = found["Deployment", "fleet-llm-operator"]["spec"]["template"]["spec"]
@@ -468,7 +469,7 @@ def test_kinds_that_a_cluster_lacks_are_left_out():
     assert found["PodMonitor", "fleet-operator"]["spec"]["podMetricsEndpoints"][0]["port"] == "metrics"
 
 
-def test_alerts_ask_for_metrics_that_there_are_where_the_cluster_has_the_kind():
+def test_alerts_use_existing_metrics():
     kind = "--api-versions=monitoring.coreos.com/v1/PrometheusRule"
     assert ("PrometheusRule", "fleet-routers") not in by_name(rendered("default"))
     assert ("PrometheusRule", "fleet-routers") not in by_name(rendered("bare", kind))
@@ -482,7 +483,7 @@ def test_alerts_ask_for_metrics_that_there_are_where_the_cluster_has_the_kind():
         assert {"summary", "description"} <= set(rule["annotations"])
 
 
-def test_definitions_are_the_operators_and_are_kept_or_not():
+def test_crds_are_the_operators_and_kept_if_configured():
     kept, gone = by_name(rendered("default")), by_name(rendered("everything"))
     for kind in KINDS:
         ours = definition(kind)
@@ -495,7 +496,7 @@ def test_definitions_are_the_operators_and_are_kept_or_not():
 
 
 @pytest.mark.parametrize(("name", "kind"), [("default", "Role"), ("everything", "ClusterRole")])
-def test_the_operator_is_allowed_what_its_code_asks_for(name, kind):
+def test_operators_role_is_what_its_code_needs(name, kind):
     found = [
         each
         for each in rendered(name)
@@ -523,7 +524,7 @@ def test_the_operator_is_allowed_what_its_code_asks_for(name, kind):
     assert all(subject["name"] in accounts for each in bindings for subject in each["subjects"])
 
 
-def test_who_may_view_or_edit_a_namespace_may_do_so_with_our_kinds():
+def test_view_and_edit_roles_cover_our_kinds():
     found = by_name(rendered("default"))
     view, edit = (found["ClusterRole", f"serving-fleet-{name}"] for name in ("view", "edit"))
     plurals = {kind.plural for kind in KINDS}
@@ -575,7 +576,7 @@ def test_who_may_view_or_edit_a_namespace_may_do_so_with_our_kinds():
         ({"planner": {"enabled": True}}, "", "planner"),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_path_by_both_helms(values, where, why):
+def test_both_helms_refuse_a_wrong_value_with_its_path(values, where, why):
     for said in (helm_3_render(values, code=1), _helm_4_says(values)):
         assert why in said
         for part in where.split("."):
@@ -589,11 +590,11 @@ def _helm_4_says(values):
 
 
 @pytest.mark.parametrize("number", range(len(shown_values())))
-def test_values_that_the_documentation_shows_are_accepted(number):
+def test_documented_values_are_accepted(number):
     assert documents(helm_3_render(shown_values()[number])) != rendered("default")
 
 
-def test_manifests_of_kubernetes_that_the_documentation_shows_are_accepted():
+def test_documented_manifests_are_accepted():
     """Fleet's own are in `test_crds`."""
     shown = [each for each in shown_manifests() if not is_ours(each)]
 
@@ -603,7 +604,7 @@ def test_manifests_of_kubernetes_that_the_documentation_shows_are_accepted():
             check(each, version)
 
 
-def test_it_can_be_part_of_another_chart(tmp_path):
+def test_chart_can_be_a_subchart(tmp_path):
     parent = tmp_path / "parent"
     shutil.copytree(CHART, parent / "charts" / "fleet")
     (parent / "Chart.yaml").write_text("{apiVersion: v2, name: parent, version: 1.0.0}\n")
@@ -630,7 +631,7 @@ def test_values_that_contradict_each_other_are_refused_by_name(values, said):
 
 
 @pytest.mark.parametrize("name", ["default", "everything"])
-def test_what_is_rendered_is_what_was_reviewed(name):
+def test_rendered_chart_equals_the_reviewed_one(name):
     """Without definitions, dashboards and what the operator may do, which are held to their types elsewhere.
 
     After a change of the templates: look at what differs, then run `python -m tests.kube.chart.test_chart` and commit what it wrote.

@@ -6,12 +6,12 @@ import yaml
 from fleet.cli.main import run
 from tests.kube.chart import test_crds
 
-(MARK,) = test_crds.test_a_deployment_that_cannot_be_is_refused_with_the_field.pytestmark
+(MARK,) = test_crds.test_impossible_deployment_is_refused_with_the_field.pytestmark
 NAMES, SAMPLES = MARK.args
 
 
 @pytest.mark.parametrize(NAMES, SAMPLES)
-def test_what_an_api_server_refuses_is_not_rendered(tmp_path, capsys, roles, spec, said):
+def test_deployment_that_the_server_refuses_is_not_rendered(tmp_path, capsys, roles, spec, said):
     file = tmp_path / "deployment.yaml"
     file.write_text(yaml.safe_dump(test_crds.a_deployment(*roles, **spec)))
     assert run(["kube", "render", "-f", str(file)]) == 3
@@ -21,7 +21,7 @@ def test_what_an_api_server_refuses_is_not_rendered(tmp_path, capsys, roles, spe
     assert err.count("\n") == 1
 
 
-def test_a_name_that_an_api_server_refuses_is_not_rendered(tmp_path, capsys):
+def test_name_that_the_server_refuses_is_not_rendered(tmp_path, capsys):
     file = tmp_path / "deployment.yaml"
     deployment = test_crds.a_deployment(test_crds.a_role("aggregated"))
     for length, status in ((54, 0), (55, 3)):

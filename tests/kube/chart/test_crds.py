@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import yaml
 
-from operators.api.fields import GROUP, VERSION
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.chart.crds import KINDS, definition
 from tests.support.kube.documentation import is_ours, shown_manifests
 from tests.support.waiting import eventually
@@ -73,7 +73,7 @@ def test_a_deployment_with_a_model_and_two_roles_is_enough(api, path):
 @pytest.mark.parametrize(
     "shown", [each for each in shown_manifests() if is_ours(each)], ids=lambda each: each["metadata"]["name"]
 )
-def test_what_documentation_and_samples_show_is_accepted(api, path, shown):
+def test_documented_and_sample_deployments_are_accepted(api, path, shown):
     plural = {kind.name: kind.plural for kind in KINDS}[shown["kind"]]
 
     api.post(path(plural), shown, fieldValidation="Strict").expect(201)
@@ -87,7 +87,7 @@ def test_a_pod_template_is_kept_as_it_is(api, path):
     assert made["spec"]["roles"][0]["podTemplate"] == template
 
 
-def test_a_misspelt_field_is_refused_when_asked_to_be_strict(api, path):
+def test_misspelt_field_is_refused_in_strict_mode(api, path):
     answer = api.post(
         path("disaggdeployments"), a_deployment(a_role("aggregated", replica=2)), fieldValidation="Strict"
     )
@@ -184,12 +184,12 @@ def test_a_misspelt_field_is_refused_when_asked_to_be_strict(api, path):
         ([a_role("aggregated")], {"model": {"name": "a/b", "endpoint": "mirror:80"}}, "spec.model.endpoint"),
     ],
 )
-def test_a_deployment_that_cannot_be_is_refused_with_the_field(api, path, roles, spec, said):
+def test_impossible_deployment_is_refused_with_the_field(api, path, roles, spec, said):
     assert said in refusal(api.post(path("disaggdeployments"), a_deployment(*roles, **spec)))
 
 
 @pytest.mark.parametrize(("wide", "most"), [(False, 54), (True, 38)])
-def test_a_name_that_does_not_fit_into_names_and_labels_of_children_is_refused(api, path, wide, most):
+def test_name_too_long_for_children_is_refused(api, path, wide, most):
     nodes = {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}, "nodesPerReplica": 2} if wide else {}
     made = a_deployment(a_role("aggregated", **nodes))
     made["metadata"]["name"] = "d" * (most - len("aggregated"))
@@ -241,7 +241,7 @@ def test_a_role_is_scaled_to_0_before_it_is_removed(api, path):
         ),
     ],
 )
-def test_what_cannot_be_asked_of_the_other_kinds_is_refused_with_the_field(api, path, kind, plural, spec, said):
+def test_impossible_field_of_other_kinds_is_refused(api, path, kind, plural, spec, said):
     assert said in refusal(api.post(path(plural), an_object(kind, **spec)))
 
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_asked_of_the_other_kinds_is_refused_with_the_field(api, 
         ("ServingPlan", "servingplans", {"deployment": "a"}, {"deployment": "other"}),
     ],
 )
-def test_what_an_object_is_about_cannot_be_changed(api, path, kind, plural, spec, change):
+def test_target_of_an_object_cannot_be_changed(api, path, kind, plural, spec, change):
     api.post(path(plural), an_object(kind, **spec)).expect(201)
 
     said = refusal(api.patch(f"{path(plural)}/it", "merge", {"spec": change}))
@@ -277,7 +277,7 @@ def test_a_role_scaler_is_scaled_like_a_deployment(api, path):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_definition_is_small_and_yaml_reads_its_fields_as_they_are_written(kind):
+def test_crds_are_small_and_safe_for_yaml(kind):
     text = yaml.safe_dump(definition(kind))
 
     def names(node):

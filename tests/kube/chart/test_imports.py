@@ -14,7 +14,7 @@ FILES = sorted((Path(__file__).parents[2] / "unit" / "operators" / "imports").gl
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_an_imported_deployment_is_taken_by_an_api_server(api, path, file):
+def test_imported_deployment_is_accepted_by_the_server(api, path, file):
     for each in imported(list(yaml.safe_load_all(file.read_text()))).objects:
         each["metadata"].pop("namespace", None)
         api.post(path("disaggdeployments"), each, fieldValidation="Strict").expect(201)

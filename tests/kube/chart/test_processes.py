@@ -97,7 +97,7 @@ def test_a_router_runs_as_its_pod_says(found, container, endpoints):
     subprocess.run([sys.executable, *command], timeout=30, check=True)
 
 
-def test_a_routers_control_port_asks_for_the_secret_that_is_mounted(mounted, endpoints):
+def test_routers_control_port_demands_the_mounted_secret(mounted, endpoints):
     def status(*options: str) -> subprocess.CompletedProcess[str]:
         command = [*FLEET, "status", "--control-address", endpoints["control"], *options]
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -106,7 +106,7 @@ def test_a_routers_control_port_asks_for_the_secret_that_is_mounted(mounted, end
     assert "router  requests" in status("--control-secret-file", str(mounted / "control" / "secret")).stdout
 
 
-def test_the_charts_test_sends_its_key_by_a_file_that_is_mounted(mounted, endpoints):
+def test_helm_test_sends_its_key_from_a_mounted_file(mounted, endpoints):
     test = by_name(documents(helm_3_render(VALUES | {"test": {"model": "llama", "apiKey": {"name": "fleet-test"}}})))
     (asking,) = test["Pod", "fleet-test"]["spec"]["containers"]
     key = mounted / "api-key" / "key"

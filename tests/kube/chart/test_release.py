@@ -16,7 +16,7 @@ from fleet.core.discovery import KubernetesDiscovery
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.membership.discovery.open import open_directory
 from fleet.membership.messages import RecordMissing
-from operators.api.fields import GROUP, VERSION
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.chart.crds import KINDS, definition
 from operators.rbac import ACCESS
 from tests.support.kube.api.running import RunningApiServer, an_api_server
@@ -159,7 +159,7 @@ def test_a_release_from_install_to_uninstall_leaves_nothing(helm, api, namespace
     eventually(lambda: everything(api, namespace) <= before)
 
 
-def test_an_upgrade_leaves_replicas_to_the_autoscaler_from_the_first_moment(helm, api, namespace):
+def test_upgrade_leaves_replicas_to_the_autoscaler(helm, api, namespace):
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments/fleet-routers"
     scaled = {"routers": {"autoscaling": {"enabled": True}}, "crds": {"keep": False}}
 
@@ -176,7 +176,7 @@ def test_an_upgrade_leaves_replicas_to_the_autoscaler_from_the_first_moment(helm
     helm.uninstall()
 
 
-def test_definitions_that_are_kept_keep_deployments_and_a_new_release_finds_them(helm, api, namespace):
+def test_kept_crds_keep_deployments_for_a_new_release(helm, api, namespace):
     helm.install(CHART, {})
     served(api)
     path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/disaggdeployments"
@@ -191,7 +191,7 @@ def test_definitions_that_are_kept_keep_deployments_and_a_new_release_finds_them
     assert api.get(f"{path}/llama-70b").expect(200)["metadata"]["uid"] == made["metadata"]["uid"]
 
 
-def test_what_is_written_in_an_older_version_goes_on_in_this_one_and_back_again(helm, api, namespace, tmp_path):
+def test_objects_survive_upgrade_and_downgrade(helm, api, namespace, tmp_path):
     """Upgrade from N-1 while a DisaggDeployment runs: the older one lacks a field and an object, and has one that is gone now."""
     older = an_older_chart(tmp_path)
     helm.install(older, {})
@@ -303,7 +303,7 @@ def test_a_test_that_fails_fails_the_command(helm, api, namespace):
 
 @pytest.mark.skipif("FLEET_TEST_KUBE_API" in os.environ, reason="tokens that say who they are: our server's alone")
 @pytest.mark.parametrize("scope", ["Namespace", "Cluster"])
-def test_the_operators_account_may_do_what_its_code_asks_for_and_no_more(cluster, api, namespace, tmp_path, scope):
+def test_operators_account_has_exactly_its_rights(cluster, api, namespace, tmp_path, scope):
     kubeconfig = cluster.kubeconfig(tmp_path, namespace=namespace)
     release = Third(kubeconfig, tmp_path)
     release.install(CHART, {"crds": {"keep": False}, "operator": {"scope": scope}})
@@ -329,7 +329,7 @@ def verbs_of(cluster: RunningApiServer, user: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.skipif("FLEET_TEST_KUBE_API" in os.environ, reason="tokens that say who they are: our server's alone")
-async def test_workers_and_routers_meet_by_the_rights_that_the_chart_gives_them(cluster, api, namespace, tmp_path):
+async def test_charts_rights_let_workers_and_routers_meet(cluster, api, namespace, tmp_path):
     release = Third(cluster.kubeconfig(tmp_path, namespace=namespace), tmp_path)
     await asyncio.to_thread(release.install, CHART, {"discovery": {"source": "Kubernetes"}, "crds": {"keep": False}})
 

@@ -25,7 +25,7 @@ def writers(values):
     return writing, {each["metadata"]["name"] for each in roles if WORD in each["rules"]}
 
 
-def test_writers_of_endpoint_slices_get_the_word_for_restricted_ones_where_the_value_says_so():
+def test_restricted_endpoint_slices_right_follows_the_value():
     writing, allowed = writers(WRITERS)
     assert len(writing) == 2
     assert allowed == set()

@@ -258,9 +258,7 @@ def found_by_leases(deployment: dict) -> dict:
     return deployment
 
 
-def test_routers_find_workers_by_their_leases_and_a_worker_is_ready_when_it_has_one(
-    server, cluster, tmp_path, model_dir
-):
+def test_routers_find_workers_by_their_leases(server, cluster, tmp_path, model_dir):
     kube = Command(kubectl(tools_folder()), server.kubeconfig(tmp_path, token="admin"), tmp_path)
     rendered = subprocess.run(
         [sys.executable, "-m", "fleet.cli.main", "kube", "render", "-f", "-"],

@@ -123,7 +123,7 @@ def asked(way: str, times: int) -> list[str]:
     return [httpx.get(f"http://{way}/", trust_env=False, timeout=60).text for _ in range(times)]
 
 
-def test_a_pod_that_is_deleted_gets_no_more_requests_then_its_hook_then_sigterm(cluster, api, settings, service):
+def test_deleted_pod_loses_traffic_then_gets_hook_and_sigterm(cluster, api, settings, service):
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hooked"]}}}
     api.post(f"{APPS}/deployments", a_deployment(1, lifecycle=hook)).expect(201)
     [name] = eventually(lambda: ready(api))
@@ -135,7 +135,7 @@ def test_a_pod_that_is_deleted_gets_no_more_requests_then_its_hook_then_sigterm(
     eventually(lambda: ready(api) and ready(api) != [name])
 
 
-def test_a_rolling_update_keeps_as_many_ready_as_it_promised(cluster, api, settings, service):
+def test_rolling_update_keeps_the_promised_ready_pods(cluster, api, settings, service):
     hook = {"preStop": {"sleep": {"seconds": 1}}}
     api.post(f"{APPS}/deployments", a_deployment(2, lifecycle=hook)).expect(201)
     before = eventually(lambda: len(ready(api)) == 2 and set(ready(api)))
@@ -150,7 +150,7 @@ def test_a_rolling_update_keeps_as_many_ready_as_it_promised(cluster, api, setti
     assert len(ready(api)) == 2
 
 
-def test_what_ends_is_started_again_and_what_fits_no_node_waits(cluster, api, settings):
+def test_ended_container_restarts_and_unplaceable_pod_waits(cluster, api, settings):
     limits = {"limits": {"nvidia.com/gpu": "3"}}
     api.post(f"{APPS}/deployments", a_deployment(2, resources=limits)).expect(201)
     [name] = eventually(lambda: ready(api))

@@ -49,7 +49,7 @@ def a_deployment(model_dir):
     }
 
 
-def test_a_replica_of_two_nodes_serves_ends_and_recovers_as_a_whole(server, cluster, tmp_path, model_dir):
+def test_two_node_replica_serves_and_recovers_as_a_whole(server, cluster, tmp_path, model_dir):
     config = server.kubeconfig(tmp_path, token="admin")
     helm = Command(helm_3(tools_folder()), config, tmp_path)
     kube = Command(kubectl(tools_folder()), config, tmp_path)

@@ -128,7 +128,7 @@ def api(server):
         yield api
 
 
-async def test_of_two_pickers_one_is_asked_and_the_other_takes_over_when_that_is_killed(server, api, tmp_path):
+async def test_second_picker_takes_over_from_a_killed_one(server, api, tmp_path):
     worker = OpenAiServer()
     await worker.start()
     installed = Installed(server, api, tmp_path, worker.url)
@@ -179,7 +179,7 @@ async def _gone(api, *paths) -> bool:
     return all([(await asyncio.to_thread(api.get, path)).code == 404 for path in paths])
 
 
-async def test_who_is_cut_off_is_not_ready_and_refuses_nobody_until_it_hears_of_another(tmp_path):
+async def test_cut_off_picker_is_not_ready_but_refuses_nobody(tmp_path):
     with an_api_server() as server:
         way = SeverableProxy(int(server.url.rpartition(":")[2]))
         await way.open()
@@ -210,7 +210,7 @@ async def test_who_is_cut_off_is_not_ready_and_refuses_nobody_until_it_hears_of_
         await way.close()
 
 
-async def test_a_lease_that_somebody_removes_takes_nobody_away_from_gateways_for_long(tmp_path):
+async def test_removed_lease_is_created_again_soon(tmp_path):
     with an_api_server(with_controllers=True) as server, Api(server.url) as api:
         api.post("/api/v1/namespaces", {"metadata": {"name": "serving"}}).expect(201)
         given = {"namespace": "serving", "kubeconfig": str(server.kubeconfig(tmp_path))}
@@ -271,7 +271,7 @@ async def test_processes_of_one_router_lead_together(tmp_path):
                 await until_answered(both_renewed)
 
 
-async def test_where_the_api_is_not_to_be_found_the_settings_are_refused(tmp_path):
+async def test_unknown_api_server_refuses_the_settings(tmp_path):
     lease = PickerLease(name="picker", identity="one", kubeconfig="/nowhere")
     for given, message in (
         (lease, r"^endpoint_picker\.lease\.namespace: is needed"),
@@ -291,6 +291,6 @@ async def test_where_the_api_is_not_to_be_found_the_settings_are_refused(tmp_pat
         ({"lease": {"name": "a", "identity": "b", "duration_seconds": 1}}, ">= 2"),
     ],
 )
-def test_a_lease_that_cannot_be_is_refused(settings, message):
+def test_impossible_lease_settings_are_refused(settings, message):
     with pytest.raises(msgspec.ValidationError, match=message):
         msgspec.convert(settings, EndpointPickerSettings)

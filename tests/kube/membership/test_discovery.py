@@ -156,7 +156,7 @@ async def test_a_renewal_is_one_request(a_world, server):
         assert [each["verb"] for each in server.requests()] == ["update"]
 
 
-async def test_a_lease_says_with_each_renewal_how_many_blocks_its_worker_has_warm(server, api, tmp_path):
+async def test_renewed_lease_has_the_number_of_warm_blocks(server, api, tmp_path):
     settings = KubernetesDiscovery(kubeconfig=str(server.kubeconfig(tmp_path)), cluster="tiny", namespace="default")
     warm, said = iter((7, 12)), []
     async with open_directory(settings, lambda: next(warm)) as worker:
@@ -183,7 +183,7 @@ async def test_a_watch_that_expired_begins_anew(a_world, server):
         await router.has(decode_0=ADDRESS, decode_1=ELSEWHERE, decode_2=ELSEWHERE)
 
 
-async def test_a_renewal_whose_answer_is_lost_or_that_others_come_before_is_made_again(a_world, api, server):
+async def test_lost_or_conflicting_renewal_is_repeated(a_world, api, server):
     async with a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         server.order_fault("drop", verb="update", resource="leases")
@@ -196,7 +196,7 @@ async def test_a_renewal_whose_answer_is_lost_or_that_others_come_before_is_made
         assert not api.get(LEASES).expect(200)["items"]
 
 
-async def test_a_worker_of_another_cluster_or_without_a_record_is_not_seen(a_world, api):
+async def test_worker_of_another_cluster_is_not_found(a_world, api):
     labels = {"app.kubernetes.io/instance": "tiny", "fleet-serving.io/registration": "worker"}
     api.post(LEASES, {"metadata": {"name": "strange", "labels": labels}}).expect(201)
     async with a_world.open(cluster="other") as other, a_world.open() as worker, a_router(a_world) as router:
@@ -206,7 +206,7 @@ async def test_a_worker_of_another_cluster_or_without_a_record_is_not_seen(a_wor
         await router.has(decode_0=ADDRESS)
 
 
-async def test_somebody_elses_lease_of_the_same_name_is_left_alone(a_world, api):
+async def test_foreign_lease_of_the_same_name_is_left_alone(a_world, api):
     made = api.post(LEASES, {"metadata": {"name": WORKER}, "spec": {"holderIdentity": "me"}}).expect(201)
     async with a_world.open() as worker:
         with pytest.raises(RegistryUnreachable, match="not of the cluster 'tiny'"):
@@ -215,7 +215,7 @@ async def test_somebody_elses_lease_of_the_same_name_is_left_alone(a_world, api)
     assert api.get(f"{LEASES}/{WORKER}").expect(200) == made
 
 
-async def test_a_service_without_a_selector_gets_the_workers_as_endpoints(a_world, api):
+async def test_service_without_selector_gets_workers_as_endpoints(a_world, api):
     async with a_world.open(service="decode") as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         [made] = api.get(SLICES).expect(200)["items"]
@@ -243,7 +243,7 @@ async def test_a_worker_is_registered_when_its_endpoint_is_written_too(a_world, 
     assert api.get(SLICES).expect(200)["items"] == [made]
 
 
-async def test_the_goodbye_of_who_was_replaced_leaves_its_successors_endpoint(a_world, api):
+async def test_replaced_worker_leaves_its_successors_endpoint(a_world, api):
     async with a_world.open(service="decode") as old, a_world.open(service="decode") as new:
         await old.register(WORKER, OLD, ADDRESS)
         await new.register(WORKER, NEW, ELSEWHERE)
@@ -253,7 +253,7 @@ async def test_the_goodbye_of_who_was_replaced_leaves_its_successors_endpoint(a_
 
 
 @pytest.mark.parametrize(("code", "unreachable"), [(410, False), (429, True), (500, True)])
-def test_a_watch_that_does_not_go_on_is_begun_at_once_only_where_it_has_expired(code, unreachable):
+def test_only_an_expired_watch_restarts_at_once(code, unreachable):
     line = {"type": "ERROR", "object": {"kind": "Status", "code": code, "reason": "TooManyRequests"}}
     with pytest.raises(DirectoryUnreachable, match=str(code)) if unreachable else contextlib.nullcontext():
         assert discovery_kubernetes._event(msgspec.json.encode(line)) is None
@@ -264,7 +264,7 @@ def a_pod(api) -> dict:
     return api.post(PODS, {"metadata": {"name": "decode-0"}, "spec": {"containers": [container]}}).expect(201)
 
 
-async def test_what_a_pod_has_written_goes_with_it(a_world, api):
+async def test_objects_of_a_pod_are_removed_with_it(a_world, api):
     pod = a_pod(api)
     async with (
         a_world.open(service="decode", pod="decode-0", pod_uid=pod["metadata"]["uid"]) as worker,
@@ -279,7 +279,7 @@ async def test_what_a_pod_has_written_goes_with_it(a_world, api):
         assert not api.get(SLICES).expect(200)["items"]
 
 
-async def test_who_may_not_is_told_so(a_world, tmp_path, server):
+async def test_missing_right_is_reported(a_world, tmp_path, server):
     server.order_fault("status", verb="create", resource="leases", code=403)
     async with a_world.open() as worker:
         with pytest.raises(RegistryUnreachable, match=r"403.*verbs"):
@@ -289,12 +289,12 @@ async def test_who_may_not_is_told_so(a_world, tmp_path, server):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kubeconfig": "/nowhere"}, r"^discovery\.kubeconfig: /nowhere: No such file; name the one"),
-        ({"kubeconfig": ""}, r"^discovery\.kubeconfig: is needed outside of a pod"),
+        ({"kubeconfig": "/nowhere"}, r"^discovery\.kubeconfig: /nowhere: No such file; name the file"),
+        ({"kubeconfig": ""}, r"^discovery\.kubeconfig: is required outside of a pod"),
         ({"namespace": ""}, r"^discovery\.namespace: is needed"),
     ],
 )
-async def test_where_the_api_is_not_to_be_found_the_settings_are_refused(server, tmp_path, fields, message):
+async def test_unknown_api_server_refuses_the_settings(server, tmp_path, fields, message):
     given = {"cluster": "tiny", "namespace": "default", "kubeconfig": str(server.kubeconfig(tmp_path))} | fields
 
     with pytest.raises(ConfigurationRefused, match=message):
@@ -309,7 +309,7 @@ async def held(server, number):
             await asyncio.sleep(0.02)
 
 
-async def test_a_lease_that_is_renewed_after_all_is_not_removed(a_world, api, server):
+async def test_lease_renewed_late_is_not_removed(a_world, api, server):
     async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
@@ -327,7 +327,7 @@ async def test_a_lease_that_is_renewed_after_all_is_not_removed(a_world, api, se
         assert api.get(f"{LEASES}/{WORKER}").expect(200)["metadata"]["uid"] == renewed["metadata"]["uid"]
 
 
-async def test_a_router_that_may_not_remove_leases_says_so_once_and_goes_on(a_world, api, server, caplog):
+async def test_router_without_delete_right_reports_it_once(a_world, api, server, caplog):
     server.order_fault("status", verb="delete", resource="leases", code=403, times=-1)
     async with a_router(a_world) as router, a_world.open() as worker:
         for name in (WORKER, OTHER):
@@ -344,7 +344,7 @@ async def test_a_router_that_may_not_remove_leases_says_so_once_and_goes_on(a_wo
         assert caplog.text.count("leases of dead workers stay") == 1
 
 
-async def test_a_goodbye_that_comes_late_leaves_the_endpoint_of_who_came_after(a_world, api, server):
+async def test_late_deregistration_leaves_the_successors_endpoint(a_world, api, server):
     number = server.order_fault("hold", verb="delete", resource="endpointslices")
     async with (
         a_world.open(service="decode") as old,
@@ -361,7 +361,7 @@ async def test_a_goodbye_that_comes_late_leaves_the_endpoint_of_who_came_after(a
     assert [each["addresses"] for each in there["endpoints"]] == [["10.0.0.2"]]
 
 
-async def test_a_router_removes_what_a_killed_worker_has_left(a_world, api, server, tmp_path):
+async def test_router_removes_leftovers_of_a_killed_worker(a_world, api, server, tmp_path):
     given = {
         "cluster": "tiny",
         "namespace": "default",
@@ -410,14 +410,14 @@ def a_token(**claims) -> bytes:
         (b"", None),
     ],
 )
-def test_a_pod_knows_by_its_token_which_one_it_is(tmp_path, token, pod):
+def test_pod_is_identified_by_its_token(tmp_path, token, pod):
     (tmp_path / "token").write_bytes(token)
 
     assert own_pod(tmp_path) == pod
     assert own_pod(tmp_path / "nowhere") is None
 
 
-async def test_in_a_pod_what_is_written_belongs_to_that_pod_though_nobody_named_it(a_world, api, monkeypatch):
+async def test_objects_written_in_a_pod_are_owned_by_it(a_world, api, monkeypatch):
     outside = a_world.open()._settings
     connect = discovery_kubernetes._client
     uid = a_pod(api)["metadata"]["uid"]
@@ -431,7 +431,7 @@ async def test_in_a_pod_what_is_written_belongs_to_that_pod_though_nobody_named_
         assert [each["uid"] for each in lease["metadata"].get("ownerReferences", ())] == owners
 
 
-async def test_the_charts_roles_allow_what_workers_and_routers_ask_for_and_nothing_else(tmp_path):
+async def test_charts_roles_allow_exactly_the_needed_requests(tmp_path):
     values = {"discovery": {"source": "Kubernetes", "cluster": "tiny"}}
     found = by_name(documents(helm_3_render(values)))
     authority = Authority(tmp_path, "authority")

@@ -47,7 +47,7 @@ async def a_server(folder):
         await runner.cleanup()
 
 
-async def test_an_object_that_is_too_deep_keeps_no_other_from_being_listed_and_watched(tmp_path):
+async def test_too_deep_object_does_not_hide_others(tmp_path):
     async with a_server(tmp_path) as cluster:
         listed = (await cluster.list(kinds.SERVING_REQUEST, CustomObject, "a")).items
         told = [each.item async for each in cluster.watch(kinds.SERVING_REQUEST, CustomObject, "a", "1")]

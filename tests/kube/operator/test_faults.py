@@ -13,7 +13,7 @@ from fleet.net.kubernetes import client as cluster
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.ports import ObjectList, RequestDenied
 from fleet.net.kubernetes.views import Pod
-from operators.controller.reconcile import DIGEST
+from operators.manifests.objects import DIGEST
 from tests.support.kube.operator import a_deployment, an_operator
 from tests.support.waiting import until
 
@@ -143,7 +143,7 @@ async def test_a_fault_delays_and_changes_nothing(asked, faults):
     assert all(each["struck"] for each in asked.server.faults().values())
 
 
-async def test_a_role_without_secrets_is_told_in_each_status(asked):
+async def test_missing_right_for_secrets_is_in_each_status(asked):
     """An operator that was upgraded without its Role: what runs stays, and once it may read its Secret everything goes on."""
     lacking = [True]
 
@@ -176,7 +176,7 @@ async def test_a_role_without_secrets_is_told_in_each_status(asked):
     assert asked.condition("Degraded")["status"] == "False"
 
 
-async def test_a_version_that_the_server_has_forgotten_is_followed_by_a_new_list(asked, monkeypatch):
+async def test_expired_watch_version_causes_a_new_list(asked, monkeypatch):
     monkeypatch.setattr(cluster, "WATCH_SECONDS", 1)  # and then the server ends it
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
@@ -194,7 +194,7 @@ async def test_a_version_that_the_server_has_forgotten_is_followed_by_a_new_list
     ]
 
 
-async def test_what_a_leader_sends_too_late_changes_nothing(asked):
+async def test_late_writes_of_a_former_leader_change_nothing(asked):
     """Its scaling is held back until the next leader has scaled otherwise."""
     role = {"name": "all", "type": "aggregated", "replicas": 2}
     async with an_operator(asked, identity="second") as second:
@@ -255,7 +255,7 @@ def deaf_to(*of):
     return lambda connected: Deaf(connected, of)
 
 
-async def test_a_scaler_that_the_operator_has_not_heard_of_keeps_what_it_says_and_is_obeyed(asked):
+async def test_unknown_scaler_keeps_its_value_and_counts(asked):
     role = {"name": "all", "type": "aggregated", "replicas": 2, "scaling": {"mode": "External"}}
     theirs = {"metadata": {"name": "dd-all"}, "spec": {"target": {"deployment": "dd", "role": "all"}, "replicas": 5}}
     made = asked.api.post(asked.path("rolescalers"), theirs).expect(201)
@@ -284,7 +284,7 @@ THEIRS = {
 }
 
 
-async def test_foreign_objects_that_the_operator_has_not_heard_of_are_left_alone_and_named(asked):
+async def test_unknown_foreign_objects_are_left_and_reported(asked):
     def versions():
         return {kind: asked.children(kind, group)["dd-router"]["metadata"] for kind, group in THEIRS}
 
@@ -306,7 +306,7 @@ async def test_foreign_objects_that_the_operator_has_not_heard_of_are_left_alone
     assert "dd-all" in asked.children("services", "v1"), "what has a free name is made all the same"
 
 
-async def test_what_was_made_and_never_told_of_is_found_and_not_written_twice(asked):
+async def test_created_but_unseen_object_is_not_written_twice(asked):
     """By the operator before this one, that is; or its answer was lost."""
 
     def versions():
@@ -329,7 +329,7 @@ async def test_what_was_made_and_never_told_of_is_found_and_not_written_twice(as
     assert versions() == before
 
 
-async def test_what_a_later_manifest_leaves_out_is_removed_since_one_manager_has_all_of_it(asked):
+async def test_field_missing_in_a_later_manifest_is_removed(asked):
     def router(*env):
         main = {"name": "main", "env": [{"name": name, "value": "yes"} for name in env]}
         return {"name": "router", "type": "router", "podTemplate": {"spec": {"containers": [main]}}}
@@ -356,7 +356,7 @@ async def test_what_a_later_manifest_leaves_out_is_removed_since_one_manager_has
         assert managers == {("fleet-operator", "Apply")}, kind
 
 
-async def test_ten_megabytes_of_events_leave_nothing_behind_and_wake_nobody(asked, nodes):
+async def test_ten_megabytes_of_events_leave_no_memory_behind(asked, nodes):
     """Of pods and Leases that say again what they said: what kubelets and workers do all the time."""
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
@@ -389,7 +389,7 @@ async def murmur(nodes, count):
     await until(lambda: nodes.noise == 0)
 
 
-async def test_a_look_that_the_lease_ran_out_on_is_finished_when_it_is_renewed(asked, monkeypatch):
+async def test_reconcile_continues_after_the_lease_is_renewed(asked, monkeypatch):
     leads = [True]
 
     class Lapsing:

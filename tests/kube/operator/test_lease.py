@@ -39,7 +39,7 @@ def owner(asked):
     )
 
 
-async def test_the_lease_goes_with_the_operators_deployment_while_a_pod_of_it_still_runs(asked, owner):
+async def test_lease_goes_with_the_operators_deployment(asked, owner):
     async with an_operator(asked, owner=OWNER) as operator:
         await until(operator.leader.leads)
         [reference] = lease(asked).expect(200)["metadata"]["ownerReferences"]
@@ -64,7 +64,7 @@ def owner_reads(asked):
     ]
 
 
-async def test_a_lease_that_an_older_operator_left_behind_is_taken_into_the_deployments_hands(asked, owner):
+async def test_older_operators_lease_gets_the_owner(asked, owner):
     async with an_operator(asked) as older:
         await until(older.leader.leads)
         assert "ownerReferences" not in lease(asked).expect(200)["metadata"]
@@ -94,17 +94,17 @@ class Forbidding:
         return await self._cluster.get(kind, *arguments)
 
 
-async def test_roles_of_somebody_else_that_lack_the_right_to_read_the_deployment_stop_nobody(asked, owner, caplog):
+async def test_missing_right_to_read_owner_stops_nobody(asked, owner, caplog):
     async with an_operator(asked, owner=OWNER, wrap=Forbidding) as operator:
         await until(operator.leader.leads)
         renewed = lease(asked).expect(200)["spec"]["renewTime"]
         await until(lambda: lease(asked).expect(200)["spec"]["renewTime"] != renewed)
 
-    assert caplog.messages.count("the lease will stay behind") == 1
+    assert caplog.messages.count("lease has no owner and will stay") == 1
 
 
 @pytest.mark.parametrize("hours", [-1, 1], ids=["behind", "ahead"])
-async def test_a_clock_that_is_an_hour_off_neither_takes_a_lease_nor_keeps_one_from_being_taken(asked, hours):
+async def test_wrong_clock_does_not_affect_the_election(asked, hours):
     """Of whom the leader is, and of who waits: `renewTime` is written by one and seen by the other."""
 
     def off():
@@ -138,9 +138,7 @@ def a_workers_lease(asked, pod, hours):
 
 
 @pytest.mark.parametrize("hours", [-1, 1], ids=["behind", "ahead"])
-async def test_a_worker_whose_clock_is_an_hour_off_is_registered_while_it_renews_and_no_longer(
-    asked, nodes, monkeypatch, hours
-):
+async def test_workers_wrong_clock_does_not_affect_registration(asked, nodes, monkeypatch, hours):
     for module in (registrations, looking):
         monkeypatch.setattr(module, "SKEW_SECONDS", 0)
     nodes.registers = False
@@ -169,7 +167,7 @@ def left(asked):
     return inhabitants(asked.api, asked.namespace)
 
 
-async def test_deployments_leave_nothing_whether_they_go_before_the_operator_or_after_it(asked, owner):
+async def test_deployments_leave_nothing_before_or_after_the_operator(asked, owner):
     external = {"name": "all", "type": "aggregated", "scaling": {"mode": "External"}}
     async with an_operator(asked, owner=OWNER):
         for name in ("early", "late"):

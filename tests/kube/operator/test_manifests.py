@@ -19,7 +19,7 @@ def rendered(path):
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_a_sample_becomes_objects_that_every_supported_version_knows(path):
+def test_samples_objects_are_known_to_every_version(path):
     found = [each for each in rendered(path) if each["kind"] != "LeaderWorkerSet"]  # not Kubernetes' own
 
     for version in VERSIONS:
@@ -28,7 +28,7 @@ def test_a_sample_becomes_objects_that_every_supported_version_knows(path):
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_a_samples_objects_are_taken_by_an_api_server(api, namespace, path):
+def test_samples_objects_are_accepted_by_the_api_server(api, namespace, path):
     paths = {
         "ConfigMap": "/api/v1/namespaces/{}/configmaps",
         "Service": "/api/v1/namespaces/{}/services",

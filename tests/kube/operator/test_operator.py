@@ -21,7 +21,7 @@ GPU = {"gpus": {"perReplica": 1, "product": "NVIDIA-H100-80GB-HBM3"}}
 EXTERNAL = {"scaling": {"mode": "External", "most": 5}}
 
 
-async def test_a_deployment_becomes_pods_and_says_that_it_is_ready(asked):
+async def test_deployment_becomes_pods_and_ready(asked):
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
         await until(asked.ready)
@@ -36,7 +36,7 @@ async def test_a_deployment_becomes_pods_and_says_that_it_is_ready(asked):
     }
 
 
-async def test_each_child_is_written_once_and_the_status_twice_a_change_and_then_nothing(asked, monkeypatch):
+async def test_change_writes_children_once_and_status_twice(asked, monkeypatch):
     monkeypatch.setattr(pace, "SHORT", Nanos(SECOND))  # as it is in earnest
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
@@ -48,7 +48,7 @@ async def test_each_child_is_written_once_and_the_status_twice_a_change_and_then
         await until(lambda: asked.ready() and not operator.waiting())
         changed = asked.writes()
         asked.server.forget_requests()
-        operator.look_at_everything()
+        operator.enqueue_all()
         await until(lambda: not operator.waiting())
 
         assert asked.writes() == []
@@ -71,7 +71,7 @@ async def test_each_child_is_written_once_and_the_status_twice_a_change_and_then
     assert status_writes(changed) <= 2
 
 
-async def test_what_passes_while_a_change_is_under_way_is_not_written_each_time(asked, nodes, monkeypatch):
+async def test_progress_is_not_written_each_time(asked, nodes, monkeypatch):
     monkeypatch.setattr(pace, "LONG", Nanos(60 * SECOND))  # the machine may be slow
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
@@ -97,7 +97,7 @@ async def test_what_passes_while_a_change_is_under_way_is_not_written_each_time(
     assert len(written) == 2
 
 
-async def test_a_change_of_scale_reaches_the_child_in_under_a_second_and_never_comes_back(asked):
+async def test_scale_change_reaches_the_child_in_under_a_second(asked):
     roles = ({"name": "all", "type": "aggregated", "replicas": 2, **EXTERNAL},)
     async with an_operator(asked):
         asked.apply(a_deployment(*roles)).expect(201)
@@ -137,7 +137,7 @@ async def test_a_change_of_scale_reaches_the_child_in_under_a_second_and_never_c
     }
 
 
-async def test_a_scaler_without_a_role_or_beyond_its_bounds_says_so(asked):
+async def test_scaler_without_role_or_out_of_bounds_says_so(asked):
     lost = {"metadata": {"name": "lost"}, "spec": {"target": {"deployment": "nowhere", "role": "all"}, "replicas": 3}}
 
     def conditions(name):
@@ -156,7 +156,7 @@ async def test_a_scaler_without_a_role_or_beyond_its_bounds_says_so(asked):
         await until(lambda: asked.replicas() == {"all": 5})
 
 
-async def test_a_plan_says_that_nobody_plans(asked):
+async def test_plan_reports_that_no_planner_exists(asked):
     plan = {"metadata": {"name": "plan"}, "spec": {"deployment": "dd"}}
 
     def reasons():
@@ -169,7 +169,7 @@ async def test_a_plan_says_that_nobody_plans(asked):
         await until(lambda: reasons() == {"TargetFound": "NoTarget", "Settled": "NoPlanner"})
 
 
-async def test_a_rollout_ends_with_the_new_revision_alone_and_budget_is_kept(asked, nodes):
+async def test_rollout_ends_with_new_revision_within_budget(asked, nodes):
     roles = (
         {"name": "prefill", "type": "prefill", **GPU},
         {"name": "decode", "type": "decode", "replicas": 2, **GPU},
@@ -192,7 +192,7 @@ async def test_a_rollout_ends_with_the_new_revision_alone_and_budget_is_kept(ask
     assert nodes.most_gpus == 5
 
 
-async def test_what_somebody_else_has_made_is_left_alone_until_it_goes(asked):
+async def test_foreign_object_is_left_alone_until_it_goes(asked):
     theirs = {"metadata": {"name": "dd-router"}, "spec": {"ports": [{"port": 1}], "selector": {"theirs": "yes"}}}
     asked.api.post(asked.path("services", "", "v1"), theirs).expect(201)
     async with an_operator(asked):
@@ -208,7 +208,7 @@ async def test_what_somebody_else_has_made_is_left_alone_until_it_goes(asked):
         assert "theirs" not in asked.children("services", "v1")["dd-router"]["spec"]["selector"]
 
 
-async def test_deleted_it_leaves_nothing_and_suspended_nothing_that_runs(asked):
+async def test_deleted_or_suspended_deployment_runs_nothing(asked):
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
         await until(asked.ready)
@@ -244,7 +244,7 @@ async def test_deleted_it_leaves_nothing_and_suspended_nothing_that_runs(asked):
     ],
     ids=lambda each: each if isinstance(each, str) and each[0].isupper() and " " not in each else "",
 )
-async def test_why_it_is_not_ready_is_told_by_a_reason(asked, nodes, trouble, spec, condition, reason, words):
+async def test_not_ready_has_a_reason(asked, nodes, trouble, spec, condition, reason, words):
     for name, value in trouble.items():
         setattr(nodes, name, value)
     roles = ({"name": "prefill", "type": "prefill", **GPU}, {"name": "decode", "type": "decode", **GPU})
@@ -259,7 +259,7 @@ async def test_why_it_is_not_ready_is_told_by_a_reason(asked, nodes, trouble, sp
     assert "hunter2" not in json.dumps(asked.deployment())
 
 
-async def test_ready_pods_that_no_router_knows_are_not_a_ready_deployment(asked, nodes):
+async def test_pods_unknown_to_routers_are_not_ready(asked, nodes):
     nodes.registers = False
     known = []
 
@@ -279,7 +279,7 @@ async def test_ready_pods_that_no_router_knows_are_not_a_ready_deployment(asked,
         await until(register)  # one by one: the second decode replica comes when the first serves
 
 
-async def test_what_the_server_refuses_is_a_condition_with_the_field_and_without_the_value(asked, caplog):
+async def test_server_refusal_is_a_condition_without_the_value(asked, caplog):
     caplog.set_level(logging.DEBUG)
     bad = {"spec": {"containers": [{"name": "main", "ports": [{"containerPort": "hunter2"}]}]}}
     roles = ({"name": "all", "type": "aggregated", "podTemplate": bad},)
@@ -298,7 +298,7 @@ async def test_what_the_server_refuses_is_a_condition_with_the_field_and_without
         assert "hunter2" not in json.dumps(told, default=str)
 
 
-async def test_a_specification_for_a_later_operator_is_not_obeyed_and_what_runs_goes_on(asked, monkeypatch):
+async def test_later_specification_changes_nothing(asked, monkeypatch):
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
         await until(asked.ready)
@@ -333,7 +333,7 @@ async def test_warm_pods_are_the_last_to_go(asked, nodes):
     assert asked.workers() == [pods[0]]
 
 
-async def test_an_operator_that_is_asked_to_end_gives_the_lease_back_at_once(asked):
+async def test_ending_operator_gives_the_lease_back(asked):
     lease = asked.path("leases", "fleet-operator", "coordination.k8s.io/v1")
     async with an_operator(asked) as operator:
         await until(operator.leader.leads)
@@ -361,7 +361,7 @@ async def test_of_two_operators_one_acts_and_the_other_takes_over(asked):
             await until(asked.ready)
 
 
-async def test_what_somebody_edits_in_a_child_is_put_back_in_time(asked):
+async def test_edited_child_is_restored(asked):
     role = {"name": "all", "type": "aggregated", "replicas": 1}
     async with an_operator(asked, resync_seconds=1):
         asked.apply(a_deployment(role)).expect(201)
@@ -377,7 +377,7 @@ async def test_what_somebody_edits_in_a_child_is_put_back_in_time(asked):
         assert asked.replicas() == {"all": 1}
 
 
-async def test_what_was_ready_before_a_change_is_not_called_ready_after_it(asked, nodes):
+async def test_readiness_is_not_carried_over_a_change(asked, nodes):
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
         await until(asked.ready)
@@ -393,7 +393,7 @@ async def test_what_was_ready_before_a_change_is_not_called_ready_after_it(asked
     assert len(written) <= 4
 
 
-async def test_of_a_router_role_that_is_called_otherwise_nothing_of_the_old_name_stays(asked):
+async def test_renamed_router_role_leaves_nothing_behind(asked):
     def named(old):
         return sorted(
             f"{kind} {name}"

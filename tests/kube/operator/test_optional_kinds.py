@@ -56,7 +56,7 @@ def optional_kinds(asked):
         asked.api.delete(f"{path}/{plural}.{GROUPS[plural][0]}")
 
 
-async def test_where_optional_kinds_are_served_they_are_used(asked, optional_kinds):
+async def test_served_optional_kinds_are_used(asked, optional_kinds):
     async with an_operator(asked):
         asked.apply(a_deployment(WIDE | {"replicas": 2}, routing={"inferencePool": {"create": True}})).expect(201)
         await until(asked.ready)
@@ -75,7 +75,7 @@ async def test_where_optional_kinds_are_served_they_are_used(asked, optional_kin
         await until(lambda: not asked.children("inferencepools", "inference.networking.k8s.io/v1"))
 
 
-async def test_where_they_are_not_a_replica_of_several_nodes_is_a_stateful_set(asked, nodes):
+async def test_multi_node_replica_is_a_stateful_set_without_lws(asked, nodes):
     async with an_operator(asked):
         asked.apply(a_deployment(WIDE | {"replicas": 2}, routing={"inferencePool": {"create": True}})).expect(201)
         await until(asked.ready)

@@ -50,7 +50,7 @@ def decoding(asked):
     return [name for name in asked.workers() if "-decode-" in name]
 
 
-async def test_a_deployment_is_ready_when_all_who_answer_have_answered_and_then_nothing_is_sent(asked):
+async def test_deployment_is_ready_after_all_probes_answered(asked):
     clients = Clients()
     clients.said["dd"] = None
     async with an_operator(asked, clients=clients) as operator:
@@ -66,7 +66,7 @@ async def test_a_deployment_is_ready_when_all_who_answer_have_answered_and_then_
         }
         assert asked.condition("KVPathReady")["status"] == "True"
         for _ in range(3):
-            operator.look_at_everything(afresh=True)
+            operator.enqueue_all(afresh=True)
             await until(lambda: not operator.waiting())
         assert len(clients.asked) == 2
 
@@ -79,7 +79,7 @@ async def test_a_deployment_is_ready_when_all_who_answer_have_answered_and_then_
     assert asked.writes() == []
 
 
-async def test_a_deployment_whose_engine_answers_errors_is_never_ready_and_says_why(asked):
+async def test_deployment_with_failing_engine_is_not_ready(asked):
     clients = Clients()
     clients.said["dd"] = DOWN
     async with an_operator(asked, clients=clients, probe=ProbeSettings(longest_pause_seconds=0.6)) as operator:
@@ -102,7 +102,7 @@ async def test_a_deployment_whose_engine_answers_errors_is_never_ready_and_says_
     ]
 
 
-async def test_routers_that_want_a_key_leave_it_unknown(asked):
+async def test_routers_that_demand_a_key_leave_ready_unknown(asked):
     clients = Clients()
     clients.said["dd"] = ProbeFailure(401, "its routers want an API key", wants_key=True)
     async with an_operator(asked, clients=clients):
@@ -112,7 +112,7 @@ async def test_routers_that_want_a_key_leave_it_unknown(asked):
     assert f"for {asked.namespace}/dd: probe.keys" in found["message"]
 
 
-async def test_a_saturated_deployment_stays_ready_when_its_routers_change_and_its_operator_too(asked):
+async def test_saturated_deployment_stays_ready_over_changes(asked):
     clients, quick = Clients(), ProbeSettings(longest_pause_seconds=0.2)
 
     def saturated():
@@ -126,7 +126,7 @@ async def test_a_saturated_deployment_stays_ready_when_its_routers_change_and_it
         asked.apply(a_deployment(routing={"policy": "round_robin"})).expect(200)
         await until(saturated)
         [router] = [name for name in asked.children("pods", "v1") if "-router-" in name]
-        assert clients.asked[-1].door == address(router)
+        assert clients.asked[-1].router_address == address(router)
 
     again = Clients()
     again.said["dd"] = FULL
@@ -139,7 +139,7 @@ async def test_a_saturated_deployment_stays_ready_when_its_routers_change_and_it
         await until(lambda: asked.ready() and asked.condition("Ready")["reason"] == "AllRolesReady")
 
 
-async def test_new_pods_are_asked_and_those_that_have_answered_are_not(asked):
+async def test_only_new_pods_are_probed(asked):
     clients = Clients()
     roles = ({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode", "replicas": 2})
     async with an_operator(asked, clients=clients):
@@ -158,7 +158,7 @@ async def test_new_pods_are_asked_and_those_that_have_answered_are_not(asked):
         assert len(clients.asked) == 1, "there are other routers: one worker of the role says whether these serve"
 
 
-async def test_pods_that_a_stateful_set_has_made_anew_are_asked_though_they_have_the_names_of_before(asked):
+async def test_recreated_stateful_pods_are_probed_again(asked):
     clients = Clients()
     wide = {"name": "wide", "type": "aggregated", "nodesPerReplica": 2}
     wide |= {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}}
@@ -183,7 +183,7 @@ async def test_pods_that_a_stateful_set_has_made_anew_are_asked_though_they_have
         assert sorted(set(clients.workers())) == asked_before
 
 
-async def test_a_deployment_that_does_not_answer_keeps_no_other_from_becoming_ready(asked):
+async def test_silent_deployment_does_not_delay_others(asked):
     clients = Clients()
     names = [f"slow-{at}" for at in range(3)]
     clients.said |= dict.fromkeys(names)
@@ -197,7 +197,7 @@ async def test_a_deployment_that_does_not_answer_keeps_no_other_from_becoming_re
     assert clients.most_at_once <= 4
 
 
-async def test_with_probes_too_a_change_is_two_writes_of_the_status(asked, monkeypatch):
+async def test_change_with_probes_writes_the_status_twice(asked, monkeypatch):
     monkeypatch.setattr(pace, "SHORT", Nanos(SECOND))  # as it is in earnest
     monkeypatch.setattr(pace, "LONG", Nanos(60 * SECOND))  # machines of tests are slow
     async with an_operator(asked, clients=Clients()):
@@ -213,7 +213,7 @@ async def test_with_probes_too_a_change_is_two_writes_of_the_status(asked, monke
         assert sum(resource == "disaggdeployments/status" for _, resource, _ in writes) <= 2
 
 
-async def test_a_worker_that_one_of_two_routers_does_not_know_is_named_with_that_router(asked, nodes):
+async def test_worker_unknown_to_one_router_is_named(asked, nodes):
     nodes.registers = False
     lost = []
 

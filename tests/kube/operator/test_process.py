@@ -68,7 +68,7 @@ def grant(api, namespace, without=""):
     api.post(f"{rbac}/rolebindings", binding).expect(201)
 
 
-async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_uses_them_all(tmp_path):
+async def test_operator_process_uses_exactly_the_listed_rights(tmp_path):
     nodes = Nodes()
     authority = Authority(tmp_path, "authority")
     roles = (
@@ -151,10 +151,10 @@ async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_
     ("changes", "words"),
     [
         ({"kubeconfig": "/nowhere"}, "kubeconfig: /nowhere: No such file"),
-        ({"lease": {"namespace": "default", "retry_seconds": 20}}, "retry_seconds: has to be shorter"),
+        ({"lease": {"namespace": "default", "retry_seconds": 20}}, "retry_seconds: must be shorter"),
     ],
 )
-def test_settings_that_cannot_be_obeyed_are_refused_in_one_line(tmp_path, changes, words):
+def test_impossible_settings_are_refused_in_one_line(tmp_path, changes, words):
     settings = {
         "images": to_builtins(IMAGES),
         "identity": "a",
@@ -170,7 +170,7 @@ def test_settings_that_cannot_be_obeyed_are_refused_in_one_line(tmp_path, change
     assert log.count("\n") == 1
 
 
-async def test_what_it_may_not_read_is_named_where_it_is_asked_whether_it_is_ready(tmp_path):
+async def test_readyz_names_kinds_that_cannot_be_read(tmp_path):
     authority = Authority(tmp_path, "authority")
     with an_api_server(with_controllers=True, authority=authority) as server:
         install(server)
@@ -189,7 +189,9 @@ async def test_what_it_may_not_read_is_named_where_it_is_asked_whether_it_is_rea
             process, endpoints = a_process(settings, tmp_path)
             try:
                 readyz = f"http://{endpoints['http']}/readyz"
-                await until(lambda: httpx.get(readyz, trust_env=False).text == "the API server has not told yet: Pod\n")
+                await until(
+                    lambda: httpx.get(readyz, trust_env=False).text == "not read from the API server yet: Pod\n"
+                )
                 assert httpx.get(readyz, trust_env=False).status_code == 503
             finally:
                 process.send_signal(signal.SIGTERM)

@@ -6,7 +6,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 import msgspec
 
-from operators.api.fields import GROUP, VERSION
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api.serving_request import ServingRequestSpec
 from operators.controller.serving_request import proposed
 from operators.proposals import LARGEST, Proposal, propose
@@ -73,7 +73,7 @@ def roles(deployment):
     return {role["name"]: role["replicas"] for role in deployment["spec"]["roles"]}
 
 
-async def test_a_request_becomes_a_deployment_whose_pods_are_ready_and_goes_with_it(asked, requests):
+async def test_request_becomes_a_ready_deployment_and_owns_it(asked, requests):
     async with an_operator(asked):
         requests.apply(a_request()).expect(201)
         await until(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
@@ -97,7 +97,7 @@ async def test_a_request_becomes_a_deployment_whose_pods_are_ready_and_goes_with
         await until(lambda: requests.deployment() is None and not asked.workers())
 
 
-async def test_what_cannot_be_kept_is_a_condition_and_makes_nothing(asked, requests):
+async def test_infeasible_request_is_a_condition_only(asked, requests):
     cases = {
         "slow": ({"objective": IMPOSSIBLE}, "TtftOutOfReach"),
         "few": ({"hardware": {"gpu": "h100", "count": 8}, "objective": APART}, "TooFewGpus"),
@@ -120,7 +120,7 @@ async def test_what_cannot_be_kept_is_a_condition_and_makes_nothing(asked, reque
         await until(lambda: requests.conditions("slow").get("Applied") == ("True", "Applied"))
 
 
-async def test_a_changed_request_changes_its_own_deployment_alone_also_from_one_pool_to_two(asked, requests):
+async def test_changed_request_changes_only_its_own_deployment(asked, requests):
     async with an_operator(asked):
         for name in ("please", "other"):
             requests.apply(a_request(name)).expect(201)
@@ -147,7 +147,7 @@ async def test_a_changed_request_changes_its_own_deployment_alone_also_from_one_
         assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
 
 
-async def test_a_role_that_somebody_adds_is_theirs_and_is_not_fought_over(asked, requests):
+async def test_role_added_by_others_is_kept(asked, requests):
     async with an_operator(asked) as operator:
         requests.apply(a_request()).expect(201)
         await until(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
@@ -166,12 +166,12 @@ async def test_a_role_that_somebody_adds_is_theirs_and_is_not_fought_over(asked,
         assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1, "extra": 1}
         assert requests.deployment()["metadata"]["generation"] <= generation + 3
         asked.server.forget_requests()
-        operator.look_at_everything()
+        operator.enqueue_all()
         await until(lambda: not operator.waiting())
         assert asked.writes() == [], "roles are in another order on the server"
 
 
-async def test_a_proposal_is_applied_by_hand_as_it_is_and_then_nobody_elses(asked, requests):
+async def test_proposal_can_be_applied_by_hand(asked, requests):
     async with an_operator(asked) as operator:
         requests.apply(a_request(apply=False)).expect(201)
         await until(lambda: requests.conditions().get("Proposed") == ("True", "Proposed"))
@@ -190,7 +190,7 @@ async def test_a_proposal_is_applied_by_hand_as_it_is_and_then_nobody_elses(aske
         await until(lambda: (made := requests.deployment()) and "decode" in roles(made))
 
 
-def test_every_proposal_is_taken_by_schema_and_rules(asked):
+def test_every_proposal_fits_schema_and_rules(asked):
     for number, changes in enumerate(FEASIBLE):
         got = propose(asking(**changes))
         assert isinstance(got, Proposal)
@@ -199,12 +199,12 @@ def test_every_proposal_is_taken_by_schema_and_rules(asked):
 
 
 @pytest.mark.parametrize("name", ["a" * 48, "llama-3.3", "1a"])
-def test_a_request_whose_deployment_could_not_be_called_after_it_is_refused(asked, name):
+def test_request_with_an_impossible_name_is_refused(asked, name):
     said = refusal(asked.api.post(asked.path("servingrequests"), a_request(name)))
     assert "metadata.name: the deployment and its Services are called after it" in said
 
 
-def test_the_request_that_the_documentation_shows_is_the_sample_and_can_be_kept():
+def test_documented_request_is_the_sample_and_feasible():
     """That it is accepted is shown in `test_crds`."""
     documented, sample = (each for each in shown_manifests() if each["kind"] == "ServingRequest")
 
@@ -218,9 +218,7 @@ def test_the_request_that_the_documentation_shows_is_the_sample_and_can_be_kept(
 ETCD_BYTES = 3 << 19
 
 
-async def test_a_request_with_the_longest_template_still_fits_into_etcd_and_a_longer_one_says_how_long_it_is(
-    asked, requests
-):
+async def test_longest_template_fits_etcd_and_longer_is_refused(asked, requests):
     def sizes():
         found = [asked.api.get(asked.path(kind, "please")).body for kind in ("servingrequests", "disaggdeployments")]
         return [len(msgspec.json.encode(each)) for each in found]

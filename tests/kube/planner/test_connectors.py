@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from fleet.planner.connectors.open import connector_of
 from fleet.planner.messages import PlanWriter, PoolGapReason
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.settings import KubernetesTarget
-from operators.api.fields import GROUP, VERSION
 from tests.contract.planner.connector_contract import *  # noqa: F403 - they run here
 from tests.contract.planner.connector_contract import DECODE, ROOM, ProcessKilled, a_plan, observed, observed_sizes
 from tests.support.kube.api.running import RunningApiServer
@@ -70,7 +70,7 @@ async def a_world(asked, nodes, tmp_path):
             yield world
 
 
-async def test_a_planner_leaves_alone_what_the_deployment_says_is_not_its(a_world):
+async def test_planner_leaves_static_roles_alone(a_world):
     roles = (a_role("prefill", scaling={"mode": "Static"}), a_role("decode", scaling={"mode": "External", "most": 8}))
     async with a_world.open() as planner, a_world.open(PlanWriter.PERSON) as person:
         before = await planner.observe()
@@ -86,7 +86,7 @@ async def test_a_planner_leaves_alone_what_the_deployment_says_is_not_its(a_worl
         await observed_sizes(person, decode=(2, 2, 0), prefill=(1, 1, 0))
 
 
-async def test_bounds_of_the_role_are_why_fewer_come(a_world):
+async def test_role_bounds_explain_fewer_replicas(a_world):
     async with a_world.open() as planner:
         await planner.apply(a_plan("many", decode=9), await planner.observe())
         seen = await observed(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.LIMITED)
@@ -95,7 +95,7 @@ async def test_bounds_of_the_role_are_why_fewer_come(a_world):
     assert "8" in seen.pool(DECODE).message
 
 
-async def test_a_replica_that_ends_again_and_again_is_failing(a_world, nodes):
+async def test_crash_looping_replica_is_failing(a_world, nodes):
     nodes.crashes["cpu:1"] = nodes.crashes["cuda:1"] = "fleet: model_dir: no such folder"
     async with a_world.open() as planner:
         await planner.apply(a_plan("more", decode=2), await planner.observe())
@@ -105,7 +105,7 @@ async def test_a_replica_that_ends_again_and_again_is_failing(a_world, nodes):
     assert "dd-decode-" in seen.pool(DECODE).message
 
 
-async def test_a_pool_is_not_settled_by_what_happens_to_be_there_before_the_operator_acts(asked):
+async def test_pool_is_not_settled_before_the_operator_acts(asked):
     def said(desired):
         role = {"name": "decode", "desired": desired, "ready": 1, "registered": 1}
         status = {"observedGeneration": 1, "roles": [role]}
@@ -143,7 +143,7 @@ class Meanwhile:
         return getattr(self._behind, name)
 
 
-async def test_a_status_that_is_written_meanwhile_is_no_change_and_a_number_is(a_world):
+async def test_concurrent_status_write_is_no_conflict(a_world):
     path = a_world.asked.path("rolescalers", "dd-decode")
 
     def write(patch, part=""):
@@ -161,7 +161,7 @@ async def test_a_status_that_is_written_meanwhile_is_no_change_and_a_number_is(a
         assert (await planner.observe()).pool(DECODE).wanted == 0
 
 
-async def test_replicas_serve_though_nobody_says_which_are_registered(a_world, nodes):
+async def test_replicas_serve_without_known_registrations(a_world, nodes):
     nodes.registers, nodes.gpus = False, 2 * ROOM
     a_world.asked.apply(a_deployment(a_role("both", kind="aggregated"), name="unheard")).expect(201)
     target = KubernetesTarget(
@@ -171,7 +171,7 @@ async def test_replicas_serve_though_nobody_says_which_are_registered(a_world, n
         await observed_sizes(planner, both=(1, 1, 0))
 
 
-async def test_what_is_not_there_is_said(a_world, tmp_path):
+async def test_missing_object_is_reported(a_world, tmp_path):
     target = KubernetesTarget(deployment="away", namespace="default", kubeconfig=a_world.asked.kubeconfig)
     async with connector_of(target, PlanWriter.PLANNER) as planner:
         with pytest.raises(ConnectorUnreachable, match="no DisaggDeployment away in namespace default"):

@@ -15,7 +15,8 @@ from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.gateway.endpoint_picker import EndpointPicker, open_endpoint_picker
 from fleet.gateway.prompts import ApiPromptReader
-from fleet.gateway.selection import SelectionAwareWorkers, SelectionService
+from fleet.gateway.selected_requests import SelectionAwareWorkers
+from fleet.gateway.selection import SelectionService
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import WorkerJoined
 from fleet.router.server import RouterServer

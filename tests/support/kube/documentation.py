@@ -1,28 +1,32 @@
-"""What `docs/kubernetes.md` and `deploy/samples` show: values of the chart, and manifests; a part of one is made whole."""
+"""Examples of `docs/kubernetes/` and `deploy/samples`: chart values, and manifests. A part of a manifest is completed."""
 
 import re
 from typing import Any
 
 import yaml
 
-from operators.api.fields import GROUP, VERSION
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from tests.support.kube.charts import CHART, Document
 
 DEPLOY = CHART.parents[1]
-PAGE = DEPLOY.parent / "docs" / "kubernetes.md"
+PAGES = sorted((DEPLOY.parent / "docs" / "kubernetes").glob("*.md"))
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHELL = re.compile(r"<<END\n(.*?)^END", re.DOTALL | re.MULTILINE)
 """What a command reads from its standard input: values."""
 
 
+def _text() -> str:
+    return "\n".join(page.read_text() for page in PAGES)
+
+
 def shown_values() -> list[Document]:
-    text = PAGE.read_text()
+    text = _text()
     return [each for each in _blocks(text) if _is_values(each)] + [yaml.safe_load(each) for each in SHELL.findall(text)]
 
 
 def shown_manifests() -> list[Document]:
-    """Of the page, then of the samples."""
-    shown = [_whole(each) for each in _blocks(PAGE.read_text()) if not _is_values(each)]
+    """Return the manifests of the pages, then those of the samples."""
+    shown = [_whole(each) for each in _blocks(_text()) if not _is_values(each)]
     for path in sorted((DEPLOY / "samples").rglob("*.yaml")):
         shown += yaml.safe_load_all(path.read_text())
     return shown
@@ -51,7 +55,7 @@ def _whole(block: Any) -> Document:
             return _deployment(roles=[{"name": "prefill", "type": "prefill"}, *block])
         case {"kvTransfer": _} | {"model": _}:
             return _deployment(roles=[{"name": "workers", "type": "aggregated"}], **block)
-    raise AssertionError(f"nobody knows what this block of {PAGE.name} is a part of: {str(block)[:80]}")
+    raise AssertionError(f"nobody knows what this block of docs/kubernetes is a part of: {str(block)[:80]}")
 
 
 def _deployment(**spec: Any) -> Document:

@@ -8,13 +8,13 @@ from prometheus_client import CollectorRegistry
 
 from fleet.core.system_clock import SystemClock, utc_now
 from fleet.net.kubernetes.client import open_api_client
-from fleet.net.kubernetes.leader import LeaseLeader
-from operators.api.fields import GROUP, VERSION
+from fleet.net.kubernetes.kinds import GROUP, VERSION
+from fleet.net.kubernetes.leader import LeaseLeader, LeaseSettings
 from operators.chart.crds import KINDS, definition
 from operators.controller.control_secrets import ControlSecrets
 from operators.manifests.pods import Images
 from operators.server import Operator
-from operators.settings import LeaseSettings, OperatorSettings
+from operators.settings import OperatorSettings
 from operators.telemetry import OperatorMetrics
 from tests.support.kube.api.running import RunningApiServer
 from tests.support.kube.clients import Api

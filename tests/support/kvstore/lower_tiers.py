@@ -50,15 +50,15 @@ class HierarchyDriver:
 
     def collect(self):
         self.store.machine.commands()
-        for movement in self.hierarchy.commands():
-            self.waiting.append(movement)
-            self.asked.append(movement)
+        for transfer in self.hierarchy.commands():
+            self.waiting.append(transfer)
+            self.asked.append(transfer)
 
-    def perform(self, movement=None):
+    def perform(self, transfer=None):
         """Answer one command like a healthy tier."""
-        movement = movement or self.waiting.popleft()
-        held = self.held[movement.tier]
-        match movement:
+        transfer = transfer or self.waiting.popleft()
+        held = self.held[transfer.tier]
+        match transfer:
             case Find(promotion_id=promotion_id, keys=keys):
                 count = next((i for i, key in enumerate(keys) if key.name not in held), len(keys))
                 self.hierarchy.found(promotion_id, count, self.now)
@@ -76,9 +76,9 @@ class HierarchyDriver:
         while self.waiting:
             self.perform()
 
-    def fail(self, movement=None):
-        movement = movement or self.waiting.popleft()
-        self.hierarchy.failed(movement, self.now, self.now)
+    def fail(self, transfer=None):
+        transfer = transfer or self.waiting.popleft()
+        self.hierarchy.failed(transfer, self.now, self.now)
         self.collect()
 
     def tick(self, seconds: float):
@@ -88,7 +88,7 @@ class HierarchyDriver:
 
 
 def movement_kinds(below):
-    return [(type(movement).__name__, movement.tier) for movement in below.asked]
+    return [(type(transfer).__name__, transfer.tier) for transfer in below.asked]
 
 
 class AdmitNothing:

@@ -1,4 +1,4 @@
-"""Workers as they stand for a request, written down one by one, for placement and policies."""
+"""Candidate tables that tests write down worker by worker, for placement and policies."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,20 @@ from msgspec import Struct, structs
 
 from fleet.core.roles import Phase, Role
 from fleet.core.work import WorkerDescription
-from fleet.router import candidates as quantity
-from fleet.router.candidates import Candidates, PlacementRequest, RandomSource
-from fleet.router.placement.candidate_table import CandidateTable, ServingWorkers
+from fleet.router import policy as quantity
+from fleet.router.placement.candidate_table import CandidateTable, PoolTopology, ServingWorkers, limit
 from fleet.router.placement.decision import CostTerms, Decision, DecisionExplanation
 from fleet.router.placement.decision import decide as decide_in_table
 from fleet.router.placement.policies.built_in import parameters, policy
 from fleet.router.placement.rejection import Rejection, WaitForRoom
-from fleet.router.placement.topology import PoolTopology, limit
+from fleet.router.policy import Candidates, PlacementRequest, RandomSource
 from fleet.router.settings.router import RouterSettings
 from kvstore.block import blocks_for
 from tests.support.builders import BLOCK_TOKENS, a_description
 
 
 class CandidateRow(Struct, frozen=True, kw_only=True):
-    """One worker as it stands for one request; see `fleet.router.candidates` for what each number is."""
+    """The values of one worker for one request; `fleet.router.policy` explains the quantities."""
 
     description: WorkerDescription
     draining: bool = False
@@ -52,10 +51,10 @@ def a_candidate(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_token
     return CandidateRow(description=description, **own)
 
 
-def table(standings: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTable:
-    """All of them, in order."""
-    columns = np.zeros((quantity.QUANTITIES, len(standings)))
-    for row, each in enumerate(standings):
+def table(rows: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTable:
+    """Return a candidate table of these workers, in order."""
+    columns = np.zeros((quantity.QUANTITIES, len(rows)))
+    for row, each in enumerate(rows):
         description = each.description
         columns[:, row] = [
             each.backlog_tokens,
@@ -76,31 +75,31 @@ def table(standings: Sequence[CandidateRow], settings: RouterSettings) -> Candid
             each.below_blocks,
             each.conversion,
         ]
-    members = PoolTopology([each.description for each in standings], settings)
-    draining = np.array([each.draining for each in standings], dtype=bool)
-    failed = np.array([each.failed for each in standings], dtype=bool)
-    return CandidateTable(members, columns, ServingWorkers.of(members, draining), failed if failed.any() else None)
+    topology = PoolTopology([each.description for each in rows], settings)
+    draining = np.array([each.draining for each in rows], dtype=bool)
+    failed = np.array([each.failed for each in rows], dtype=bool)
+    return CandidateTable(topology, columns, ServingWorkers.of(topology, draining), failed if failed.any() else None)
 
 
 def decide(
-    asked: PlacementRequest, standings: Sequence[CandidateRow], settings: RouterSettings, chance: RandomSource
+    request: PlacementRequest, rows: Sequence[CandidateRow], settings: RouterSettings, rng: RandomSource
 ) -> DecisionExplanation | WaitForRoom | Rejection:
-    """By the policy that settings name, explained."""
+    """Return the explained decision of the policy that the settings name."""
     chosen = policy(settings.policy, parameters(settings))
-    outcome = decide_in_table(asked, table(standings, settings), chosen, settings, chance)
+    outcome = decide_in_table(request, table(rows, settings), chosen, settings, rng)
     return outcome.explained() if isinstance(outcome, Decision) else outcome
 
 
 def score(
-    standing: CandidateRow, prompt_tokens: int, settings: RouterSettings, *, phase: Phase = Phase.AGGREGATED, **asked
+    standing: CandidateRow, prompt_tokens: int, settings: RouterSettings, *, phase: Phase = Phase.AGGREGATED, **request
 ) -> CostTerms:
-    """The cost of one worker by the policy that settings name; alone, so that no comparison enters."""
+    """Return the cost of one worker by the policy that the settings name, without other workers to compare with."""
     chosen = policy(settings.policy, parameters(settings))
     candidates = candidates_of([standing], settings)
-    question = PlacementRequest(prompt_tokens=prompt_tokens, **asked)
+    question = PlacementRequest(prompt_tokens=prompt_tokens, **request)
     parts = {name: float(costs[0]) for name, costs in chosen.costs(question, candidates, phase).items()}
     return CostTerms(worker_id=standing.worker_id, cost=sum(parts.values()), parts=parts)
 
 
-def candidates_of(standings: Sequence[CandidateRow], settings: RouterSettings) -> Candidates:
-    return table(standings, settings).candidates(np.arange(len(standings)))
+def candidates_of(rows: Sequence[CandidateRow], settings: RouterSettings) -> Candidates:
+    return table(rows, settings).candidates(np.arange(len(rows)))

@@ -1,4 +1,4 @@
-"""A router machine with its invariants checked after every event, and shorthands for what workers say."""
+"""Driver of a router machine: checks its invariants after every event, and has short forms for workers' messages."""
 
 import random
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class RouterMachineDriver:
         return self.send(RequestCancelled(request_id=RequestId(request_id)))
 
     def booked(self, worker_id: str) -> tuple[int, int, int]:
-        """Requests, unique blocks, prefill tokens."""
+        """Return a worker's reserved requests, unique blocks and prefill tokens."""
         for pool in self.machine.snapshot().pools:
             for worker in pool.workers:
                 if worker.worker_id == worker_id:
@@ -81,7 +81,7 @@ class RouterMachineDriver:
 
 
 def the(kind: type[AnyCommand], commands: Sequence[Command]) -> AnyCommand:
-    """The only command of its kind."""
+    """Return the only command of its kind."""
     found = [command for command in commands if isinstance(command, kind)]
     assert len(found) == 1, commands
     return found[0]

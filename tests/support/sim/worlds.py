@@ -10,7 +10,8 @@ from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import EndedRequest, Slo
 from fleet.sim.run import RunPlan, RunResult, simulate
-from fleet.sim.workload.traffic import DrawnWorkload, requests_of
+from fleet.sim.workload.drawn import DrawnWorkload
+from fleet.sim.workload.traffic import requests_of
 from fleet.sim.world import World
 
 BLOCK = 16

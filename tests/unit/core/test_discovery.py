@@ -45,10 +45,10 @@ def test_routers_and_workers_are_told_it_alike(tmp_path, given, kind):
         ({"kind": "etcd", "endpoints": ["etcd"]}, r"discovery: endpoints: 'etcd' is neither"),
         (
             {"kind": "etcd", "endpoints": ["e:1"], "credentials": {"insecure": True}},
-            r"discovery: credentials: etcd knows",
+            r"discovery: credentials: etcd uses",
         ),
         ({"kind": "kubernetes", "cluster": "a/b"}, r"discovery\.cluster: Expected `str` matching"),
-        ({"kind": "kubernetes", "cluster": "a", "pod": "p"}, r"discovery: pod and pod_uid: an owner is named by both"),
+        ({"kind": "kubernetes", "cluster": "a", "pod": "p"}, r"discovery: pod and pod_uid: set both or neither"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_its_path(tmp_path, given, message):

@@ -56,7 +56,7 @@ def codec(model_dir):
 
 @pytest.fixture
 def generations(codec):
-    """Makes generations, all of which have the same threads."""
+    """Return a factory of generations that share their threads."""
     threads = TokenizerThreads()
 
     def make(
@@ -106,7 +106,7 @@ def outcomes(generation: Generation) -> dict[str, float]:
     }
 
 
-async def test_an_answer_has_its_text_usage_and_where_its_blocks_came_from(generations, codec):
+async def test_answer_has_text_usage_and_kv_report(generations, codec):
     answer = ids_of(codec, "the quick brown fox")
     generation = generations(FakeRouter([*answer, EOS], step=2))
 
@@ -127,7 +127,7 @@ async def _again(events: list[GenerateEvent]) -> AsyncIterator[GenerateEvent]:
         yield event
 
 
-async def test_engines_are_told_which_tokens_end_the_answer(generations):
+async def test_engine_gets_the_stop_token_ids(generations):
     router = FakeRouter([5])
     generation = generations(router)
 
@@ -137,7 +137,7 @@ async def test_engines_are_told_which_tokens_end_the_answer(generations):
     assert [arrived.sampling.stop_token_ids for arrived in router.submitted] == [(7, EOS, END), (7,)]
 
 
-async def test_a_stop_string_cancels_the_engine_and_counts_only_what_came_before(generations, codec):
+async def test_stop_string_cancels_engine_and_ends_the_count(generations, codec):
     router = FakeRouter(ids_of(codec, "the quick brown fox jumps over the lazy dog"))
     generation = generations(router)
 
@@ -151,7 +151,7 @@ async def test_a_stop_string_cancels_the_engine_and_counts_only_what_came_before
     assert outcomes(generation) == {"stop": 1}
 
 
-async def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_from(generations, codec):
+async def test_answer_ended_by_stop_string_has_a_kv_report(generations, codec):
     router = FakeRouter(ids_of(codec, "the quick brown fox jumps over the lazy dog"))
     router.cached_blocks = 2
     request = a_request(prompt=TokenPrompt(a_prompt(100)), stop=("fox",), sampling=Sampling(max_tokens=100))
@@ -164,7 +164,7 @@ async def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_fro
     assert finished.usage.cached_tokens == phase.report.cached_tokens == 2 * BLOCK_TOKENS
 
 
-async def test_the_engine_is_stopped_before_a_slow_client_takes_the_last_text(generations, codec):
+async def test_engine_stops_before_a_slow_client_reads_last_text(generations, codec):
     router = FakeRouter(ids_of(codec, "the quick brown fox"))
     stop = codec.token_text(router.answer[0])
 
@@ -180,9 +180,7 @@ async def test_the_engine_is_stopped_before_a_slow_client_takes_the_last_text(ge
     stop=st.lists(st.sampled_from(["e", "t", "the", "ö", " ", "qu", "\ufffd"]), min_size=1, max_size=3, unique=True),
     step=st.integers(1, 6),
 )
-async def test_streamed_text_is_the_whole_text_cut_at_the_first_stop_string_for_any_tokens(
-    answer, stop, step, generations, codec
-):
+async def test_streamed_text_equals_text_up_to_first_stop_string(answer, stop, step, generations, codec):
     whole, _, _ = await collect(
         generations(FakeRouter(answer, step=step)).generate(a_request(sampling=Sampling(max_tokens=99)))
     )
@@ -230,7 +228,7 @@ async def test_cancelling_the_task_cancels_the_request(generations):
     assert outcomes(generation) == {"cancelled": 1}
 
 
-async def test_a_request_that_could_not_be_completed_is_refused_with_the_routers_reason(generations):
+async def test_incomplete_request_is_rejected_with_the_routers_reason(generations):
     router = FakeRouter([5, 6, 7])
     router.break_after = 2
     generation = generations(router)
@@ -243,7 +241,7 @@ async def test_a_request_that_could_not_be_completed_is_refused_with_the_routers
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
-async def test_what_was_void_is_not_in_an_answer_started_over(generations, codec, after):
+async def test_restarted_answer_has_no_void_tokens(generations, codec, after):
     router = FakeRouter(ids_of(codec, "the quick brown fox jumps over"))
     expected = [event async for event in generations(router).generate(a_request(whole=True))]
     router.start_over_after = after
@@ -255,7 +253,7 @@ async def test_what_was_void_is_not_in_an_answer_started_over(generations, codec
     assert router.submitted[-1].whole
 
 
-async def test_a_whole_answer_is_what_a_stream_of_it_would_be(generations, codec):
+async def test_whole_answer_equals_its_stream(generations, codec):
     router = FakeRouter(ids_of(codec, "the quick brown fox jumps over"))
     request = a_request(stop=("fox",))
     pieces = [event async for event in generations(router).generate(request)]
@@ -269,7 +267,7 @@ async def test_a_whole_answer_is_what_a_stream_of_it_would_be(generations, codec
     assert whole[-1] == pieces[-1]
 
 
-async def test_a_bug_counts_as_internal_and_is_not_hidden(generations):
+async def test_unexpected_error_counts_as_internal_and_is_raised(generations):
     router = FakeRouter([5])
     router.bug = ZeroDivisionError("bug")
     generation = generations(router)
@@ -291,7 +289,7 @@ async def test_a_bug_counts_as_internal_and_is_not_hidden(generations):
         ((a_model_card(), a_model_card(name="big")), "big", Reason.MODEL_NOT_FOUND, "served: tiny"),
     ],
 )
-async def test_a_model_that_is_not_served_is_refused_with_those_that_are(generations, cards, model, reason, said):
+async def test_unknown_model_is_rejected_with_the_served_models(generations, cards, model, reason, said):
     router = FakeRouter([5], cards=cards)
 
     with pytest.raises(RequestRejected) as refused:
@@ -303,7 +301,7 @@ async def test_a_model_that_is_not_served_is_refused_with_those_that_are(generat
     assert (refused.value.retry_after_ms > 0) == (reason is Reason.NO_WORKER)
 
 
-async def test_the_only_model_needs_no_name(generations):
+async def test_single_model_needs_no_name(generations):
     events = [event async for event in generations(FakeRouter([5])).generate(a_request(model=""))]
 
     assert isinstance(events[0], Admitted)
@@ -321,7 +319,7 @@ async def test_the_only_model_needs_no_name(generations):
         a_request(deadline=Nanos(10 * SECOND)),
     ],
 )
-async def test_nothing_is_submitted_before_everything_was_checked(generations, request_: GenerateRequest):
+async def test_invalid_request_is_never_submitted(generations, request_: GenerateRequest):
     router = FakeRouter([5])
 
     with pytest.raises(RequestRejected):
@@ -330,14 +328,14 @@ async def test_nothing_is_submitted_before_everything_was_checked(generations, r
     assert router.submitted == []
 
 
-async def test_a_deadline_that_has_passed_is_told_from_a_wrong_request(generations):
+async def test_passed_deadline_has_its_own_reason(generations):
     with pytest.raises(RequestRejected) as refused:
         await collect(generations(FakeRouter([5])).generate(a_request(deadline=Nanos(1))))
 
     assert (refused.value.reason, refused.value.field) == (Reason.DEADLINE_PASSED, "timeout_ms")
 
 
-async def test_an_answer_may_fill_what_the_prompt_leaves(generations):
+async def test_fill_context_uses_the_rest_of_the_context(generations):
     router = FakeRouter([5], cards=[a_model_card(max_model_len=100)])
 
     await collect(generations(router).generate(a_request(prompt=TokenPrompt(a_prompt(30)), fill_context=True)))
@@ -345,7 +343,7 @@ async def test_an_answer_may_fill_what_the_prompt_leaves(generations):
     assert router.submitted[0].sampling.max_tokens == 70
 
 
-async def test_tenants_get_salts_of_their_own(generations):
+async def test_each_tenant_has_its_own_salt(generations):
     router = FakeRouter([5])
     generation = generations(router)
 
@@ -355,7 +353,7 @@ async def test_tenants_get_salts_of_their_own(generations):
     assert [arrived.salt for arrived in router.submitted] == [b"", tenant_salt(SECRET, "a"), tenant_salt(SECRET, "b")]
 
 
-async def test_two_running_requests_cannot_have_one_id(generations):
+async def test_two_running_requests_cannot_share_an_id(generations):
     router = FakeRouter([5])
     router.hold_after = 0
     generation = generations(router)
@@ -371,7 +369,7 @@ async def test_two_running_requests_cannot_have_one_id(generations):
 
 
 class Slow:
-    """A codec that tokenises as long as a test wants."""
+    """A codec that tokenizes for as long as a test wants."""
 
     def __init__(self, codec: TextCodec, threads_may_go: "asyncio.Event") -> None:
         self._codec = codec
@@ -386,7 +384,7 @@ class Slow:
         return self._codec.encode("x")
 
 
-async def test_long_prompts_leave_the_loop_free_and_wait_in_bounded_number(generations, codec):
+async def test_long_prompts_tokenize_in_threads_in_bounded_number(generations, codec):
     may_go = asyncio.Event()
     router = FakeRouter([5])
     generation = generations(router, {MODEL: Slow(codec, may_go)})
@@ -406,7 +404,7 @@ async def test_long_prompts_leave_the_loop_free_and_wait_in_bounded_number(gener
     assert len(router.completed) == MOST
 
 
-async def test_a_request_proves_its_tenant_by_its_key_and_gets_that_tenants_salt(generations):
+async def test_api_key_selects_tenant_and_salt(generations):
     router = FakeRouter(answer=[7])
     generation = generations(router, acme=TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),)))
 
@@ -419,7 +417,7 @@ async def test_a_request_proves_its_tenant_by_its_key_and_gets_that_tenants_salt
     assert caught.value.reason is Reason.UNAUTHENTICATED
 
 
-async def test_prompts_and_answers_are_charged_to_their_tenant_and_nothing_is_submitted_beyond_its_limit(generations):
+async def test_tenant_is_charged_and_rejected_beyond_its_limit(generations):
     router = FakeRouter(answer=[7, 8, 9, 10])
     generation = generations(router, acme=TenantSettings(tokens_per_minute=13))
     asked = a_request(prompt=TokenPrompt(a_prompt(10)), tenant="acme", sampling=Sampling(max_tokens=3))

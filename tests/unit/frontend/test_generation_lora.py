@@ -1,4 +1,4 @@
-"""From the name of an adapter in a request to what the router is asked."""
+"""Requests for LoRA adapters, from the name in a request to the router's `Arrived`."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -23,7 +23,7 @@ ADA = a_model_card(name=ModelName("ada"), parent=MODEL, revision="1")
 
 @pytest.fixture
 def served(model_dir):
-    """A router with one model and its adapter, and its generation."""
+    """Return a router with one model and its LoRA adapter, and its generation."""
     clock = SystemClock()
     router = FakeRouter([300], cards=[a_model_card(), ADA])
     threads = TokenizerThreads()
@@ -50,7 +50,7 @@ async def admitted(generation: Generation, **fields) -> Admitted:
 
 
 @pytest.mark.parametrize("tenant", ["", "acme"])
-async def test_an_adapter_is_its_model_with_a_salt_of_its_own(served, tenant):
+async def test_lora_request_uses_base_model_with_its_own_salt(served, tenant):
     router, generation = served
 
     told = await admitted(generation, model=ModelName("ada"), tenant=tenant)
@@ -62,7 +62,7 @@ async def test_an_adapter_is_its_model_with_a_salt_of_its_own(served, tenant):
     assert generation.token_text(ModelName("ada"), 300) == generation.token_text(MODEL, 300)
 
 
-async def test_the_only_model_needs_no_name_however_many_adapters_it_has(served):
+async def test_single_model_with_loras_needs_no_name(served):
     router, generation = served
 
     told = await admitted(generation, model=ModelName(""))
@@ -71,7 +71,7 @@ async def test_the_only_model_needs_no_name_however_many_adapters_it_has(served)
     assert (told.model, arrived.model, arrived.adapter, arrived.salt) == (MODEL, MODEL, None, b"")
 
 
-async def test_an_unknown_name_is_refused_with_the_adapters_among_those_that_are_served(served):
+async def test_unknown_model_lists_served_lora_adapters(served):
     _, generation = served
 
     with pytest.raises(RequestRejected, match="served: ada, tiny") as refused:
@@ -79,6 +79,6 @@ async def test_an_unknown_name_is_refused_with_the_adapters_among_those_that_are
     assert refused.value.reason is Reason.MODEL_NOT_FOUND
 
 
-def test_a_client_sees_whose_adapter_it_is():
+def test_model_list_shows_the_base_model_of_a_lora():
     assert decode_model(encode_model(ADA)).parent == MODEL
     assert decode_model(encode_model(a_model_card())).parent == ""

@@ -267,7 +267,7 @@ def test_engines_lie_within_a_node_of_as_many_gpus_as_it_has():
     ],
 )
 def test_engines_are_cut_in_the_one_way_that_workers_start_on_a_node(model, on, most):
-    ways = [each.parallelism for each in sizing._cuts(sized(model), gpu(on), most, 4096)]
+    ways = [each.parallelism for each in sizing.node_shardings(sized(model), gpu(on), most, 4096)]
 
     assert ways
     assert all((way.pp, way.dp, way.ep) == (1, 1, 1) for way in ways)

@@ -1,4 +1,4 @@
-"""Block names: the same in two processes and two languages, and never shared by two salts."""
+"""Block hashes: equal in two processes and two languages, and never shared by two salts."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def test_the_vectors_cover_both_algorithms_and_every_rule():
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['algorithm']}: {vector['description']}")
-def test_names_are_those_of_the_golden_vectors(vector):
+def test_hashes_match_the_test_vectors(vector):
     names = chain(
         packed(vector["tokens"]),
         vector["block_tokens"],
@@ -62,7 +62,7 @@ def test_names_are_those_of_the_golden_vectors(vector):
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "4711"])
-def test_names_are_the_same_in_another_process(hash_seed):
+def test_hashes_are_equal_in_another_process(hash_seed):
     answer = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS],
         input=json.dumps(VECTORS),
@@ -77,7 +77,7 @@ def test_names_are_the_same_in_another_process(hash_seed):
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc) on this machine")
-def test_names_are_the_same_in_c(tmp_path):
+def test_hashes_are_equal_in_c(tmp_path):
     program = tmp_path / "chain"
     subprocess.run(
         ["cc", "-std=c99", "-O1", "-Wall", "-Wextra", "-Werror", "-o", program, HERE / "chain.c"], check=True
@@ -112,11 +112,11 @@ def test_tenants_share_a_salt_only_with_themselves(tenant, other, secret, other_
     assert len(mine) == 32
     assert (tenant_salt(secret, other) == mine) == (other == tenant)
     assert tenant_salt(secret, "") == b""
-    if other_secret.rstrip(b"\0") != secret.rstrip(b"\0"):  # HMAC pads keys with zeros
+    if other_secret.rstrip(b"\0") != secret.rstrip(b"\0"):  # HMAC pads keys with zeros, so these keys are equal
         assert tenant_salt(other_secret, tenant) != mine
 
 
-def test_salts_of_adapters_are_those_of_the_golden_vectors():
+def test_adapter_salts_match_the_test_vectors():
     """SHA-256 as any language has it; the salts then are vectors' salts like any other."""
     assert adapter_salt("ada@1").hex() == "6ed43e4547fe7dc5efd9408744a83bff179d0c3f1dd74a1fbe6105c2b125ff80"
     assert (
@@ -126,7 +126,7 @@ def test_salts_of_adapters_are_those_of_the_golden_vectors():
 
 
 @given(tokens, st.integers(0, 15), st.binary(min_size=36, max_size=36), st.binary(min_size=36, max_size=36))
-def test_distinct_images_never_share_a_block_from_where_they_begin(ids, where, one, other):
+def test_blocks_with_distinct_images_differ(ids, where, one, other):
     """An extra is an offset and the digest of an image."""
     mine = chain(packed(ids), 4, extras={where: one})
     theirs = chain(packed(ids), 4, extras={where: other})
@@ -159,7 +159,7 @@ def test_a_chain_can_be_continued_where_it_ended(ids, block_tokens, blocks_befor
 
 
 @given(tokens, st.integers(0, 63), st.integers(0, 2**32 - 1))
-def test_a_name_covers_every_token_before_it(ids, place, token):
+def test_hash_covers_every_token_before_it(ids, place, token):
     if place >= len(ids) or ids[place] == token:
         return
     changed = [*ids[:place], token, *ids[place + 1 :]]

@@ -2,7 +2,7 @@ from kvstore.circuit_breaker import COST_FACTOR, FIRST_PAUSE, LONGEST_PAUSE, Cir
 from kvstore.clock import SECOND, Nanos
 
 
-def test_after_a_failure_one_caller_tries_a_pause():
+def test_one_caller_tries_per_pause_after_a_failure():
     breaker = CircuitBreaker()
     breaker.failed(Nanos(0), Nanos(0))
 
@@ -27,7 +27,7 @@ def test_pauses_double_up_to_a_limit():
     assert pauses[-1] == LONGEST_PAUSE
 
 
-def test_a_node_that_hangs_costs_a_fifth_of_the_time_at_most():
+def test_hanging_node_costs_at_most_a_fifth_of_the_time():
     breaker = CircuitBreaker()
     breaker.failed(Nanos(0), Nanos(SECOND))
 
@@ -35,7 +35,7 @@ def test_a_node_that_hangs_costs_a_fifth_of_the_time_at_most():
     assert breaker.allows(Nanos(SECOND + COST_FACTOR * SECOND))
 
 
-def test_a_success_forgets_the_failures():
+def test_success_resets_the_failures():
     breaker = CircuitBreaker()
     for _ in range(5):
         breaker.failed(Nanos(0), Nanos(0))

@@ -13,7 +13,7 @@ from tests.support.kvstore.shapes import a_typed_namespace
         ({"lora": "adapter@1", "layout": "HLND"}, "4deb26f15ddf483214a1484ae661a522"),
     ],
 )
-def test_digests_stay_what_they_are(fields, digest):
+def test_digests_do_not_change_between_versions(fields, digest):
     """What was stored under a digest must be found again by the next version."""
     assert a_typed_namespace("float32", **fields).digest.hex() == digest
 
@@ -23,12 +23,12 @@ def test_the_size_of_an_element_follows_from_the_block(dtype, size):
     assert a_typed_namespace(dtype).element_bytes == size
 
 
-def test_a_dtype_that_nobody_knows_has_the_size_that_its_blocks_have():
+def test_unknown_dtype_size_follows_from_the_block_size():
     assert a_typed_namespace("mx6", block_bytes=3 * a_typed_namespace().elements).element_bytes == 3
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4 * 2 * 4 * 16 * 32 + 4, 2 * 2 * 4 * 16 * 32])
-def test_a_block_size_that_does_not_follow_from_the_shape_is_refused_by_field(block_bytes):
+def test_inconsistent_block_size_is_refused_by_field(block_bytes):
     namespace = a_typed_namespace("float32", block_bytes=block_bytes)
 
     assert namespace.element_bytes is None

@@ -7,7 +7,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["note", "forget"]), st.integers(0, 7
 
 
 @given(most=st.integers(1, 5), steps=STEPS)
-def test_it_knows_what_was_noted_last_and_no_more_than_it_may(most, steps):
+def test_map_keeps_the_newest_keys_within_its_limit(most, steps):
     recent, model = RecentMap(most), []
     for step, key, value in steps:
         model = [entry for entry in model if entry[0] != key]
@@ -22,7 +22,7 @@ def test_it_knows_what_was_noted_last_and_no_more_than_it_may(most, steps):
         assert [key in recent for key in range(8)] == [key in dict(model) for key in range(8)]
 
 
-def test_looking_makes_nothing_newer():
+def test_look_up_makes_no_key_newer():
     recent = RecentMap(2)
     for key in "ab":
         recent.note(key, None)

@@ -1,4 +1,4 @@
-"""The connection table of a port: who is admitted, and who gives way."""
+"""Connection table: admission and displacement of connections."""
 
 import random
 
@@ -17,7 +17,7 @@ from fleet.net.connection_table import (
 
 
 class Clients:
-    """A table, and the places of its connections by the names of these."""
+    """A table, and the slots of its connections by name."""
 
     def __init__(self, most: int, share: float = 1.0) -> None:
         self.table: ConnectionTable[str] = ConnectionTable(most, share)
@@ -29,7 +29,7 @@ class Clients:
             assert self.displaced_by(name, address) is None
 
     def displaced_by(self, name: str, address: str = "a") -> str | None:
-        """Who gave way to a newcomer that was admitted."""
+        """Return the connection that gave way to an admitted newcomer."""
         admission = self.table.admit(name, address, self.now)
         assert admission.place is not None
         self.places[name] = admission.place
@@ -57,7 +57,7 @@ def test_newcomer_is_admitted_while_there_is_room():
     assert (len(clients.table), clients.table.displaced, clients.table.refused) == (2, 0, 0)
 
 
-def test_full_table_gives_up_the_longest_silent():
+def test_full_table_displaces_the_longest_silent():
     clients = Clients(3)
     clients.admit("one", "two", "three")
 
@@ -104,7 +104,7 @@ def test_waiting_twice_in_a_group_keeps_the_turn():
 
 
 @pytest.mark.parametrize("young", [WaitingFor.SILENT, WaitingFor.CLOSING, WaitingFor.HEAD])
-def test_idle_gives_way_before_one_that_owes_for_a_moment(young):
+def test_idle_is_displaced_before_a_young_connection(young):
     clients = Clients(3)
     clients.admit("idle", "later idle")
     clients.waits("idle", WaitingFor.IDLE)
@@ -120,7 +120,7 @@ def test_idle_gives_way_before_one_that_owes_for_a_moment(young):
     assert clients.displaced_by("five") == "young"
 
 
-def test_newcomers_of_a_burst_leave_each_other_their_places():
+def test_newcomers_of_a_burst_do_not_displace_each_other():
     clients = Clients(100)
     idle = [f"idle {number}" for number in range(100)]
     clients.admit(*idle)
@@ -134,7 +134,7 @@ def test_newcomers_of_a_burst_leave_each_other_their_places():
     assert clients.displaced_by("one too many") == "new 0"
 
 
-def test_idle_for_less_than_others_were_silent_stays():
+def test_longer_silent_is_displaced_before_shorter_idle():
     clients = Clients(2)
     clients.admit("busy", "silent")
     for _ in range(4):
@@ -187,7 +187,7 @@ def test_address_with_all_served_at_its_share_is_refused():
     clients.admit("three", address="b")
 
 
-def test_share_is_free_again_when_connections_end():
+def test_address_share_is_free_after_connections_end():
     clients = Clients(4, share=0.5)
     clients.admit("one", "two")
     clients.serves("one", "two")
@@ -198,7 +198,7 @@ def test_share_is_free_again_when_connections_end():
     clients.table.check()
 
 
-def test_connection_that_gave_way_is_forgotten():
+def test_displaced_connection_has_no_effect_any_more():
     clients = Clients(1)
     clients.admit("one")
     assert clients.displaced_by("two") == "one"
@@ -213,7 +213,7 @@ def test_connection_that_gave_way_is_forgotten():
 
 
 def assert_fair(displaced: ConnectionSlot[int], others: list[ConnectionSlot[int]], now: float) -> None:
-    """Assert that no other connection of its address should have given way instead."""
+    """Assert that no other connection of the same address should have been displaced instead."""
     assert not displaced.served
     owing = (WaitingFor.SILENT, WaitingFor.CLOSING, WaitingFor.HEAD)
     alike = [each for each in others if not each.served and each.address is displaced.address]
@@ -279,5 +279,5 @@ def test_table_is_consistent_after_any_history(operations, most, share):
         (None, ""),
     ],
 )
-def test_address_is_what_one_client_has(peername, address):
+def test_client_key_groups_addresses_of_one_client(peername, address):
     assert client_key(peername) == address

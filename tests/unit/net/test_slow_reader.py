@@ -1,9 +1,9 @@
-"""The limit of clients that read slowly."""
+"""Slow reader limit."""
 
 from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 
 
-def test_client_that_takes_nothing_is_overdue_after_the_period():
+def test_client_that_reads_nothing_is_overdue_after_period():
     reader = SlowReader(30, 1000)
 
     assert not reader.overdue(0, waiting=500, written=500)
@@ -11,7 +11,7 @@ def test_client_that_takes_nothing_is_overdue_after_the_period():
     assert reader.overdue(31, waiting=500, written=500)
 
 
-def test_client_that_drips_is_overdue_as_well():
+def test_client_that_reads_single_bytes_is_overdue():
     reader = SlowReader(30, 1000)
 
     said = [reader.overdue(second, waiting=500 - second, written=500) for second in range(32)]
@@ -19,13 +19,13 @@ def test_client_that_drips_is_overdue_as_well():
     assert said.index(True) == 31
 
 
-def test_client_that_takes_the_least_amount_goes_on():
+def test_client_at_the_minimum_rate_is_not_overdue():
     reader = SlowReader(30, 1000)
 
     assert not any(reader.overdue(second, waiting=100_000 - 40 * second, written=100_000) for second in range(2000))
 
 
-def test_client_that_took_all_has_a_new_period():
+def test_client_that_read_everything_gets_a_new_period():
     reader = SlowReader(30, 1000)
     reader.overdue(0, waiting=500, written=500)
     reader.overdue(29, waiting=0, written=500)
@@ -35,7 +35,7 @@ def test_client_that_took_all_has_a_new_period():
     assert reader.overdue(71, waiting=500, written=500)
 
 
-def test_what_is_written_meanwhile_is_not_taken():
+def test_bytes_written_meanwhile_do_not_count_as_read():
     reader = SlowReader(30, 1000)
 
     said = [reader.overdue(second, waiting=500, written=500 + second) for second in range(32)]
@@ -43,14 +43,14 @@ def test_what_is_written_meanwhile_is_not_taken():
     assert said.index(True) == 31
 
 
-def test_writer_and_reader_of_one_pace_go_on():
+def test_reader_as_fast_as_the_writer_is_not_overdue():
     reader = SlowReader(30, 1000)
 
     assert not any(reader.overdue(second, waiting=500, written=500 + 20 * second) for second in range(2000))
 
 
 class Transport:
-    """A write buffer of which the reader takes, until it is so empty that writing goes on."""
+    """Transport whose write buffer a test sets."""
 
     def __init__(self) -> None:
         self.unread = 0
@@ -60,7 +60,7 @@ class Transport:
 
 
 def seconds_of(reader: SlowReader, *, rate: int, high: int = 64_000, low: int = 16_000) -> int:
-    """How long a client with that rate is served, at most 2,000 s, while its writer fills the buffer whenever it may."""
+    """Return for how many seconds a client with this rate is served, at most 2,000, by a writer that refills the buffer."""
     transport, buffer = Transport(), WriteBufferCounter()
     for second in range(2000):
         transport.unread -= min(rate, transport.unread)
@@ -73,10 +73,10 @@ def seconds_of(reader: SlowReader, *, rate: int, high: int = 64_000, low: int = 
     return 2000
 
 
-def test_reader_whose_buffer_is_filled_again_goes_on():
+def test_reader_of_a_refilled_buffer_is_not_overdue():
     assert seconds_of(SlowReader(30, 64_000), rate=40_000) == 2000
     assert seconds_of(SlowReader(30, 64_000), rate=2200) == 2000
 
 
-def test_reader_below_the_rate_is_cut_though_its_buffer_is_filled():
+def test_reader_below_the_rate_is_overdue_with_refilled_buffer():
     assert seconds_of(SlowReader(30, 64_000), rate=1800) < 100

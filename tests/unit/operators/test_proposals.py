@@ -88,7 +88,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("changes", "expected"), TABLE)
-def test_a_request_gets_what_the_table_says(changes, expected):
+def test_request_gets_the_expected_sizing(changes, expected):
     got = propose(asked(**changes))
 
     if isinstance(got, Infeasible):
@@ -102,7 +102,7 @@ FEASIBLE = [changes for changes, expected in TABLE if isinstance(expected, dict)
 
 
 @pytest.mark.parametrize("changes", FEASIBLE)
-def test_a_proposal_is_whole_and_holds_together(changes):
+def test_proposal_is_complete_and_consistent(changes):
     request = asked(**changes)
     got = propose(request)
     assert isinstance(got, Proposal)
@@ -123,7 +123,7 @@ def test_a_proposal_is_whole_and_holds_together(changes):
         assert settings["kind"] == "ConfigMap"
 
 
-def test_what_engines_are_told_is_what_was_predicted_with_and_a_setting_that_there_is():
+def test_engine_options_match_prediction_and_settings():
     got = propose(asked())
     said = [text.removeprefix("--set=").split("=") for text in main(got)["args"]]
 
@@ -139,7 +139,7 @@ def main(got):
     return got.spec.roles[-1].pod_template["spec"]["containers"][0]
 
 
-def test_no_request_may_be_longer_than_what_an_engine_holds():
+def test_longest_request_fits_the_engine():
     """An engine that cannot hold its longest request refuses to start."""
     got = propose(
         asked(
@@ -152,7 +152,7 @@ def test_no_request_may_be_longer_than_what_an_engine_holds():
     assert 1152 < longest < 40_960
 
 
-def test_the_requests_own_pod_template_counts_and_comes_after_ours():
+def test_requests_pod_template_follows_ours():
     given = {
         "metadata": {"labels": {"team": "a"}},
         "spec": {
@@ -177,20 +177,20 @@ def test_the_requests_own_pod_template_counts_and_comes_after_ours():
     assert (got.spec.image, got.spec.roles[-1].topology.rdma) == ("mine:1", "rdma/hca")
 
 
-def test_a_vendor_and_a_product_are_those_of_the_hardware():
+def test_vendor_and_product_follow_the_hardware():
     got = propose(asked(hardware=on("mi300x", 32, product="AMD_Instinct_MI300X_OAM")))
     taken = got.spec.roles[-1].gpus
     assert (taken.vendor.value, taken.product) == ("amd.com/gpu", "AMD_Instinct_MI300X_OAM")
 
 
-def test_a_rollout_takes_spare_gpus_where_there_are_some_and_else_one_replica_at_a_time():
+def test_rollout_uses_spare_gpus_or_one_replica_at_a_time():
     spare, none = propose(asked()), propose(asked(hardware=on("h100", 12)))
 
     assert [(role.rollout.max_surge, role.rollout.max_unavailable) for role in spare.spec.roles[1:]] == [(1, 0)]
     assert [(role.rollout.max_surge, role.rollout.max_unavailable) for role in none.spec.roles[1:]] == [(0, 1)]
 
 
-def test_prompts_go_to_prefill_workers_also_short_ones():
+def test_short_prompts_go_to_prefill_workers_too():
     short = propose(asked(workload=work(800, 256, rate=1200), objective=goals(1000, 16)))
     long = propose(asked(objective=goals(1000, 20)))
 
@@ -199,13 +199,13 @@ def test_prompts_go_to_prefill_workers_also_short_ones():
     assert long.spec.routing.disaggregate_above_tokens == 512
 
 
-def test_a_worker_that_ends_has_twice_as_long_as_an_answer_takes():
+def test_drain_limit_is_twice_an_answers_duration():
     long = propose(asked(workload=work(2048, 8192, rate=60)))
     assert long.spec.roles[-1].drain.timeout_seconds > 2 * 8192 * 0.01
     assert propose(asked()).spec.roles[-1].drain.timeout_seconds == 300
 
 
-def test_what_was_predicted_stands_beside_what_was_asked_for_with_its_error():
+def test_prediction_stands_beside_goal_with_its_error():
     got = propose(asked(model=FP8))
 
     figures = {each.goal.value: each for each in got.figures}
@@ -217,7 +217,7 @@ def test_what_was_predicted_stands_beside_what_was_asked_for_with_its_error():
     assert got.basis == "35 measurements of this model on these GPUs; errors are medians of such predictions"
 
 
-def test_a_goal_within_the_error_of_a_prediction_is_said_to_be():
+def test_goal_within_prediction_error_is_reported():
     assert propose(asked(model=FP8)).reason == "GoalsMet"
     close = propose(asked(hardware=on("mi300x", 32), objective=goals(1000, 40)))
     assert close.reason == "GoalsWithinError"
@@ -244,7 +244,7 @@ def test_a_goal_within_the_error_of_a_prediction_is_said_to_be():
         ({"workload": work(200_000, 10, rate=1)}, "spec.workload: ", ("contextTokens", 200_010, 131_072), "shorter"),
     ],
 )
-def test_what_cannot_be_says_which_goal_fails_the_best_there_is_and_what_to_change(changes, field, best, advice):
+def test_infeasible_reply_names_goal_best_value_and_change(changes, field, best, advice):
     got = propose(asked(**changes))
 
     assert isinstance(got, Infeasible)
@@ -255,7 +255,7 @@ def test_what_cannot_be_says_which_goal_fails_the_best_there_is_and_what_to_chan
     assert not figure.met
 
 
-def test_what_is_advised_helps():
+def test_advice_of_infeasible_reply_helps():
     """GPUs that are named keep the goal, and as many as are named are enough."""
     slow = propose(asked(objective=goals(100, 50)))
     named = slow.message.partition("other GPUs (")[2].partition(")")[0].split(", ")
@@ -269,7 +269,7 @@ def test_what_is_advised_helps():
     assert isinstance(propose(asked(hardware=on("h100", 4), workload=work(2048, 256, rate=most))), Proposal)
 
 
-def test_a_config_tells_what_a_repository_nobody_knows_holds():
+def test_model_config_describes_an_unknown_repository():
     own = {"model": {"name": "mine", "uri": "me/mine"}, "modelConfig": LLAMA_70B | {"max_position_embeddings": 131072}}
     mine, known = propose(asked(**own)), propose(asked())
 
@@ -289,14 +289,14 @@ def test_a_config_tells_what_a_repository_nobody_knows_holds():
         ({"spec": {"containers": [{"name": "main", "args": "s3cret"}]}}, "spec.containers[0].args: must be a list"),
     ],
 )
-def test_a_pod_template_that_cannot_be_filled_in_is_refused_and_nothing_of_it_is_lost(template, field):
+def test_malformed_pod_template_is_refused(template, field):
     refused = propose(asked(podTemplate=template))
 
     assert isinstance(refused, Infeasible)
     assert (refused.reason, refused.message) == ("SpecificationRefused", f"spec.podTemplate.{field}")
 
 
-def test_what_was_written_as_a_text_is_in_no_message():
+def test_user_text_appears_in_no_message():
     secret = "s3cret"
     model = {"name": secret, "uri": secret, "claim": secret, "tokenSecret": secret}
     template = {"spec": {"containers": [{"name": "main", "env": [{"name": "A", "value": secret}]}]}}
@@ -336,7 +336,7 @@ def test_what_was_written_as_a_text_is_in_no_message():
     percentile=50,
 )
 @settings(max_examples=40, deadline=None)
-def test_whatever_the_schema_takes_gets_an_answer_that_holds_together(
+def test_any_valid_request_gets_a_consistent_reply(
     model, gpu, count, per_node, prompt, length, hit, rate, clients, ttft, tpot, percentile
 ):
     request = asked(
@@ -367,7 +367,7 @@ def filled(size, *, fields=1):
 
 
 @pytest.mark.parametrize("field", ["podTemplate", "modelConfig"])
-def test_what_is_too_long_to_be_repeated_is_refused_with_its_size(field):
+def test_too_long_field_is_refused_with_its_size(field):
     found = propose(asked(**{field: filled(LARGEST + 1)}))
 
     assert isinstance(found, Infeasible)

@@ -34,7 +34,7 @@ class World:
     def __init__(self, pools, bounds):
         self.pools, self.bounds = {pool.name: pool for pool in pools}, bounds
 
-    def wish(self, name, **fields):
+    def desired(self, name, **fields):
         self.pools[name] = msgspec.structs.replace(self.pools[name], **fields)
 
     def reconcile(self):
@@ -48,7 +48,7 @@ class World:
                 RevisionReplicas(revision=change.revision, asked=0),
             )
             others = tuple(each for each in pool.replicas if each.revision != change.revision)
-            self.wish(change.role, replicas=(*others, msgspec.structs.replace(old, asked=change.replicas)))
+            self.desired(change.role, replicas=(*others, msgspec.structs.replace(old, asked=change.replicas)))
         return bool(changes)
 
     def events(self):
@@ -77,7 +77,7 @@ class World:
         for _ in range(most):
             happened = next(self.events(), None)
             if happened:
-                self.wish(happened[0], replicas=happened[1])
+                self.desired(happened[0], replicas=happened[1])
             if not self.reconcile() and not happened:
                 return
         raise AssertionError("it never came to rest")
@@ -87,21 +87,21 @@ class World:
         return sum(pool.there * pool.gpus for pool in self.pools.values())
 
 
-def test_missing_replicas_are_asked_for_by_so_many_at_once():
+def test_missing_replicas_are_added_by_max_step():
     assert as_dict(next_changes([a_pool("alone", 5)], ScalingBounds(max_step=2))) == {("alone", "new"): 2}
 
 
-def test_a_rebalance_under_a_full_budget_shrinks_waits_for_the_drain_and_grows():
+def test_rebalance_under_full_budget_drains_before_growing():
     world = World([a_pool("prefill", 2, up(2)), a_pool("decode", 2, up(2))], ScalingBounds(gpu_budget=4))
-    world.wish("prefill", target=3)
-    world.wish("decode", target=1)
+    world.desired("prefill", target=3)
+    world.desired("decode", target=1)
 
     assert world.reconcile()
     assert [pool.asked for pool in world.pools.values()] == [2, 1]
     assert not world.reconcile()  # the pod is still there
-    world.wish("decode", replicas=(RevisionReplicas(revision="new", asked=1, pods=1, ready=1, leaving=1),))
+    world.desired("decode", replicas=(RevisionReplicas(revision="new", asked=1, pods=1, ready=1, leaving=1),))
     assert not world.reconcile()  # and drains
-    world.wish("decode", replicas=(up(1),))
+    world.desired("decode", replicas=(up(1),))
     assert world.reconcile()
     assert [pool.asked for pool in world.pools.values()] == [3, 1]
 
@@ -118,13 +118,13 @@ def test_an_old_pair_stays_until_a_new_one_is_whole():
     assert as_dict(next_changes(pools, ScalingBounds())) == {("prefill", "old"): 0, ("decode", "old"): 0}
 
 
-def test_a_revert_keeps_what_serves_and_drops_what_never_came_up():
+def test_revert_keeps_serving_and_drops_failed_replicas():
     pool = a_pool("alone", 2, up(2, "first"), RevisionReplicas(revision="second", asked=1, pods=1), revision="first")
 
     assert as_dict(next_changes([pool], ScalingBounds())) == {("alone", "second"): 0}
 
 
-def test_a_rollout_without_room_for_one_more_waits_unless_one_may_be_missing():
+def test_rollout_without_room_waits_unless_one_may_be_missing():
     full = a_pool("alone", 2, up(2, "old"))
 
     assert next_changes([full], ScalingBounds(gpu_budget=2)) == []
@@ -133,7 +133,7 @@ def test_a_rollout_without_room_for_one_more_waits_unless_one_may_be_missing():
     }
 
 
-def test_a_ratio_that_single_steps_would_break_is_kept_by_a_change_of_both():
+def test_ratio_is_kept_by_changing_both_sides():
     pools = [a_pool("prefill", 2, up(1)), a_pool("decode", 4, up(2))]
 
     changes = next_changes(pools, ScalingBounds(least=(1, 2), most=(1, 2)))
@@ -169,7 +169,7 @@ def serving(pools, name):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_limits_hold_at_every_step_whatever_happens_and_the_end_is_reached(seed):
+def test_limits_hold_at_every_step_and_the_end_is_reached(seed):
     chance = random.Random(seed)
     least, most = chance.choice([((1, 999), (999, 1)), ((1, 3), (2, 1)), ((1, 2), (1, 1))])
     bounds = ScalingBounds(
@@ -181,13 +181,13 @@ def test_limits_hold_at_every_step_whatever_happens_and_the_end_is_reached(seed)
         happening = list(world.events())
         choice = chance.randrange(len(happening) + 2)
         if choice < len(happening):
-            world.wish(happening[choice][0], replicas=happening[choice][1])
+            world.desired(happening[choice][0], replicas=happening[choice][1])
         elif choice == len(happening):
-            world.wish(chance.choice(sorted(world.pools)), target=chance.randint(0, 4))
+            world.desired(chance.choice(sorted(world.pools)), target=chance.randint(0, 4))
         else:
             revision = chance.choice(["one", "two", "three"])
             for name in world.pools:
-                world.wish(name, revision=revision)
+                world.desired(name, revision=revision)
         step_within_limits(world)
 
     world.settle()

@@ -1,4 +1,4 @@
-"""Recordings of a router's machine: whole, bounded, without content, and never in the way."""
+"""Flight recorder: complete, bounded, without content, and without effect on the router."""
 
 import json
 import os
@@ -28,7 +28,7 @@ START = Nanos(5 * SECOND)
 
 
 def a_flight(path, most_bytes=MIB, settings=None):
-    """A recorder, and the machine that it looks at."""
+    """Return a recorder and the machine that it observes."""
     settings = settings or RouterSettings()
     head = RecordingHead(recording=FORMAT, fleet="0", began=START, began_unix=1, seed=7, settings=settings)
     recorder = FlightRecorder(path, most_bytes, head)
@@ -44,7 +44,7 @@ def work_of(commands):
     return next(command.start.request_id for command in commands if isinstance(command, Dispatch))
 
 
-def test_a_flight_is_recorded_whole_and_replays(tmp_path):
+def test_recording_is_complete_and_replays(tmp_path):
     path = tmp_path / "flight"
     recorder, machine = a_flight(path)
     with recorder:
@@ -67,7 +67,7 @@ def test_a_flight_is_recorded_whole_and_replays(tmp_path):
     assert (replayed.events, replayed.requests, replayed.commands) == (3, 1, 2)
 
 
-def test_no_content_and_no_secret_is_in_a_recording(tmp_path):
+def test_recording_has_no_content_and_no_secrets(tmp_path):
     path = tmp_path / "flight"
     secret = "sesame-opens"
     settings = RouterSettings(
@@ -104,7 +104,7 @@ def test_no_content_and_no_secret_is_in_a_recording(tmp_path):
     assert RecordingReplay(path).run().agree
 
 
-def test_a_recording_that_has_its_full_size_ends_with_a_note_and_the_router_goes_on(tmp_path, caplog):
+def test_full_recording_ends_with_a_note_and_router_goes_on(tmp_path, caplog):
     path = tmp_path / "flight"
     recorder, machine = a_flight(path, most_bytes=4000)
     with recorder:
@@ -121,20 +121,20 @@ def test_a_recording_that_has_its_full_size_ends_with_a_note_and_the_router_goes
     assert replayed.notes == ["it ends because it has its full size (record_mib)"]
 
 
-def test_what_breaks_the_machine_is_recorded_and_breaks_it_again(tmp_path):
+def test_event_that_breaks_the_machine_is_recorded(tmp_path):
     path = tmp_path / "flight"
     recorder, machine = a_flight(path)
     with recorder:
         machine.handle(joined(), START)
         machine.handle(an_arrival(), START)
         with pytest.raises(AssertionError):
-            machine.handle(an_arrival(), START)  # the same once more, which the server never lets happen
+            machine.handle(an_arrival(), START)  # a duplicate, which the server prevents
     replayed = RecordingReplay(path).run()
     assert replayed.agree
     assert replayed.events == 3
 
 
-def test_earlier_recordings_are_kept_and_a_router_that_heard_nothing_moves_none(tmp_path):
+def test_earlier_recordings_are_kept_and_rotated(tmp_path):
     path = tmp_path / "flight"
     for flight in range(KEPT_RECORDINGS + 2):
         recorder, machine = a_flight(path)
@@ -150,13 +150,13 @@ def test_earlier_recordings_are_kept_and_a_router_that_heard_nothing_moves_none(
 
 
 @pytest.mark.parametrize("name", ["absent/flight", "."])
-def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path, name):
+def test_unwritable_file_is_refused_by_name(tmp_path, name):
     settings = RouterSettings(record=str(tmp_path / name))
     with pytest.raises(ConfigurationRefused, match=r"^record: .*: (No such file|Is a directory)"):
         open_recorded_machine(settings, 1, policy("fleet", {}), START)
 
 
-def test_a_device_or_pipe_is_refused_by_name_and_stays_where_it_is(tmp_path):
+def test_device_or_pipe_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(ConfigurationRefused, match=r"^record: .*/pipe: Is no regular file"):
@@ -165,7 +165,7 @@ def test_a_device_or_pipe_is_refused_by_name_and_stays_where_it_is(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_that_is_full_ends_the_recording_and_not_the_router(tmp_path, caplog):
+def test_full_disk_ends_the_recording_only(tmp_path, caplog):
     path = tmp_path / "flight"
     (tmp_path / "flight.new").symlink_to("/dev/full")
     recorder, machine = a_flight(path)
@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_ends_the_recording_and_not_the_router(tmp_path, cap
     assert "No space left" in caplog.records[-1].cause
 
 
-def test_an_event_that_cannot_be_written_ends_the_recording_and_not_the_router(tmp_path, caplog):
+def test_unwritable_event_ends_the_recording_only(tmp_path, caplog):
     path = tmp_path / "flight"
     recorder, machine = a_flight(path)
     with recorder:
@@ -189,7 +189,7 @@ def test_an_event_that_cannot_be_written_ends_the_recording_and_not_the_router(t
     assert replayed.notes == ["it ends because a CacheAssumed could not be written"]
 
 
-def test_the_machine_of_a_router_that_records_is_the_one_that_its_settings_ask_for(tmp_path):
+def test_recorded_machine_follows_its_settings(tmp_path):
     settings = RouterSettings(record=str(tmp_path / "flight"), policy="round_robin", max_queued=3)
     machine, recorder = open_recorded_machine(settings, 99, policy("round_robin", {}), START)
     with recorder:

@@ -1,4 +1,4 @@
-"""Every event of a router is in a recording as it was, less what it only carries along."""
+"""Round trip of every router event through a recording, without its payload."""
 
 from typing import get_args
 
@@ -135,32 +135,32 @@ def read_back(tmp_path, *lines):
     return list(Recording(path).entries())
 
 
-def test_these_are_all_events():
+def test_all_events_are_covered():
     assert {type(event) for event in EVENTS} == set(get_args(RouterEvent))
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_an_event_comes_back_as_it_was(tmp_path, event):
+def test_event_survives_the_round_trip(tmp_path, event):
     keys = ((), (1, (1 << 64) - 1))
     (entry,) = read_back(tmp_path, entry_line(NOW, event, keys, COMMANDS))
     assert (entry.line, entry.now, entry.event, tuple(entry.keys)) == (2, NOW, event, keys)
     assert entry.commands == [record_command(command) for command in COMMANDS]
 
 
-def test_keys_that_are_a_view_of_a_dictionary_are_written_as_well(tmp_path):
+def test_dictionary_views_are_written_as_lists(tmp_path):
     event = CacheAssumed(worker_id="w", stored={1: 0, 2: 0}.keys(), removed={3})
     (entry,) = read_back(tmp_path, entry_line(NOW, event, (), ()))
     assert entry.event == CacheAssumed(worker_id="w", stored=[1, 2], removed=[3])
 
 
-def test_a_prompt_comes_back_blank_and_as_long_as_it_was(tmp_path):
+def test_prompt_is_read_back_blank_with_its_length(tmp_path):
     (entry,) = read_back(tmp_path, entry_line(NOW, an_arrival(tokens=10), (), ()))
     assert isinstance(entry.event, Arrived)
     assert entry.event.tokens == bytes(40)
 
 
-def test_every_setting_is_recorded_or_known_not_to_matter():
-    names = set(RouterSettings.__struct_fields__) - {"control_listen"}  # an address, which is checked
+def test_every_setting_is_recorded_or_without_effect():
+    names = set(RouterSettings.__struct_fields__) - {"control_listen"}  # an address, which is validated
     changed = {
         name: structs.replace(RouterSettings(), **{name: value})
         for name in names

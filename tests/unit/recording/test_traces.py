@@ -1,4 +1,4 @@
-"""Reading recorded traffic, and refusing what is none."""
+"""Traces: reading of all formats, and errors."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def written(tmp_path, *rows):
     return path
 
 
-def test_a_conversation_is_read_as_it_was_recorded():
+def test_mooncake_trace_is_read():
     trace = conversation()
 
     assert (trace.format, trace.block_tokens, len(trace.requests)) == ("mooncake", 512, 1500)
@@ -41,7 +41,7 @@ def test_a_conversation_is_read_as_it_was_recorded():
     assert distinct_blocks(trace.requests) == 30_634
 
 
-def test_agents_are_read_as_they_were_recorded():
+def test_agentic_trace_is_read():
     trace = agentic()
 
     assert (trace.format, trace.block_tokens) == ("agentic", 512)
@@ -52,7 +52,7 @@ def test_agents_are_read_as_they_were_recorded():
         assert len(request.chain) == -(-(request.prompt_tokens // 64) // 8)
 
 
-def test_plain_and_compressed_files_are_the_same(tmp_path):
+def test_plain_and_compressed_files_are_equal(tmp_path):
     plain = written(tmp_path, a_row(), a_row(timestamp=3.5))
     compressed = tmp_path / "no-suffix"
     compressed.write_bytes(gzip.compress(plain.read_bytes()))
@@ -62,7 +62,7 @@ def test_plain_and_compressed_files_are_the_same(tmp_path):
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["plain", "compressed"])
 @pytest.mark.parametrize("cut", [RowSelection(), RowSelection(begin=0.5)], ids=["whole", "half"])
-def test_empty_lines_are_no_rows_and_count_for_numbers(tmp_path, packed, cut):
+def test_empty_lines_count_as_lines_and_not_as_rows(tmp_path, packed, cut):
     one, two = written(tmp_path, a_row(), a_row(timestamp=3.5)).read_bytes().splitlines(keepends=True)
     file = tmp_path / "trace"
     file.write_bytes(packed(b"\n" + one + b"\r\n \t\n" + two + b"\n"))
@@ -72,7 +72,7 @@ def test_empty_lines_are_no_rows_and_count_for_numbers(tmp_path, packed, cut):
         list(open_trace(file, cut=cut).requests())
 
 
-def test_ids_of_sixty_four_tokens_are_gathered_into_blocks_and_a_rest(tmp_path):
+def test_ids_are_grouped_into_blocks_and_a_partial_one(tmp_path):
     path = written(tmp_path, a_session(a_request(0, 64 * 17, 0, [1, 17]), a_request(2, 64 * 20, 16, [50, 4])))
 
     first, second = read_trace(path).requests
@@ -82,7 +82,7 @@ def test_ids_of_sixty_four_tokens_are_gathered_into_blocks_and_a_rest(tmp_path):
     assert first.chain[2] != second.chain[2]
 
 
-def test_sub_agents_run_at_their_place_in_the_session(tmp_path):
+def test_sub_agents_start_at_their_time_in_the_session(tmp_path):
     sub = {"t": 10, "type": "subagent", "requests": [a_request(1, 64, 0, [90, 1]), a_request(5, 64, 1)]}
     path = written(tmp_path, a_session(a_request(0, 64, 0, [1, 1]), sub, a_request(12, 64, 1)))
 
@@ -92,7 +92,7 @@ def test_sub_agents_run_at_their_place_in_the_session(tmp_path):
     assert requests[0].chain == requests[2].chain != requests[1].chain == requests[3].chain
 
 
-def test_sessions_share_nothing_and_only_so_many_run_at_a_time(tmp_path):
+def test_sessions_share_no_blocks_and_run_in_limited_number(tmp_path):
     session = a_session(a_request(5, 64, 0, [1, 1]), a_request(9, 64, 1))
     path = written(tmp_path, session, session, session)
 
@@ -130,12 +130,12 @@ def test_sessions_share_nothing_and_only_so_many_run_at_a_time(tmp_path):
         ([a_session({"t": 0, "in": 5})], r"trace.jsonl:1: requests\[0\].hash_delta: is missing"),
     ],
 )
-def test_a_wrong_row_is_refused_by_line_and_field(tmp_path, rows, message):
+def test_malformed_row_is_refused_by_line_and_field(tmp_path, rows, message):
     with pytest.raises(TraceError, match=message):
         read_trace(written(tmp_path, *rows))
 
 
-def test_a_file_that_is_cut_short_is_refused(tmp_path):
+def test_truncated_file_is_refused(tmp_path):
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(AGENTIC.read_bytes()[:20_000])
 
@@ -143,7 +143,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
         read_trace(path)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(TraceError, match="nowhere: No such file"):
         read_trace(tmp_path / "nowhere")
 
@@ -161,7 +161,7 @@ def written_text(tmp_path, text: str):
     return path
 
 
-def test_azures_rows_are_read_and_share_nothing(tmp_path):
+def test_azure_rows_are_read_and_share_no_blocks(tmp_path):
     trace = read_trace(written_text(tmp_path, AZURE.replace("\n", "\r\n")))
 
     assert (trace.format, trace.block_tokens) == ("azure", 512)
@@ -171,13 +171,13 @@ def test_azures_rows_are_read_and_share_nothing(tmp_path):
     assert distinct_blocks(trace.requests) == 6
 
 
-def test_blocks_that_nobody_named_are_as_large_as_they_are_wanted(tmp_path):
+def test_block_size_applies_to_formats_without_blocks(tmp_path):
     file = open_trace(written_text(tmp_path, AZURE), block_tokens=16)
     assert file.block_tokens == 16
     assert [len(each.chain) for each in file.requests()] == [24, 88, 55]
 
 
-def test_later_azure_traces_tell_their_time_zone(tmp_path):
+def test_azure_times_may_have_a_time_zone(tmp_path):
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01+00:00,1,1\n"
     first, second = read_trace(written_text(tmp_path, rows)).requests
     assert (first.arrival, second.arrival) == (0, 990_070_000)
@@ -199,12 +199,12 @@ def test_later_azure_traces_tell_their_time_zone(tmp_path):
         ),
     ],
 )
-def test_a_wrong_row_of_azures_is_refused_by_line_and_field(tmp_path, rows, message):
+def test_malformed_azure_row_is_refused_by_line_and_field(tmp_path, rows, message):
     with pytest.raises(TraceError, match=message):
         read_trace(written_text(tmp_path, rows))
 
 
-def test_rows_in_any_order_are_sorted_when_that_is_asked_for(tmp_path):
+def test_unordered_rows_are_sorted_on_request(tmp_path):
     path = written(tmp_path, a_row(timestamp=5, hash_ids=[2]), a_row(timestamp=4, hash_ids=[1]))
     assert [each.chain for each in open_trace(path, sort=True).requests()] == [(1,), (2,)]
     path = written_text(tmp_path, AZURE + "2023-11-16 18:15:45.6805900,5,5\n")
@@ -215,7 +215,7 @@ def a_record(**fields):
     return {"request_id": "1", "arrival": 0, "prompt_tokens": 600, "output_tokens": 5, "end": 9, **fields}
 
 
-def test_records_are_read_in_the_order_of_their_arrival(tmp_path):
+def test_records_are_sorted_by_arrival(tmp_path):
     rows = [
         a_record(arrival=7, session=3, max_tokens=9),
         a_record(arrival=5, refused="queue_full", output_tokens=0, max_tokens=8),
@@ -229,10 +229,10 @@ def test_records_are_read_in_the_order_of_their_arrival(tmp_path):
         (6, 5, 0),
         (7, 9, 3),
     ]
-    assert distinct_blocks(trace.requests) == 6, "nothing is known of their blocks"
+    assert distinct_blocks(trace.requests) == 6, "their blocks are unknown"
 
 
-def test_records_with_blocks_share_what_they_shared(tmp_path):
+def test_records_with_blocks_share_their_blocks(tmp_path):
     named = {"block_tokens": 256, "hash_ids": [1, 2, 3]}
     trace = read_trace(written(tmp_path, a_record(**named), a_record(**named), a_record()))
     assert trace.block_tokens == 256
@@ -256,12 +256,12 @@ def test_records_with_blocks_share_what_they_shared(tmp_path):
         ([a_record(block_tokens=256, hash_ids=[1 << 63])], r"trace.jsonl:1: hash_ids\[0\]: "),
     ],
 )
-def test_a_wrong_record_is_refused_by_line_and_field(tmp_path, rows, message):
+def test_malformed_record_is_refused_by_line_and_field(tmp_path, rows, message):
     with pytest.raises(TraceError, match=message):
         read_trace(written(tmp_path, *rows))
 
 
-def test_a_turn_waits_for_what_it_was_recorded_to_wait_for(tmp_path):
+def test_turn_waits_for_the_recorded_answers(tmp_path):
     def turn(t, took):
         return {**a_request(t, 64, 0, [int(10 * t) + 1, 1]), "api_time": took}
 
@@ -276,14 +276,14 @@ def test_a_turn_waits_for_what_it_was_recorded_to_wait_for(tmp_path):
     assert [each.gap / SECOND for each in session.turns] == [0, 7, 8.5, 2, 2, 7.5]
 
 
-def test_recorded_pauses_are_those_between_an_answer_and_the_next_turn():
+def test_gap_is_the_pause_between_answer_and_next_turn():
     sessions = list(open_trace(AGENTIC).sessions())
     assert sum(len(session.turns) for session in sessions) == len(agentic().requests)
     assert [turn.after for turn in sessions[0].turns][:3] == [(), (0,), (1,)]
     assert [round(turn.gap / SECOND, 1) for turn in sessions[0].turns][:3] == [0.0, 11.7, 7.8]
 
 
-def test_rows_are_read_one_after_the_other(tmp_path):
+def test_rows_are_read_one_by_one(tmp_path):
     path = written(tmp_path, *[a_row(timestamp=number) for number in range(3)], a_row(timestamp=0))
     requests = open_trace(path).requests()
     assert [next(requests).arrival // 1_000_000 for _ in range(3)] == [0, 1, 2]
@@ -301,14 +301,14 @@ def test_rows_are_read_one_after_the_other(tmp_path):
         (b'{"arrival":0,"prompt_tokens":9}\n{"prompt_tokens":9}\n', ":2: Object missing required field `arrival`"),
     ],
 )
-def test_a_row_that_would_break_the_reader_is_refused_like_any_other(tmp_path, content, said):
+def test_hostile_row_is_refused_by_its_line(tmp_path, content, said):
     file = tmp_path / "trace"
     file.write_bytes(content)
     with pytest.raises(TraceError, match=said):
         read_trace(file)
 
 
-def test_a_line_has_a_length(tmp_path, monkeypatch):
+def test_too_long_line_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_rows, "LONGEST_LINE", 1000)
     file = tmp_path / "trace"
     file.write_bytes(gzip.compress(b" " * 1001))
@@ -316,7 +316,7 @@ def test_a_line_has_a_length(tmp_path, monkeypatch):
         read_trace(file)
 
 
-def test_a_pipe_is_no_trace_and_nobody_waits_for_it(tmp_path):
+def test_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "trace")
     with pytest.raises(TraceError, match="is no regular file"):
         read_trace(tmp_path / "trace")

@@ -43,7 +43,7 @@ def a_request(number, at, tokens=100, answer=20, session=0):
     )
 
 
-def test_a_recording_is_the_traffic_that_it_recorded(tmp_path):
+def test_recording_yields_its_recorded_traffic(tmp_path):
     requests = [
         a_request(1, 1 * SECOND, answer=900, session=7),  # over after those behind it
         a_request(2, 2 * SECOND, tokens=64),
@@ -61,7 +61,7 @@ def test_a_recording_is_the_traffic_that_it_recorded(tmp_path):
     ]
 
 
-def test_a_compressed_recording_is_the_same_and_empty_lines_count_for_numbers_alone(tmp_path):
+def test_compressed_recording_with_empty_lines_is_equal(tmp_path):
     recording = a_recording(tmp_path / "recording.jsonl", [a_request(1, 0), a_request(2, SECOND)])
     told = list(open_trace(recording).requests())
     lines = recording.read_bytes().splitlines(keepends=True)
@@ -81,7 +81,7 @@ def test_a_compressed_recording_is_the_same_and_empty_lines_count_for_numbers_al
         list(open_trace(compressed).requests())
 
 
-def test_who_gave_up_takes_what_he_asked_for_or_had(tmp_path):
+def test_cancelled_request_has_its_requested_or_answered_length(tmp_path):
     requests = [a_request(1, 0, answer=600), a_request(2, 10, answer=500)]
     recording = a_recording(tmp_path / "recording.jsonl", requests, cancelled=[(0, SECOND), (1, 1000)])
     first, second = open_trace(recording).requests()
@@ -89,13 +89,13 @@ def test_who_gave_up_takes_what_he_asked_for_or_had(tmp_path):
     assert second.output_tokens == 500
 
 
-def test_shares_of_its_lines_are_not_shares_of_its_requests(tmp_path):
+def test_selection_by_rows_is_refused_for_recordings(tmp_path):
     recording = a_recording(tmp_path / "recording.jsonl", [a_request(1, 0)])
     with pytest.raises(TraceError, match=r"recording\.jsonl: part and sample are of rows"):
         open_trace(recording, cut=RowSelection(begin=0.5))
 
 
-def test_a_wrong_line_of_a_recording_is_refused_by_its_number(tmp_path):
+def test_malformed_line_is_refused_by_its_number(tmp_path):
     recording = a_recording(tmp_path / "recording.jsonl", [a_request(1, 0)])
     recording.write_bytes(recording.read_bytes() + b'{"now": 1}\n')
     with pytest.raises(TraceError, match=r"recording\.jsonl: line \d+: "):

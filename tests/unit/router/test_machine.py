@@ -1,4 +1,4 @@
-"""What the router decides, event by event. Every event is followed by the machine's own check of its invariants."""
+"""Decisions of the router's machine, event by event; the machine checks its invariants after every event."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def a_long_arrival(**fields):
 # One worker does it all.
 
 
-def test_a_request_goes_to_a_worker_and_its_tokens_to_the_client():
+def test_worker_tokens_reach_the_client():
     router = RouterMachineDriver(*ONE)
 
     work = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
@@ -81,7 +81,7 @@ def test_a_request_goes_to_a_worker_and_its_tokens_to_the_client():
     assert [(phase.phase, phase.worker_id) for phase in complete.kv] == [(Phase.AGGREGATED, "d1")]
 
 
-def test_where_blocks_came_from_is_told_with_the_first_tokens_and_the_finish_has_the_last_word():
+def test_kv_report_of_finish_replaces_the_first_report():
     router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival(tokens=LONG, sampling=GREEDY)))
 
@@ -95,7 +95,7 @@ def test_where_blocks_came_from_is_told_with_the_first_tokens_and_the_finish_has
     assert complete.cached_tokens == 7 * BLOCK_TOKENS
 
 
-def test_the_tokens_of_a_pair_come_with_what_both_workers_have_told():
+def test_emitted_tokens_carry_kv_reports_of_both_workers():
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
@@ -110,7 +110,7 @@ def test_the_tokens_of_a_pair_come_with_what_both_workers_have_told():
     assert second.cached_tokens == 3 * BLOCK_TOKENS
 
 
-def test_what_a_lost_worker_had_told_stays_in_the_proof():
+def test_kv_report_of_a_lost_worker_is_kept():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(tokens=LONG, sampling=GREEDY)))
     router.step(work, 11, kv=a_kv_report(LONG))
@@ -122,20 +122,20 @@ def test_what_a_lost_worker_had_told_stays_in_the_proof():
     assert first.cached_tokens == 0, "the lost worker computed all of it"
 
 
-def test_a_request_without_any_worker_is_refused_with_a_hint():
+def test_request_without_workers_is_rejected_with_retry_hint():
     refusal = the(Reject, RouterMachineDriver().send(an_arrival()))
 
     assert refusal.reason is Reason.NO_WORKER
     assert refusal.retry_after_ms == 1000
 
 
-def test_models_are_kept_apart():
+def test_request_goes_only_to_workers_of_its_model():
     router = RouterMachineDriver(*ONE)
 
     assert the(Reject, router.send(an_arrival(model=ModelName("other")))).reason is Reason.NO_WORKER
 
 
-def test_models_are_those_that_someone_answers_for():
+def test_models_lists_only_models_with_answering_workers():
     router = RouterMachineDriver(*PAIR, ("d2", Role.DECODE))
     router.join("px", Role.PREFILL, model=ModelName("half"))
 
@@ -144,7 +144,7 @@ def test_models_are_those_that_someone_answers_for():
     assert (card.name, card.workers, card.block_tokens, card.max_model_len) == ("tiny", 3, BLOCK_TOKENS, 4096)
 
 
-def test_a_prompt_goes_where_its_blocks_are():
+def test_prompt_goes_to_the_worker_with_its_blocks():
     router = RouterMachineDriver(*TWO)
     hashes = chain(a_prompt(320), BLOCK_TOKENS)
     router.send(KvChanged(worker_id=WorkerId("d2"), events=(KvStored(tuple(hashes)),)))
@@ -159,7 +159,7 @@ def test_a_prompt_goes_where_its_blocks_are():
     assert router.machine.snapshot().index_blocks == 9
 
 
-def test_a_salt_makes_other_blocks():
+def test_another_salt_gives_no_cache_hit():
     router = RouterMachineDriver(*TWO)
     hashes = chain(a_prompt(320), BLOCK_TOKENS, salt=b"s" * 32)
     router.send(KvChanged(worker_id=WorkerId("d2"), events=(KvStored(tuple(hashes)),)))
@@ -172,7 +172,7 @@ def test_a_salt_makes_other_blocks():
         router.cancel(request_id)
 
 
-def test_what_the_store_holds_counts_as_cached():
+def test_store_blocks_count_as_cached():
     router = RouterMachineDriver(*PAIR)
     hashes = chain(a_prompt(LONG), BLOCK_TOKENS)
     router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, stored=tuple(hashes)))
@@ -184,7 +184,7 @@ def test_what_the_store_holds_counts_as_cached():
     assert dispatched(router.send(a_long_arrival(request_id="r2"))).phase is Phase.PREFILL
 
 
-def test_blocks_held_by_engine_and_store_are_counted_once():
+def test_block_in_engine_and_store_counts_once():
     router = RouterMachineDriver(*PAIR)
     hashes = chain(a_prompt(LONG), BLOCK_TOKENS)
     router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, stored=tuple(hashes[:10])))
@@ -197,7 +197,7 @@ def test_blocks_held_by_engine_and_store_are_counted_once():
     assert -placed.candidates[0].parts["credit"] == 8 + 0.75 * 2
 
 
-def test_a_block_that_moves_between_tiers_of_the_store_changes_its_credit():
+def test_store_tier_of_a_block_decides_its_credit():
     router = RouterMachineDriver(*PAIR)
     hashes = tuple(chain(a_prompt(LONG), BLOCK_TOKENS))
 
@@ -222,7 +222,7 @@ def test_a_block_that_moves_between_tiers_of_the_store_changes_its_credit():
     assert router.machine.snapshot().stores == ()
 
 
-def test_blocks_of_another_layout_in_the_store_do_not_count():
+def test_store_blocks_of_another_fingerprint_do_not_count():
     router = RouterMachineDriver(*PAIR)
     hashes = chain(a_prompt(LONG), BLOCK_TOKENS)
     router.send(StoreChanged(store_id=STORE, fingerprint="another", stored=tuple(hashes)))
@@ -233,7 +233,7 @@ def test_blocks_of_another_layout_in_the_store_do_not_count():
 # A pair.
 
 
-def test_a_long_prompt_is_computed_by_a_prefill_worker_and_answered_by_a_decode_worker():
+def test_long_prompt_is_served_by_a_prefill_decode_pair():
     router = RouterMachineDriver(*PAIR)
 
     prefill = the(Dispatch, router.send(a_long_arrival()))
@@ -252,7 +252,7 @@ def test_a_long_prompt_is_computed_by_a_prefill_worker_and_answered_by_a_decode_
     assert complete.cached_tokens == 3 * BLOCK_TOKENS  # the prefill worker computed the rest
 
 
-def test_through_the_store_the_client_gets_the_prefill_workers_token_at_once():
+def test_store_path_emits_the_prefill_token_at_once():
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
@@ -267,7 +267,7 @@ def test_through_the_store_the_client_gets_the_prefill_workers_token_at_once():
 @pytest.mark.parametrize(
     ("sampling", "kv_path"), [(SEEDED, KvPath.STORE), (GREEDY, KvPath.DIRECT), (SEEDED, KvPath.DIRECT)]
 )
-def test_otherwise_the_decode_worker_samples_every_token(sampling, kv_path):
+def test_other_paths_leave_every_token_to_the_decode_worker(sampling, kv_path):
     router = RouterMachineDriver()
     for worker_id, role in PAIR:
         router.join(worker_id, role, kv_paths=(KvPath.STORE, KvPath.DIRECT))
@@ -282,7 +282,7 @@ def test_otherwise_the_decode_worker_samples_every_token(sampling, kv_path):
 
 
 @pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
-def test_a_request_that_its_first_token_ends_needs_no_decode_worker(finish):
+def test_request_ended_by_prefill_token_skips_decode(finish):
     sampling = Sampling(temperature=1.0, seed=7, max_tokens=8 if finish is Finish.STOP else 1)
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(sampling=sampling)))
@@ -296,7 +296,7 @@ def test_a_request_that_its_first_token_ends_needs_no_decode_worker(finish):
 
 
 @pytest.mark.parametrize("kv_path", KvPath)
-def test_an_end_drawn_by_chance_counts_only_where_its_token_does(kv_path):
+def test_random_end_token_counts_only_if_it_is_emitted(kv_path):
     router = RouterMachineDriver()
     for worker_id, role in PAIR:
         router.join(worker_id, role, kv_paths=(KvPath.STORE, KvPath.DIRECT))
@@ -307,11 +307,11 @@ def test_an_end_drawn_by_chance_counts_only_where_its_token_does(kv_path):
 
     if kv_path is KvPath.STORE:
         assert the(Complete, after).finish is Finish.STOP
-    else:  # the decode worker draws again, and the end gets one chance as on one worker
+    else:  # the decode worker draws again, so the end has one chance as on a single worker
         assert dispatched(after).tokens == a_prompt(LONG)
 
 
-def test_a_model_whose_workers_all_drain_is_not_served():
+def test_model_with_only_draining_workers_is_not_served():
     router = RouterMachineDriver(("w1", Role.BOTH), ("w2", Role.BOTH))
 
     router.send(WorkerDraining(worker_id=WorkerId("w1")))
@@ -321,7 +321,7 @@ def test_a_model_whose_workers_all_drain_is_not_served():
     assert router.machine.models() == ()
 
 
-def test_a_request_goes_only_where_its_answer_fits_too():
+def test_request_goes_only_where_prompt_and_answer_fit():
     router = RouterMachineDriver()
     router.join("short", max_model_len=104)
     router.join("long", max_model_len=108)
@@ -331,7 +331,7 @@ def test_a_request_goes_only_where_its_answer_fits_too():
         assert the(Dispatch, router.send(arrival)).worker_id == "long"
 
 
-def test_a_prefill_worker_that_joins_its_store_late_is_paired_then():
+def test_prefill_worker_pairs_after_joining_its_store_late():
     router = RouterMachineDriver()
     router.join("p1", Role.PREFILL, kv_paths=(), store_id=None)
     router.join("d1", Role.DECODE)
@@ -346,7 +346,7 @@ def test_a_prefill_worker_that_joins_its_store_late_is_paired_then():
     assert router.booked("d1")[0] > 0, "what ran there is booked as before"
 
 
-def test_a_pair_is_dissolved_and_formed_again_as_prefill_workers_come_and_go():
+def test_pairs_follow_joining_and_leaving_prefill_workers():
     router = RouterMachineDriver(*PAIR)
     router.leave("p1")
 
@@ -356,12 +356,12 @@ def test_a_pair_is_dissolved_and_formed_again_as_prefill_workers_come_and_go():
     assert dispatched(router.send(a_long_arrival(request_id="pair"))).phase is Phase.PREFILL
 
 
-# Bookings.
+# Reservations.
 
 
-def test_booking_follows_a_request_through_its_phases():
+def test_reservations_follow_the_request_phases():
     router = RouterMachineDriver(*PAIR)
-    blocks = 32  # of 1000 tokens: 31 full ones and one partly filled
+    blocks = 32  # 1000 tokens are 31 full blocks and a partly filled one
 
     prefill = the(Dispatch, router.send(a_long_arrival()))
     assert router.booked("p1") == (1, blocks, LONG)
@@ -375,7 +375,7 @@ def test_booking_follows_a_request_through_its_phases():
     assert router.booked("d1") == (0, 0, 0)
 
 
-def test_the_first_token_takes_the_prompt_off_the_backlog():
+def test_first_token_releases_the_prefill_backlog():
     router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival(tokens=100)))
     assert router.booked("d1") == (1, 4, 100)
@@ -385,7 +385,7 @@ def test_the_first_token_takes_the_prompt_off_the_backlog():
     assert router.booked("d1") == (1, 4, 0)
 
 
-def test_only_what_has_to_be_computed_is_backlog():
+def test_cached_tokens_are_not_in_the_backlog():
     router = RouterMachineDriver(*ONE)
     hashes = chain(a_prompt(100), BLOCK_TOKENS)
     router.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(tuple(hashes[:2])),)))
@@ -395,7 +395,7 @@ def test_only_what_has_to_be_computed_is_backlog():
     assert router.booked("d1") == (1, 4, 100 - 2 * BLOCK_TOKENS)
 
 
-def test_two_live_requests_with_a_shared_prefix_are_charged_for_it_once():
+def test_shared_prefix_is_reserved_once():
     router = RouterMachineDriver(*ONE)
     prefix = a_prompt(320)
 
@@ -409,7 +409,7 @@ def test_two_live_requests_with_a_shared_prefix_are_charged_for_it_once():
     assert router.booked("d1") == (0, 0, 0)
 
 
-def test_the_answer_costs_one_block_per_block_of_tokens():
+def test_answer_reserves_one_block_per_block_tokens():
     router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival(tokens=64, sampling=Sampling(max_tokens=200))))
 
@@ -425,13 +425,13 @@ def test_the_answer_costs_one_block_per_block_of_tokens():
 
 
 def busy(*, max_running: int = 1, **settings) -> tuple[RouterMachineDriver, Dispatch]:
-    """A router whose only worker is at its limit."""
+    """Return a router whose only worker is at its limit."""
     router = RouterMachineDriver(oversubscribe=1.0, **settings)
     router.join("d1", max_running=max_running)
     return router, the(Dispatch, router.send(an_arrival(request_id="running")))
 
 
-def test_a_request_waits_for_a_busy_worker_and_runs_when_it_has_room():
+def test_queued_request_runs_when_a_worker_has_room():
     router, running = busy()
 
     assert router.send(an_arrival()) == []
@@ -442,7 +442,7 @@ def test_a_request_waits_for_a_busy_worker_and_runs_when_it_has_room():
     assert router.machine.snapshot().queued == 0
 
 
-def test_a_full_queue_refuses_with_a_hint():
+def test_full_queue_rejects_with_retry_hint():
     router, _ = busy(max_queued=2)
     router.send(an_arrival(request_id="a"))
     router.send(an_arrival(request_id="b"))
@@ -452,7 +452,7 @@ def test_a_full_queue_refuses_with_a_hint():
     assert (refusal.request_id, refusal.reason, refusal.retry_after_ms) == ("c", Reason.QUEUE_FULL, 1000)
 
 
-def test_priority_goes_before_arrival_and_arrival_decides_among_equals():
+def test_queue_orders_by_priority_then_arrival():
     router, running = busy()
     for request_id, priority in (("low", -1), ("a", 0), ("high", 5), ("b", 0)):
         router.send(an_arrival(request_id=request_id, priority=priority))
@@ -469,7 +469,7 @@ def test_priority_goes_before_arrival_and_arrival_decides_among_equals():
     assert order == ["high", "a", "b", "low"]
 
 
-def test_a_cancelled_request_leaves_the_queue():
+def test_cancelled_request_leaves_the_queue():
     router, running = busy()
     router.send(an_arrival())
 
@@ -478,14 +478,14 @@ def test_a_cancelled_request_leaves_the_queue():
     assert not [c for c in router.step(running, 1, finish=Finish.STOP) if isinstance(c, Dispatch)]
 
 
-def test_a_joining_worker_takes_from_the_queue():
+def test_joining_worker_takes_queued_requests():
     router, _ = busy()
     router.send(an_arrival())
 
     assert the(Dispatch, router.join("d2")).worker_id == "d2"
 
 
-def test_those_who_wait_are_refused_when_the_last_worker_leaves():
+def test_queued_requests_are_rejected_when_last_worker_leaves():
     router, _ = busy()
     router.send(an_arrival())
 
@@ -497,7 +497,7 @@ def test_those_who_wait_are_refused_when_the_last_worker_leaves():
     }
 
 
-def test_a_model_whose_workers_are_busy_holds_nobody_else_up():
+def test_busy_model_does_not_delay_other_models():
     router, _ = busy()
     router.send(an_arrival())
     other = ModelName("other")
@@ -509,7 +509,7 @@ def test_a_model_whose_workers_are_busy_holds_nobody_else_up():
 # Deadlines.
 
 
-def test_a_request_nobody_waits_for_is_refused_not_placed():
+def test_request_past_its_deadline_is_rejected_on_arrival():
     router = RouterMachineDriver(*ONE)
 
     refusal = the(Reject, router.send(an_arrival(deadline=START)))
@@ -517,7 +517,7 @@ def test_a_request_nobody_waits_for_is_refused_not_placed():
     assert (refusal.reason, refusal.retry_after_ms) == (Reason.DEADLINE_PASSED, 0)
 
 
-def test_a_deadline_ends_a_waiting_request():
+def test_deadline_ends_a_queued_request():
     router, _ = busy()
     router.send(an_arrival(deadline=Nanos(START + SECOND)))
     assert router.machine.next_deadline() == START + SECOND
@@ -529,7 +529,7 @@ def test_a_deadline_ends_a_waiting_request():
     assert router.machine.next_deadline() is None
 
 
-def test_a_deadline_stops_running_work():
+def test_deadline_cancels_a_running_attempt():
     router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival(deadline=Nanos(START + SECOND))))
     assert work.start.timeout_ms == 1000
@@ -542,7 +542,7 @@ def test_a_deadline_stops_running_work():
     assert router.booked("d1") == (0, 0, 0)
 
 
-def test_workers_are_told_the_time_that_is_left():
+def test_dispatch_carries_the_time_left():
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(deadline=Nanos(START + SECOND))))
     router.now = Nanos(START + 400 * MILLISECOND)
@@ -553,7 +553,7 @@ def test_workers_are_told_the_time_that_is_left():
 # Cancelling.
 
 
-def test_cancelling_reaches_the_worker_that_is_working():
+def test_cancel_reaches_the_working_worker():
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
@@ -563,7 +563,7 @@ def test_cancelling_reaches_the_worker_that_is_working():
     assert router.booked("p1") == router.booked("d1") == (0, 0, 0)
 
 
-def test_cancelling_what_has_ended_does_nothing():
+def test_cancel_after_the_end_does_nothing():
     router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival()))
     router.step(work, 1, finish=Finish.STOP)
@@ -571,7 +571,7 @@ def test_cancelling_what_has_ended_does_nothing():
     assert router.cancel() == []
 
 
-def test_what_arrives_for_cancelled_work_is_ignored():
+def test_progress_of_a_cancelled_attempt_is_ignored():
     router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival()))
     router.cancel()
@@ -581,7 +581,7 @@ def test_what_arrives_for_cancelled_work_is_ignored():
     assert router.machine.snapshot().counters.late_messages == 2
 
 
-def test_an_id_may_be_used_again_and_late_tokens_of_its_past_stay_out():
+def test_reused_request_id_ignores_late_tokens():
     router = RouterMachineDriver(*ONE)
     past = the(Dispatch, router.send(an_arrival()))
     router.cancel()
@@ -594,7 +594,7 @@ def test_an_id_may_be_used_again_and_late_tokens_of_its_past_stay_out():
 # Failures before the first token.
 
 
-def test_a_request_on_a_lost_worker_is_placed_on_another():
+def test_request_on_a_lost_worker_is_placed_again():
     router = RouterMachineDriver(*TWO)
     lost = the(Dispatch, router.send(an_arrival()))
 
@@ -606,7 +606,7 @@ def test_a_request_on_a_lost_worker_is_placed_on_another():
 
 
 @pytest.mark.parametrize("how", ["reject", "undelivered", "given_up"])
-def test_a_request_that_a_worker_did_not_take_is_placed_on_another(how):
+def test_rejected_attempt_is_placed_on_another_worker(how):
     router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival()))
 
@@ -622,7 +622,7 @@ def test_a_request_that_a_worker_did_not_take_is_placed_on_another(how):
     assert router.booked(first.worker_id) == (0, 0, 0)
 
 
-def test_a_rejection_that_is_the_requests_fault_is_passed_on():
+def test_rejection_for_the_requests_fault_reaches_the_client():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival()))
 
@@ -631,7 +631,7 @@ def test_a_rejection_that_is_the_requests_fault_is_passed_on():
     assert (refusal.reason, refusal.field, refusal.retry_after_ms) == (Reason.INVALID_ARGUMENT, "sampling.top_k", 0)
 
 
-def test_a_request_is_given_up_after_its_last_attempt():
+def test_request_is_rejected_after_its_last_attempt():
     router = RouterMachineDriver(*((f"d{number}", Role.DECODE) for number in range(5)), max_attempts=3)
     commands = router.send(an_arrival())
 
@@ -642,7 +642,7 @@ def test_a_request_is_given_up_after_its_last_attempt():
     assert refusal.reason is Reason.INTERNAL
 
 
-def test_the_only_worker_being_lost_is_a_refusal_worth_a_retry():
+def test_losing_the_only_worker_gives_a_retry_hint():
     router = RouterMachineDriver(*ONE)
     router.send(an_arrival())
 
@@ -651,7 +651,7 @@ def test_the_only_worker_being_lost_is_a_refusal_worth_a_retry():
     assert (refusal.reason, refusal.retry_after_ms) == (Reason.WORKER_LOST, 1000)
 
 
-def test_a_restarted_worker_may_try_what_it_failed_before():
+def test_restarted_worker_may_retry_a_failed_request():
     router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival()))
     second = the(Dispatch, router.reject(first, Reason.DRAINING))
@@ -660,7 +660,7 @@ def test_a_restarted_worker_may_try_what_it_failed_before():
     assert the(Dispatch, router.leave(second.worker_id)).worker_id == first.worker_id
 
 
-def test_a_new_incarnation_voids_the_work_of_the_old_one():
+def test_new_incarnation_ends_attempts_of_the_old_one():
     router = RouterMachineDriver(*ONE)
     first = the(Dispatch, router.send(an_arrival()))
 
@@ -670,7 +670,7 @@ def test_a_new_incarnation_voids_the_work_of_the_old_one():
     assert router.step(first, 1) == []
 
 
-def test_a_draining_worker_gets_no_new_work_and_finishes_its_old():
+def test_draining_worker_only_finishes_its_attempts():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival()))
     router.send(WorkerDraining(worker_id=work.worker_id))
@@ -681,7 +681,7 @@ def test_a_draining_worker_gets_no_new_work_and_finishes_its_old():
     assert the(Complete, router.step(work, 1, finish=Finish.STOP)).finish is Finish.STOP
 
 
-def test_a_lost_prefill_worker_is_replaced_by_another():
+def test_lost_prefill_worker_is_replaced():
     router = RouterMachineDriver(*PAIR, ("p2", Role.PREFILL))
     lost = the(Dispatch, router.send(a_long_arrival()))
 
@@ -692,8 +692,8 @@ def test_a_lost_prefill_worker_is_replaced_by_another():
 
 
 @pytest.mark.parametrize("placement", [Placement.AUTO, Placement.DISAGGREGATED])
-def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt(placement):
-    """The client sees latency only, even where it asked for a pair."""
+def test_decode_worker_computes_prompt_without_prefill_worker(placement):
+    """The client only sees latency, even if it demanded a pair."""
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(placement=placement)))
 
@@ -706,7 +706,7 @@ def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt(pl
     assert the(Complete, router.step(work, 1, finish=LENGTH, kv=a_kv_report(LONG))).finish is LENGTH
 
 
-def test_the_token_of_the_prefill_worker_takes_its_place_on_the_decode_worker():
+def test_prefill_token_is_reserved_on_the_decode_worker():
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(an_arrival(tokens=BLOCK_TOKENS * 40, sampling=GREEDY)))
     before = router.booked("d1")[1]
@@ -715,7 +715,7 @@ def test_the_token_of_the_prefill_worker_takes_its_place_on_the_decode_worker():
     assert router.booked("d1")[1] == before + 1
 
 
-def test_who_sees_the_answer_itself_is_told_of_its_end_only():
+def test_only_end_listener_gets_only_the_end():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(only_end=True)))
 
@@ -723,7 +723,7 @@ def test_who_sees_the_answer_itself_is_told_of_its_end_only():
     assert the(Complete, router.step(work, 13, finish=LENGTH)).request_id == "r1"
 
 
-def test_an_answer_that_is_passed_on_at_once_still_says_how_long_its_prompt_took():
+def test_only_end_answer_still_measures_prefill_time():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(tokens=100, only_end=True)))
     router.now = Nanos(router.now + SECOND)
@@ -735,15 +735,15 @@ def test_an_answer_that_is_passed_on_at_once_still_says_how_long_its_prompt_took
     assert router.booked(work.worker_id) == (0, 0, 0)
 
 
-def test_a_prefill_that_hands_nothing_over_is_a_failed_prefill():
+def test_prefill_without_handoff_counts_as_failed():
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
     assert dispatched(router.step(prefill, 11, finish=LENGTH)).phase is Phase.AGGREGATED
 
 
-def test_a_hand_off_that_the_decode_worker_cannot_read_makes_it_compute_the_prompt():
-    """It is a refusal of the hand-off, not of the request."""
+def test_unreadable_handoff_makes_decode_worker_compute_prompt():
+    """The worker rejects the handoff, not the request."""
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
     decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff(fingerprint="other")))
@@ -753,7 +753,7 @@ def test_a_hand_off_that_the_decode_worker_cannot_read_makes_it_compute_the_prom
     assert (again.worker_id, again.start.phase) == ("d1", Phase.AGGREGATED)
 
 
-def test_a_decode_worker_lost_during_prefill_is_replaced_at_the_hand_off():
+def test_decode_worker_lost_during_prefill_is_replaced():
     router = RouterMachineDriver(*PAIR, ("d2", Role.DECODE))
     prefill = the(Dispatch, router.send(a_long_arrival()))
     chosen = next(worker for worker in ("d1", "d2") if router.booked(worker)[0])
@@ -765,7 +765,7 @@ def test_a_decode_worker_lost_during_prefill_is_replaced_at_the_hand_off():
     assert router.booked(decode.worker_id)[0] == 1
 
 
-def test_a_decode_worker_draining_during_prefill_is_replaced_at_the_hand_off():
+def test_decode_worker_draining_during_prefill_is_replaced():
     router = RouterMachineDriver(*PAIR, ("d2", Role.DECODE))
     prefill = the(Dispatch, router.send(a_long_arrival()))
     chosen = next(worker for worker in ("d1", "d2") if router.booked(worker)[0])
@@ -777,7 +777,7 @@ def test_a_decode_worker_draining_during_prefill_is_replaced_at_the_hand_off():
     assert router.booked(chosen) == (0, 0, 0)
 
 
-def test_a_hand_off_nobody_is_left_for_ends_in_a_refusal_not_in_a_loop():
+def test_handoff_without_decode_worker_is_rejected():
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
     router.leave("d1")
@@ -790,7 +790,7 @@ def test_a_hand_off_nobody_is_left_for_ends_in_a_refusal_not_in_a_loop():
 # Failures after tokens were sent.
 
 
-def test_a_greedy_stream_goes_on_elsewhere_from_the_tokens_already_sent():
+def test_greedy_stream_continues_after_the_sent_tokens():
     router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
     router.step(first, 11)
@@ -806,7 +806,7 @@ def test_a_greedy_stream_goes_on_elsewhere_from_the_tokens_already_sent():
     assert router.machine.snapshot().counters.continued == 1
 
 
-def test_a_continued_stream_goes_where_the_tokens_already_sent_are_cached():
+def test_continued_stream_goes_where_sent_tokens_are_cached():
     router = RouterMachineDriver(*ONE)
     sampling = Sampling(temperature=0.0, max_tokens=200)
     first = the(Dispatch, router.send(an_arrival(tokens=64, sampling=sampling)))
@@ -824,7 +824,7 @@ def test_a_continued_stream_goes_where_the_tokens_already_sent_are_cached():
     assert router.booked("d3") == (1, 4, 1)
 
 
-def test_a_stream_goes_on_after_the_hand_off_too():
+def test_stream_continues_when_lost_after_the_handoff():
     router = RouterMachineDriver(*PAIR, ("d2", Role.DECODE))
     prefill = the(Dispatch, router.send(a_long_arrival()))
     decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff()))
@@ -839,7 +839,7 @@ def test_a_stream_goes_on_after_the_hand_off_too():
     assert dispatched(handed).sampling.max_tokens == GREEDY.max_tokens - 3
 
 
-def test_a_stream_that_another_worker_could_not_continue_is_refused():
+def test_stream_with_stateful_sampling_is_rejected_when_lost():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=SEEDED)))
     router.step(work, 11)
@@ -853,7 +853,7 @@ PENALISED = Sampling(temperature=0.0, presence_penalty=0.5, max_tokens=8)
 
 
 @pytest.mark.parametrize("sampling", [SEEDED, PENALISED])
-def test_an_answer_nobody_has_seen_is_started_over(sampling):
+def test_unseen_answer_starts_over(sampling):
     router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival(sampling=sampling, whole=True)))
     router.step(first, 11, 12)
@@ -868,7 +868,7 @@ def test_an_answer_nobody_has_seen_is_started_over(sampling):
     assert router.machine.snapshot().counters.retried == 1
 
 
-def test_a_whole_answer_goes_on_where_it_can_be_continued():
+def test_whole_answer_continues_if_sampling_allows():
     router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, whole=True)))
     router.step(first, 11)
@@ -879,7 +879,7 @@ def test_a_whole_answer_goes_on_where_it_can_be_continued():
     assert token_ids(the(Dispatch, commands).start.tokens)[-1] == 11
 
 
-def test_an_answer_is_started_over_a_few_times_at_most():
+def test_restarts_count_against_max_attempts():
     router = RouterMachineDriver(*((f"d{number}", Role.DECODE) for number in range(5)), max_attempts=3)
     commands = router.send(an_arrival(sampling=SEEDED, whole=True))
     for _ in range(2):
@@ -894,7 +894,7 @@ def test_an_answer_is_started_over_a_few_times_at_most():
     assert (refusal.reason, refusal.retry_after_ms) == (Reason.WORKER_LOST, 1000)
 
 
-def test_a_cut_relayed_answer_is_not_said_to_have_a_sampling():
+def test_cut_relayed_answer_is_rejected_without_blaming_sampling():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=Sampling(max_tokens=9, seed=0), only_end=True)))
     router.step(work, 0)
@@ -907,7 +907,7 @@ def test_a_cut_relayed_answer_is_not_said_to_have_a_sampling():
     assert "passed on" in refusal.message
 
 
-def test_a_draining_worker_that_is_resumed_gets_work_again():
+def test_resumed_worker_gets_work_again():
     router = RouterMachineDriver(*ONE, oversubscribe=1.0)
     router.send(WorkerDraining(worker_id=WorkerId("d1")))
     assert the(Reject, router.send(an_arrival())).reason is Reason.NO_WORKER
@@ -919,7 +919,7 @@ def test_a_draining_worker_that_is_resumed_gets_work_again():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=2, temperature=0), Sampling(max_tokens=2, seed=7)])
-def test_a_stream_of_which_only_the_workers_last_word_is_missing_is_complete(sampling):
+def test_stream_missing_only_the_finish_is_complete(sampling):
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=sampling)))
     router.step(work, 5, 6)
@@ -930,7 +930,7 @@ def test_a_stream_of_which_only_the_workers_last_word_is_missing_is_complete(sam
     assert not any(isinstance(command, Dispatch) for command in commands)
 
 
-def test_an_answer_that_is_passed_on_unread_is_not_complete_for_its_length():
+def test_only_end_answer_is_not_complete_by_its_length():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=Sampling(max_tokens=2, seed=0), only_end=True)))
     router.step(work, 0, 0)
@@ -938,14 +938,14 @@ def test_an_answer_that_is_passed_on_unread_is_not_complete_for_its_length():
     assert the(Reject, router.leave(work.worker_id)).reason is Reason.WORKER_LOST
 
 
-def test_stateful_sampling_is_placed_again_as_long_as_nothing_was_sent():
+def test_stateful_sampling_is_placed_again_before_first_token():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=SEEDED)))
 
     assert dispatched(router.leave(work.worker_id)).sampling == SEEDED
 
 
-def test_a_continued_stream_waits_first_in_line_when_all_are_busy():
+def test_continued_stream_waits_first_when_all_are_busy():
     router = RouterMachineDriver(oversubscribe=1.0)
     router.join("d1", max_running=1)
     first = the(Dispatch, router.send(an_arrival(request_id="stream", sampling=GREEDY)))
@@ -960,7 +960,7 @@ def test_a_continued_stream_waits_first_in_line_when_all_are_busy():
     assert the(Dispatch, commands).start.request_id.startswith("stream#")
 
 
-def test_minimum_tokens_already_sent_are_not_asked_for_again():
+def test_continued_stream_subtracts_sent_tokens_from_min_tokens():
     router = RouterMachineDriver(*TWO)
     sampling = Sampling(temperature=0.0, max_tokens=8, min_tokens=1)
     first = the(Dispatch, router.send(an_arrival(sampling=sampling)))
@@ -972,7 +972,7 @@ def test_minimum_tokens_already_sent_are_not_asked_for_again():
 # Views.
 
 
-def test_a_decision_can_be_explained_afterwards_until_newer_ones_push_it_out():
+def test_explanation_lasts_until_newer_requests_replace_it():
     router = RouterMachineDriver(*PAIR, explained_requests=2)
     for number in range(3):
         router.send(a_long_arrival(request_id=f"r{number}"))
@@ -983,7 +983,7 @@ def test_a_decision_can_be_explained_afterwards_until_newer_ones_push_it_out():
     assert placed.candidates[0].cost > 0
 
 
-def test_the_snapshot_shows_pools_loads_and_counts():
+def test_snapshot_shows_pools_loads_and_counters():
     router = RouterMachineDriver(*PAIR)
     router.send(LoadReported(worker_id=WorkerId("d1"), load=a_load(running=3, waiting=1, kv_blocks_used=9)))
     work = the(Dispatch, router.send(an_arrival(request_id="short")))
@@ -1006,7 +1006,7 @@ def test_the_snapshot_shows_pools_loads_and_counts():
     assert counters.ended == 3
 
 
-def test_messages_about_unknown_workers_are_ignored():
+def test_messages_of_unknown_workers_are_ignored():
     router = RouterMachineDriver()
 
     assert router.send(LoadReported(worker_id=WorkerId("x"), load=a_load())) == []
@@ -1015,7 +1015,7 @@ def test_messages_about_unknown_workers_are_ignored():
     assert router.leave("x") == []
 
 
-def test_a_worker_cannot_advance_what_runs_elsewhere():
+def test_worker_cannot_advance_attempts_of_another_worker():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival()))
     other = "d2" if work.worker_id == "d1" else "d1"
@@ -1023,6 +1023,6 @@ def test_a_worker_cannot_advance_what_runs_elsewhere():
     assert router.step(Dispatch(worker_id=WorkerId(other), start=work.start), 1) == []
 
 
-def test_turns_outside_the_table_are_bugs():
+def test_transition_outside_the_table_raises():
     with pytest.raises(IllegalRequestTransition, match="HANDED_OVER in QUEUED"):
         advance(RequestStage.QUEUED, RequestTransition.HANDED_OVER)

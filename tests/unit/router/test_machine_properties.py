@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, bookings return to zero and every request ends exactly once."""
+"""Property: in any interleaving of events, reservations return to zero and every request ends exactly once."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -42,10 +42,10 @@ REJECTIONS = st.sampled_from([Reason.DRAINING, Reason.INTERNAL, Reason.KV_MISMAT
 
 
 class AnyInterleaving(RuleBasedStateMachine):
-    """Workers, clients and the clock, each doing what it may do at any moment; `RouterMachineDriver` checks the invariants.
+    """Workers, clients and the clock act in any order; the driver checks the invariants.
 
-    The model plays the workers: it knows the pieces of work that run where, samples tokens that count up from the
-    length of the prompt (so that a token lost or sent twice shows), and hears only what the router tells it.
+    The model plays the workers: it knows the attempts on each of them, and samples tokens that count up from the length of
+    the prompt, so that a lost or repeated token shows. It hears only what the router tells it.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         )
         self.up: dict[str, int] = {}  # incarnation by worker
         self.incarnations = 0
-        self.running: dict[str, Dispatch] = {}  # by work id
+        self.running: dict[str, Dispatch] = {}  # by attempt id
         self.arrivals = 0
         self.open: dict[str, int] = {}  # tokens that a client got so far
         self.ended: dict[str, str] = {}
@@ -93,7 +93,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         return self.running[data.draw(st.sampled_from(sorted(self.running)))]
 
     def next_token(self, work: Dispatch) -> int:
-        """As a deterministic engine would: by what it has been given, and by what it has made since."""
+        """Return the token of a deterministic engine: it depends on the prompt and on the tokens generated so far."""
         return len(token_ids(work.start.tokens)) + self.made.get(work.start.request_id, 0)
 
     @initialize()
@@ -243,7 +243,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), stop=st.booleans(), handoff=st.integers(0, 9))
     def work_advances(self, data, stop: bool, handoff: int) -> None:
-        """One token; with it the end, when it is the last one, an end of sequence, or of a prefill."""
+        """Generate one token, with the finish after the last one, after an end of sequence, or after a prefill."""
         work = self.some_work(data)
         name = work.start.request_id
         token = self.next_token(work)
@@ -252,7 +252,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         finish = Finish.STOP if stop else Finish.LENGTH if last else None
         prompt_tokens = len(work.start.tokens) // 4
         handed = None
-        if work.start.phase is Phase.PREFILL and handoff:  # one in ten hands nothing over
+        if work.start.phase is Phase.PREFILL and handoff:  # one in ten hands over nothing
             handed = a_handoff(kv_path=work.start.kv_path, prefill_worker=work.worker_id, num_tokens=prompt_tokens)
         if finish is not None:
             del self.running[name]
@@ -290,18 +290,18 @@ class AnyInterleaving(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_whom_somebody_could_serve(self) -> None:
         machine = self.router.machine
-        for request_id in machine._waiting.ids():
-            live = machine._live[request_id]
+        for request_id in machine.queue.ids():
+            live = machine.live_requests[request_id]
             assert not isinstance(
-                machine._chooser.choose(live, machine._roster.standings(live), self.router.now), Decision
+                machine.placer.choose(live, machine.registry.candidate_table(live), self.router.now), Decision
             )
 
     def teardown(self) -> None:
-        """Whoever is still there is served to the end; then nothing may be booked."""
+        """Serve all remaining requests; then nothing may be reserved."""
         if not self.up:
             self.join("d1")
         for request_id in sorted(self.open):
-            if request_id in self.open:  # a cancellation moves the queue, which may refuse others
+            if request_id in self.open:  # a cancellation moves the queue, which may reject other requests
                 commands = self.router.cancel(request_id)
                 self.finish(request_id, "cancelled")
                 self.perform(commands)

@@ -1,4 +1,4 @@
-"""Several routers over the same workers: what one has booked counts for the others."""
+"""Several routers over the same workers: the reservations of one router count for the others."""
 
 import random
 from collections import Counter
@@ -14,7 +14,7 @@ from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, t
 
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
 WORKERS = [(f"d{number}", Role.DECODE) for number in range(8)]
-RUNNING = 12  # requests; with few a worker, a placement that is blind for the others shows most
+RUNNING = 12  # with few requests on each worker, ignoring the other routers shows most
 
 
 def told(driver, replica="other", **booked):
@@ -30,15 +30,15 @@ def arrive(driver, name, **fields):
     return driver.send(an_arrival(request_id=name, sampling=GREEDY, **fields))
 
 
-def test_a_worker_that_another_router_keeps_busy_is_spared():
+def test_worker_loaded_by_a_peer_is_avoided():
     router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
     told(router, d1=(1000, 40.0, 2))
     assert the(Dispatch, arrive(router, "r1")).worker_id == "d2"
-    told(router, d2=(1000, 40.0, 2))  # in place of what it had told
+    told(router, d2=(1000, 40.0, 2))  # it replaces the earlier report
     assert the(Dispatch, arrive(router, "r2", tokens=a_prompt(10, first=900))).worker_id == "d1"
 
 
-def test_a_worker_that_other_routers_have_filled_has_no_room():
+def test_worker_filled_by_peers_has_no_room():
     router = RouterMachineDriver(oversubscribe=1.0)
     router.join("d1", max_running=2)
     told(router, "one", d1=(0, 1.0, 1))
@@ -48,7 +48,7 @@ def test_a_worker_that_other_routers_have_filled_has_no_room():
     assert the(Dispatch, moved).worker_id == "d1"
 
 
-def test_what_a_router_that_is_gone_had_booked_is_free():
+def test_reservations_of_a_departed_peer_are_released():
     router = RouterMachineDriver(oversubscribe=1.0)
     router.join("d1", max_running=1)
     told(router, d1=(0, 1.0, 1))
@@ -56,14 +56,14 @@ def test_what_a_router_that_is_gone_had_booked_is_free():
     assert the(Dispatch, router.send(PeerLeft(replica="other"))).worker_id == "d1"
 
 
-def test_what_is_told_of_a_worker_before_it_joins_counts_when_it_has():
+def test_peer_reservations_apply_when_the_worker_joins():
     router = RouterMachineDriver(("d1", Role.DECODE))
     told(router, d2=(5000, 200.0, 9))
     router.join("d2")
     assert the(Dispatch, arrive(router, "r1")).worker_id == "d1"
 
 
-def test_a_router_tells_what_it_has_booked_itself_and_not_what_it_was_told():
+def test_router_reports_only_its_own_reservations():
     router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
     told(router, d1=(1000, 40.0, 2))
     work = the(Dispatch, arrive(router, "r1", tokens=100))
@@ -73,8 +73,8 @@ def test_a_router_tells_what_it_has_booked_itself_and_not_what_it_was_told():
 
 
 @pytest.mark.parametrize("between", [1, 2])
-def test_routers_that_tell_each_other_balance_nearly_as_well_as_one(between):
-    """The busiest worker has at most 1.2 times what it has with one router, told every few requests."""
+def test_peers_balance_nearly_as_well_as_one_router(between):
+    """The busiest worker has at most 1.2 times its load with one router, with reports every few requests."""
 
     def busiest(routers: int) -> float:
         drivers = [RouterMachineDriver(*WORKERS, seed=seed) for seed in range(routers)]

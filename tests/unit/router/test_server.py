@@ -1,4 +1,4 @@
-"""The router's shell, with workers in memory."""
+"""The router's server, with workers in memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ from tests.support.router.fake_workers import FakeWorker, FakeWorkers
 
 
 class FirstOfAll:
-    """Chance that takes the first of equal workers."""
+    """A random source that takes the first of equal workers."""
 
     def randrange(self, stop: int, /) -> int:
         return 0
@@ -63,7 +63,7 @@ async def answer(worker: FakeWorker, start: Start, *tokens: int, finish: Finish 
     await worker.say(Step(progress=(some_progress(*tokens, request_id=start.request_id, finish=finish),)))
 
 
-async def test_tokens_stream_to_the_client_and_end_with_complete():
+async def test_stream_ends_with_complete():
     async with a_router() as router:
         worker = await router.join()
         async with router.server.submit(an_arrival()) as events:
@@ -77,7 +77,7 @@ async def test_tokens_stream_to_the_client_and_end_with_complete():
         assert worker.inbox.empty(), "nothing is cancelled that is over"
 
 
-async def test_nothing_is_started_before_the_context_is_entered():
+async def test_nothing_starts_before_the_context_is_entered():
     async with a_router() as router:
         worker = await router.join()
         router.server.submit(an_arrival())
@@ -86,7 +86,7 @@ async def test_nothing_is_started_before_the_context_is_entered():
         assert worker.inbox.empty()
 
 
-async def test_leaving_early_stops_the_work():
+async def test_leaving_early_cancels_the_attempt():
     async with a_router() as router:
         worker = await router.join()
         async with router.server.submit(an_arrival()) as events:
@@ -97,7 +97,7 @@ async def test_leaving_early_stops_the_work():
         assert await worker.heard() == Cancel(request_id=start.request_id)
 
 
-async def test_where_the_blocks_came_from_is_known_to_who_leaves_early():
+async def test_kv_report_is_readable_after_leaving_early():
     async with a_router() as router:
         worker = await router.join()
         async with router.server.submit(an_arrival(tokens=320)) as events:
@@ -114,7 +114,7 @@ async def test_where_the_blocks_came_from_is_known_to_who_leaves_early():
         assert events.cached_tokens == 4 * BLOCK_TOKENS
 
 
-async def test_a_consumer_that_is_cancelled_while_waiting_stops_the_work():
+async def test_cancelled_consumer_cancels_the_attempt():
     async with a_router() as router:
         worker = await router.join()
 
@@ -130,7 +130,7 @@ async def test_a_consumer_that_is_cancelled_while_waiting_stops_the_work():
         assert await worker.heard() == Cancel(request_id=start.request_id)
 
 
-async def test_a_refusal_on_arrival_is_raised_on_entering():
+async def test_rejection_on_arrival_is_raised_on_entering():
     async with a_router() as router:
         with pytest.raises(RequestRejected) as refusal:
             async with router.server.submit(an_arrival()):
@@ -140,7 +140,7 @@ async def test_a_refusal_on_arrival_is_raised_on_entering():
         assert refusal.value.retry_after_ms == 1000
 
 
-async def test_a_refusal_later_on_is_raised_after_the_tokens_that_came_before():
+async def test_later_rejection_is_raised_after_the_tokens():
     async with a_router() as router:
         worker = await router.join()
         async with router.server.submit(an_arrival()) as events:
@@ -154,7 +154,7 @@ async def test_a_refusal_later_on_is_raised_after_the_tokens_that_came_before():
         assert refusal.value.reason is Reason.WORKER_LOST
 
 
-async def test_two_requests_of_one_name_cannot_run_at_once():
+async def test_two_requests_with_one_id_cannot_run():
     async with a_router() as router:
         worker = await router.join()
         async with router.server.submit(an_arrival()) as events:
@@ -168,7 +168,7 @@ async def test_two_requests_of_one_name_cannot_run_at_once():
         assert (refusal.value.reason, refusal.value.field) == (Reason.INVALID_ARGUMENT, "request_id")
 
 
-async def test_work_that_cannot_be_delivered_goes_to_another_worker():
+async def test_undeliverable_attempt_goes_to_another_worker():
     async with a_router() as router:
         await router.join("d1")
         second = await router.join("d2")
@@ -181,7 +181,7 @@ async def test_work_that_cannot_be_delivered_goes_to_another_worker():
         assert isinstance(received[-1], Complete)
 
 
-async def test_a_lost_worker_is_replaced_within_one_stream():
+async def test_lost_worker_is_replaced_within_one_stream():
     async with a_router() as router:
         first = await router.join("d1")
         second = await router.join("d2")
@@ -194,7 +194,7 @@ async def test_a_lost_worker_is_replaced_within_one_stream():
         assert [event.token_ids for event in received if isinstance(event, Progress)] == [(11,), (12,)]
 
 
-async def test_a_hand_off_reaches_the_decode_worker():
+async def test_handoff_reaches_the_decode_worker():
     async with a_router() as router:
         prefill_worker = await router.join("p1", Role.PREFILL)
         decode_worker = await router.join("d1")
@@ -211,7 +211,7 @@ async def test_a_hand_off_reaches_the_decode_worker():
         assert [event.token_ids for event in received if isinstance(event, Progress)] == [(11,), (12,)]
 
 
-async def test_a_deadline_is_kept_without_anything_else_happening():
+async def test_deadline_fires_without_other_events():
     async with a_router() as router:
         worker = await router.join()
         soon = Nanos(router.clock.now() + 30 * MILLISECOND)
@@ -225,7 +225,7 @@ async def test_a_deadline_is_kept_without_anything_else_happening():
         assert await worker.heard() == Cancel(request_id=start.request_id)
 
 
-async def test_an_earlier_deadline_that_comes_later_is_not_overslept():
+async def test_earlier_deadline_that_arrives_later_fires_in_time():
     async with a_router() as router:
         await router.join()
         now = router.clock.now()
@@ -237,7 +237,7 @@ async def test_an_earlier_deadline_that_comes_later_is_not_overslept():
                     await anext(events)
 
 
-async def test_stopping_the_router_refuses_open_streams_and_stops_their_work():
+async def test_stopping_rejects_streams_and_cancels_attempts():
     router = Router()
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(router.server.run())
@@ -254,7 +254,7 @@ async def test_stopping_the_router_refuses_open_streams_and_stops_their_work():
             pytest.fail("was entered")
 
 
-async def test_draining_finishes_what_runs_and_takes_nothing_new():
+async def test_drain_finishes_running_requests_only():
     async with a_router() as router:
         worker = await router.join()
         async with router.server.submit(an_arrival()) as events, asyncio.TaskGroup() as tasks:
@@ -271,14 +271,14 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new():
         assert draining.result() == 0
 
 
-async def test_draining_does_not_wait_for_ever():
+async def test_drain_ends_after_its_limit():
     async with a_router() as router:
         await router.join()
         async with router.server.submit(an_arrival()):
             assert await router.server.drain(Nanos(10 * MILLISECOND)) == 1
 
 
-async def test_status_models_and_explanations_come_from_the_machine():
+async def test_server_passes_views_of_the_machine():
     async with a_router() as router:
         await router.join()
         async with router.server.submit(an_arrival()):
@@ -304,13 +304,13 @@ def close(router: Router) -> None:
 
 
 class Told(list):
-    """A listener that notes what it hears."""
+    """A listener that records its events."""
 
     put = list.append
 
 
 @pytest.mark.parametrize("say", [hear, tune, open_another, close])
-async def test_a_bug_met_in_a_decision_ends_the_router_whoever_brought_it_about(monkeypatch, say):
+async def test_exception_in_a_decision_ends_the_router(monkeypatch, say):
     router, told = Router(), Told()
 
     async def run() -> None:

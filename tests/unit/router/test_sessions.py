@@ -1,4 +1,4 @@
-"""Sessions: where they stay, for how long, and what happens when that worker is gone."""
+"""Sessions: their workers, their time to live, and what happens when a worker leaves."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def at(seconds: float) -> Nanos:
     return Nanos(int(seconds * SECOND))
 
 
-def test_a_binding_lives_as_long_as_it_is_used():
+def test_binding_lasts_while_it_is_used():
     sessions = SessionTable(ttl_seconds=10, capacity=10)
     sessions.bind(A, W1, at(0))
 
@@ -33,7 +33,7 @@ def test_a_binding_lives_as_long_as_it_is_used():
     assert len(sessions) == 0
 
 
-def test_idle_ones_go_first_and_no_more_than_so_many_are_remembered():
+def test_longest_idle_sessions_are_forgotten_first():
     sessions = SessionTable(ttl_seconds=10, capacity=2)
     for number, instant in ((1, 0), (2, 1), (1, 2), (3, 3)):
         sessions.bind(("", str(number)), W1, at(instant))
@@ -43,14 +43,14 @@ def test_idle_ones_go_first_and_no_more_than_so_many_are_remembered():
     assert len(sessions) == 1, "the idle ones have left without being asked for"
 
 
-def test_tenants_do_not_share_their_sessions_names():
+def test_tenants_have_separate_session_names():
     sessions = SessionTable(ttl_seconds=10, capacity=10)
     sessions.bind(("x", "a"), W1, at(0))
 
     assert sessions.bound(("y", "a"), at(0)) is None
 
 
-def test_what_happened_here_is_news_once_and_what_was_heard_is_none():
+def test_own_bindings_are_news_once_and_heard_ones_never():
     sessions = SessionTable(ttl_seconds=10, capacity=10, telling=True)
     sessions.bind(A, W2, at(0))
     sessions.bind(A, W1, at(1))
@@ -63,7 +63,7 @@ def test_what_happened_here_is_news_once_and_what_was_heard_is_none():
     assert sessions.bound(("", "c"), at(2)) == W2
 
 
-def test_news_that_nobody_asks_for_are_bounded(monkeypatch):
+def test_unread_news_are_bounded(monkeypatch):
     monkeypatch.setattr(sessions_module, "MAX_SESSION_NEWS", 3)
     silent, telling = (SessionTable(ttl_seconds=10, capacity=100, telling=telling) for telling in (False, True))
     for number in range(9):
@@ -73,7 +73,7 @@ def test_news_that_nobody_asks_for_are_bounded(monkeypatch):
     assert (len(silent.news()), len(telling.news())) == (0, 3)
 
 
-def test_who_is_reached_later_is_told_the_latest():
+def test_late_peer_gets_the_latest_bindings():
     sessions = SessionTable(ttl_seconds=10, capacity=MAX_SESSION_NEWS + 5)
     for number in range(MAX_SESSION_NEWS + 1):
         sessions.bind(("", str(number)), W1, at(0))
@@ -87,7 +87,7 @@ def test_who_is_reached_later_is_told_the_latest():
 
 
 def routers_sessions(*clocks: float) -> list[tuple[SessionTable, Nanos]]:
-    """Of routers that have met, and what the clock of each says at the time 0."""
+    """Return session tables of routers that have met, with what each router's clock says at time 0."""
     met = [(SessionTable(ttl_seconds=10, capacity=10, telling=True), at(clock)) for clock in clocks]
     for one, now in met:
         for _, clock in met:
@@ -96,7 +96,7 @@ def routers_sessions(*clocks: float) -> list[tuple[SessionTable, Nanos]]:
 
 
 @pytest.mark.parametrize("clocks", [(0, 0, 0), (0, 1000, 5), (7, 3, 0)])
-def test_all_routers_come_to_the_binding_that_was_made_last_in_whatever_order_they_hear_of_it(clocks):
+def test_all_routers_agree_on_the_latest_binding(clocks):
     routers = routers_sessions(*clocks)
     told = []
     for number, second in ((1, 1), (0, 2), (2, 3), (1, 4), (0, 5)):
@@ -110,7 +110,7 @@ def test_all_routers_come_to_the_binding_that_was_made_last_in_whatever_order_th
         assert one.bound(A, Nanos(clock + at(6))) == "w5"
 
 
-def test_two_bindings_of_one_instant_are_settled_alike_everywhere():
+def test_simultaneous_bindings_settle_alike_everywhere():
     (one, _), (other, _) = routers_sessions(0, 0)
     one.bind(A, W1, at(1))
     other.bind(A, W2, at(1))
@@ -120,7 +120,7 @@ def test_two_bindings_of_one_instant_are_settled_alike_everywhere():
     assert one.bound(A, at(1)) == other.bound(A, at(1)) == W2
 
 
-def test_what_is_bound_after_something_was_heard_counts_more_wherever_that_came_from():
+def test_later_binding_wins_over_a_heard_one():
     one = SessionTable(ttl_seconds=10, capacity=10, telling=True)
     one.heard(SessionBinding(key=A, worker_id=W2, stamp=at(1000)), at(1))
     one.bind(A, W1, at(1))
@@ -130,7 +130,7 @@ def test_what_is_bound_after_something_was_heard_counts_more_wherever_that_came_
     assert one.bound(A, at(1)) == W1
 
 
-def test_an_older_binding_is_forgotten_and_a_newer_one_is_not():
+def test_forget_affects_only_older_bindings():
     (one, _), (other, _) = routers_sessions(0, 0)
     one.bind(A, W1, at(1))
     other.forget(A, at(2))
@@ -142,7 +142,7 @@ def test_an_older_binding_is_forgotten_and_a_newer_one_is_not():
     assert one.bound(A, at(3)) == W2
 
 
-def test_what_a_router_of_an_older_version_says_counts_when_it_is_heard():
+def test_unstamped_binding_counts_when_it_is_heard():
     (one, _) = routers_sessions(0)[0]
     one.bind(A, W1, at(1))
     one.heard(SessionBinding(key=A, worker_id=W2), at(2))
@@ -159,14 +159,14 @@ def worker_of(router: RouterMachineDriver, request_id: str, session: str = "s") 
 
 
 @pytest.mark.parametrize("fields", [{"policy": "sticky"}, {"session_affinity": "hard"}])
-def test_a_session_stays_where_it_is(fields):
+def test_session_stays_on_its_worker(fields):
     router = RouterMachineDriver(*WORKERS, **fields)
     first = worker_of(router, "r0")
 
     assert {worker_of(router, f"r{number}") for number in range(1, 10)} == {first}
 
 
-def test_the_default_policy_keeps_a_session_among_equals_and_lets_it_go_for_load():
+def test_default_policy_moves_a_session_only_for_load():
     router = RouterMachineDriver(*WORKERS)
     first = worker_of(router, "r0")
     router.cancel("r0")
@@ -177,7 +177,7 @@ def test_the_default_policy_keeps_a_session_among_equals_and_lets_it_go_for_load
     assert router.booked(first)[0] < 11
 
 
-def test_a_soft_binding_moves_on_when_its_worker_is_lost():
+def test_soft_binding_moves_when_its_worker_is_lost():
     router = RouterMachineDriver(*WORKERS, policy="sticky")
     first = worker_of(router, "r0")
     router.cancel("r0")
@@ -190,7 +190,7 @@ def test_a_soft_binding_moves_on_when_its_worker_is_lost():
 
 
 @pytest.mark.parametrize("how", ["left", "draining"])
-def test_a_hard_binding_fails_at_once_when_its_worker_is_gone_and_begins_anew(how):
+def test_hard_binding_is_rejected_once_then_moves(how):
     router = RouterMachineDriver(*WORKERS, session_affinity="hard")
     first = worker_of(router, "r0")
     router.cancel("r0")
@@ -206,7 +206,7 @@ def test_a_hard_binding_fails_at_once_when_its_worker_is_gone_and_begins_anew(ho
     assert worker_of(router, "r2") != first
 
 
-def test_a_hard_binding_waits_for_its_worker_when_that_is_busy():
+def test_hard_binding_waits_for_its_busy_worker():
     router = RouterMachineDriver(session_affinity="hard", oversubscribe=1.0)
     for name in ("w1", "w2"):
         router.join(name, Role.BOTH, max_running=1)
@@ -218,7 +218,7 @@ def test_a_hard_binding_waits_for_its_worker_when_that_is_busy():
     assert the(Dispatch, commands).worker_id == first
 
 
-def test_a_session_that_was_idle_for_too_long_starts_anew():
+def test_expired_session_starts_anew():
     router = RouterMachineDriver(*WORKERS, session_affinity="hard", session_ttl_seconds=5.0)
     first = worker_of(router, "r0")
     router.cancel("r0")
@@ -228,13 +228,13 @@ def test_a_session_that_was_idle_for_too_long_starts_anew():
     assert worker_of(router, "r1") != first
 
 
-def test_without_affinity_sessions_are_not_looked_at():
+def test_affinity_off_ignores_sessions():
     router = RouterMachineDriver(*WORKERS, session_affinity="off", policy="sticky")
 
     assert len({worker_of(router, f"r{number}") for number in range(4)}) == 4
 
 
-def test_a_session_stays_where_it_is_whichever_router_its_requests_come_by():
+def test_session_stays_across_peer_routers():
     routers = [
         RouterMachineDriver(*WORKERS, seed=seed, session_affinity="hard", replicas_listen="unix:r") for seed in range(3)
     ]
@@ -262,7 +262,7 @@ def test_a_session_stays_where_it_is_whichever_router_its_requests_come_by():
         router.leave(homes[0])
     assert the(Reject, ask(routers[0], "lost", "s0")).field == "session"
     tell()
-    home = served(routers[1], "again", "s0")  # refused once, and not by each of them
+    home = served(routers[1], "again", "s0")  # rejected once, not once for each router
     assert served(routers[2], "and again", "s0") == home
 
 
@@ -270,7 +270,7 @@ def test_a_session_stays_where_it_is_whichever_router_its_requests_come_by():
     "settings", [{"max_sessions": 1}, {"session_ttl_seconds": 5.0}], ids=["crowded out", "too old"]
 )
 @pytest.mark.parametrize("heard", [False, True])
-def test_who_waits_for_the_worker_of_a_session_that_is_forgotten_meanwhile_goes_to_another(settings, heard):
+def test_queued_request_moves_when_its_session_is_forgotten(settings, heard):
     router = RouterMachineDriver(oversubscribe=1.0, session_affinity="hard", **settings)
     for worker_id in ("w0", "w1"):
         router.join(worker_id, max_running=2)

@@ -1,4 +1,4 @@
-"""API keys and token buckets: whose request it is, and how much each tenant may have."""
+"""API keys and token buckets: the tenant of a request, and how much each tenant may use."""
 
 from hashlib import sha256
 
@@ -39,50 +39,50 @@ def refusal(call, *arguments):
 # Keys.
 
 
-def test_where_nobody_has_a_key_the_tenant_is_the_one_that_the_request_names():
+def test_without_keys_the_request_names_its_tenant():
     assert limited(weight=2).tenant("", "whoever") == "whoever"
 
 
-def test_a_key_names_its_tenant():
+def test_api_key_selects_its_tenant():
     known = tenants(acme=with_key("k1", "k2"), other=with_key("k3"))
     assert [known.tenant(f"Bearer {key}", "") for key in ("k1", "k2", "k3")] == ["acme", "acme", "other"]
     assert known.tenant("bearer k1", "acme") == "acme"
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer ", "Bearer k2", "Basic k1", "k1", "Bearer \udcff"])
-def test_without_a_known_key_a_request_is_not_authenticated(authorization):
+def test_unknown_key_is_unauthenticated(authorization):
     refused = refusal(tenants(acme=with_key("k1")).tenant, authorization, "acme")
     assert (refused.reason, refused.field) == (Reason.UNAUTHENTICATED, "authorization")
     assert "k1" not in refused.message
     assert "k2" not in refused.message
 
 
-def test_nobody_can_name_another_tenant_than_that_of_the_key():
+def test_request_cannot_name_another_tenant():
     refused = refusal(tenants(acme=with_key("k1"), other=with_key("k2")).tenant, "Bearer k1", "other")
     assert (refused.reason, refused.field) == (Reason.INVALID_ARGUMENT, "tenant")
 
 
-def test_a_key_of_any_characters_is_compared_as_the_bytes_that_were_sent():
-    """Fronts read header bytes as Latin-1, among them some that it takes for spaces."""
+def test_keys_are_compared_as_the_sent_bytes():
+    """Frontends decode header bytes as Latin-1, which has characters that count as spaces."""
     sent = "schlüssel-à".encode()
     known = tenants(acme=with_key("schlüssel-à"))
     assert known.tenant(f"Bearer {sent.decode('latin-1')}", "") == "acme"
 
 
-def test_two_tenants_cannot_have_the_same_key():
+def test_two_tenants_cannot_share_a_key():
     with pytest.raises(ConfigurationRefused, match=r"tenants\.b\.api_key_sha256: .* of 'a' too"):
         tenants(a=with_key("k1", "k1"), b=with_key("k2", "k1"))
 
 
 @pytest.mark.parametrize("name", ["requests_per_minute", "tokens_per_minute"])
 @pytest.mark.parametrize("limit", [float("inf"), 0.5])
-def test_limits_that_cannot_be_kept_are_refused(name, limit):
+def test_invalid_limits_are_refused(name, limit):
     with pytest.raises(msgspec.ValidationError, match=name):
         msgspec.convert({name: limit}, TenantSettings)
 
 
 @pytest.mark.parametrize("weight", [float("inf"), 5e-324, 0.0])
-def test_weights_that_cannot_be_divided_by_are_refused(weight):
+def test_invalid_weights_are_refused(weight):
     with pytest.raises(msgspec.ValidationError, match="weight"):
         msgspec.convert({"weight": weight}, TenantSettings)
 
@@ -90,7 +90,7 @@ def test_weights_that_cannot_be_divided_by_are_refused(weight):
 # Limits.
 
 
-def test_requests_up_to_a_minutes_worth_are_let_in_at_once_and_then_evenly():
+def test_burst_of_one_minute_is_admitted_then_evenly():
     acme = limited(requests_per_minute=3)
     remaining = [acme.admit("acme", 10, START).requests.remaining for _ in range(3)]
 
@@ -103,7 +103,7 @@ def test_requests_up_to_a_minutes_worth_are_let_in_at_once_and_then_evenly():
     assert refusal(acme.admit, "acme", 10, after(20)).retry_after_ms == 20_000
 
 
-def test_a_refused_request_takes_nothing():
+def test_rejected_request_takes_nothing():
     acme = limited(requests_per_minute=1, tokens_per_minute=100)
     acme.admit("acme", 60, START)
     for _ in range(5):
@@ -111,7 +111,7 @@ def test_a_refused_request_takes_nothing():
     assert acme.admit("acme", 1, after(60)).tokens.remaining == 99
 
 
-def test_a_long_answer_is_paid_for_afterwards():
+def test_long_answer_is_charged_afterwards():
     acme = limited(tokens_per_minute=600)
     acme.admit("acme", 100, START)
     acme.used("acme", 1100, START)  # 600 more than there were
@@ -123,7 +123,7 @@ def test_a_long_answer_is_paid_for_afterwards():
     acme.admit("acme", 1, after(60.11))
 
 
-def test_what_is_left_says_when_all_is_there_again():
+def test_remaining_limit_tells_when_it_is_full():
     allowance = limited(requests_per_minute=60, tokens_per_minute=6000).admit("acme", 100, START)
     assert (allowance.requests.limit, allowance.requests.remaining) == (60, 59)
     assert allowance.requests.full_in_seconds == pytest.approx(1.0)
@@ -131,12 +131,12 @@ def test_what_is_left_says_when_all_is_there_again():
     assert allowance.tokens.full_in_seconds == pytest.approx(1.0)
 
 
-def test_a_tenant_without_limits_is_let_in_always():
+def test_tenant_without_limits_is_always_admitted():
     some = tenants(acme=TenantSettings(requests_per_minute=1), free=TenantSettings(weight=2))
     assert all(some.admit(name, 10**6, START) is None for name in ("free", "unknown", "") for _ in range(10))
 
 
-def test_time_that_goes_backwards_fills_no_bucket():
+def test_time_going_backwards_fills_no_bucket():
     acme = limited(requests_per_minute=1)
     acme.admit("acme", 1, START)
     assert refusal(acme.admit, "acme", 1, Nanos(0)).retry_after_ms == 60_000
@@ -147,8 +147,8 @@ def test_time_that_goes_backwards_fills_no_bucket():
 # Several routers.
 
 
-def test_routers_that_tell_each_other_let_in_what_one_would():
-    """Exchanged after every request, two routers admit exactly a minute's worth."""
+def test_sharing_routers_admit_as_much_as_one():
+    """With an exchange after every request, two routers admit exactly the amount of a minute."""
     limits = TenantSettings(requests_per_minute=10, tokens_per_minute=1000)
     routers = [Tenants({"acme": limits}, START) for _ in range(2)]
     left = {"requests": 10.0, "tokens": 1000.0}
@@ -171,7 +171,7 @@ def test_routers_that_tell_each_other_let_in_what_one_would():
     assert left == {"requests": 0, "tokens": 900}
 
 
-def test_what_was_taken_while_the_others_were_asked_is_not_forgotten():
+def test_usage_during_settling_is_kept():
     acme = limited(requests_per_minute=10)
     acme.admit("acme", 1, START)
     assert acme.taken()["acme"].requests == 1
@@ -183,7 +183,7 @@ def test_what_was_taken_while_the_others_were_asked_is_not_forgotten():
     assert acme.taken()["acme"].requests == 2
 
 
-# Routers that tell each other directly.
+# Peer routers.
 
 
 def sharing(others=2, **settings):
@@ -192,7 +192,7 @@ def sharing(others=2, **settings):
     return routers
 
 
-def test_what_is_taken_elsewhere_is_gone_here():
+def test_usage_on_peers_is_subtracted():
     here = sharing(requests_per_minute=3, tokens_per_minute=100)
     here.took_elsewhere("acme", TenantUsageDelta(requests=2, tokens=10), START)
     here.took_elsewhere("nobody", TenantUsageDelta(requests=2, tokens=10), START)
@@ -214,8 +214,8 @@ def test_router_is_unsure_past_its_share_until_others_heard():
     assert here.is_unsure("acme", 1, START)
 
 
-def test_older_confirmation_after_a_newer_one_changes_nothing():
-    """A router asks the others, and loses them all before they have answered."""
+def test_older_confirmation_changes_nothing():
+    """A router asks its peers, and loses them all before they have answered."""
     here, told_once = sharing(requests_per_minute=30), sharing(requests_per_minute=30)
     for each in (here, told_once):
         for _ in range(5):
@@ -231,7 +231,7 @@ def test_older_confirmation_after_a_newer_one_changes_nothing():
 
 
 def taken_until_unsure(here):
-    """Let requests in until the others should be asked; returns how many."""
+    """Admit requests until the peers should be asked; return how many."""
     count = 0
     while not here.is_unsure("acme", 1, START):
         here.admit("acme", 1, START)
@@ -239,7 +239,7 @@ def taken_until_unsure(here):
     return count
 
 
-def test_one_request_goes_unheard_where_less_than_one_each_is_left():
+def test_one_request_is_admitted_unheard_near_the_limit():
     here = sharing(requests_per_minute=2)
     assert not here.is_unsure("acme", 1, START)
     here.admit("acme", 1, START)
@@ -262,7 +262,7 @@ def test_long_prompt_is_unsure_by_its_tokens():
     assert here.is_unsure("acme", 41, START)
 
 
-def test_lower_count_of_another_router_holds():
+def test_lower_level_of_a_peer_is_adopted():
     here, there = sharing(requests_per_minute=10), sharing(requests_per_minute=10)
     here.admit("acme", 1, START)
     for _ in range(4):
@@ -277,8 +277,8 @@ def test_lower_count_of_another_router_holds():
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=60), st.integers(4, 30))
-def test_routers_in_any_order_let_in_two_too_many_at_most(steps, limit):
-    """Three routers; each step has one try a request, after some of what was told has arrived in order."""
+def test_three_routers_admit_at_most_two_too_many(steps, limit):
+    """Each of three routers tries one request in each step, after some of the announcements have arrived in order."""
     routers = [sharing(requests_per_minute=limit) for _ in range(3)]
     mail = [[] for _ in range(3)]
     let_in = 0

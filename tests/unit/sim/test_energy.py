@@ -10,9 +10,9 @@ from fleet.cli.main import run
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Phase
-from fleet.router.candidates import BLOCK_TOKENS, ENGINE_BLOCKS, QUANTITIES, Candidates, PlacementRequest
 from fleet.router.placement.policies.built_in import policy
 from fleet.router.placement.policies.price import PriceScorer
+from fleet.router.policy import BLOCK_TOKENS, ENGINE_BLOCKS, QUANTITIES, Candidates, PlacementRequest
 from fleet.sim.experiments.objectives import SweepObjective, ranked, spent
 from fleet.sim.experiments.sweep import SweepRow
 from tests.support.sim.model_configs import LLAMA_8B
@@ -63,11 +63,11 @@ def test_a_request_costs_its_tokens_at_the_price_of_the_longest_name_that_fits()
     columns[BLOCK_TOKENS] = 16
     columns[ENGINE_BLOCKS] = (0, 2, 0)
     candidates = Candidates([WorkerId("ab-1"), WorkerId("a-2"), WorkerId("c")], columns)
-    asked = PlacementRequest(prompt_tokens=100, answer_tokens=4000)
+    request = PlacementRequest(prompt_tokens=100, answer_tokens=4000)
     alone = [100 * 8.0, 68 * 1.0, 100 * 2.0]
-    assert price.costs(asked, candidates, Phase.PREFILL).tolist() == [each / 16 for each in alone]
+    assert price.costs(request, candidates, Phase.PREFILL).tolist() == [each / 16 for each in alone]
     whole = [each + 10 * answer for each, answer in zip(alone, (3.0, 3.0, 5.0), strict=True)]
-    assert price.costs(asked, candidates, Phase.AGGREGATED).tolist() == [each / 16 for each in whole]
+    assert price.costs(request, candidates, Phase.AGGREGATED).tolist() == [each / 16 for each in whole]
 
 
 def a_row(scenario, attainment, cost, energy, seed=1):

@@ -13,7 +13,8 @@ from fleet.sim.cluster.pools import PoolProfile
 from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.results.outcomes import Slo
 from fleet.sim.run import RunPlan, simulate
-from fleet.sim.workload.traffic import DrawnWorkload, requests_of
+from fleet.sim.workload.drawn import DrawnWorkload
+from fleet.sim.workload.traffic import requests_of
 
 BLOCK = 16
 

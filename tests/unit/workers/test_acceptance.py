@@ -40,7 +40,7 @@ def handed(kv: Fingerprint | None, path: KvPath = KvPath.STORE):
     ("field", "value"),
     [("model", "large"), ("revision", "r2"), ("dtype", "float16"), ("block_tokens", 32), ("kv_heads", 8)],
 )
-def test_blocks_of_other_values_are_refused_by_the_field_that_differs(field, value):
+def test_other_kv_namespace_is_refused_naming_the_field(field, value):
     rejected = refusal(handed(other(**{field: value})), Role.DECODE, FACTS)
 
     assert rejected is not None
@@ -49,7 +49,7 @@ def test_blocks_of_other_values_are_refused_by_the_field_that_differs(field, val
 
 
 @pytest.mark.parametrize("kv", [other(layout="LNHD"), other(tp=4), other(layout="LNHD", tp=2)])
-def test_another_layout_or_number_of_ranks_can_go_through_the_store_and_not_directly(kv):
+def test_other_layout_goes_through_the_store_but_not_directly(kv):
     assert refusal(handed(kv, KvPath.STORE), Role.DECODE, FACTS) is None
 
     rejected = refusal(handed(kv, KvPath.DIRECT), Role.DECODE, FACTS)
@@ -59,24 +59,24 @@ def test_another_layout_or_number_of_ranks_can_go_through_the_store_and_not_dire
     assert f"{kv.layout} on {kv.tp} rank" in rejected.message
 
 
-def test_equal_blocks_can_go_either_way():
+def test_equal_blocks_may_use_both_kv_paths():
     for path in KvPath:
         assert refusal(handed(KV, path), Role.DECODE, FACTS) is None
 
 
-def test_a_worker_that_does_not_say_what_its_blocks_are_may_only_be_met_through_the_store():
+def test_worker_without_fingerprint_uses_the_store_only():
     assert refusal(handed(None, KvPath.STORE), Role.DECODE, FACTS) is None
 
     rejected = refusal(handed(None, KvPath.DIRECT), Role.DECODE, FACTS)
 
     assert rejected is not None
-    assert "in a way that is not told" in rejected.message
+    assert "an unknown layout" in rejected.message
 
 
 ADAPTED = msgspec.structs.replace(FACTS, adapters=(LoraAdapter(ModelName("ada"), "1"),), adapter_slots=1)
 
 
-def test_work_with_an_adapter_that_another_may_have_is_to_be_tried_elsewhere():
+def test_unknown_adapter_is_refused_with_retry_elsewhere():
     rejected = refusal(a_start(adapter="bob", salt=b"s" * 32), Role.DECODE, ADAPTED)
 
     assert rejected is not None
@@ -84,7 +84,7 @@ def test_work_with_an_adapter_that_another_may_have_is_to_be_tried_elsewhere():
     assert refusal(a_start(adapter="ada", salt=b"s" * 32), Role.DECODE, ADAPTED) is None
 
 
-def test_work_with_an_adapter_needs_a_salt():
+def test_adapter_without_salt_is_refused():
     rejected = refusal(a_start(adapter="ada"), Role.DECODE, ADAPTED)
 
     assert rejected is not None

@@ -92,14 +92,14 @@ def test_only_the_listed_transitions_exist():
     assert not [event for (phase, event) in NEXT if phase is LifePhase.GONE]
 
 
-def test_a_worker_that_still_starts_takes_no_work():
+def test_starting_worker_takes_no_work():
     machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=4)
     machine.handle(RouterConnected(stream=STREAM, router_id="router"), START)
 
     assert rejection(machine.handle(asked(a_start()), START)).reason is Reason.NO_WORKER
 
 
-def test_a_worker_that_was_drained_before_its_engine_ran_stays_drained():
+def test_worker_drained_before_engine_start_stays_drained():
     machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=4)
 
     assert machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START) == [Drained(cancelled=0)]
@@ -107,7 +107,7 @@ def test_a_worker_that_was_drained_before_its_engine_ran_stays_drained():
     assert machine.phase is LifePhase.GONE
 
 
-def test_draining_refuses_new_work_and_finishes_what_runs():
+def test_draining_worker_refuses_new_work_and_finishes_the_rest():
     machine = a_machine()
     machine.handle(asked(a_start()), START)
 
@@ -123,13 +123,13 @@ def test_draining_refuses_new_work_and_finishes_what_runs():
     assert machine.phase is LifePhase.GONE
 
 
-def test_an_idle_worker_is_gone_as_soon_as_it_drains():
+def test_idle_worker_is_gone_as_soon_as_it_drains():
     machine = a_machine()
 
     assert Drained(cancelled=0) in machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
 
 
-def test_what_does_not_finish_by_the_drains_deadline_is_given_up_and_counted():
+def test_drain_deadline_gives_up_and_counts_unfinished_work():
     machine = a_machine()
     machine.handle(asked(a_start()), START)
     deadline = Nanos(START + SECOND)
@@ -144,7 +144,7 @@ def test_what_does_not_finish_by_the_drains_deadline_is_given_up_and_counted():
     ]
 
 
-def test_a_stuck_engine_delays_the_end_of_a_drain_by_the_grace_only():
+def test_stuck_engine_delays_drain_by_the_grace_only():
     machine = a_machine()
     machine.handle(asked(a_start()), START)
     deadline = Nanos(START + SECOND)
@@ -156,7 +156,7 @@ def test_a_stuck_engine_delays_the_end_of_a_drain_by_the_grace_only():
     assert machine.held == 0
 
 
-def test_a_drain_that_is_noticed_late_still_tells_every_end():
+def test_drain_noticed_late_still_reports_every_end():
     machine = a_machine()
     machine.handle(asked(a_start()), START)
     machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
@@ -172,7 +172,7 @@ def test_a_drain_that_is_noticed_late_still_tells_every_end():
     assert gone == Drained(cancelled=1)
 
 
-def test_a_router_that_connects_to_a_draining_worker_is_told_so():
+def test_router_that_connects_during_drain_is_told():
     machine = a_machine()
     machine.handle(asked(a_start()), START)
     machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
@@ -201,7 +201,7 @@ def a_machine_that_handed_off(path: KvPath, lent: int, **fields) -> WorkerMachin
     return machine
 
 
-def test_a_drain_waits_for_blocks_that_were_handed_off_until_they_are_fetched():
+def test_drain_waits_until_handed_off_blocks_are_fetched():
     machine = a_machine_that_handed_off(KvPath.DIRECT, lent=2)
 
     assert machine.handle(DrainRequested(deadline=DEADLINE), START) == [Tell(stream=STREAM, message=Draining())]
@@ -210,7 +210,7 @@ def test_a_drain_waits_for_blocks_that_were_handed_off_until_they_are_fetched():
     assert machine.handle(WorkerTicked(lent=0), Nanos(START + 2 * SECOND)) == [Drained(cancelled=0)]
 
 
-def test_work_that_ends_while_a_worker_drains_with_a_hand_off_keeps_it_until_that_is_fetched():
+def test_handoff_during_drain_keeps_worker_until_fetched():
     machine = a_machine()
     machine.handle(asked(a_start(phase=Phase.PREFILL, kv_path=KvPath.STORE)), START)
     machine.handle(DrainRequested(deadline=DEADLINE), START)
@@ -221,7 +221,7 @@ def test_work_that_ends_while_a_worker_drains_with_a_hand_off_keeps_it_until_tha
     assert machine.handle(WorkerTicked(lent=0), START) == [Drained(cancelled=0)]
 
 
-def test_blocks_that_nobody_fetches_keep_a_worker_until_the_deadline_and_are_told():
+def test_unfetched_blocks_keep_worker_until_deadline_and_count():
     machine = a_machine_that_handed_off(KvPath.DIRECT, lent=3)
     machine.handle(DrainRequested(deadline=DEADLINE), START)
 
@@ -230,7 +230,7 @@ def test_blocks_that_nobody_fetches_keep_a_worker_until_the_deadline_and_are_tol
 
 
 @pytest.mark.parametrize("goes", [False, True])
-def test_what_was_handed_off_through_a_store_keeps_only_a_worker_that_takes_the_store_along(goes):
+def test_store_handoff_delays_only_worker_with_embedded_store(goes):
     machine = a_machine_that_handed_off(KvPath.STORE, lent=0, store_goes=goes)
 
     commands = machine.handle(DrainRequested(deadline=DEADLINE), START)
@@ -241,7 +241,7 @@ def test_what_was_handed_off_through_a_store_keeps_only_a_worker_that_takes_the_
         assert machine.handle(WorkerTicked(), Nanos(START + FETCHED_WITHIN)) == [Drained(cancelled=0)]
 
 
-def test_warm_blocks_are_brought_away_beside_what_runs_and_waited_for():
+def test_drain_evacuates_beside_running_work_and_waits():
     machine = a_machine(evacuates=True)
     machine.handle(asked(a_start()), START)
 
@@ -257,7 +257,7 @@ def test_warm_blocks_are_brought_away_beside_what_runs_and_waited_for():
     assert machine.handle(EvacuationEnded(), Nanos(START + 2 * SECOND)) == [Drained(cancelled=0)]
 
 
-def test_what_work_adds_that_runs_longer_than_the_evacuation_is_brought_away_when_it_has_ended():
+def test_blocks_of_late_work_are_evacuated_after_it_ended():
     machine = a_machine(evacuates=True)
     machine.handle(asked(a_start()), START)
     machine.handle(DrainRequested(deadline=DEADLINE), START)
@@ -268,7 +268,7 @@ def test_what_work_adds_that_runs_longer_than_the_evacuation_is_brought_away_whe
     assert machine.handle(EvacuationEnded(), START) == [Drained(cancelled=0)]
 
 
-def test_an_evacuation_that_hangs_keeps_no_worker_beyond_the_deadline():
+def test_hanging_evacuation_delays_drain_to_the_deadline_only():
     machine = a_machine(evacuates=True)
     machine.handle(DrainRequested(deadline=DEADLINE), START)
 
@@ -282,7 +282,7 @@ def test_an_evacuation_that_hangs_keeps_no_worker_beyond_the_deadline():
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("phase", Phase)
-def test_a_worker_takes_the_work_of_its_role_and_says_why_not(role, phase):
+def test_worker_takes_only_phases_of_its_role(role, phase):
     start = a_start(
         phase=phase,
         kv_path=KvPath.STORE if phase is Phase.PREFILL else None,
@@ -324,7 +324,7 @@ def test_a_worker_takes_the_work_of_its_role_and_says_why_not(role, phase):
         ),
     ],
 )
-def test_work_that_cannot_be_done_is_refused_before_anything_is_started(start, reason, field):
+def test_invalid_work_is_refused_before_anything_starts(start, reason, field):
     machine = a_machine()
 
     rejected = rejection(machine.handle(asked(start), START))
@@ -333,7 +333,7 @@ def test_work_that_cannot_be_done_is_refused_before_anything_is_started(start, r
     assert machine.held == 0
 
 
-def test_the_whole_length_of_the_model_can_be_used():
+def test_whole_model_length_can_be_used():
     whole = a_start(tokens=250, sampling=Sampling(max_tokens=6))
     prompt_only = a_start(
         request_id="p", phase=Phase.PREFILL, tokens=255, kv_path=KvPath.STORE, sampling=Sampling(max_tokens=200)
@@ -345,7 +345,7 @@ def test_the_whole_length_of_the_model_can_be_used():
     assert machine.handle(asked(prompt_only), START) == [Submit(start=prompt_only)]
 
 
-def test_a_request_over_capacity_is_refused_and_the_next_after_an_end_is_not():
+def test_request_over_capacity_is_refused_until_another_ends():
     machine = a_machine(capacity=1)
     machine.handle(asked(a_start()), START)
 
@@ -383,7 +383,7 @@ def test_two_routers_may_choose_the_same_request_id():
     ]
 
 
-def test_one_step_is_one_message_a_router():
+def test_one_step_is_one_message_for_each_router():
     machine = a_machine()
     machine.handle(asked(a_start(request_id="a")), START)
     machine.handle(asked(a_start(request_id="b")), START)
@@ -394,7 +394,7 @@ def test_one_step_is_one_message_a_router():
     ]
 
 
-def test_cancelling_stops_the_engine_and_the_router_hears_the_end():
+def test_cancel_stops_the_engine_and_reports_the_end():
     machine = a_machine()
     machine.handle(asked(a_start()), START)
     cancel = CancelRequested(stream=STREAM, request_id=RequestId("r1#1"))
@@ -406,7 +406,7 @@ def test_cancelling_stops_the_engine_and_the_router_hears_the_end():
     assert machine.held == 0
 
 
-def test_a_broken_stream_cancels_its_work_and_only_its():
+def test_broken_stream_cancels_only_its_own_work():
     machine = a_machine()
     machine.handle(RouterConnected(stream=StreamId(1), router_id="other"), START)
     machine.handle(asked(a_start(request_id="a")), START)
@@ -442,7 +442,7 @@ def test_work_past_its_deadline_is_cancelled_and_refused():
     assert machine.handle(EngineStepped(outputs=[some_progress(finish=Finish.CANCELLED)]), late) == []
 
 
-def test_what_the_engine_gives_up_ends_too():
+def test_work_that_the_engine_rejects_ends_too():
     machine = a_machine()
     machine.handle(asked(a_start()), START)
     given_up = Rejected(request_id=RequestId("r1#1"), reason=Reason.INTERNAL, message="no")
@@ -455,7 +455,7 @@ def test_what_the_engine_gives_up_ends_too():
 
 
 @pytest.mark.parametrize("draining", [False, True])
-def test_an_engine_that_hangs_ends_everything_at_once(draining):
+def test_hanging_engine_ends_everything_at_once(draining):
     machine = a_machine()
     machine.handle(asked(a_start()), START)
     if draining:

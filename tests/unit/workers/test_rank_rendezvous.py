@@ -34,7 +34,7 @@ def a_roll(*ranks, begun=False, **fields):
     return roll
 
 
-def test_a_group_is_complete_when_every_rank_but_the_leader_has_joined():
+def test_group_is_complete_when_all_other_ranks_have_joined():
     roll = a_roll(2)
     assert (roll.complete, roll.missing) == (False, (1,))
 
@@ -43,7 +43,7 @@ def test_a_group_is_complete_when_every_rank_but_the_leader_has_joined():
     assert (roll.complete, roll.missing) == (True, ())
 
 
-def test_while_it_forms_a_rank_may_go_and_come_again():
+def test_rank_may_leave_and_rejoin_while_the_group_forms():
     roll = a_roll(1)
     roll.gone(1, "has ended")
 
@@ -53,7 +53,7 @@ def test_while_it_forms_a_rank_may_go_and_come_again():
     assert roll.missing == (2,)
 
 
-def test_a_rank_that_goes_when_it_has_formed_is_the_end_of_the_group():
+def test_rank_lost_after_forming_ends_the_group():
     roll = a_roll(1, 2, begun=True)
     assert roll.fault(NOW) is None
 
@@ -67,7 +67,7 @@ def test_a_rank_that_goes_when_it_has_formed_is_the_end_of_the_group():
     assert answer.again, "it is one of the next group's"
 
 
-def test_when_all_is_over_everybody_may_go():
+def test_ranks_may_leave_after_the_orderly_end():
     roll = a_roll(1, 2, begun=True)
 
     roll.end()
@@ -77,7 +77,7 @@ def test_when_all_is_over_everybody_may_go():
     assert roll.fault(NOW) is None
 
 
-def test_who_does_not_come_in_time_is_named():
+def test_missing_rank_is_named_after_the_timeout():
     roll = a_roll(2)
 
     assert roll.fault(Nanos(NOW + 60 * SECOND - 1)) is None
@@ -89,13 +89,13 @@ def test_who_does_not_come_in_time_is_named():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (joining(0), "rank 0 of 3 is none of the 2 that follow this leader"),
-        (joining(3), "rank 3 of 3 is none of the 2"),
-        (joining(1, nodes=4), "rank 1 of 4 is none of the 2"),
-        (joining(1, alike="other"), "rank 1 is told other things than its leader"),
+        (joining(0), "rank 0 of 3 does not belong to the 2 ranks of this leader"),
+        (joining(3), "rank 3 of 3 does not belong to the 2"),
+        (joining(1, nodes=4), "rank 1 of 4 does not belong to the 2"),
+        (joining(1, alike="other"), "rank 1 has other settings than its leader"),
     ],
 )
-def test_who_is_of_another_group_is_refused_for_good(asked, said):
+def test_rank_of_another_group_is_refused_for_good(asked, said):
     roll = a_roll()
 
     refused = roll.join(asked)
@@ -106,7 +106,7 @@ def test_who_is_of_another_group_is_refused_for_good(asked, said):
     assert roll.missing == (1, 2)
 
 
-def test_what_is_each_ranks_own_makes_no_difference_and_all_else_does():
+def test_only_common_settings_change_the_digest():
     leader = common_settings_digest(a_worker())
     own = {
         "worker_id": "other",
@@ -124,7 +124,7 @@ def test_what_is_each_ranks_own_makes_no_difference_and_all_else_does():
 
 
 @pytest.mark.parametrize(("address", "leader"), [("10.0.0.1", "10.0.0.1:7000"), ("fd00::1", "[fd00::1]:7000")])
-def test_an_engine_is_told_an_address_that_needs_no_name_server(address, leader):
+def test_engine_gets_the_leaders_ip_address(address, leader):
     group = told(a_group(rank=1), Begin(address=address, ports=(5, 6)))
 
     assert (group.leader, group.engine_ports, group.rank) == (leader, (5, 6), 1)

@@ -41,7 +41,7 @@ def a_registration(registry: Answers) -> RegistryEntry:
     )
 
 
-async def test_a_registry_that_is_away_is_asked_again():
+async def test_unreachable_registry_is_tried_again():
     registry = Answers(RegistryUnreachable("away"))
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(a_registration(registry).run())
@@ -62,10 +62,10 @@ async def test_a_failure_is_logged_when_its_cause_changes(monkeypatch, caplog):
         running.cancel()
 
     warnings = [(each.message, each.cause) for each in caplog.records if each.levelname == "WARNING"]
-    assert warnings == [("registry unreachable, serving goes on", "away"), ("registration refused", str(refused))]
+    assert warnings == [("registry unreachable", "away"), ("worker registration refused", str(refused))]
 
 
-async def test_whoever_was_replaced_does_not_ask_again():
+async def test_replaced_worker_does_not_register_again():
     registry = Answers(WorkerSuperseded("w1 is held by a newer process"))
 
     async with asyncio.timeout(60):
@@ -74,7 +74,7 @@ async def test_whoever_was_replaced_does_not_ask_again():
     assert registry.asked == 1
 
 
-async def test_a_worker_waits_for_a_name_that_another_process_holds(monkeypatch):
+async def test_worker_waits_for_an_id_held_by_another_process(monkeypatch):
     monkeypatch.setattr(registration, "HELD_PAUSE_SECONDS", 0.001)
     registry = Answers(NameHeld("w1 is held by the process at x"), NameHeld("w1 is held by the process at x"))
     presence = WorkerMembership([a_registration(registry)])
@@ -85,7 +85,7 @@ async def test_a_worker_waits_for_a_name_that_another_process_holds(monkeypatch)
     assert (registry.asked, presence.replaced) == (3, "")
 
 
-async def test_a_worker_that_waited_too_long_for_a_name_says_so(monkeypatch):
+async def test_worker_that_waited_too_long_for_its_id_says_so(monkeypatch):
     monkeypatch.setattr(registration, "HELD_PAUSE_SECONDS", 0.001)
     registry = Answers(*[NameHeld("w1 is held by the process at x")] * 10_000)
     presence = WorkerMembership([structs.replace(a_registration(registry), name_wait_seconds=0.01)])
@@ -97,7 +97,7 @@ async def test_a_worker_that_waited_too_long_for_a_name_says_so(monkeypatch):
     assert "held by the process at x; waited 0.01 s" in presence.replaced
 
 
-async def test_a_registered_worker_whose_name_another_holds_has_been_replaced():
+async def test_registered_worker_whose_id_is_taken_is_replaced():
     registry = Answers(lease=Nanos(0))
     registry.then = NameHeld("w1 is held by the process at x")
 
@@ -107,7 +107,7 @@ async def test_a_registered_worker_whose_name_another_holds_has_been_replaced():
     assert why == "w1 has been replaced: w1 is held by the process at x"
 
 
-async def test_a_worker_is_ready_when_all_registries_have_taken_it_and_not_when_it_leaves():
+async def test_worker_is_ready_from_registration_until_it_leaves():
     near, far = Answers(), Answers(RegistryUnreachable("away"))
     presence = WorkerMembership([a_registration(near), a_registration(far)])
     async with asyncio.timeout(60), presence.kept():
@@ -124,7 +124,7 @@ async def test_a_worker_is_ready_when_all_registries_have_taken_it_and_not_when_
     assert (near.left, far.left) == (1, 1)
 
 
-async def test_whoever_was_replaced_is_not_ready():
+async def test_replaced_worker_is_not_ready():
     registry = Answers()
     presence = WorkerMembership([a_registration(registry)])
     async with asyncio.timeout(60), presence.kept():

@@ -159,7 +159,7 @@ async def a_worker(told: WorkerSettings | None = None, clock: Clock | None = Non
         running.task.cancel()
 
 
-async def test_a_router_hears_who_the_worker_is_what_it_holds_and_how_busy_it_is():
+async def test_router_first_gets_description_cache_and_load():
     async with a_worker() as worker, worker.router() as router:
         await router.until(lambda: len(router.heard) >= 3)
 
@@ -172,7 +172,7 @@ async def test_a_router_hears_who_the_worker_is_what_it_holds_and_how_busy_it_is
         assert load == LoadReport(running=0, waiting=0, kv_blocks_used=0)
 
 
-async def test_one_decode_step_is_one_message_for_all_requests_of_a_router():
+async def test_decode_step_is_one_message_for_all_requests():
     async with a_worker() as worker, worker.router() as router:
         starts = [an_attempt(fresh_prompt(40), 20) for _ in range(4)]
         for start in starts:
@@ -186,7 +186,7 @@ async def test_one_decode_step_is_one_message_for_all_requests_of_a_router():
         assert max(len(step.progress) for step in router.all(Step)) == 4
 
 
-async def test_blocks_that_nobody_fetches_keep_a_worker_no_longer_than_their_lease():
+async def test_unfetched_blocks_keep_worker_no_longer_than_their_lease():
     brief = SimulatedSettings(speedup=20, kv_blocks=64, direct_lease_ms=200)
     async with a_worker(settings(role=Role.PREFILL, simulated=brief)) as worker, worker.router() as router:
         start = an_attempt(fresh_prompt(40), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
@@ -214,7 +214,7 @@ async def test_steps_of_different_routers_do_not_mix():
         assert len(tokens[0]) == 6
 
 
-async def test_a_router_that_connects_later_hears_the_whole_cache_and_then_every_change():
+async def test_late_router_gets_whole_cache_then_every_change():
     async with a_worker() as worker, worker.router("early") as early:
         for _ in range(4):
             start = an_attempt(fresh_prompt(500), 2)  # 15 full blocks of 64: some are evicted again
@@ -232,7 +232,7 @@ async def test_a_router_that_connects_later_hears_the_whole_cache_and_then_every
             assert len(late.cached) <= 64
 
 
-async def test_hand_offs_name_the_worker_that_holds_the_blocks():
+async def test_handoffs_name_the_worker_that_holds_the_blocks():
     async with a_worker() as worker, worker.router() as router:
         start = an_attempt(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
         router.session.receive(start)
@@ -243,7 +243,7 @@ async def test_hand_offs_name_the_worker_that_holds_the_blocks():
         assert end.handoff.num_tokens == 96
 
 
-async def test_cancelling_ends_the_work():
+async def test_cancel_ends_the_work():
     async with a_worker() as worker, worker.router() as router:
         start = an_attempt(fresh_prompt(10), 2000)
         router.session.receive(start)
@@ -261,7 +261,7 @@ async def freed(worker: Running) -> None:
         await until(lambda: not (worker.server.held or worker.server._engine.load().kv_blocks_used))
 
 
-async def test_a_router_that_leaves_takes_its_work_with_it():
+async def test_disconnected_routers_work_is_cancelled():
     async with a_worker(settings(speedup=1)) as worker:
         async with worker.router() as router:
             for _ in range(20):
@@ -272,7 +272,7 @@ async def test_a_router_that_leaves_takes_its_work_with_it():
         await freed(worker)
 
 
-async def test_a_router_that_does_not_read_is_cut_and_others_are_not():
+async def test_router_that_does_not_read_is_cut_alone():
     told = settings(stream_buffer=16, speedup=1, kv_blocks=256)
     async with (
         a_worker(told) as worker,
@@ -290,7 +290,7 @@ async def test_a_router_that_does_not_read_is_cut_and_others_are_not():
         await freed(worker)
 
 
-async def test_a_router_that_only_listens_and_does_not_is_cut_too():
+async def test_unread_cache_changes_and_load_cut_the_stream():
     told = settings(stream_buffer=16, load_interval_ms=60_000, heartbeat_ms=60_000)
     async with (
         a_worker(told) as worker,
@@ -304,7 +304,7 @@ async def test_a_router_that_only_listens_and_does_not_is_cut_too():
         assert "fast enough" in await sleeps.ended()
 
 
-async def test_a_router_that_reads_again_hears_everything_in_order():
+async def test_router_that_reads_again_gets_everything_in_order():
     async with a_worker() as worker, worker.router(full=True) as router:
         start = an_attempt(fresh_prompt(40), 20)
         router.session.receive(start)
@@ -350,7 +350,7 @@ async def test_a_deadline_that_passes_ends_the_work():
         await freed(worker)
 
 
-async def test_draining_finishes_what_runs_refuses_what_comes_and_ends_the_worker():
+async def test_drain_finishes_work_refuses_new_work_and_ends():
     async with a_worker() as worker, worker.router() as router:
         running = an_attempt(fresh_prompt(10), 100)
         router.session.receive(running)
@@ -435,7 +435,7 @@ async def test_a_draining_worker_whose_engine_hangs_ends_at_once(tmp_path):
         assert isinstance(await worker.task, EngineHung)
 
 
-async def test_more_requests_than_the_worker_holds_are_refused_and_the_rest_is_served():
+async def test_requests_over_capacity_are_refused_and_the_rest_served():
     told = msgspec.structs.replace(settings(), max_running=2, max_waiting=3)
     async with a_worker(told) as worker, worker.router() as router:
         starts = [an_attempt(fresh_prompt(10), sampling=greedy(20)) for _ in range(9)]

@@ -10,14 +10,14 @@ MINIMAL = {"worker_id": "w1", "model": "tiny"}
 NODE = {"store_id": "s", "listen": ["127.0.0.1:0", "unix:/run/kv"], "shm_socket": "/run/pool"}
 
 
-def test_a_name_and_a_model_are_enough():
+def test_worker_id_and_model_are_enough():
     settings = msgspec.convert(MINIMAL, WorkerSettings)
 
     assert settings.role is Role.BOTH
     assert settings.block_tokens == 32
 
 
-def test_a_worker_uses_the_node_in_its_own_process_by_its_unix_socket():
+def test_embedded_store_is_used_by_its_unix_socket():
     settings = msgspec.convert({**MINIMAL, "embedded_store": NODE, "kv_paths": ["store"]}, WorkerSettings)
 
     assert settings.store_address == "unix:/run/kv"
@@ -41,10 +41,10 @@ def test_a_worker_uses_the_node_in_its_own_process_by_its_unix_socket():
         ({"embedded_store": NODE, "control_listen": "unix:/run/pool"}, "control_listen: /run/pool is a socket of"),
         (
             {"control_listen": "0.0.0.0:0"},
-            "control_listen: whoever reaches 0.0.0.0:0 could end the worker: set control_cred",
+            "control_listen: any caller of 0.0.0.0:0 could end the worker: set control_cred",
         ),
-        ({"control_listen": "127.0.0.1:0"}, "control_listen: whoever reaches 127.0.0.1:0 could end the worker"),
-        ({"control_listen": "h:1", "control_credentials": {"authority": "a"}}, "control_listen: whoever reaches h:1"),
+        ({"control_listen": "127.0.0.1:0"}, "control_listen: any caller of 127.0.0.1:0 could end the worker"),
+        ({"control_listen": "h:1", "control_credentials": {"authority": "a"}}, "control_listen: any caller of h:1"),
         ({"embedded_store": {**NODE, "capacity_bytes": 0}}, "$.embedded_store.capacity_bytes"),
         ({"embedded_store": {**NODE, "tier": []}}, "tier"),
         ({"kv_paths": ["direct", "direct"]}, "kv_paths"),
@@ -54,10 +54,10 @@ def test_a_worker_uses_the_node_in_its_own_process_by_its_unix_socket():
         ({"adapters": {"": "/adapters/a"}}, "adapters"),
         ({"adapters": {MINIMAL["model"]: "/adapters/a"}}, "adapters"),
         ({"adapter_slots": 0}, "$.adapter_slots"),
-        ({"group": {"nodes": 2, "rank": 2, "leader": "h:1"}}, "rank: 2 is none of 2 nodes"),
+        ({"group": {"nodes": 2, "rank": 2, "leader": "h:1"}}, "rank: 2 is not below the number of nodes, 2"),
         ({"group": {"nodes": 2, "leader": "h"}}, "leader: 'h' is neither"),
         ({"group": {"nodes": 2, "leader": "h:1", "listen": "unix:/s"}}, "listen: 'unix:/s' is neither"),
-        ({"group": {"nodes": 2, "leader": "h:1", "engine_ports": [5, 5]}}, "engine_ports: names two different ports"),
+        ({"group": {"nodes": 2, "leader": "h:1", "engine_ports": [5, 5]}}, "engine_ports: give two different ports"),
         ({"vllm": {"omp_threads": 0}}, "$.vllm.omp_threads"),
         ({"simulated": {"speedup": 0}}, "$.simulated.speedup"),
         ({"simulated": {"bytes_per_token": 12}}, "bytes_per_token"),
@@ -66,7 +66,7 @@ def test_a_worker_uses_the_node_in_its_own_process_by_its_unix_socket():
         ({"simulated": {"latency": {"step_base_ms": -1}}}, "$.simulated.latency.step_base_ms"),
     ],
 )
-def test_a_setting_that_cannot_be_obeyed_is_refused_by_name(fields, named):
+def test_impossible_setting_is_refused_by_name(fields, named):
     with pytest.raises(msgspec.ValidationError, match=named.replace("$", r"\$")):
         msgspec.convert({**MINIMAL, **fields}, WorkerSettings)
 
@@ -83,13 +83,13 @@ def test_a_setting_that_cannot_be_obeyed_is_refused_by_name(fields, named):
     ],
     ids=["socket", "secret", "certificates", "insecure", "the registry's", "health alone"],
 )
-def test_a_control_port_that_is_protected_is_taken(fields):
+def test_protected_control_port_is_accepted(fields):
     settings = msgspec.convert({**MINIMAL, **fields}, WorkerSettings)
 
     assert settings.control_listen
 
 
-def test_a_control_port_has_credentials_of_its_own_if_it_is_told():
+def test_control_port_prefers_its_own_credentials():
     both = {"registry_credentials": {"secret_file": "/theirs"}, "control_credentials": {"secret_file": "/own"}}
 
     assert msgspec.convert({**MINIMAL, **both}, WorkerSettings).control_proof.secret_file == "/own"

@@ -105,7 +105,7 @@ def test_work_of_a_new_kind_gets_the_ceiling_and_teaches_nothing():
     assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(10, abs=0.2)
 
 
-def test_requests_that_come_to_a_hung_engine_give_it_no_more_time():
+def test_requests_to_a_hung_engine_give_it_no_more_time():
     engine = Watched()
     engine.steps(20, tokens=4, each_seconds=0.1)
     engine.stand_still(3)
@@ -141,7 +141,7 @@ def test_an_engine_stopped_while_idle_is_hung_when_work_comes():
     assert engine.seconds_until(EngineHealth.HUNG, working=True) == pytest.approx(10, abs=0.3)
 
 
-def test_a_prompt_of_100_000_tokens_computed_for_minutes_is_no_hang():
+def test_prompt_of_100_000_tokens_is_no_hang():
     engine = Watched()
     engine.steps(50, tokens=4, each_seconds=0.1)
     for chunk in range(49):  # of 2048 tokens; the last ones take five times as long as the first

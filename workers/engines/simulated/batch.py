@@ -1,13 +1,14 @@
-"""Continuous batching without time: who gets a place, what the next step computes, what comes of it.
+"""Continuous batching without time: which request gets a place, what the next step computes, and what it yields.
 
 Rules:
 
-1. Waiting requests are taken in order of priority, then arrival. One is taken when the batch has a place and the pool
-   can keep the promise of every block that it may ever need, so that nothing has to be preempted; while the first
-   cannot be taken, nobody overtakes it.
-2. A step decodes one token for each request that decodes, and computes prompt tokens up to `max_batched_tokens`, in
-   order of arrival in the batch (chunked prefill). A prompt that is complete yields its first token in that step.
-3. A request holds its place from admission to its end, loading and publishing included, and the slot of its adapter.
+1. Waiting requests are taken in order of priority, then arrival. A request is taken when the batch has a place and
+   the pool has every block that the request may ever need, so that no request has to be preempted. While the first
+   one cannot be taken, no other overtakes it.
+2. A step decodes one token for each decoding request, and computes prompt tokens up to `max_batched_tokens`, in order
+   of arrival in the batch (chunked prefill). A complete prompt yields its first token in that step.
+3. A request holds its place, and the slot of its LoRA adapter, from admission to its end, loading and publishing
+   included.
 """
 
 from bisect import insort
@@ -29,7 +30,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
-    """What one step computes."""
+    """The work of one step."""
 
     prefills: tuple[Chunk, ...]
     decodes: tuple[Sequence, ...]
@@ -40,7 +41,7 @@ class StepPlan(Struct, frozen=True, kw_only=True):
 
 
 class StepOutcome(Struct, frozen=True, kw_only=True):
-    """What a step brought to one request."""
+    """The result of a step for one request."""
 
     sequence: Sequence
     filled: list[tuple[BlockHash, BlockIndex]]
@@ -80,7 +81,7 @@ class Batch:
         self._arrivals += 1
 
     def remove(self, request_id: RequestId) -> Sequence | None:
-        """Take a request out, whatever its stage, and free what it holds; None when it is not there."""
+        """Remove a request in any stage and free what it holds; return None if it is unknown."""
         sequence = self._placed.pop(request_id, None)
         if sequence is not None:
             sequence.release()
@@ -95,7 +96,7 @@ class Batch:
         return None
 
     def admit(self) -> Iterator[Sequence]:
-        """Give places to those whose turn it is; they hold what the cache has of their prompt, and load next."""
+        """Give places to the next requests; they hold the cached part of their prompt, and load next."""
         while self._waiting and len(self._placed) < self._max_running:
             _, _, sequence = self._waiting[0]
             adapter = sequence.start.adapter
@@ -115,7 +116,7 @@ class Batch:
             yield sequence
 
     def plan(self) -> StepPlan:
-        """The next step."""
+        """Return the next step."""
         budget = self._max_batched_tokens
         prefills = []
         for sequence in self._placed.values():
@@ -127,7 +128,7 @@ class Batch:
         return StepPlan(prefills=tuple(prefills), decodes=decodes)
 
     def perform(self, plan: StepPlan) -> Iterator[StepOutcome]:
-        """Do what was planned, for those that are still there."""
+        """Perform a planned step for the requests that have not been removed."""
         for sequence in plan.decodes:
             if sequence.stage is SequenceStage.DECODING:
                 filled = sequence.compute(1)
@@ -142,7 +143,7 @@ class Batch:
                 yield StepOutcome(sequence=sequence, filled=filled, sampled=sequence.sample() if done else None)
 
     def check(self) -> None:
-        """Assert what must hold between any two calls."""
+        """Assert the invariants that hold between two calls."""
         self._memory.check()
         self.adapters.check()
         assert len(self._placed) <= self._max_running

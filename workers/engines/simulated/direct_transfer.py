@@ -1,13 +1,13 @@
-"""Blocks straight from one simulated engine's memory to another's.
+"""Direct transfer: blocks move from one simulated engine's memory to another's.
 
 Rules:
 
-1. A prefill engine lends the blocks of a prompt under a lease: it holds them until the borrower says that it has them,
-   or the lease ends. The name of a lease is random, and is all that a borrower needs to show.
-2. The checksum of a block is taken when it is lent, so that whatever happens to its bytes later is found by whoever
-   borrows it. The borrower verifies before it uses anything; the first block that is missing or wrong ends the chain.
-3. One exchange: a request frame, an answer frame, a request that gives the lease back. A frame is its length in 4
-   bytes, big-endian, and MessagePack. Whatever does not follow these rules ends the connection.
+1. A prefill engine lends the blocks of a prompt under a lease: it holds them until the borrower reports that it has
+   them, or the lease ends. A lease has a random name, and a borrower needs nothing but that name.
+2. A block's checksum is computed when the block is lent, so that the borrower notices any later change of its bytes.
+   The borrower verifies every block before use; the first missing or wrong block ends the chain.
+3. One exchange has a request frame, an answer frame, and a request that returns the lease. A frame is its length in 4
+   bytes, big-endian, and MessagePack. A peer that breaks these rules is disconnected.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1 << 20  # 60,000 names
 MAX_CONNECTIONS = 256
-IDLE_SECONDS = 10.0  # a borrower asks at once
+IDLE_SECONDS = 10.0  # a borrower sends its request at once
 _LENGTH = struct.Struct(">I")
 
 
 class DirectParams(Struct, frozen=True, kw_only=True):
-    """What a hand-off carries for a borrower."""
+    """The parameters in a handoff that a borrower needs."""
 
     address: str
     lease: str
@@ -46,18 +46,21 @@ class DirectParams(Struct, frozen=True, kw_only=True):
 class BlockRequest(Struct, frozen=True, kw_only=True):
     lease: str
     names: tuple[bytes, ...] = ()
-    done: bool = False  # the lease may end
+    done: bool = False  # true: the lease may end
 
 
 class LentBlock(Struct, frozen=True, kw_only=True):
-    """One block, or nothing where the lease does not cover it (any more)."""
+    """One lent block."""
 
     crc32c: int
     content: bytes
 
 
 class BlockLoan(Struct, frozen=True, kw_only=True):
-    """What a borrower gets, in the order of the names."""
+    """The answer to a borrower, in the order of the names.
+
+    None for a block that the lease does not cover (any more).
+    """
 
     blocks: tuple[LentBlock | None, ...]
 
@@ -68,24 +71,24 @@ class _BlockLease(Struct, frozen=True, kw_only=True):
 
 
 class BlockLender:
-    """The prefill engine's end."""
+    """The prefill engine's side."""
 
     def __init__(self, memory: BlockMemory, lease: Nanos, *, on_end: Callable[[], None]) -> None:
         self.address = ""  # set by `listen`
         self._memory = memory
-        self._on_end = on_end  # blocks may have become available
+        self._on_end = on_end  # called when blocks may have become available
         self._lease_seconds = lease / SECOND
         self._leases: dict[str, _BlockLease] = {}
         self.connections: set[asyncio.Transport] = set()
-        self.expired = 0  # leases that nobody gave back
+        self.expired = 0  # leases that no borrower returned
 
     @property
     def leases(self) -> int:
-        """Leases that hold blocks now."""
+        """The number of leases that hold blocks now."""
         return len(self._leases)
 
     def lend(self, blocks: Mapping[BlockHash, BlockIndex]) -> str:
-        """Hold blocks for a borrower; returns the lease."""
+        """Hold blocks for a borrower; return the lease."""
         self._memory.hold(blocks.values())
         lease = secrets.token_hex(16)
         self._leases[lease] = _BlockLease(
@@ -95,14 +98,14 @@ class BlockLender:
         return lease
 
     def end(self, lease: str) -> None:
-        """Let go of a lease's blocks; nothing happens when it has ended."""
+        """End a lease and release its blocks; an ended lease is ignored."""
         if (ended := self._leases.pop(lease, None)) is not None:
             ended.timer.cancel()
             self._memory.release([index for index, _ in ended.blocks.values()])
             self._on_end()
 
     def answer(self, request: BlockRequest) -> BlockLoan | None:
-        """None when the borrower wants nothing more."""
+        """Answer a borrower's request; None if the borrower needs no answer."""
         if request.done:
             self.end(request.lease)
             return None
@@ -124,12 +127,12 @@ class BlockLender:
 
     def _expire(self, lease: str) -> None:
         self.expired += 1
-        log.info("handed-off blocks were never fetched", extra={"lease": lease[:8]})
+        log.info("handoff lease expired unfetched", extra={"lease": lease[:8]})
         self.end(lease)
 
 
 class LenderProtocol(asyncio.Protocol):
-    """One borrower's connection: no task, answers as the bytes come in."""
+    """One borrower's connection, without a task: it answers when the bytes arrive."""
 
     def __init__(self, lender: BlockLender) -> None:
         self._lender = lender
@@ -138,7 +141,7 @@ class LenderProtocol(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast("asyncio.Transport", transport)  # of a stream socket; uvloop's does not say so
+        transport = cast("asyncio.Transport", transport)  # a stream socket's transport; uvloop's type does not say so
         self._transport = transport
         if len(self._lender.connections) >= MAX_CONNECTIONS:
             transport.abort()
@@ -146,7 +149,7 @@ class LenderProtocol(asyncio.Protocol):
         self._lender.connections.add(transport)
         self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, transport.abort)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         if self._timer is not None:
             self._timer.cancel()
         if self._transport is not None:
@@ -176,10 +179,10 @@ class LenderProtocol(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def listen(lender: BlockLender, address: str) -> AsyncIterator[None]:
-    """Let borrowers connect, at host:port (0: any) or unix:path.
+    """Accept borrowers at host:port (0: any port) or unix:path while the context is open.
 
     Raises:
-        ConfigurationRefused: The address is in use or none of this machine.
+        ConfigurationRefused: The address is in use or does not belong to this machine.
     """
     loop = asyncio.get_running_loop()
     path = address.removeprefix("unix:")
@@ -204,7 +207,7 @@ async def listen(lender: BlockLender, address: str) -> AsyncIterator[None]:
 
 
 async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_bytes: int, deadline: Nanos) -> list[bytes]:
-    """The longest prefix of `names` that arrives whole within `deadline` from now; then gives the lease back."""
+    """Fetch the longest prefix of `names` that arrives whole within `deadline` from now, then return the lease."""
     try:
         async with asyncio.timeout(deadline / SECOND):
             reader, writer = await _connect(params.address)
@@ -223,7 +226,7 @@ async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_byte
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
     except (OSError, EOFError, TimeoutError, ValueError) as error:  # DecodeError is a ValueError
-        log.warning("blocks could not be fetched", extra={"address": params.address, "cause": str(error)})
+        log.warning("block fetch failed", extra={"address": params.address, "cause": str(error)})
         return []
     return _verified(loan, block_bytes)
 
@@ -234,7 +237,7 @@ def _verified(loan: BlockLoan, block_bytes: int) -> list[bytes]:
         if lent is None:
             break
         if len(lent.content) != block_bytes or _crc32c(lent.content) != lent.crc32c:
-            log.warning("a fetched block does not match its checksum", extra={"position": len(whole)})
+            log.warning("kv block checksum mismatch", extra={"position": len(whole)})
             break
         whole.append(lent.content)
     return whole

@@ -1,7 +1,7 @@
-"""The simulated engine's loop and its port.
+"""Simulated engine: its loop, and the engine port.
 
 Flow: `submit` -> waiting -> (place and blocks) -> load from the store or the prefill engine -> prefill -> decode ->
-end. One loop steps; loads and publications are tasks beside it, so that nobody else waits for them.
+end. One loop runs the steps. Loads and publications are separate tasks, so that no other request waits for them.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-OUTPUTS = 64  # steps that the consumer may be behind before the engine waits for it
-HANG_SECONDS = 0.05  # how often a hung engine looks whether it still has to hang
-CATCH_UP_SECONDS = 0.02  # lateness that later steps make up for; timers have a resolution of a millisecond
-NO_WORKER = WorkerId("")  # the server knows the name of this worker
+OUTPUTS = 64  # steps by which the consumer may be late before the engine waits for it
+HANG_SECONDS = 0.05  # how often a hung engine checks whether the fault still exists
+CATCH_UP_SECONDS = 0.02  # the delay that later steps make up for; timers have a resolution of a millisecond
+NO_WORKER = WorkerId("")  # the server fills in this worker's id
 
 
 class SimulatedEngine:
-    """Implements `workers.ports.Engine`; `workers.engines.simulated.launch` makes one that runs."""
+    """Implements `workers.ports.Engine`; made by `workers.engines.simulated.launch`."""
 
     def __init__(
         self,
@@ -77,19 +77,19 @@ class SimulatedEngine:
             adapters=LoraSlots(facts.adapter_slots),
         )
         self._adapters_loading: dict[str, asyncio.Event] = {}
-        self._ended: list[Progress | Rejected] = []  # since the last step
+        self._ended: list[Progress | Rejected] = []  # outputs since the last step
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
-        self._due = 0.0  # when the last step ended, by the latency model
-        self._steps = 0  # begun
-        self._step_tokens = 0  # of the latest one
-        self._waits = True  # for work, or for blocks of what it has
+        self._due = 0.0  # the end of the last step by the latency model
+        self._steps = 0  # steps begun
+        self._step_tokens = 0  # tokens of the latest step
+        self._waits = True  # whether the loop waits for work or for blocks
 
     # The port.
 
     @property
     def facts(self) -> EngineFacts:
-        """Return what the engine says of itself: with the store, and the way through it, from when the node has answered."""
+        """Return the engine's description, which includes the store once its node has answered."""
         if self.store is not None and self.store.store_id != self._facts.store_id:
             self._facts = facts_with_store(self._facts, self._kv_paths, self.store.store_id)
         return self._facts
@@ -135,14 +135,14 @@ class SimulatedEngine:
         return is_traced([os.getpid()])
 
     def kill(self) -> None:
-        """It has no process of its own; its task ends with the context."""
+        """Do nothing: the engine has no process of its own, and its task ends with the context."""
 
     @property
     def lent(self) -> int:
         return self.lender.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """See `workers.ports.BlockSaver`."""
+        """Implement `workers.ports.BlockSaver`."""
         if self.store is None:
             return 0
         here = {name: found for name in names if (found := self.memory.find([name]))}
@@ -150,21 +150,21 @@ class SimulatedEngine:
         return await self.store.publish(blocks, within)
 
     def check(self) -> None:
-        """Assert that the books are in order."""
+        """Assert the invariants of the batch and the memory."""
         self._batch.check()
 
     # The loop.
 
     async def run(self) -> None:
-        """Step until cancelled; when it breaks, whoever reads `outputs` is told."""
+        """Run steps until cancelled; a failure goes to the reader of `outputs`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self.store is not None:
                     deadline = Nanos(self._settings.publish_timeout_ms * MILLISECOND)
                     tasks.create_task(self.store.run(deadline), name="store writer")
                 await self._loop(tasks)
-        except Exception as error:  # supervisor: whatever broke the engine, its owner has to hear of it
-            log.exception("simulated engine broke")
+        except Exception as error:  # supervisor: the engine's owner has to learn of any failure
+            log.exception("simulated engine failed")
             while self._outputs.full():
                 self._outputs.get_nowait()
             self._outputs.put_nowait(EngineDied(str(error)))
@@ -181,7 +181,7 @@ class SimulatedEngine:
                 self._steps += 1
                 self._step_tokens = sum(tokens for tokens, _ in prefills) + len(plan.decodes)
                 await self._hang()
-                await self._pace(self._settings.latency.step_ms(prefills, len(plan.decodes), context))
+                await self._wait_for_step(self._settings.latency.step_ms(prefills, len(plan.decodes), context))
                 for advanced in self._batch.perform(plan):
                     self._conclude(advanced, tasks)
             if self.memory.changed:
@@ -197,21 +197,21 @@ class SimulatedEngine:
                 self._due = clock.time()
 
     async def _hang(self) -> None:
-        """Make no progress while the file of the fault is there."""
+        """Make no progress while the file of the fault exists."""
         if not self._settings.hang_file:
             return
         fault = Path(self._settings.hang_file)
-        while await asyncio.to_thread(fault.exists):  # noqa: ASYNC110 - nobody tells when the file goes
+        while await asyncio.to_thread(fault.exists):  # noqa: ASYNC110 - a removed file sends no signal
             await asyncio.sleep(HANG_SECONDS)
 
-    async def _pace(self, milliseconds: float) -> None:
-        """Let a step's time pass, less what earlier steps were late."""
+    async def _wait_for_step(self, milliseconds: float) -> None:
+        """Wait for a step's duration, minus the delay of earlier steps."""
         clock = asyncio.get_running_loop()
         self._due = max(self._due, clock.time() - CATCH_UP_SECONDS) + milliseconds / 1000 / self._settings.speedup
         await asyncio.sleep(max(0.0, self._due - clock.time()))
 
     def _conclude(self, advanced: StepOutcome, tasks: asyncio.TaskGroup) -> None:
-        """Tell what a step brought to one request, and end it where that was the last."""
+        """Output a step's result for one request, and end the request if that was its last token."""
         sequence, sampled = advanced.sequence, advanced.sampled
         self._offer(advanced)
         if sampled is None:
@@ -244,7 +244,7 @@ class SimulatedEngine:
     # Blocks from and to elsewhere.
 
     async def _fetch(self, sequence: Running) -> None:
-        """Get what others have of the prompt; what does not come is computed."""
+        """Fetch the prompt's blocks that others have; missing blocks are computed."""
         start = sequence.start
         if start.adapter:
             await self._load_adapter(start.adapter, first=sequence.loads_adapter)
@@ -262,16 +262,16 @@ class SimulatedEngine:
             origin = self.store.store_id or ""
             loaded = await self.store.load(names, deadline)
             blocks, tiers = loaded.blocks, loaded.tiers
-        if blocks:  # no faster than the latency model says
+        if blocks:  # no faster than the latency model
             modelled = self._settings.latency.transfer_ms(sum(map(len, blocks))) / 1000 / self._settings.speedup
             await asyncio.sleep(max(0.0, began + modelled - clock.time()))
-        if sequence.stage is SequenceStage.LOADING:  # else it was cancelled meanwhile
+        if sequence.stage is SequenceStage.LOADING:  # otherwise it was cancelled meanwhile
             sequence.accept(blocks, source, origin, tiers)
             sequence.stage = SequenceStage.PREFILLING
             self._wake.set()
 
     async def _load_adapter(self, name: str, *, first: bool) -> None:
-        """Let the time pass that it takes; whoever comes while it is loaded waits with the first."""
+        """Wait for the time that loading an adapter takes; later requests wait for the same load."""
         if first:
             loading = self._adapters_loading[name] = asyncio.Event()
             await asyncio.sleep(self._settings.adapter_load_ms / 1000 / self._settings.speedup)
@@ -285,14 +285,14 @@ class SimulatedEngine:
         try:
             params = msgspec.json.decode(handoff.params, type=DirectParams)
         except msgspec.DecodeError as error:
-            log.warning("unreadable hand-off", extra={"prefill": handoff.prefill_worker, "cause": str(error)})
+            log.warning("handoff unreadable", extra={"prefill": handoff.prefill_worker, "cause": str(error)})
             return []
         if not params.lease:
             return []
         return await borrow(params, names, block_bytes=self.memory.block_bytes, deadline=deadline)
 
     async def _hand_off(self, sequence: Running, last: Progress) -> None:
-        """Put the prompt's blocks where the decode side looks for them, then end the prefill."""
+        """Put the prompt's blocks where the decode side finds them, then end the prefill."""
         start = sequence.start
         blocks = dict(zip(sequence.names, sequence.blocks, strict=False))
         assert start.kv_path is not None, "the worker refuses prefill work without a path"
@@ -323,10 +323,10 @@ class SimulatedEngine:
         if self.store is None:
             return
         published = await self.store.publish(blocks, Nanos(self._settings.publish_timeout_ms * MILLISECOND))
-        log.debug("published", extra={"request": sequence.start.request_id, "blocks": published})
+        log.debug("blocks published", extra={"request": sequence.start.request_id, "blocks": published})
 
     def _offer(self, advanced: StepOutcome) -> None:
-        """Write new blocks to the store in the background; those of a hand-off through it are awaited instead."""
+        """Write new blocks to the store in the background, except those of a handoff through the store."""
         start = advanced.sequence.start
         if self.store is None or (start.phase is Phase.PREFILL and start.kv_path is KvPath.STORE):
             return
@@ -334,15 +334,15 @@ class SimulatedEngine:
             self.store.offer(name, bytes(self.memory.view(index)))
 
     def _fault(self, start: Start) -> tuple[str, str] | None:
-        """Field and fault of work that this engine cannot understand."""
+        """Return the field and the fault of an attempt that this engine cannot run."""
         if start.adapter and start.adapter not in self._shape.adapters:
-            return "adapter", f"{start.adapter!r} is none of this engine's"
+            return "adapter", f"this engine does not have {start.adapter!r}"
         if start.request_id in self._batch:
             return "request_id", f"{start.request_id} runs already"
         if not start.tokens or len(start.tokens) % TOKEN_BYTES:
             return "tokens", f"{len(start.tokens)} bytes; at least one id of {TOKEN_BYTES} bytes is needed"
         if start.sampling.form is not None:
-            return "sampling.form", "a simulated engine keeps to none; leave it out"
+            return "sampling.form", "a simulated engine supports no structured output; leave it out"
         highest = int(np.frombuffer(start.tokens, dtype="<u4").max())
         if highest >= self._shape.model.vocab_size:
             return "tokens", f"{highest} is not in the vocabulary of {self._shape.model.vocab_size}"

@@ -1,8 +1,8 @@
-"""The simulated engine: the timing of a latency model, tokens that depend on every byte of KV, honest counts.
+"""Simulated engine, start: an engine without a model, with the timing of a latency model and exact KV.
 
 It has what a real engine has (continuous batching, chunked prefill, a block budget, a prefix cache with events, two
-ways to move blocks) and needs nothing installed, so whatever is tested with it end to end is also a proof that KV was
-moved whole: see `workers.engines.simulated.model`.
+KV paths) and needs nothing installed. Its tokens depend on every byte of KV (`workers.engines.simulated.model`), so
+each end-to-end test with it also proves that KV was moved whole.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from workers.settings import WorkerSettings
 
 NAME = "simulated 1"
 
-LAYERS, KV_HEADS = 2, 4  # enough for 4 ranks, and for layouts to differ
+LAYERS, KV_HEADS = 2, 4  # enough for 4 ranks and for different layouts
 
 
 class ModelConfig(Struct, frozen=True):
-    """What the engine reads of a model folder's config.json."""
+    """The fields that the engine reads from a model folder's config.json."""
 
     vocab_size: Annotated[int, Meta(ge=2)]
     eos_token_id: int | tuple[int, ...] | None = None
@@ -41,11 +41,11 @@ class ModelConfig(Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine]:
-    """A running engine.
+    """Run an engine while the context is open.
 
     Raises:
         ConfigurationRefused: config.json of the model folder, or the address to lend blocks at, cannot be used.
-        LayoutMismatch: The store holds blocks of this model that are not like these.
+        LayoutMismatch: The store's blocks of this model are not like these.
     """
     await asyncio.sleep(settings.simulated.start_ms / 1000)
     model = _model(settings)
@@ -79,7 +79,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
 
 @contextlib.asynccontextmanager
 async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
-    """A rank that does not lead. It has nothing to compute: the leader keeps the books of all, and takes no longer for it.
+    """Run a rank that does not lead. It computes nothing, because the leader keeps the blocks of all ranks.
 
     Raises:
         ConfigurationRefused: config.json of the model folder cannot be used.
@@ -89,7 +89,7 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
 
 
 def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> KvNamespace:
-    """What must be equal for two simulated engines to share blocks: the seed is to them what weights are to others."""
+    """Return what must be equal for two simulated engines to share blocks; the seed stands for the weights."""
     return KvNamespace(
         model=settings.model,
         revision=f"seed {model.seed}, vocabulary {model.vocab_size}",
@@ -134,7 +134,7 @@ def _model(settings: WorkerSettings) -> SimulatedModel:
 
 @contextlib.asynccontextmanager
 async def _running(engine: SimulatedEngine) -> AsyncIterator[None]:
-    """The engine's loop as a task, ended on leaving."""
+    """Run the engine's loop as a task that ends with the context."""
     try:
         async with asyncio.TaskGroup() as tasks:
             loop = tasks.create_task(engine.run(), name=NAME)
@@ -143,5 +143,5 @@ async def _running(engine: SimulatedEngine) -> AsyncIterator[None]:
             finally:
                 loop.cancel()
     except ExceptionGroup as group:
-        (error,) = group.exceptions  # what the caller raised, since the loop ends in a supervisor
+        (error,) = group.exceptions  # the caller's exception, because the loop catches its own
         raise error from error.__cause__

@@ -1,34 +1,37 @@
-"""Which adapters an engine has loaded: a bounded number, each held by the requests that run with it.
+"""LoRA slots: which adapters an engine has loaded, a bounded number, each held by the requests that use it.
 
 Rules:
 
-1. A slot is free, idle (its adapter is loaded, and nobody runs with it) or held. An adapter that is needed takes its own slot,
-   else a free one, else the one that has been idle longest, whose adapter it replaces. Where all are held, requests wait.
-2. An adapter counts as loaded from when its slot is taken; whoever takes it has to load it.
+1. A slot is free, idle (its adapter is loaded and unused) or held. A needed adapter takes its own slot, else a free
+   one, else the slot that has been idle longest, whose adapter it replaces. If all slots are held, requests wait.
+2. An adapter counts as loaded from when its slot is taken; whoever takes the slot has to load it.
 """
 
 from collections import Counter, OrderedDict
 
 
 class LoraSlots:
-    """The slots of one engine."""
+    """The LoRA slots of one engine."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._held: Counter[str] = Counter()
         self._idle: OrderedDict[str, None] = OrderedDict()  # idle longest first
-        self.loads = 0  # ever
+        self.loads = 0  # loads since the start
 
     @property
     def loaded(self) -> tuple[str, ...]:
         return (*sorted(self._held), *self._idle)
 
     def takes(self, name: str) -> bool:
-        """Whether `hold` would find a slot."""
+        """Return whether `hold` would find a slot."""
         return name in self._held or len(self._held) < self._slots
 
     def hold(self, name: str) -> bool:
-        """One more request runs with an adapter; whether that has to be loaded first. There must be a slot."""
+        """Add a request that uses an adapter; return whether the adapter has to be loaded first.
+
+        There must be a slot.
+        """
         assert self.takes(name), name
         there = name in self._held or name in self._idle
         self._idle.pop(name, None)
@@ -40,7 +43,7 @@ class LoraSlots:
         return not there
 
     def release(self, name: str) -> None:
-        """One request fewer."""
+        """Remove a request that used an adapter."""
         self._held[name] -= 1
         assert self._held[name] >= 0, name
         if not self._held[name]:

@@ -2,12 +2,12 @@
 
 Rules:
 
-1. A block is free, held (by sequences and leases, counted), or idle: nobody holds it, but it has a name and can be
+1. A block is free, held (by a count of sequences and leases), or idle: nobody holds it, but it has a name and can be
    found again. free + held + idle = all, always.
-2. `allocate` takes a free block, else the idle one that was released longest ago, which loses its name. A sequence
-   releases its last block first, so that the tail of a chain goes before its head.
-3. Every name that comes or goes is an event. Events wait for one consumer; what it does not fetch is folded into a
-   clear and a dump before it can outgrow the pool.
+2. `allocate` takes a free block, else the idle block that was released first, which loses its name. A sequence
+   releases its last block first, so that the tail of a chain is evicted before its head.
+3. Every name that comes or goes is an event. Events wait for one consumer. If they would outgrow the pool, they are
+   replaced by a clear and a dump.
 """
 
 from collections import Counter, OrderedDict
@@ -23,12 +23,12 @@ BlockIndex = NewType("BlockIndex", int)
 
 
 class BlockMemory:
-    """The pool. Not for threads."""
+    """The pool of blocks. It is not thread-safe."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self._bytes = np.empty(num_blocks * block_bytes, dtype=np.uint8).data
         self._free = [BlockIndex(index) for index in reversed(range(num_blocks))]
-        self._idle: OrderedDict[BlockIndex, None] = OrderedDict()  # released longest ago first
+        self._idle: OrderedDict[BlockIndex, None] = OrderedDict()  # the first one was released first
         self._holders: Counter[BlockIndex] = Counter()
         self._by_name: dict[BlockHash, BlockIndex] = {}
         self._names: dict[BlockIndex, BlockHash] = {}
@@ -39,20 +39,20 @@ class BlockMemory:
 
     @property
     def held(self) -> int:
-        """Blocks that somebody holds."""
+        """The number of held blocks."""
         return len(self._holders)
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can give."""
+        """The number of blocks that `allocate` can give."""
         return len(self._free) + len(self._idle)
 
     def view(self, block: BlockIndex) -> memoryview:
-        """The block's bytes, to read and to write."""
+        """Return the block's bytes, to read and to write."""
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def find(self, names: Sequence[BlockHash]) -> list[BlockIndex]:
-        """The longest prefix of a chain that is here; holds nothing."""
+        """Return the longest cached prefix of a chain, without holding it."""
         found = []
         for name in names:
             if (block := self._by_name.get(name)) is None:
@@ -61,18 +61,18 @@ class BlockMemory:
         return found
 
     def idle_among(self, blocks: Iterable[BlockIndex]) -> int:
-        """How many of these `hold` would make unavailable."""
+        """Return how many of these blocks `hold` would make unavailable."""
         return sum(block in self._idle for block in blocks)
 
     def hold(self, blocks: Iterable[BlockIndex]) -> None:
-        """One more holder for each."""
+        """Add a holder to each block."""
         for block in blocks:
             assert block in self._holders or block in self._idle, block
             self._idle.pop(block, None)
             self._holders[block] += 1
 
     def allocate(self) -> BlockIndex:
-        """A block with undefined bytes and one holder. There must be one available."""
+        """Return a block with undefined bytes and one holder. There must be one available."""
         if self._free:
             block = self._free.pop()
         else:
@@ -82,7 +82,7 @@ class BlockMemory:
         return block
 
     def release(self, blocks: Sequence[BlockIndex]) -> None:
-        """One holder fewer for each, the last block first."""
+        """Remove a holder from each block, the last block first."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             assert self._holders[block] >= 0, block
@@ -95,7 +95,7 @@ class BlockMemory:
                 self._free.append(block)
 
     def publish(self, block: BlockIndex, name: BlockHash) -> None:
-        """The block's bytes are complete: it can be found from now on, unless another of that name already can."""
+        """Name a block whose bytes are complete, so that it can be found, unless another block has that name."""
         assert block in self._holders, block
         if name in self._by_name:
             return
@@ -110,7 +110,7 @@ class BlockMemory:
         return bool(self._changes) or self._folded
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """What changed since the last time, in order."""
+        """Return the changes since the last call, in order."""
         events: list[KvEvent] = []
         if self._folded:
             events = [KvCleared(), KvStored(tuple(self._by_name))]
@@ -126,7 +126,7 @@ class BlockMemory:
         return tuple(events)
 
     def check(self) -> None:
-        """Assert rule 1 and that names and blocks agree."""
+        """Assert rule 1, and that names and blocks agree."""
         assert len(self._free) + len(self._idle) + len(self._holders) == self.num_blocks
         assert len({*self._free, *self._idle, *self._holders}) == self.num_blocks
         assert {name: block for block, name in self._names.items()} == self._by_name
@@ -141,7 +141,7 @@ class BlockMemory:
 
     def _note(self, *, stored: bool, name: BlockHash) -> None:
         if self._folded:
-            return  # the dump will say it
+            return  # the dump will contain it
         self._changes.append((stored, name))
         if len(self._changes) > 2 * self.num_blocks:
             self._changes.clear()

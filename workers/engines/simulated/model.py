@@ -1,14 +1,14 @@
-"""The model that the simulated engine runs: no layers, no weights, but KV bytes that matter.
+"""Model of the simulated engine: it has no layers and no weights, but its tokens depend on the KV bytes.
 
 Rules:
 
 1. The KV bytes of block i are expand(H(weights ‖ D(i-1) ‖ tokens of block i)), where D(i) = H(D(i-1) ‖ the bytes that
-   block i really has in memory) and D(-1) is a constant. So a block depends on everything before it, as attention
-   makes it do. The bytes are by layer, head, token and element; where each lies is `workers.engines.simulated.layout`.
-2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ what shapes the choice)) mod vocabulary.
-   So one wrong, missing or swapped block anywhere in the context changes what is generated.
-3. Expansion is numpy's Philox keyed by the digest, whose raw stream is fixed by its specification (Salmon et al. 2011);
-   digests are XXH3-128: nothing here has to withstand an adversary, and a block has to cost microseconds.
+   block i really has in memory), and D(-1) is a constant. So a block depends on everything before it, as with
+   attention. The bytes are ordered by layer, head, token and element; `workers.engines.simulated.layout` places them.
+2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling parameters)) mod
+   vocabulary. So one wrong, missing or swapped block anywhere in the context changes the answer.
+3. Expansion is numpy's Philox with the digest as its key, whose raw stream is fixed by its specification (Salmon et
+   al. 2011). Digests are XXH3-128, because a block has to cost microseconds and no adversary is expected.
 """
 
 import struct
@@ -20,7 +20,7 @@ from msgspec import Struct
 from fleet.core.requests import Logprobs, Sampling
 
 Digest = bytes
-"""16 bytes: all KV bytes up to the end of some block."""
+"""16 bytes that cover all KV bytes up to the end of some block."""
 
 _BEGINNING: Digest = xxhash.xxh3_128_digest(b"fleet.simulated.v1")
 _WORD_BYTES = 8
@@ -31,11 +31,11 @@ class SampledToken(Struct, frozen=True):
     """One sampled token."""
 
     token: int
-    ends: bool  # an end of sequence
+    ends: bool  # whether it is an end of sequence
 
 
 class SimulatedModel(Struct, frozen=True, kw_only=True):
-    """What would be the weights, and the tokens they know."""
+    """The parameters that stand for the weights and the vocabulary."""
 
     seed: int
     vocab_size: int
@@ -49,25 +49,25 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return _BEGINNING
 
     def beginning_with(self, adapter: str) -> Digest:
-        """The same with an adapter, by its identity: it changes everything that follows."""
+        """Return the first digest with a LoRA adapter, by its identity; it changes everything that follows."""
         return xxhash.xxh3_128_digest(_BEGINNING + adapter.encode())
 
     def compute(self, before: Digest, tokens: bytes | bytearray) -> bytes:
-        """KV bytes of the block that holds `tokens` and follows `before`."""
+        """Return the KV bytes of the block that holds `tokens` and follows `before`."""
         key = xxhash.xxh3_128_intdigest(b"".join((b"block", before, tokens)), seed=self.seed)
         return np.random.Philox(key=key).random_raw(self.block_bytes // _WORD_BYTES).tobytes()
 
     def read(self, before: Digest, block: bytes | memoryview) -> Digest:
-        """The digest after a block, from the bytes that it really has."""
+        """Return the digest after a block, from the bytes that the block really has."""
         state = xxhash.xxh3_128(before)
         state.update(block)
         return state.digest()
 
     def draw(self, before: Digest, tail: bytes | bytearray, sampling: Sampling, *, may_end: bool) -> SampledToken:
-        """The token after the blocks of `before` and the tokens of `tail`, which fill no block yet.
+        """Sample the token after the blocks of `before` and the tokens of `tail`, which fill no block yet.
 
-        The same every time for the same arguments: sampling parameters and the seed shape the choice, but there is no
-        state, so any engine continues what another began.
+        The same arguments give the same token: sampling parameters and the seed decide, and there is no other state,
+        so any engine can continue what another one began.
         """
         material = b"".join((b"token", before, tail, b"/", _shape(sampling)))
         drawn = xxhash.xxh3_128_intdigest(material, seed=self.seed)
@@ -80,14 +80,14 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return SampledToken(token, ends=False)
 
     def logprobs(self, token: int, alternatives: int) -> Logprobs:
-        """Pretended, but well-formed: they fall by half from the chosen token on."""
+        """Return invented but well-formed log probabilities, which fall by half from the chosen token on."""
         ids = tuple((token + offset) % self.vocab_size for offset in range(min(alternatives, self.vocab_size)))
         values = tuple(-0.6931472 * (rank + 1) for rank in range(len(ids)))
         return Logprobs(chosen=-0.6931472, top_ids=ids, top=values)
 
 
 def _shape(sampling: Sampling) -> bytes:
-    """What of the sampling parameters shapes the choice; nothing when it is greedy."""
+    """Return the sampling parameters as bytes; nothing if sampling is greedy."""
     if sampling.temperature == 0:
         return b""
     return _SHAPE.pack(

@@ -1,4 +1,4 @@
-"""One request inside the simulated engine: its tokens, its blocks, and what is still to be computed."""
+"""Sequence: one request inside the simulated engine, with its tokens, its blocks and its remaining work."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
@@ -18,15 +18,15 @@ from workers.engines.simulated.model import Digest, SimulatedModel
 
 class SequenceStage(StrEnum):
     WAITING = "waiting"  # for a place in the batch and for blocks
-    LOADING = "loading"  # blocks are on their way
-    PREFILLING = "prefilling"  # the prompt is computed, chunk by chunk
+    LOADING = "loading"  # its blocks are being fetched
+    PREFILLING = "prefilling"  # the prompt is being computed, chunk by chunk
     DECODING = "decoding"
-    PUBLISHING = "publishing"  # done, but its blocks are not yet where the decode side will look
+    PUBLISHING = "publishing"  # computed, but the decode side cannot find its blocks yet
     ENDED = "ended"
 
 
 class SequenceContext(Struct, frozen=True, kw_only=True):
-    """What sequences need to know of their engine."""
+    """The properties of an engine that its sequences need."""
 
     model: SimulatedModel
     layout: EngineLayout
@@ -46,7 +46,7 @@ class SequenceSample(Struct, frozen=True, kw_only=True):
 
 
 class Sequence:
-    """Holds blocks from `begin` until `release`. Positions are tokens; KV exists for the first `computed` of them."""
+    """A request that holds blocks from `begin` until `release`. KV exists for its first `computed` tokens."""
 
     def __init__(self, start: Start, shape: SequenceContext) -> None:
         self.start = start
@@ -54,11 +54,11 @@ class Sequence:
         self.prompt_tokens = len(start.tokens) // TOKEN_BYTES
         self.computed = 0
         self.blocks: list[BlockIndex] = []
-        self.names: list[BlockHash] = []  # of the full blocks that are computed or fetched
-        self.reserve = 0  # blocks that are promised to it and not yet taken
-        self.fetched: tuple[KvOrigin, ...] = ()  # blocks that came from elsewhere
+        self.names: list[BlockHash] = []  # names of the full blocks that are computed or fetched
+        self.reserve = 0  # blocks that are reserved for it and not yet taken
+        self.fetched: tuple[KvOrigin, ...] = ()  # origins of the blocks that came from elsewhere
         self.generated = 0  # tokens
-        self.loads_adapter = False  # before anything else
+        self.loads_adapter = False  # whether a LoRA adapter has to be loaded first
         self._hits = 0
         self._tokens = bytearray(start.tokens)
         self._digest: Digest = shape.beginning(start.adapter)
@@ -66,37 +66,36 @@ class Sequence:
         self._block_bytes = shape.block_tokens * TOKEN_BYTES
         self.prompt_names = block.chain(start.tokens, shape.block_tokens, salt=start.salt)
 
-    # What it needs.
-
+    # Sizes.
     @property
     def answer_tokens(self) -> int:
-        """Most tokens that it can generate here."""
+        """The most tokens that it can generate here."""
         if self.start.phase is Phase.PREFILL:
             return 1
         return min(self.start.sampling.max_tokens, self._shape.max_model_len - self.prompt_tokens)
 
     @property
     def most_blocks(self) -> int:
-        """Blocks that it holds at most: the last token generated needs no KV."""
+        """The most blocks that it can hold: the last generated token needs no KV."""
         return block.blocks_for(self.prompt_tokens + self.answer_tokens - 1, self._shape.block_tokens)
 
     @property
     def reusable_names(self) -> list[BlockHash]:
-        """Blocks of the prompt that need not be computed.
+        """The names of the prompt's blocks that need not be computed.
 
-        All full ones, but at least one token has to be, since computing it gives the first new token (as in vLLM).
+        These are all full blocks, but at least one token has to be computed, because computing it gives the first new
+        token (as in vLLM).
         """
         return self.prompt_names[: (self.prompt_tokens - 1) // self._shape.block_tokens]
 
     @property
     def missing_tokens(self) -> int:
-        """Of the prompt, without KV."""
+        """The number of prompt tokens without KV."""
         return max(0, self.prompt_tokens - self.computed)
 
-    # What happens to it.
-
+    # Progress.
     def begin(self, hits: Many[BlockIndex]) -> None:
-        """Take its place: the blocks that the cache has are already held for it, the rest is promised."""
+        """Take a place: the cached blocks are already held for the sequence, and the rest is reserved."""
         self._hits = len(hits)
         self.blocks = list(hits)
         self.reserve = self.most_blocks - len(hits)
@@ -105,13 +104,13 @@ class Sequence:
         self.computed = len(hits) * self._shape.block_tokens
 
     def accept(self, contents: Many[bytes], source: Source, origin: str, tiers: Mapping[str, int]) -> None:
-        """Take blocks from elsewhere: the ones of the prompt that follow those it has.
+        """Take blocks of the prompt from elsewhere, those after the blocks that it has.
 
         Args:
-            contents: The blocks.
-            source: Where they came from.
-            origin: Who gave them.
-            tiers: How many each of its tiers had; empty where it has none.
+            contents: The bytes of the blocks.
+            source: The kind of place that they came from.
+            origin: The worker or store node that gave them.
+            tiers: The number of blocks by tier of the store; empty: no tiers.
         """
         for content in contents:
             name = self.reusable_names[len(self.names)]
@@ -128,7 +127,7 @@ class Sequence:
             )
 
     def compute(self, num_tokens: int) -> list[tuple[BlockHash, BlockIndex]]:
-        """KV of the next tokens; returns the blocks that became full."""
+        """Compute KV of the next tokens; return the blocks that became full."""
         assert self.computed + num_tokens <= len(self._tokens) // TOKEN_BYTES
         self.computed += num_tokens
         while len(self.blocks) < block.blocks_for(self.computed, self._shape.block_tokens):
@@ -139,7 +138,7 @@ class Sequence:
         return filled
 
     def sample(self) -> SequenceSample:
-        """The next token, when KV exists for all tokens so far; it becomes part of the sequence."""
+        """Sample the next token and append it, when KV exists for all tokens so far."""
         sampling = self.start.sampling
         assert self.computed == len(self._tokens) // TOKEN_BYTES
         may_end = not sampling.ignore_eos and self.generated >= sampling.min_tokens
@@ -160,14 +159,14 @@ class Sequence:
         return SequenceSample(token=drawn.token, logprobs=logprobs, finish=finish)
 
     def release(self) -> None:
-        """Give up its blocks and its promise."""
+        """Release its blocks and its reservation."""
         self.stage = SequenceStage.ENDED
         self._shape.memory.release(self.blocks)
         self.blocks = []
         self.reserve = 0
 
     def report(self) -> KvReport:
-        """Where the blocks of the prompt came from."""
+        """Return where the prompt's blocks came from."""
         total = block.blocks_for(self.prompt_tokens, self._shape.block_tokens)
         fetched = sum(origin.blocks for origin in self.fetched)
         origins = [
@@ -198,13 +197,13 @@ class Sequence:
         return name, index
 
     def _complete(self, name: BlockHash, index: BlockIndex) -> None:
-        """A block of the context is there: what it really holds decides what comes after it."""
+        """Add a block to the context; the bytes that it really holds decide what follows."""
         self.names.append(name)
         values = self._shape.layout.values(self._shape.memory.view(index))
         self._digest = self._shape.model.read(self._digest, values)
 
     def _take_block(self) -> BlockIndex:
-        assert self.reserve > 0, "admission promised enough"
+        assert self.reserve > 0, "admission reserved enough"
         self.reserve -= 1
         index = self._shape.memory.allocate()
         self.blocks.append(index)

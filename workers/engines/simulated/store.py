@@ -1,14 +1,15 @@
-"""The KV store as the simulated engine uses it: a blocking client, behind threads of its own.
+"""Store client of the simulated engine: blocking calls in threads of their own.
 
 Rules:
 
-1. Threads never touch the engine's memory: loads arrive in buffers of their own, writes are given copies. So a store
-   that hangs costs a buffer, never a block that somebody else needs.
-2. Every wait has a deadline. Whatever goes wrong is a block that was not loaded or not kept, and a count.
-3. A node that does not answer at the start is joined later, by the client's own thread; until then all that is asked is a miss.
-4. Background writes queue up to `MAX_WAITING` blocks; more are dropped and counted: a store is only a cache.
-5. Blocks come and go as the engine has them. They are converted here, in the threads, after they were verified, and
-   before their checksums are taken (`kvstore.layouts.conversion`).
+1. Threads never touch the engine's memory: loads arrive in separate buffers, and writes get copies. So a store that
+   hangs costs a buffer, never a block that another request needs.
+2. Every wait has a deadline. A failure only means blocks that were not loaded or not kept, and a count.
+3. The client joins a node that does not answer at the start later, in its own thread; until then every call is a
+   miss.
+4. Background writes queue up to `MAX_WAITING` blocks; more are dropped and counted, because a store is only a cache.
+5. Blocks come and go in the engine's layout. The threads convert them after verification, and before their checksums
+   are computed (`kvstore.conversion`).
 """
 
 import asyncio
@@ -35,24 +36,24 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 1024  # blocks
 BATCH = 64  # blocks a background write
 LEASE_SECONDS = 10.0  # longer than any deadline of a load
-CONNECT_SECONDS = 3.0  # a node that is started along with the engine is there by then; another one is joined later
-THREADS = 4  # loads and writes at a time; each is mostly a wait for the store
+CONNECT_SECONDS = 3.0  # a node that starts together with the engine answers by then; others are joined later
+THREADS = 4  # loads and writes at a time; each mostly waits for the store
 
 T = TypeVar("T")
 
 
 class Loaded(Struct, frozen=True):
-    """What came of a load."""
+    """The result of a load."""
 
     blocks: list[bytes] = []
-    tiers: dict[str, int] = {}  # how many of the blocks each tier of the node had
+    tiers: dict[str, int] = {}  # the number of blocks by tier of the node
 
 
 class SimulatedStore:
-    """Loads and publishes blocks; `run` writes what was offered."""
+    """Loads and publishes blocks; `run` writes offered blocks."""
 
     def __init__(self, client: StoreClient, conversion: Conversion, threads: ThreadPoolExecutor) -> None:
-        self.dropped = 0  # blocks that were offered and not kept
+        self.dropped = 0  # offered blocks that were not kept
         self._client = client
         self._conversion = conversion
         self._threads = threads
@@ -61,7 +62,7 @@ class SimulatedStore:
 
     @property
     def store_id(self) -> StoreId | None:
-        """Return what the store node is called; None until it has answered once."""
+        """The store node's id; None until it has answered once."""
         return StoreId(self._client.store_id) if self._client.joined else None
 
     @classmethod
@@ -69,7 +70,7 @@ class SimulatedStore:
         """Join a store node now or later, for an engine with blocks like `kv`.
 
         Raises:
-            LayoutMismatch: It holds blocks of this model that are not like these; names the field.
+            LayoutMismatch: The node's blocks of this model are not like these; names the field.
         """
         conversion = Conversion(kv)
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="simulated-store")
@@ -84,14 +85,14 @@ class SimulatedStore:
         return cls(client, conversion, threads)
 
     async def load(self, names: Sequence[BlockHash], deadline: Nanos) -> Loaded:
-        """The longest prefix of `names` that the store has and that arrives, verified, within `deadline` from now."""
+        """Load the longest prefix of `names` that the store has and that arrives within `deadline` from now."""
         if not names:
             return Loaded()
         max_wait_seconds = deadline / SECOND / 2  # the other half is for the blocks to be read
         return await self._in_thread(lambda: self._load(names, max_wait_seconds), deadline, otherwise=Loaded())
 
     async def publish(self, blocks: Mapping[BlockHash, bytes], deadline: Nanos) -> int:
-        """Write blocks now; returns how many the store did not have before."""
+        """Write blocks now; return how many the store did not have before."""
         if not blocks:
             return 0
         held = list(blocks.values())
@@ -102,7 +103,7 @@ class SimulatedStore:
         )
 
     def offer(self, name: BlockHash, content: bytes) -> None:
-        """Write a block in the background, some time."""
+        """Write a block in the background."""
         if len(self._waiting) >= MAX_WAITING:
             self.dropped += 1
             return
@@ -110,7 +111,7 @@ class SimulatedStore:
         self._wake.set()
 
     async def run(self, deadline: Nanos) -> Never:
-        """Write what is offered, batch by batch, each within `deadline`; until cancelled."""
+        """Write offered blocks in batches until cancelled, each batch within `deadline`."""
         while True:
             while not self._waiting:
                 self._wake.clear()
@@ -119,7 +120,7 @@ class SimulatedStore:
             await self.publish(batch, deadline)
 
     def close(self) -> None:
-        """Do not wait for threads that hang: they hold nothing of ours."""
+        """Close without waiting for threads that hang; they hold nothing of the engine."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
@@ -129,7 +130,7 @@ class SimulatedStore:
             return Loaded()
         buffers = [bytearray(self._conversion.stored_bytes) for _ in range(len(match))]
         whole = self._client.read(match, range(len(match)), buffers)
-        self._threads.submit(self._client.release, match.lease_id)  # nobody needs to wait for that
+        self._threads.submit(self._client.release, match.lease_id)  # no need to wait for it
         blocks = [
             self._conversion.read(buffer).tobytes()
             for buffer, _ in takewhile(itemgetter(1), zip(buffers, whole, strict=True))
@@ -141,5 +142,5 @@ class SimulatedStore:
             async with asyncio.timeout(deadline / SECOND):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except TimeoutError:
-            log.warning("KV store too slow", extra={"store": self.store_id})
+            log.warning("store too slow", extra={"store": self.store_id})
             return otherwise

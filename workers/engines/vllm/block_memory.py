@@ -1,4 +1,4 @@
-"""The engine's KV memory as blocks, or as one rank's shares of them."""
+"""KV memory of a vLLM engine as blocks, or as one rank's shards of them."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -13,19 +13,20 @@ if TYPE_CHECKING:
     import torch
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
-"""The block at an index, in one piece or in several; valid until `kvstore.client.store_client.batch_blocks` more have been asked for."""
+"""Returns the block at an index, in one piece or in several; it stays valid until `kvstore.client.batch_blocks` more
+were asked for."""
 
 
 class BlockReader(Protocol):
-    """What blocks are read from: a client of the store."""
+    """Reads blocks from the store; a store client implements it."""
 
     def read(self, match: Match, indices: Sequence[int], destinations: Sequence[MutableBlock]) -> list[bool]:
-        """See `kvstore.client.store_client.StoreClient.read`."""
+        """Read blocks as `kvstore.client.StoreClient.read` does."""
         ...
 
 
 class ShareReader:
-    """`BlockReader` for one rank among several."""
+    """Implements `BlockReader` for one rank among several."""
 
     def __init__(self, client: StoreClient, share: RankShard):
         self._client = client
@@ -36,20 +37,20 @@ class ShareReader:
 
 
 class EngineBlocks(Protocol):
-    """KV memory of one rank, by block number. What it holds of a block: all of it, or its share."""
+    """KV memory of one rank by block number; it holds whole blocks, or this rank's shards."""
 
     block_bytes: int
 
     def load(self, reader: BlockReader, load: BlockLoad) -> list[bool]:
-        """Fill the blocks of `load`; says for each whether its bytes arrived whole."""
+        """Fill the blocks of `load`; return for each whether its bytes arrived whole."""
         ...
 
     def source(self, block_ids: Sequence[int]) -> Source:
-        """The bytes of these blocks, to be written to the store. One is in use at a time."""
+        """Return the source of these blocks' bytes for a write to the store. One source is in use at a time."""
         ...
 
     def copy_out(self, block_id: int, into: ByteArray) -> None:
-        """Copy one block to host memory, in the layout of the store."""
+        """Copy one block to host memory, in the store's layout."""
         ...
 
 
@@ -60,7 +61,7 @@ class HostBlocks:
         """Share memory with the engine.
 
         Args:
-            layers: One contiguous tensor a layer, [blocks, heads, tokens, elements].
+            layers: One contiguous tensor for each layer, [blocks, heads, tokens, elements].
         """
         import torch  # noqa: PLC0415 - heavy; only the engine's processes have it
 
@@ -88,10 +89,10 @@ class DeviceBlocks:
     """KV memory of an accelerator: blocks pass through pinned host buffers, a batch at a time."""
 
     def __init__(self, layers: "Sequence[torch.Tensor]"):
-        """Allocate two host buffers, one a direction, since loads and saves run in different threads.
+        """Allocate one host buffer for each direction, because loads and saves run in different threads.
 
         Args:
-            layers: One tensor a layer, logically [blocks, heads, tokens, elements] in whatever physical order.
+            layers: One tensor for each layer, logically [blocks, heads, tokens, elements] in any physical order.
         """
         import torch  # noqa: PLC0415 - heavy; only the engine's processes have it
 
@@ -133,12 +134,12 @@ class DeviceBlocks:
         return block
 
     def copy_out(self, block_id: int, into: ByteArray) -> None:
-        """Copy one block to host memory; waits for the step that may still be writing it."""
+        """Copy one block to host memory; the copy waits for the step that may still be writing it."""
         for host, device in self._layer_pairs(self._torch.from_numpy(into), block_id):
             host.copy_(device)
 
     def _layer_pairs(self, row: "torch.Tensor", block_id: int) -> "list[tuple[torch.Tensor, torch.Tensor]]":
-        """Each layer's piece of a host block, and its place on the device, as equal shapes."""
+        """Return each layer's piece of a host block and its place on the device, in equal shapes."""
         pieces = row.view(len(self._layers), self._layer_bytes)
         return [
             (piece.view(layer.dtype).view(layer[block_id].shape), layer[block_id])

@@ -1,13 +1,14 @@
-"""Blocks between the engine's KV memory and the store: loads, and the orders of the scheduler side.
+"""Block mover: performs the scheduler side's orders to load blocks from the store and to save blocks.
 
 Rules:
 
 1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the
-   engine, so whatever goes wrong becomes a block that was not loaded, and a log line (of saves, see `vllm_saves`).
-2. Loads run in one thread of their own; the engine goes on computing for other requests meanwhile. The destination
-   belongs to nobody else until the load is reported as ended, and every load is.
-3. Where an engine has several ranks, each loads its share. vLLM takes a load as ended when all have reported it, and a
-   block as bad when one has; its lease is given back by the scheduler side then, and not by whoever is through first.
+   engine, so a failure becomes a block that was not loaded, and a log line (for saves, see
+   `workers.engines.vllm.saves`).
+2. Loads run in one thread of their own, while the engine computes for other requests. Nobody else uses the
+   destination until the load is reported as ended, and every load is reported.
+3. If an engine has several ranks, each loads its shard. vLLM counts a load as ended when all ranks have reported it,
+   and a block as bad when one rank has. Then the scheduler side returns the lease, not the rank that ends first.
 """
 
 import logging
@@ -24,19 +25,19 @@ from workers.engines.vllm.store_planner import BlockLoad, StoreWork
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_SECONDS = 0.001  # how long a step without computation waits for a load instead of spinning
+IDLE_WAIT_SECONDS = 0.001  # how long a step without computation waits for a load, so that it does not spin
 
 
 class BlockMover:
-    """Performs the orders of the scheduler side. All but the private methods are called by the engine's thread."""
+    """Performs the orders of the scheduler side. The engine's thread calls all public methods."""
 
     def __init__(self, client: StoreClient, blocks: EngineBlocks, end: LeaderRank | FollowerRank | None = None):
-        """Starts its threads.
+        """Start the threads.
 
         Args:
-            client: Of the store.
-            blocks: Of this rank.
-            end: Of the lanes between the ranks of the engine, this rank's; None: it is the only one.
+            client: Client of the store.
+            blocks: The KV blocks of this rank.
+            end: This rank's end of the channels between the engine's ranks; None: it is the only rank.
         """
         self._client = client
         self._blocks = blocks
@@ -46,11 +47,11 @@ class BlockMover:
         self._ended = threading.Condition()
         self._loading = 0
         self._results: list[tuple[BlockLoad, list[bool]]] = []
-        self._keeper = _keeper(client, blocks, end)
+        self._saver = _saver(client, blocks, end)
 
     def start(self, work: StoreWork) -> None:
         """Begin the loads of a step."""
-        self._keeper.stepped()
+        self._saver.stepped()
         for load in work.loads:
             with self._ended:
                 self._loading += 1
@@ -59,11 +60,11 @@ class BlockMover:
             self._loader.submit(self._release, work.releases)
 
     def save(self, work: StoreWork) -> None:
-        """Keep the blocks that became full in a step."""
-        self._keeper.keep(work)
+        """Save the blocks that became full in a step."""
+        self._saver.keep(work)
 
     def collect(self, *, idle: bool) -> list[tuple[BlockLoad, list[bool]]]:
-        """Loads that have ended since the last call, with what is good of them."""
+        """Return the loads that have ended since the last call, with the good blocks of each."""
         with self._ended:
             if idle and self._loading and not self._results:
                 self._ended.wait(IDLE_WAIT_SECONDS)
@@ -71,8 +72,8 @@ class BlockMover:
         return results
 
     def close(self) -> None:
-        """End all threads; what is staged is written first."""
-        self._keeper.close()
+        """End all threads; staged blocks are written first."""
+        self._saver.close()
         self._loader.shutdown(cancel_futures=True)
         if isinstance(self._end, LeaderRank):
             self._end.close()
@@ -83,11 +84,11 @@ class BlockMover:
             whole = self._blocks.load(self._reader, load)
             if self._end is None:
                 self._client.release(load.match.lease_id)
-        except Exception:  # supervisor: a load ends, whatever happens; the request computes its blocks instead
-            log.exception("load from the KV store failed", extra={"request": load.request_id})
+        except Exception:  # supervisor: every load has to end; the request computes its blocks instead
+            log.exception("kv block load failed", extra={"request": load.request_id})
         if not all(whole):
             log.warning(
-                "blocks of the KV store could not be loaded and are computed",
+                "kv blocks not loaded, computing them",
                 extra={"request": load.request_id, "blocks": whole.count(False)},
             )
         with self._ended:
@@ -99,7 +100,7 @@ class BlockMover:
         self._client.release(*lease_ids)
 
 
-def _keeper(client: StoreClient, blocks: EngineBlocks, end: LeaderRank | FollowerRank | None) -> BlockSaverThread:
+def _saver(client: StoreClient, blocks: EngineBlocks, end: LeaderRank | FollowerRank | None) -> BlockSaverThread:
     match end:
         case None:
             return LeadingSaver(SingleRankStore(client), blocks)

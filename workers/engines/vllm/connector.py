@@ -1,15 +1,20 @@
-"""Fleet's connector inside vLLM: blocks from and to the KV store. vLLM loads it by its module path.
+"""KV connector: Fleet's plug-in inside vLLM, which moves blocks from and to the KV store.
 
-vLLM makes several of it, each in a process of its own: one beside the scheduler, which decides (`vllm_planning`), and one
-beside the model on each of its ranks, which moves bytes (`vllm_blocks`). This module only translates between vLLM's hooks
-and those. Loads are asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and
-its blocks enter the engine's prefix cache only when they are known to be whole.
+vLLM loads it by its module path.
 
-vLLM reports a load to the scheduler side as ended when every rank has, a block as bad as soon as one rank has, and hands
-on what ranks tell in one step merged into one. Ranks that end a load in different steps are merged here (`_AllRanks`).
+vLLM makes several connectors, each in a process of its own: one beside the scheduler, which decides
+(`workers.engines.vllm.store_planner`), and one beside the model on each rank, which moves bytes
+(`workers.engines.vllm.block_mover`). This module only translates between these and vLLM's hooks. Loads are
+asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks enter
+the engine's prefix cache only when they are known to be whole.
 
-It is there without a store too: it counts where the blocks of a prompt came from, it counts the engine's steps for the watchdog
-(`vllm_steps`), and it ends vLLM's processes when the worker process is gone, which vLLM by itself does not.
+vLLM reports a load to the scheduler side as ended when every rank has ended it, and a block as bad as soon as one
+rank has reported it. It merges what the ranks report in one step. Ranks that end a load in different steps are merged
+here (`_AllRanks`).
+
+The connector also runs without a store: it counts where the blocks of a prompt came from, it counts the engine's
+steps for the watchdog (`workers.engines.vllm.step_counter`), and it ends vLLM's processes when the worker process has
+gone, which vLLM itself does not do.
 """
 
 # ruff: noqa: ARG002, ARG003 - the hooks' signatures are vLLM's
@@ -61,22 +66,24 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CALL_SECONDS = {
-    KVConnectorRole.SCHEDULER: 0.25,  # every request of the engine waits for a look-up; one takes 0.5 ms
+    KVConnectorRole.SCHEDULER: 0.25,  # every request of the engine waits for a match, which takes 0.5 ms
     KVConnectorRole.WORKER: 1.0,
 }
-STORE_SECONDS = 2.0  # how long a start waits for the store node, which the worker has just met; else it is joined later
-ORPHAN_GRACE_SECONDS = 5.0  # from asking to killing
-REMEMBERED_PER_BLOCK = 4  # names of offered blocks that are kept in mind, as a multiple of the engine's capacity
+STORE_SECONDS = (
+    2.0  # how long a start waits for the store node, which the worker has just reached; else it is joined later
+)
+ORPHAN_GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
+REMEMBERED_PER_BLOCK = 4  # names of offered blocks that are remembered, as a multiple of the engine's capacity
 
 
 class KvConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker tells its engine's connector, through vLLM's `kv_connector_extra_config`."""
+    """Settings from the worker to the connector, in vLLM's `kv_connector_extra_config`."""
 
     model: str
     revision: str
-    store: str  # address of the store node; empty: none, the connector only counts
+    store: str  # address of the store node; empty: no store, the connector only counts
     store_credentials: Credentials
-    scratch: str  # folder of the engine's sockets, to be removed if the worker process cannot
+    scratch: str  # folder of the engine's sockets, which is removed here if the worker process cannot
 
     def namespace(self, config: "VllmConfig") -> KvNamespace:
         return namespace_of(config, model=self.model, revision=self.revision)
@@ -89,7 +96,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's types are
 
 @dataclass
 class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
-    loaded: dict[str, int]  # request: leading blocks that are good
+    loaded: dict[str, int]  # good leading blocks by request
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepResults":
         assert isinstance(other, StepResults)
@@ -97,22 +104,22 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
 
 
 class _AllRanks:
-    """What the ranks told of the same loads, which may end in different steps."""
+    """Merges the ranks' reports on the same loads, which may end in different steps."""
 
     def __init__(self) -> None:
         self._good: dict[str, int] = {}
 
     def told(self, good: Mapping[str, int]) -> None:
-        """By one rank, or by several."""
+        """Add the report of one rank, or of several."""
         self._good = _worst(self._good, good)
 
     def ended(self, request_ids: Collection[str]) -> dict[str, int]:
-        """Of those loads that all ranks have ended by now: leading blocks that are good on every one."""
+        """Return the leading blocks that are good on every rank, for loads that all ranks have ended."""
         return {request_id: self._good.pop(request_id) for request_id in request_ids if request_id in self._good}
 
 
 class _ClientStore:
-    """`workers.engines.vllm.store_planner.PlannerStore` over a client."""
+    """Implements `workers.engines.vllm.store_planner.PlannerStore` over a client."""
 
     def __init__(self, client: StoreClient):
         self._client = client
@@ -173,15 +180,14 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """One block of one layer is contiguous, heads before tokens: the layout of the store (and of NIXL)."""
+        """Return the layout of the store and NIXL: one block of one layer is contiguous, heads before tokens."""
         return "LBHNC"
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a block that is not kept is a later miss
+        return False  # a block that is not kept is only a later miss
 
-    # Beside the scheduler.
-
+    # Hooks beside the scheduler.
     def on_new_request(self, request: "Request") -> None:
         assert self._planner is not None
         if not _is_beyond_tokens(request):
@@ -237,7 +243,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return self.request_finished(request, block_ids[0])
 
     def _correct_stats(self, request_ids: Iterable[str]) -> None:
-        """Have vLLM count what arrived: it took as cached what was to arrive, and says so with a request's first output."""
+        """Correct the statistics that vLLM sends with a request's first output: it counted awaited blocks as cached."""
         assert self._planner is not None
         block_tokens = self._namespace.block_tokens
         for request, counts in self._planner.counts(request_ids):
@@ -247,8 +253,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 stats.set(request.num_prompt_tokens, local, cached - local)
                 stats.num_external_cached_tokens = cached - local if counts.direct else 0  # see `counts_at_start`
 
-    # Beside the model.
-
+    # Hooks beside the model.
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         if self._client is None:
             return
@@ -265,11 +270,11 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             raise LayoutMismatch(
                 "block_bytes", f"blocks of {blocks.block_bytes} bytes on this rank, not {seat.share.bytes}"
             )
-        self._mover = BlockMover(self._client, blocks, self._joined(self._client, seat))
+        self._mover = BlockMover(self._client, blocks, self._join_ranks(self._client, seat))
         self._starts_early = on_host
 
-    def _joined(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
-        """This rank's end of what joins the ranks; vLLM has all of them register at the same time."""
+    def _join_ranks(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
+        """Return this rank's end of the channels between the ranks; vLLM lets all ranks register at the same time."""
         if seat.ranks == 1:
             return None
         if not seat.leads:
@@ -279,7 +284,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return leader
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins, and on host memory its loads, to run beside the forward pass.
+        """Begin a step, and on host memory its loads too, so that they run beside the forward pass.
 
         vLLM calls `start_load_kv` when the pass has been launched, which on a CPU means that it is over.
         """
@@ -292,19 +297,19 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._mover.start(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # a request is scheduled when all of its blocks are there (ADR 0011)
+        pass  # a request is scheduled when all of its blocks have arrived (ADR 0011)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
-        pass  # blocks are saved whole, see wait_for_save
+        pass  # blocks are saved as a whole in wait_for_save
 
     def wait_for_save(self) -> None:
         if self._mover is not None:
             self._mover.save(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Loads that have ended; what the next two hooks return belongs to them."""
+        """Return the loads that have ended; the results of the next two hooks belong to them."""
         if self._mover is None:
             return None, None
         ended = self._mover.collect(idle=self._orders().idle)
@@ -338,22 +343,24 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
 
 def _worst(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Leading blocks that are good on every rank, by request, from what two tell."""
+    """Return for each request the leading blocks that are good on every rank, from two reports."""
     return {**one, **{request_id: min(good, one.get(request_id, good)) for request_id, good in other.items()}}
 
 
 def _is_beyond_tokens(request: "Request") -> bool:
-    """Whether its blocks depend on more than their names say here, and so stay in the engine's own cache.
+    """Return whether the request's blocks depend on more than their names cover here.
 
-    An adapter is in the salt (ADR 13); workers take no work with one and without a salt. Names could have images in them as
-    well (rule 4 of `kvstore.block`); such requests are not followed here yet.
+    They then stay in the engine's own cache.
+
+    The salt covers an adapter (ADR 13), and workers refuse an adapter without a salt. Names could also cover images
+    (rule 4 of `kvstore.block`), but such requests are not followed here yet.
     """
     nameless_adapter = request.lora_request is not None and not request.cache_salt
     return bool(request.mm_features) or nameless_adapter or request.prompt_embeds is not None
 
 
 def _end_with_parent(scratch: str) -> None:
-    """End this process when the worker process is gone; vLLM's other processes end with this one."""
+    """End this process when the worker process has gone; vLLM's other processes end with this one."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return  # the engine runs in the worker process itself

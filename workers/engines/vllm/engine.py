@@ -1,6 +1,6 @@
-"""vLLM embedded in the worker's process: our `Engine` over its `AsyncLLM`. A translation and nothing more.
+"""vLLM engine: the `Engine` port over vLLM's `AsyncLLM`, embedded in the worker's process. It only translates.
 
-vLLM runs its scheduler and its model in processes of their own and starts them by spawning, so the program that calls
+vLLM runs its scheduler and its model in processes of their own and starts them by spawning, so a program that calls
 `open_engine` needs the `if __name__ == "__main__"` guard.
 """
 
@@ -59,16 +59,16 @@ __all__ = ["available", "open_engine", "open_rank"]
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 10.0  # how long a start waits for the KV store node, which may be starting as well
-HEALTH_SECONDS = 0.5  # a dead engine with work in flight says so at once; an idle one is asked this often
+HEALTH_SECONDS = 0.5  # how often an idle engine is checked; a dead engine with work in flight is noticed at once
 
 
 @asynccontextmanager
 async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
-    """Start vLLM; ready after 15 to 30 s on CPUs.
+    """Run vLLM while the context is open; the start takes 15 to 30 s on CPUs.
 
     Raises:
         ConfigurationRefused: Names the setting that vLLM cannot work with; nothing was started.
-        EngineDied: vLLM ended while starting; the cause is in its log, above.
+        EngineDied: vLLM ended while starting; its log above has the cause.
     """
     vllm_launch.check(settings)
     scratch = Path(tempfile.mkdtemp(prefix="fleet-vllm-"))
@@ -87,21 +87,21 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
                 await asyncio.to_thread(awaited.close)
             await asyncio.to_thread(_stop, llm)
             del llm, engine
-            gc.collect()  # its finaliser would run when the interpreter ends, and fail there
+            gc.collect()  # otherwise its finaliser would run and fail when the interpreter ends
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 async def _start(settings: WorkerSettings, scratch: Path) -> "Started":
     await asyncio.to_thread(_import_vllm)
-    starting = asyncio.ensure_future(  # noqa: TID251 - owned by the next lines, which never leave it behind
+    starting = asyncio.ensure_future(  # noqa: TID251 - the next lines wait for it in every case
         asyncio.to_thread(_start_blocking, settings, scratch)
     )
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # vLLM cannot be interrupted while it starts, and must not be left behind. Without its processes it gives up, which may take
-        # minutes otherwise, and if a rank of a group is gone, for ever; where it has none, it ends as soon as it has started.
+        # vLLM cannot be interrupted while it starts, and must not stay behind. It gives up once its processes are killed. Otherwise
+        # it may take minutes, or for ever if a rank of a group is gone. Without processes it ends as soon as it has started.
         while not starting.done():
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)
@@ -114,7 +114,7 @@ async def _start(settings: WorkerSettings, scratch: Path) -> "Started":
 
 
 def _import_vllm() -> None:
-    """Apart from the start: vLLM keeps tracebacks of its imports, and with them whatever their callers hold."""
+    """Import vLLM before the start, because it keeps tracebacks of its imports and so the objects of their callers."""
     import vllm.v1.engine.async_llm  # noqa: F401, PLC0415 - takes seconds, and only this worker needs it
 
     vllm_launch.end_quickly()
@@ -128,7 +128,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
     if settings.store:
         vllm_launch.check_model(config)
     namespace = namespace_of(config, model=settings.model, revision=revision)
-    # Of a head, each in a rank's memory of its own.
+    # Each replica of a head lies in the memory of another rank.
     replicas = max(1, vllm_launch.ranks_of(settings) // max(namespace.kv_heads, 1))
     vllm_launch.check_cache(settings, namespace.block_bytes * replicas)
     store_id, awaited = _meet_store(settings, namespace) if settings.store else (None, None)
@@ -156,7 +156,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
 
 
 def _stop(llm: "AsyncLLM") -> None:
-    if llm.output_handler is not None:  # it would take the end of the engine for a failure
+    if llm.output_handler is not None:  # it would report the end of the engine as a failure
         llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     llm.shutdown()
 
@@ -170,9 +170,9 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path) -> "VllmC
 
 
 def _meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[StoreId | None, StoreClient | None]":
-    """Return who the store node is; where it does not answer yet, the client that joins it as soon as it does.
+    """Return the store node's id; if it does not answer yet, a client that joins it as soon as it does.
 
-    vLLM's own processes have clients of their own, which join by themselves too (`vllm_connector`).
+    vLLM's own processes have clients of their own, which also join by themselves (`workers.engines.vllm.connector`).
 
     Raises:
         ConfigurationRefused: The node answers, and cannot hold these blocks.
@@ -184,7 +184,7 @@ def _meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[Stor
     except StoreError as error:
         raise ConfigurationRefused(f"store: {error}") from error
     if not client.joined:
-        log.warning("the store node does not answer, starting without it", extra={"address": settings.store})
+        log.warning("store unreachable, starting without it", extra={"address": settings.store})
         return None, client
     with client:
         if not _can_share(client, settings):
@@ -202,11 +202,12 @@ def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
 
 
 Started = tuple["AsyncLLM", EngineFacts, int, StoreClient | None]
-"""vLLM, what it is, bytes of a block, and the client that joins a store node which did not answer; None: none is awaited."""
+"""vLLM, its facts, the bytes of a block, and the client that joins a store node which did not answer; None: the node
+answered, or there is none."""
 
 
 class _InFlight:
-    """A request that vLLM is working on."""
+    """A request that vLLM works on."""
 
     def __init__(self, start: Start):
         self.start = start
@@ -215,7 +216,7 @@ class _InFlight:
 
 
 class VllmEngine:
-    """`Engine` over a started `AsyncLLM`; made by `open_engine`."""
+    """Implements `Engine` over a started `AsyncLLM`; made by `open_engine`."""
 
     def __init__(
         self,
@@ -239,25 +240,25 @@ class VllmEngine:
         self._tasks = tasks
         self._vocab_size = llm.model_config.get_vocab_size()
         self._requests: dict[RequestId, _InFlight] = {}
-        self._step: list[Progress | Rejected] = []  # of this turn of the event loop
+        self._step: list[Progress | Rejected] = []  # outputs of this turn of the event loop
         self._steps: deque[EngineOutput] = deque()  # bounded by what the requests in flight may generate
         self._arrived = asyncio.Event()
         self._dead: str | None = None
-        self._lent_until: deque[float] = deque()  # by the event loop's clock; bounded by hand-offs in a lease
+        self._lent_until: deque[float] = deque()  # on the event loop's clock; bounded by the handoffs within a lease
         self._prefilled = _keep_prefill_stats(llm)
         self._novel = NovelWork()
         self._counters = _step_readers(scratch, vllm_spread.engines(settings))
 
     @property
     def facts(self) -> EngineFacts:
-        """Return what the engine says of itself: with the store from when a node that was awaited has answered."""
+        """Return the engine's description, which includes the store once an awaited node has answered."""
         if self._awaited is not None and self._awaited.joined:
             client, self._awaited = self._awaited, None
             if _can_share(client, self._settings):
                 store_id = StoreId(client.store_id)
                 self._facts = facts_with_store(self._facts, self._settings.kv_paths, store_id)
             else:
-                log.error("the store node offers no shared memory, which several ranks need; going on without it")
+                log.error("store offers no shared memory, which several ranks need; going on without it")
             client.close()
         return self._facts
 
@@ -288,7 +289,7 @@ class VllmEngine:
 
     async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
         if not vllm_launch.tells_events(self._settings):
-            await asyncio.Event().wait()  # for ever: routers take its cache for empty
+            await asyncio.Event().wait()  # for ever: routers believe that its cache is empty
         books = KvEventTranslator(
             block_tokens=self._facts.block_tokens,
             algorithm=HashAlgorithm.SHA256_128,
@@ -304,12 +305,10 @@ class VllmEngine:
             if (alert := health.alert(Nanos(0))) is not told:
                 told = alert
                 if alert is not None:
-                    log.error(
-                        "vLLM's KV events are of no use; routers take its cache for empty", extra={"alert": alert}
-                    )
+                    log.error("kv events unusable, routers believe that the cache is empty", extra={"alert": alert})
 
     def load(self) -> LoadReport:
-        """Counted here: as many as fit the batch run, the rest waits; blocks that requests share count for each."""
+        """Return an estimate: as many requests as fit the batch run, and shared blocks count for each request."""
         held = sum(
             blocks_for(len(request.start.tokens) // TOKEN_BYTES + request.generated, self._facts.block_tokens)
             for request in self._requests.values()
@@ -337,26 +336,29 @@ class VllmEngine:
 
     @property
     def lent(self) -> int:
-        """Those whose lease may still run: vLLM tells nobody outside of its own processes that blocks were fetched."""
+        """The number of handoffs whose lease may still run; vLLM does not report that blocks were fetched."""
         now = asyncio.get_running_loop().time()
         while self._lent_until and self._lent_until[0] <= now:
             self._lent_until.popleft()
         return len(self._lent_until)
 
     async def watch(self) -> None:
-        """Notice an engine that died while nothing was in flight."""
+        """Notice an engine that dies while no request is in flight."""
         while self._dead is None:
             await asyncio.sleep(HEALTH_SECONDS)
             if self._llm.errored:
                 self._die()
 
     def stop(self) -> None:
-        """Cancel what is in flight; its tasks end by themselves."""
+        """Cancel the requests in flight; their tasks end by themselves."""
         for request_id in list(self._requests):
             self.cancel(request_id)
 
     def _is_working(self, engine: int) -> bool:
-        """True if one of vLLM's engines holds requests; where there are several, vLLM's client says which one has which."""
+        """Return whether one of vLLM's engines holds requests.
+
+        If there are several, vLLM's client knows which engine has which.
+        """
         client = self._llm.engine_core
         if (held := getattr(client, "engine_inflight", None)) is None:
             return bool(self._requests)
@@ -368,7 +370,7 @@ class VllmEngine:
         if start.request_id in self._requests:
             return _rejected(start, Reason.INVALID_ARGUMENT, "request_id", "is in use")
         if int(np.frombuffer(start.tokens, dtype="<u4").max()) >= self._vocab_size:
-            # Such a token would end the engine, not only the request.
+            # Such a token would kill the engine, not only the request.
             return _rejected(start, Reason.INVALID_ARGUMENT, "tokens", f"the vocabulary has {self._vocab_size} tokens")
         if start.adapter and not self._adapter_files.are_as_described(start.adapter):
             return _rejected(start, Reason.NO_WORKER, "adapter", f"the files of {start.adapter!r} have changed here")
@@ -387,12 +389,12 @@ class VllmEngine:
             await self._generate(request)
         except EngineDeadError:
             self._die()
-        except (VLLMClientError, ValueError) as error:  # its two kinds of validation
-            # What else could be wrong with its sampling, the router has looked at.
+        except (VLLMClientError, ValueError) as error:  # vLLM's two kinds of validation errors
+            # The router has checked all other sampling parameters.
             field = "sampling" if start.sampling.form is None else "sampling.form"
             self._tell(_rejected(start, Reason.INVALID_ARGUMENT, field, str(error)))
         except VLLMError as error:
-            log.exception("vLLM gave a request up", extra={"request": start.request_id})
+            log.exception("request failed in vllm", extra={"request": start.request_id})
             self._tell(_rejected(start, Reason.INTERNAL, "", f"the engine gave up: {error}"))
         finally:
             del self._requests[start.request_id]
@@ -418,7 +420,7 @@ class VllmEngine:
     def _progress(self, request: _InFlight, output: "RequestOutput") -> Progress | Rejected:
         start = request.start
         (completion,) = output.outputs
-        stats = self._prefilled.pop(start.request_id, None)  # there with the first tokens
+        stats = self._prefilled.pop(start.request_id, None)  # present with the first tokens
         if self._novel:
             self._novel.brought(start.request_id)
         request.generated += len(completion.token_ids)
@@ -431,7 +433,7 @@ class VllmEngine:
             )
         finish = vllm_requests.FINISHES.get(completion.finish_reason)
         if finish is None and start.sampling.form is not None and not request.generated:
-            fault = "the engine's grammar library does not take it; its log has the cause"
+            fault = "the engine's grammar library refuses it; the engine's log has the cause"
             return _rejected(start, Reason.INVALID_ARGUMENT, "sampling.form", fault)
         if finish is None:
             return _rejected(start, Reason.INTERNAL, "", f"the engine gave up: {completion.finish_reason}")
@@ -455,11 +457,14 @@ class VllmEngine:
         return vllm_requests.report_of(start, counts, self._facts, self._block_bytes)
 
     async def _abort(self, request_id: RequestId) -> None:
-        """Abort; vLLM answers with a last output, which ends the request's task."""
+        """Abort a request; vLLM answers with a last output, which ends the request's task."""
         await self._llm.abort(request_id)
 
     def _tell(self, item: Progress | Rejected) -> None:
-        """Add to this step. vLLM wakes all requests of a step in one turn of the loop; the next turn sends them."""
+        """Add an output to this step.
+
+        vLLM wakes all requests of a step in one turn of the event loop; the next turn sends them.
+        """
         if not self._step:
             asyncio.get_running_loop().call_soon(self._end_step)
         self._step.append(item)
@@ -476,21 +481,21 @@ class VllmEngine:
 
 
 def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
-    """The counters by number of the engine; engines of another node count their steps there."""
+    """Return the step counters by engine number; engines on another node count their steps there."""
     readers = {}
     for engine in range(engines):
         with suppress(OSError):
             readers[engine] = StepReader(step_file(scratch, engine))
     if not readers:
-        log.warning("vLLM runs without Fleet's connector and does not show its steps; nobody will notice when it hangs")
+        log.warning("vllm runs without Fleet's connector, so a hang stays unnoticed")
     return readers
 
 
 def _keep_prefill_stats(llm: "AsyncLLM") -> "dict[str, PrefillStats]":
-    """Where prompt tokens came from, by request: in the returned dict before anybody gets the first new token.
+    """Return a dict that gets each request's prefill statistics before its first new token is delivered.
 
-    vLLM's engine says it with the first output of a request, and its output processor keeps no more than a sum. The
-    processor outlives the engine here and there (in tracebacks), so it must not lead back to it.
+    vLLM's engine sends them with the first output of a request, and its output processor keeps only a sum. Tracebacks
+    may keep the processor alive longer than the engine, so it must not refer to the engine.
     """
     prefilled: dict[str, PrefillStats] = {}
     processor = llm.output_processor

@@ -1,9 +1,10 @@
-"""A vLLM engine over several nodes: what each node's part of it is told, and the parts that do not lead.
+"""Headless rank: this node's part of a vLLM engine that another node leads.
 
-vLLM spreads an engine in two ways (0.32, multiprocessing executor): ranks of one model over nodes, which take orders from the first
-node's scheduler (tensor and pipeline parallelism), or whole engines beside each other that are given requests by the first node's client
-(data parallelism, which with `enable_expert_parallel` shares out the experts). In both the further nodes run what vLLM calls headless:
-it has a process of its own here, since it blocks, and has to end when the leader is gone, which vLLM itself does not see.
+vLLM spreads an engine in two ways (0.32, multiprocessing executor). Ranks of one model on several nodes follow the
+first node's scheduler (tensor and pipeline parallelism). Or whole engines run beside each other, and the first node's
+client gives them requests (data parallelism, which shares out the experts with `enable_expert_parallel`). In both
+cases the further nodes run vLLM's headless mode. It has a process of its own here, because it blocks, and because it
+has to end when the leader has gone, which vLLM itself does not notice.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 10.0  # for vLLM's processes to end by themselves
+STOP_SECONDS = 10.0  # within which vLLM's processes have to end by themselves
 
 
 @asynccontextmanager
@@ -37,7 +38,7 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
     """Run this node's part of an engine that another node leads, while the context is open.
 
     Args:
-        settings: Of a group that has formed.
+        settings: Settings with a group that has formed.
 
     Raises:
         ConfigurationRefused: Names the setting that vLLM cannot work with; nothing was started.
@@ -61,10 +62,10 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
 
 
 async def _watch(process: BaseProcess) -> None:
-    """Until it ends.
+    """Wait until the process ends.
 
     Raises:
-        EngineDied: It has.
+        EngineDied: The process has ended.
     """
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -81,17 +82,17 @@ def _stop(process: BaseProcess) -> None:
     process.terminate()
     process.join(STOP_SECONDS)
     if process.is_alive():
-        log.warning("vLLM does not end, and is killed")
+        log.warning("vllm does not end, killing it")
         process.kill()
         process.join()
-    for each in family:  # a rank that is stopped has seen nothing of all that
+    for each in family:  # a stopped rank has not reacted to any of this
         with suppress(psutil.NoSuchProcess):
             each.kill()
     process.close()
 
 
 def _main(settings: WorkerSettings, scratch: Path) -> None:
-    """The process: vLLM's own headless mode, told what the leader is told but for the rank."""
+    """Run vLLM's own headless mode in this process, with the leader's arguments apart from the rank."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from vllm.entrypoints.cli.serve import run_headless  # noqa: PLC0415 - takes seconds, and only this process needs it
 
@@ -102,7 +103,7 @@ def _main(settings: WorkerSettings, scratch: Path) -> None:
 
 
 def _end_with_parent() -> None:
-    """Nobody else would tell vLLM that the worker was killed."""
+    """End this process when the worker process was killed, because vLLM does not notice that."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

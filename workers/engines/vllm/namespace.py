@@ -1,4 +1,4 @@
-"""What a vLLM engine's KV blocks mean: the namespace that both sides of the connector and the worker agree on."""
+"""KV namespace of a vLLM engine, which the worker and both sides of the connector compute alike."""
 
 import hashlib
 import json
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def weights_revision(model_dir: Path) -> str:
-    """Digest of a model folder's configuration and weights; see `workers.engines.weights.revision_of`."""
+    """Return a digest of a model folder's configuration and weights (`workers.engines.weights.revision_of`)."""
     return revision_of(
         [model_dir / "config.json", *model_dir.glob("*.safetensors"), *model_dir.glob("*.safetensors.index.json")]
     )
 
 
 def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamespace:
-    """The namespace of the blocks of an engine with this configuration.
+    """Return the namespace of the blocks of an engine with this configuration.
 
     Args:
-        config: As vLLM made it from its arguments.
+        config: vLLM's configuration, made from its arguments.
         model: Served name.
-        revision: See `weights_revision`.
+        revision: Result of `weights_revision`.
     """
     import torch  # noqa: PLC0415 - heavy; only processes with an engine have it
 
@@ -35,11 +35,11 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
     cache_dtype = config.cache_config.cache_dtype
     dtype = str(model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
     known = getattr(torch, dtype, None)
-    # Not known to torch by that name: fp8, and what `vllm_launch.check_model` lets into no store.
+    # torch does not know fp8 by that name, nor the types that `launch.check_model` refuses with a store.
     element_bytes = known.itemsize if known is not None else 1
     block_tokens = config.cache_config.block_size
     layers = model_config.get_num_layers(config.parallel_config)
-    # Keys and values together; of latent KV (MLA) one vector that is both, and that every rank has whole.
+    # Keys and values together; latent KV (MLA) has one vector for both, which every rank has as a whole.
     kv_heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
     head_dim = model_config.get_head_size() * (1 if model_config.use_mla else 2)
     # Options that change the values without changing the weights.
@@ -61,7 +61,10 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
 
 
 def _rotation(model: "ModelConfig") -> str:
-    """Which of two sets of rotary factors a model with longrope uses: vLLM chooses by `max_model_len`. Empty for all others."""
+    """Return which of two sets of rotary factors a longrope model uses, which vLLM chooses by `max_model_len`.
+
+    Empty for other models.
+    """
     parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
     for rope in [parameters, *parameters.values()]:  # nested by the kind of layer in some models
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
@@ -70,10 +73,10 @@ def _rotation(model: "ModelConfig") -> str:
 
 
 def check_groups(groups: "KVCacheConfig") -> None:
-    """Refuse blocks of another kind than the store's: of several kinds, or such as vLLM drops from a request's middle.
+    """Refuse blocks that the store cannot hold: several kinds, or blocks that vLLM drops from a request's middle.
 
     Raises:
-        LayoutMismatch: Where vLLM decided so by what is not known before it starts.
+        LayoutMismatch: vLLM chose such blocks by facts that are unknown before its start.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415 - heavy
 

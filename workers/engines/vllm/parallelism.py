@@ -1,4 +1,4 @@
-"""How one vLLM engine is shared out among nodes: what of it can be, and the arguments that say so. Facts of vLLM 0.32."""
+"""Parallelism of a vLLM engine over nodes: which settings are possible, and vLLM's arguments for them (vLLM 0.32)."""
 
 from typing import Any
 
@@ -21,14 +21,14 @@ NOT_IN_A_GROUP = (
     "data_parallel_external_lb",
     "data_parallel_hybrid_lb",
 )
-"""Ways in which each node would have clients of its own; in a group the first has them all."""
+"""Options that give each node clients of its own; in a group the first node has them all."""
 
 
 def degree(settings: WorkerSettings, name: str) -> int:
-    """`tensor_parallel_size` and the like.
+    """Return a degree such as `tensor_parallel_size`.
 
     Raises:
-        ConfigurationRefused: It is no number of at least 1.
+        ConfigurationRefused: The value is not a number of at least 1.
     """
     size = settings.vllm.extra_args.get(name, 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -37,12 +37,12 @@ def degree(settings: WorkerSettings, name: str) -> int:
 
 
 def engines(settings: WorkerSettings) -> int:
-    """Engines side by side that share the requests (data parallelism)."""
+    """Return the number of engines side by side that share the requests (data parallelism)."""
     return degree(settings, "data_parallel_size")
 
 
 def ranks(settings: WorkerSettings) -> int:
-    """Processes that each of these engines computes with."""
+    """Return the number of processes that each of these engines computes with."""
     names = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
     size = 1
     for name in names:
@@ -51,7 +51,7 @@ def ranks(settings: WorkerSettings) -> int:
 
 
 def check(settings: WorkerSettings) -> None:
-    """Refuse what cannot be spread as it is told to be.
+    """Refuse settings that vLLM cannot spread over nodes.
 
     Raises:
         ConfigurationRefused: Names the setting.
@@ -65,7 +65,7 @@ def check(settings: WorkerSettings) -> None:
         return
     for name in (*SAID_BY_GROUP, *NOT_IN_A_GROUP):
         if name in extra:
-            raise ConfigurationRefused(f"vllm.extra_args.{name}: is for `group` to say; leave it out")
+            raise ConfigurationRefused(f"vllm.extra_args.{name}: is set by `group`; leave it out")
     if (backend := extra.get("distributed_executor_backend", "mp")) != "mp":
         raise ConfigurationRefused(
             f"vllm.extra_args.distributed_executor_backend: must be mp with `group`, not {backend}"
@@ -78,7 +78,7 @@ def check(settings: WorkerSettings) -> None:
 
 
 def _check_shares(group: GroupSettings, of_data: int, of_each: int) -> None:
-    """Each node has whole engines, or each engine has whole nodes; vLLM does not know other ways."""
+    """Refuse a group unless each node has whole engines, or each engine has whole nodes; vLLM supports nothing else."""
     whole_engines = of_data % group.nodes == 0
     whole_nodes = group.nodes % of_data == 0 and of_each % (group.nodes // of_data) == 0
     if not whole_engines and not whole_nodes:
@@ -89,10 +89,10 @@ def _check_shares(group: GroupSettings, of_data: int, of_each: int) -> None:
 
 
 def arguments(settings: WorkerSettings) -> dict[str, Any]:
-    """Of the engine, for this node; none where there is one.
+    """Return the engine's arguments for this node; empty without a group.
 
     Args:
-        settings: Checked, of a group that has formed.
+        settings: Checked settings with a group that has formed.
     """
     group = settings.group
     if group is None:

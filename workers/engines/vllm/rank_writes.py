@@ -1,18 +1,22 @@
-"""How the ranks of one engine write a block of the store together, each its share of the heads. Knows nothing of vLLM.
+"""Rank writes: how the ranks of one engine write a store block together, each rank its share of the heads.
+
+It knows nothing of vLLM.
 
 Rules:
 
-1. Blocks in the store are whole (`kvstore.layouts.rank_shards`). The first rank leads: it reserves places, orders the others to write
-   their shares there, writes its own meanwhile, and publishes the blocks that every rank has told to be written, once.
-2. Whatever a rank does not write, or not in time, the leader does not publish: its place is free again at once, or when
-   the reservation ends if it is the leader that died. What a late rank still writes there changes no checksum.
-3. Orders name blocks by the step and the save that they belong to, which are the same on all ranks, since all get the
-   same orders from the scheduler. So a rank that missed one is not confused by it: it answers that it has nothing.
-4. Urgent blocks and deferred ones have a lane each, a socket of their own in a folder that only this engine's processes
-   can enter. On each lane there is one order at a time. Orders wait for answers, and followers for orders, up to a
-   deadline; saves that run into it are lost, which is a later miss. A rank that leaves an order unanswered is given no
-   more of that save, and then nothing for a pause (`kvstore.circuit_breaker`): the others have better to do than to wait for it.
-5. Where several ranks hold the same head, they take turns: one of them writes it, the others add nothing.
+1. Blocks in the store are whole (`kvstore.shares`). The first rank leads: it reserves places, orders the other ranks
+   to write their shards there, writes its own shard meanwhile, and publishes once the blocks that every rank has
+   written.
+2. The leader does not publish a block that a rank did not write in time. Its place is free again at once, or when the
+   reservation ends if the leader died. A late write there changes no checksum.
+3. Orders name blocks by their step and save, which are the same on all ranks, because the scheduler gives all ranks
+   the same orders. So a rank that missed an order is not confused by it: it answers that it has nothing.
+4. Urgent and deferred blocks have a channel each: a socket in a folder that only this engine's processes can enter.
+   Each channel carries one order at a time. Orders wait for answers, and followers wait for orders, up to a deadline;
+   saves that exceed it are lost, which is only a later miss. A rank that leaves an order unanswered gets no more of
+   that save, and then nothing for a pause (`kvstore.breaker`), so that the other ranks do not wait for it again and
+   again.
+5. If several ranks hold the same head, they take turns: one of them writes it, and the others add nothing.
 """
 
 import logging
@@ -38,21 +42,23 @@ from kvstore.namespace import KvNamespace
 
 log = logging.getLogger(__name__)
 
-JOIN = Nanos(60 * SECOND)  # engines start their ranks together, but some machines have more of them than cores
-LEAD = Nanos(2 * SECOND)  # for the answers to an order
-FOLLOW = Nanos(4 * SECOND)  # for the next order of a save: the leader may wait for the node, and for another rank
+JOIN = Nanos(60 * SECOND)  # engines start their ranks together, but some machines have fewer cores than ranks
+LEAD = Nanos(2 * SECOND)  # the wait for the answers to an order
+FOLLOW = Nanos(4 * SECOND)  # the wait for a save's next order: the leader may wait for the node, and for another rank
 
-ORDER_BLOCKS = 256  # of one order at most, which is then 10 KB
-ENDED_SAVES = 1024  # of one message, likewise
-ORDER_BYTES = 256 << 20  # of one order's blocks, unless one is larger: a fraction of `LEAD` on any machine
+ORDER_BLOCKS = 256  # the most blocks in one order, which is then 10 KB
+ENDED_SAVES = 1024  # the most ended saves in one message
+ORDER_BYTES = (
+    256 << 20
+)  # the blocks of one order, unless one block is larger; written well within `LEAD` on any machine
 MESSAGE_BYTES = 64 << 10
 
 SaveKey = tuple[int, int]
-"""Which save: the number of its step, and its place in the step's list."""
+"""Identifies a save: the number of its step, and its position in the step's list."""
 
 
 class RankChannel(IntEnum):
-    URGENT = 0  # by the engine's thread, within a step
+    URGENT = 0  # used by the engine's thread, within a step
     DEFERRED = 1
 
 
@@ -64,16 +70,16 @@ class SavedBlock(Struct, frozen=True, array_like=True):
 
 
 class RankPosition(Struct, frozen=True):
-    """One rank among those of an engine, and what it holds of a block."""
+    """One rank among those of an engine, and its shard of a block."""
 
     rank: int
     ranks: int
-    replicas: int  # ranks that hold the same head
+    replicas: int  # the number of ranks that hold the same head
     share: RankShard
 
     @classmethod
     def of(cls, namespace: KvNamespace, *, rank: int, ranks: int) -> Self:
-        """The seat of that rank.
+        """Return the position of a rank.
 
         Raises:
             LayoutMismatch: The heads cannot be shared out among so many ranks.
@@ -86,7 +92,7 @@ class RankPosition(Struct, frozen=True):
         return self.rank == 0
 
     def writes(self, turn: int) -> bool:
-        """Whether it is this one of its replicas that writes (rule 5)."""
+        """Return whether it is this rank's turn among its replicas to write (rule 5)."""
         return turn % self.replicas == self.rank % self.replicas
 
 
@@ -96,40 +102,41 @@ class RankHello(Struct, frozen=True, array_like=True):
 
 
 class WriteOrder(Struct, frozen=True, array_like=True):
-    """From the leader: write these blocks, or nothing; and what is over."""
+    """The leader's order to write these blocks, or none, and the saves that are over."""
 
     number: int
     grant: WriteGrant | None = None
-    first: int = 0  # of these places among all that were reserved with them
-    blocks: tuple[SavedBlock, ...] = ()  # one a place
-    ended: tuple[SaveKey, ...] = ()  # nothing more comes of these saves
+    first: int = 0  # index of the first place among all reserved places
+    blocks: tuple[SavedBlock, ...] = ()  # one for each place
+    ended: tuple[SaveKey, ...] = ()  # saves without further orders
 
     @property
     def save(self) -> SaveKey:
-        """The one that it is about, or the first of them."""
+        """The save that the order is about, or the first of them."""
         return self.blocks[0].save if self.blocks else self.ended[0]
 
 
 class WrittenShards(Struct, frozen=True, array_like=True):
-    """To the leader: what this rank adds to the checksums of the blocks that it wrote, by place."""
+    """A rank's answer to the leader: what it adds to the checksums of the blocks that it wrote, by place."""
 
     number: int
     sums: dict[int, int]
 
 
 class LeaderLost(Exception):
-    """The first rank is gone, and the engine with it."""
+    """The first rank has gone, and the engine with it."""
 
 
 Source: TypeAlias = "Callable[[SavedBlock], Block | None]"
-"""A rank's share of a block; None: it does not have it. Valid until `kvstore.client.store_client.batch_blocks` more have been asked for."""
+"""Returns a rank's shard of a block; None: the rank does not have it. It stays valid until `kvstore.client.batch_blocks`
+more were asked for."""
 
 
 class LeaderRank:
-    """The first rank's end of all lanes."""
+    """The first rank's end of all channels."""
 
     def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
-        """Listens on a Unix socket at that path from now on; see `gather`."""
+        """Listen on a Unix socket at that path; `gather` accepts the other ranks."""
         self.seat = seat
         self._client = client
         self._clock = clock
@@ -140,7 +147,7 @@ class LeaderRank:
         self._turns = [threading.Lock() for _ in RankChannel]
         self._numbers = [0 for _ in RankChannel]
         self._followers: list[dict[int, socket.socket]] = [{} for _ in RankChannel]  # by rank
-        self._answering = [CircuitBreaker() for _ in RankChannel]  # whether all of them do
+        self._answering = [CircuitBreaker() for _ in RankChannel]  # open while a rank does not answer
         self._lost = False
         self._at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
 
@@ -148,7 +155,7 @@ class LeaderRank:
         """Wait until every other rank has joined.
 
         Raises:
-            TimeoutError: One has not.
+            TimeoutError: A rank has not joined.
         """
         deadline = Nanos(self._clock.now() + JOIN)
         while any(len(lane) < self.seat.ranks - 1 for lane in self._followers):
@@ -171,15 +178,15 @@ class LeaderRank:
         tenant: bytes,
         ended: Sequence[SaveKey],
     ) -> int:
-        """Have all ranks write what the store does not hold of these; how many it holds newly.
+        """Let all ranks write the blocks that the store lacks; return how many blocks the store holds newly.
 
         Args:
-            lane: On which the followers expect it.
+            lane: The channel on which the followers expect the order.
             names: The chain from its start.
-            blocks: Which they are, one a name.
-            source: This rank's share of them.
+            blocks: The identity of each block, one for each name.
+            source: This rank's shards.
             tenant: Salt of the chain.
-            ended: Saves that nothing more will be ordered of.
+            ended: Saves without further orders.
         """
         with self._turns[lane]:
             grant: WriteGrant | None = None
@@ -188,7 +195,7 @@ class LeaderRank:
                 if names and not self._lost and self._answering[lane].allows(self._clock.now()):
                     grant = self._client.reserve(names, tenant=tenant)
                 if grant is not None:
-                    self._have(lane, grant, blocks, source, checksums)
+                    self._order_all(lane, grant, blocks, source, checksums)
             finally:
                 for first in range(0, len(ended), ENDED_SAVES):
                     self._order(lane, WriteOrder(self._number(lane), ended=tuple(ended[first : first + ENDED_SAVES])))
@@ -196,14 +203,14 @@ class LeaderRank:
         return published
 
     def close(self) -> None:
-        """Followers learn it."""
+        """Close all channels, which the followers notice."""
         for lane in self._followers:
             for follower in lane.values():
                 follower.close()
         self._listener.close()
         self._path.unlink(missing_ok=True)
 
-    def _have(
+    def _order_all(
         self,
         lane: RankChannel,
         grant: WriteGrant,
@@ -211,7 +218,10 @@ class LeaderRank:
         source: Source,
         checksums: dict[int, int],
     ) -> None:
-        """Have blocks written, order by order until a rank leaves one unanswered; adds the checksums of what all have written."""
+        """Order writes until a rank leaves an order unanswered.
+
+        Add the checksums of the blocks that all ranks have written.
+        """
         for first in range(0, len(grant.places), self._at_once):
             part = grant.some(first, first + self._at_once)
             order = WriteOrder(self._number(lane), part, first, tuple([blocks[index] for index in part.places.indices]))
@@ -238,19 +248,19 @@ class LeaderRank:
                 self._lose(rank, error)
 
     def _answer(self, rank: int, follower: socket.socket, number: int, deadline: Nanos) -> Mapping[int, int] | None:
-        """What it adds to the checksums; None if it does not say."""
+        """Return what a rank adds to the checksums; None if it does not answer."""
         while not self._lost:
             try:
                 follower.settimeout(_left(deadline, self._clock))
                 message = follower.recv(MESSAGE_BYTES)
             except TimeoutError:
-                log.warning("a rank does not answer; blocks are not kept", extra={"rank": rank})
+                log.warning("engine rank does not answer, blocks are not kept", extra={"rank": rank})
                 break
             except OSError as error:
                 self._lose(rank, error)
                 break
             if not message:
-                self._lose(rank, EOFError("it closed its end"))
+                self._lose(rank, EOFError("the rank closed its end"))
                 break
             told = msgspec.msgpack.decode(message, type=WrittenShards)
             if told.number == number:
@@ -259,7 +269,7 @@ class LeaderRank:
 
     def _lose(self, rank: int, error: Exception) -> None:
         if not self._lost:
-            log.warning("a rank is gone; blocks are not kept any more", extra={"rank": rank, "cause": str(error)})
+            log.warning("engine rank lost, blocks are not kept any more", extra={"rank": rank, "cause": str(error)})
         self._lost = True
 
     def _number(self, lane: RankChannel) -> int:
@@ -268,32 +278,34 @@ class LeaderRank:
 
 
 class FollowerRank:
-    """Another rank's end of its lanes. On each lane, one thread at a time."""
+    """Another rank's end of its channels, each of which one thread uses at a time."""
 
     def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
-        """Joins the leader at that path, which may be starting.
+        """Join the leader at that path, which may still be starting.
 
         Raises:
-            TimeoutError: It does not come up.
+            TimeoutError: The leader does not start.
         """
         self.seat = seat
         self._client = client
         self._clock = clock
         deadline = Nanos(clock.now() + JOIN)
         self._lanes = [_join(path, RankHello(seat.rank, lane), deadline, clock) for lane in RankChannel]
-        self._early: WriteOrder | None = None  # of a save to come
+        self._early: WriteOrder | None = None  # an order of a later save
 
     def follow(self, save: SaveKey, source: Source) -> bool:
-        """Write this rank's share of an urgent save, as it is ordered to; False: no order came, and none is likely to in this step.
+        """Write this rank's shard of an urgent save as the leader orders.
+
+        Return False if no order came, and none is likely in this step.
 
         Raises:
-            LeaderLost: Nobody orders anything any more.
+            LeaderLost: The leader has gone, so no orders will come.
         """
         while True:
             deadline = Nanos(self._clock.now() + FOLLOW)
             order, self._early = self._early or self._next(RankChannel.URGENT, deadline), None
             if order is None:
-                log.warning("the first rank orders nothing; blocks are not kept")
+                log.warning("first rank orders nothing, blocks are not kept")
                 return False
             if order.save > save:
                 self._early = order
@@ -304,7 +316,10 @@ class FollowerRank:
                 return True
 
     def orders(self, source: Source) -> Iterator[Sequence[SaveKey]]:
-        """Write this rank's share of deferred blocks, as it is ordered to, until the leader is gone: saves that are over."""
+        """Write this rank's shards of deferred blocks as ordered, until the leader has gone.
+
+        Yield saves that are over.
+        """
         with suppress(LeaderLost):
             while True:
                 order = self._next(RankChannel.DEFERRED, None)
@@ -314,7 +329,7 @@ class FollowerRank:
                 yield order.ended
 
     def close(self) -> None:
-        """Threads that wait for orders end."""
+        """Close the channels, which ends the threads that wait for orders."""
         for lane in self._lanes:
             with suppress(OSError):  # the leader has closed it
                 lane.shutdown(socket.SHUT_RDWR)
@@ -337,22 +352,22 @@ class FollowerRank:
         sums: Mapping[int, int] = {}
         try:
             sums = _put(self._client, self.seat, order, source)
-        finally:  # the leader waits for an answer, whatever it is
+        finally:  # the leader waits for any answer
             try:
                 self._lanes[lane].settimeout(seconds(LEAD))
                 self._lanes[lane].send(msgspec.msgpack.encode(WrittenShards(order.number, dict(sums))))
             except TimeoutError:
-                log.warning("the first rank takes no answers; blocks are not kept")
+                log.warning("first rank takes no answers, blocks are not kept")
             except OSError as error:
                 raise LeaderLost from error
 
 
 def _put(client: StoreClient, seat: RankPosition, order: WriteOrder, source: Source) -> Mapping[int, int]:
-    """Write one rank's share of the blocks of an order."""
+    """Write one rank's shard of the blocks of an order."""
     assert order.grant is not None
     sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
     mine = [at for at in range(len(order.blocks)) if at not in sums]
-    step = batch_blocks(seat.share.block_bytes)  # of whole blocks: never more than of the shares that are asked for
+    step = batch_blocks(seat.share.block_bytes)  # counted in whole blocks, so never more than the source allows
     for start in range(0, len(mine), step):
         found = {at: block for at in mine[start : start + step] if (block := source(order.blocks[at])) is not None}
         sums |= client.write_shard(order.grant, list(found), seat.share, list(found.values()))
@@ -374,7 +389,7 @@ def _join(path: Path, hello: RankHello, deadline: Nanos, clock: Clock) -> socket
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             if clock.now() >= deadline:
-                raise TimeoutError("the first rank does not come up") from None
+                raise TimeoutError("the first rank does not start") from None
             waiting.wait(0.05)
         else:
             return connection

@@ -1,4 +1,4 @@
-"""One piece of work in vLLM's terms and back: sampling parameters, transfer parameters, outputs, reports."""
+"""Translation between an attempt and vLLM: sampling parameters, transfer parameters, outputs and KV reports."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
-"""vLLM's finish reasons; any other is an error of the engine."""
+"""Our finishes by vLLM's finish reasons; any other reason is an error of the engine."""
 
 ASK_TO_HAND_OFF = {
     "do_remote_decode": True,
@@ -48,7 +48,7 @@ ASK_TO_HAND_OFF = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What NIXL's connector wants to be told to keep a request's blocks for a decode engine."""
+"""Transfer parameters that make NIXL's connector keep a request's blocks for a decode engine."""
 
 
 def token_ids(start: Start) -> list[int]:
@@ -57,22 +57,22 @@ def token_ids(start: Start) -> list[int]:
 
 
 def transfer_params(start: Start) -> dict[str, Any]:
-    """What the connectors are told about this request."""
+    """Return the parameters of this request for the connectors."""
     if start.phase is Phase.PREFILL:
         return dict(ASK_TO_HAND_OFF) if start.kv_path is KvPath.DIRECT else {HANDOFF: True}
     if start.handoff is None or start.handoff.kv_path is not KvPath.DIRECT:
         return {}
     params = _pull_params(start.handoff, len(start.tokens) // TOKEN_BYTES)
     if params is None:
-        log.warning("a hand-off cannot be used; its blocks are computed", extra={"request": start.request_id})
+        log.warning("handoff unusable, computing its blocks", extra={"request": start.request_id})
         return {}
     return params
 
 
 def _pull_params(handoff: Handoff, num_tokens: int) -> dict[str, Any] | None:
-    """The parameters that a prefill engine's NIXL connector gave out; None if these are not such.
+    """Return the parameters that a prefill engine's NIXL connector gave out; None if the handoff has none.
 
-    The decode engine pulls the blocks of its whole prompt, so both sides must have equally many tokens.
+    The decode engine pulls the blocks of its whole prompt, so both sides must have the same number of tokens.
     """
     try:
         params = json.loads(handoff.params)
@@ -84,7 +84,7 @@ def _pull_params(handoff: Handoff, num_tokens: int) -> dict[str, Any] | None:
 
 
 def sampling_params(start: Start, transfer: dict[str, Any]) -> "SamplingParams":
-    """Our sampling parameters as vLLM's.
+    """Convert sampling parameters to vLLM's.
 
     Raises:
         ValueError: vLLM refuses a value.
@@ -134,7 +134,7 @@ def _structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
 
 
 def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprobs, ...]:
-    """Of the tokens in `output`, the chosen one and at most `wanted` alternatives each."""
+    """Return for each token in `output` the chosen one and at most `wanted` alternatives."""
     if wanted is None or output.logprobs is None:
         return ()
     result = []
@@ -151,7 +151,7 @@ def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprob
 
 
 def counts_at_end(output: "RequestOutput") -> PromptBlockCounts:
-    """Where the blocks of the prompt came from, as the connector counted them."""
+    """Return where the prompt's blocks came from, as the connector counted them."""
     params = output.kv_transfer_params or {}
     return msgspec.convert(
         params.get(COUNTS, []), PromptBlockCounts
@@ -159,13 +159,15 @@ def counts_at_end(output: "RequestOutput") -> PromptBlockCounts:
 
 
 def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> PromptBlockCounts:
-    """The same as vLLM knows it with the first token, in tokens; the connector has put right what did not arrive.
+    """Return the same counts from vLLM's statistics at the first token.
 
-    vLLM does not say which connector gave the blocks. Ours has therefore left as external only what was pulled from another
-    engine; what is cached beyond that came from the store, also when a pull had failed before.
+    The connector has subtracted what did not arrive.
+
+    vLLM does not say which connector gave the blocks. Ours therefore leaves only pulled blocks as external; other
+    cached blocks came from the store, also if a pull failed before.
     """
     local = stats.num_local_cached_tokens // block_tokens
-    elsewhere = blocks_for(stats.num_cached_tokens, block_tokens) - local  # the last one pulled may not be full
+    elsewhere = blocks_for(stats.num_cached_tokens, block_tokens) - local  # the last pulled block may not be full
     pulls = start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT
     direct = min(blocks_for(stats.num_external_cached_tokens, block_tokens), elsewhere) if pulls else 0
     return PromptBlockCounts(engine=local, store=elsewhere - direct, direct=direct)
@@ -194,12 +196,12 @@ def report_of(start: Start, counts: PromptBlockCounts, facts: EngineFacts, block
     return KvReport(
         prompt_blocks=prompt_blocks,
         origins=tuple(origin for origin in origins if origin.blocks),
-        cached_tokens=min(known * facts.block_tokens, num_tokens - 1),  # the last one is always computed
+        cached_tokens=min(known * facts.block_tokens, num_tokens - 1),  # the last token is always computed
     )
 
 
 def handoff_of(start: Start, output: "RequestOutput", facts: EngineFacts) -> Handoff:
-    """What a decode worker needs; the server fills in which worker this is."""
+    """Return the handoff for a decode worker; the server fills in this worker's id."""
     assert start.kv_path is not None
     params = {key: value for key, value in (output.kv_transfer_params or {}).items() if key != COUNTS}
     return Handoff(

@@ -1,16 +1,17 @@
-"""What becomes of the engine's full blocks: written to the store before the step ends, or when there is time.
+"""Saves: the engine's full blocks are written to the store, either before the step ends or when there is time.
 
 Rules:
 
-1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the engine,
-   so whatever goes wrong becomes a block that was not kept, and a log line.
-2. Urgent blocks are written before the step returns. Deferred ones are copied to a fixed staging area and written by one
-   thread; when the area is full they are dropped, since a store is only a cache.
-3. A write costs milliseconds on both ends, however few its blocks, and steps beside it take longer. So deferred blocks
-   wait for a pause of the engine, at most `LONGEST_WAIT_SECONDS` or until half of the area is taken, and those of one
-   request that have gathered meanwhile are written together.
-4. Where an engine has several ranks, each has an area of its own, and the first one decides what is written when
-   (`vllm_ranks`); the others keep what they staged until it says that it is over.
+1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the
+   engine, so a failure becomes a block that was not saved, and a log line.
+2. Urgent blocks are written before the step returns. Deferred blocks are copied to a fixed staging area, and one
+   thread writes them. When the area is full, blocks are dropped, because a store is only a cache.
+3. A write costs milliseconds on both ends, however few its blocks, and slows down concurrent steps. So deferred
+   blocks wait for a pause of the engine, at most `LONGEST_WAIT_SECONDS` or until half of the area is taken. Blocks of
+   one request that have gathered meanwhile are written together.
+4. If an engine has several ranks, each has a staging area of its own, and the first rank decides what is written when
+   (`workers.engines.vllm.rank_writes`). The others keep what they staged until the first rank says that the save is
+   over.
 """
 
 import logging
@@ -34,41 +35,41 @@ log = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20  # 500 blocks of a tiny model, 6 of a large one
 MIN_STAGED_BLOCKS = 16  # a decode step of 16 requests may complete this many
-PAUSE_SECONDS = 0.02  # without a step beginning or ending: nothing runs, or one long step, which hardly notices
-LONGEST_WAIT_SECONDS = 0.25  # what other engines cannot find yet, they compute
-LAG_SECONDS = 1.0  # that a rank may be behind the first one with staging
-CLOSE_SECONDS = 5.0  # for what is staged, when the engine stops
+PAUSE_SECONDS = 0.02  # without the begin or end of a step: nothing runs, or one long step that a write hardly slows
+LONGEST_WAIT_SECONDS = 0.25  # meanwhile other engines compute the blocks that they cannot find yet
+LAG_SECONDS = 1.0  # the time by which a rank's staging may be later than the first rank's
+CLOSE_SECONDS = 5.0  # for writing staged blocks when the engine stops
 
 
 class BlockSaverThread(Protocol):
-    """Keeps the blocks that became full. All is called by the engine's thread."""
+    """Saves the blocks that became full. The engine's thread makes all calls."""
 
     def stepped(self) -> None:
-        """A step has begun."""
+        """Note that a step has begun."""
         ...
 
     def keep(self, work: StoreWork) -> None:
-        """A step has ended, with these blocks. Never raises."""
+        """Save the blocks of a step that has ended. Never raises."""
         ...
 
     def close(self) -> None:
-        """What is staged is written first, if there is time."""
+        """Stop; staged blocks are written first, if there is time."""
         ...
 
 
 class Staged(Struct, frozen=True):
-    """Blocks of one request in the staging area, in the order of their chain; none, if the area was full."""
+    """Blocks of one request in the staging area, in the order of their chain; empty if the area was full."""
 
     request_id: str
     tenant: bytes = b""
     names: list[BlockHash] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     blocks: list[SavedBlock] = field(default_factory=list)
-    saves: list[SaveKey] = field(default_factory=list)  # that these are all of
+    saves: list[SaveKey] = field(default_factory=list)  # the saves that these blocks complete
 
 
 def by_request(gathered: Sequence[Staged]) -> list[Staged]:
-    """As one item a request: what a chain was staged in, step by step, becomes one write."""
+    """Merge the items of each request, so that the steps of one chain become one write."""
     merged: dict[str, Staged] = {}
     for staged in gathered:
         whole = merged.setdefault(staged.request_id, Staged(staged.request_id, staged.tenant))
@@ -85,7 +86,7 @@ class StagingArea:
     def __init__(self, blocks: EngineBlocks):
         self._blocks = blocks
         self.capacity = max(MIN_STAGED_BLOCKS, STAGING_BYTES // blocks.block_bytes)
-        # Filled, since the first touch of a page is thirty times slower than a copy.
+        # Filled in advance, because the first touch of a page is thirty times slower than a copy.
         self._rows: ByteArray = np.full((self.capacity, blocks.block_bytes), 1, dtype=np.uint8)
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.give_back(range(self.capacity))
@@ -96,7 +97,7 @@ class StagingArea:
         return self._free.qsize()
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Copy blocks of the engine; the slots of as many as there was room for, and as could be copied. Never raises."""
+        """Copy as many of the engine's blocks as fit; return their slots. Never raises."""
         slots: list[int] = []
         full = False
         for block_id in block_ids:
@@ -107,13 +108,13 @@ class StagingArea:
                 break
             try:
                 self._blocks.copy_out(block_id, self._rows[slot])
-            except Exception:  # supervisor: a block that is not kept is a later miss
-                log.exception("blocks of the engine could not be copied")
+            except Exception:  # supervisor: a block that is not saved is only a later miss
+                log.exception("kv block copy failed")
                 self._free.put(slot)
                 break
             slots.append(slot)
         if full and not self._full:
-            log.warning("the KV store is slower than the engine; blocks are not kept")
+            log.warning("store slower than engine, blocks are not saved")
         self._full = full
         return slots
 
@@ -127,24 +128,24 @@ class StagingArea:
 
 
 class SaveStore(Protocol):
-    """Where whole blocks, or the first rank's shares of them, are written to. Never for long; errors are the caller's."""
+    """Takes whole blocks, or the first rank's shards of them. Calls are short, and their errors are the caller's."""
 
     def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:
-        """Write those blocks of a save that the store does not have; `source` is called in order."""
+        """Write the blocks of a save that the store does not have; `source` is called in order."""
         ...
 
     def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
-        """Write those staged blocks that the store does not have."""
+        """Write the staged blocks that the store does not have."""
         ...
 
 
 class SingleRankStore:
-    """`SaveStore` of an engine with one rank."""
+    """`SaveStore` for an engine with one rank."""
 
     def __init__(self, client: StoreClient):
         self._client = client
 
-    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:  # noqa: ARG002 - nobody to tell
+    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:  # noqa: ARG002 - the key is for other ranks
         self._client.write(save.names, source, tenant=save.tenant)
 
     def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
@@ -153,7 +154,7 @@ class SingleRankStore:
 
 
 class LeaderRankStore:
-    """`SaveStore` of the first of several ranks."""
+    """`SaveStore` for the first of several ranks."""
 
     def __init__(self, leader: LeaderRank):
         self._leader = leader
@@ -182,13 +183,13 @@ class LeaderRankStore:
 
 
 class LeadingSaver:
-    """Of an engine's only rank, or the first: decides what is written when."""
+    """Saver of an engine's only rank, or of the first one: decides what is written when."""
 
     def __init__(self, store: SaveStore, blocks: EngineBlocks):
         self._store = store
         self._blocks = blocks
         self._area = StagingArea(blocks)
-        self._turns = 0  # steps begun and ended
+        self._turns = 0  # begins and ends of steps
         self._closing = threading.Event()
         self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()  # None: the end
         self._writer = threading.Thread(target=self._write_staged, name="fleet-kv-write", daemon=True)
@@ -202,8 +203,8 @@ class LeadingSaver:
         for at, save in enumerate(work.urgent):
             try:
                 self._store.urgent(save, (work.step, at), self._blocks.source(save.block_ids))
-            except Exception:  # supervisor: a block that is not kept is a later miss
-                log.exception("blocks could not be written to the KV store")
+            except Exception:  # supervisor: a block that is not saved is only a later miss
+                log.exception("kv block write failed")
         for at, save in enumerate(work.deferred):
             key = (work.step, at)
             slots = self._area.take(save.block_ids)
@@ -226,7 +227,7 @@ class LeadingSaver:
                 self._write(staged)
 
     def _await_pause(self) -> None:
-        """Wait as rule 3 says."""
+        """Wait for a pause of the engine (rule 3)."""
         for _ in range(round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS)):
             turns = self._turns
             closing = self._closing.wait(PAUSE_SECONDS)
@@ -236,28 +237,28 @@ class LeadingSaver:
     def _write(self, staged: Staged) -> None:
         try:
             self._store.deferred(staged, [self._area[slot] for slot in staged.slots])
-        except Exception:  # supervisor: a block that is not kept is a later miss
-            log.exception("blocks could not be written to the KV store")
+        except Exception:  # supervisor: a block that is not saved is only a later miss
+            log.exception("kv block write failed")
         self._area.give_back(staged.slots)
 
 
 class FollowingSaver:
-    """Of every other rank: writes its shares when the first one says so."""
+    """Saver of every other rank: writes its shards when the first rank orders it."""
 
     def __init__(self, follower: FollowerRank, blocks: EngineBlocks):
         self._follower = follower
         self._blocks = blocks
         self._area = StagingArea(blocks)
-        self._changed = threading.Condition()  # of what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._staged: dict[SaveKey, list[int]] = {}
-        self._over: set[SaveKey] = set()  # saves that are not to be staged any more
+        self._over: set[SaveKey] = set()  # saves that must not be staged any more
         self._lost = False
         self._told = False  # the log says why nothing is kept any more
         self._writer = threading.Thread(target=self._follow, name="fleet-kv-write", daemon=True)
         self._writer.start()
 
     def stepped(self) -> None:
-        pass  # the first rank keeps the time
+        pass  # only the first rank counts steps
 
     def keep(self, work: StoreWork) -> None:
         if self._lost:
@@ -265,7 +266,7 @@ class FollowingSaver:
             return
         for at, save in enumerate(work.urgent):
             if not self._write((work.step, at), save):
-                break  # whatever is ordered of the others is answered in the next step
+                break  # orders for the remaining saves are answered in the next step
         for at, save in enumerate(work.deferred):
             self._stage((work.step, at), save)
         self._forget(work.step)
@@ -275,15 +276,15 @@ class FollowingSaver:
         self._writer.join(timeout=CLOSE_SECONDS)
 
     def _write(self, key: SaveKey, save: BlockSave) -> bool:
-        """Write an urgent save as the first rank orders; False where it orders nothing."""
+        """Write an urgent save as the first rank orders; return False if it orders nothing."""
         try:
             return self._follower.follow(key, _by_block(self._blocks.source(save.block_ids)))
         except LeaderLost:
             self._lost = True
             self._tell_lost()
             return False
-        except Exception:  # supervisor: a block that is not kept is a later miss
-            log.exception("blocks could not be written to the KV store")
+        except Exception:  # supervisor: a block that is not saved is only a later miss
+            log.exception("kv block write failed")
             return True
 
     def _tell_lost(self) -> None:
@@ -294,7 +295,7 @@ class FollowingSaver:
         """
         if not self._told:
             self._told = True
-            log.warning("the first rank is gone; blocks are not kept any more")
+            log.warning("first rank lost, blocks are not saved any more")
 
     def _stage(self, key: SaveKey, save: BlockSave) -> None:
         slots = self._area.take(save.block_ids)
@@ -306,7 +307,7 @@ class FollowingSaver:
                 self._changed.notify()
 
     def _forget(self, step: int) -> None:
-        """Saves of steps up to this one are staged, or never will be."""
+        """Forget the saves of steps up to this one: they are staged, or never will be."""
         with self._changed:
             self._over = {key for key in self._over if key[0] > step}
 
@@ -314,15 +315,18 @@ class FollowingSaver:
         try:
             for ended in self._follower.orders(self._find):
                 self._end(ended)
-        except Exception:  # supervisor: without this thread nothing is kept, and the first rank should not wait for it
-            log.exception("blocks are not written to the KV store any more")
+        except Exception:  # supervisor: without this thread nothing is saved, and the first rank should not wait for it
+            log.exception("kv block writes stopped")
             self._told = True
             self._follower.close()
         with self._changed:
             self._lost = True
 
     def _find(self, block: SavedBlock) -> ByteArray | None:
-        """This rank's share of a deferred block, which may be about to be staged; None if there was no room for it."""
+        """Return this rank's shard of a deferred block, which may be about to be staged.
+
+        None if there was no room for it.
+        """
         with self._changed:
             known = self._changed.wait_for(lambda: block.save in self._staged or block.save in self._over, LAG_SECONDS)
             if not known:
@@ -341,5 +345,5 @@ class FollowingSaver:
 
 
 def _by_block(source: Source) -> vllm_ranks.Source:
-    """The blocks of one save, under the names that all ranks know them by."""
+    """Return a source that takes the block identities which all ranks share."""
     return lambda block: source(block.index)

@@ -1,11 +1,12 @@
 """Step counter of a vLLM engine: memory that the connector beside its scheduler writes and the worker's process reads.
 
-vLLM shows its clients tokens only, and a long prompt has none before its last chunk. Its scheduler plans each step in turn, the next
-one when the result of the one before is there (with asynchronous scheduling, of the one before that). So a number of planned steps that
-stands still is an engine that stands still, wherever it does: in the scheduler, in the model, or in a rank that the others wait for.
+vLLM shows its clients only tokens, and a long prompt has none before its last chunk. Its scheduler plans each step
+when the previous step's result has arrived (with asynchronous scheduling, the result of the step before that). So if
+the number of planned steps stands still, the engine hangs somewhere: in the scheduler, in the model, or in a rank
+that the others wait for.
 
-The memory is a file in the folder of the engine's sockets, mapped by both. Writing takes no call of the system, and whoever reads needs
-no answer of a process that may give none.
+The memory is a file in the folder of the engine's sockets, mapped by both processes. Writing needs no system call,
+and reading needs no answer from a process that may hang.
 """
 
 import mmap
@@ -13,17 +14,17 @@ from pathlib import Path
 
 from workers.ports import Pulse
 
-WORD_BYTES = 8  # is written at once, so that nobody reads half of it
-WORDS = 2  # steps, and tokens of the latest one
+WORD_BYTES = 8  # one write, so that nobody reads half of a word
+WORDS = 2  # the number of steps, and the tokens of the latest one
 
 
 def step_file(scratch: Path | str, engine: int) -> Path:
-    """The number of one of the engines that share the requests of a worker (data parallelism), counted from 0."""
+    """Return the counter file of one of a worker's engines (data parallelism), counted from 0."""
     return Path(scratch, f"steps-{engine}")
 
 
 class StepCounter:
-    """The writing end."""
+    """The writing side."""
 
     def __init__(self, file: Path) -> None:
         file.write_bytes(bytes(WORDS * WORD_BYTES))
@@ -32,7 +33,10 @@ class StepCounter:
         self._before = 0
 
     def begin(self, tokens: int) -> None:
-        """A step of so many tokens begins. The one before may still run, so the larger of both is told."""
+        """Note that a step with so many tokens begins.
+
+        The previous step may still run, so the larger number is written.
+        """
         self._steps += 1
         self._words[1] = max(tokens, self._before)
         self._words[0] = self._steps
@@ -40,14 +44,14 @@ class StepCounter:
 
 
 class StepReader:
-    """The reading end."""
+    """The reading side."""
 
     def __init__(self, file: Path) -> None:
-        """Raises OSError where nobody counts."""
+        """Map the file; raises OSError if there is no counter."""
         self._words = _mapped(file)
 
     def pulse(self, *, working: bool, novel: bool) -> Pulse:
-        """Return the counts of now, with those that only this process knows."""
+        """Return the current counts, together with what only this process knows."""
         return Pulse(steps=self._words[0], tokens=self._words[1], working=working, novel=novel)
 
 

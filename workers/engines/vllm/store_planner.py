@@ -1,20 +1,23 @@
-"""What an engine's scheduler has its workers fetch from the KV store and put into it. Knows nothing of vLLM's classes.
+"""Store planner: decides which blocks an engine's workers load from the KV store and save to it.
+
+It knows no class of vLLM.
 
 Rules:
 
-1. Only whole blocks are claimed, and never the last token of a prompt: its logits have to be computed to go on.
-2. A claim rests on a lease, which the worker side gives back once it has read the blocks. A claim that is not used is
-   given back with the next step; so is one that several ranks read, when the last of them is through.
-3. A claimed block that could not be loaded is computed; the request does not ask the store a second time.
-4. Every block that becomes full is offered to the store once. For work that hands its blocks off, everything that the
-   store does not hold is offered again, because the decode side will look for it there, and the offer is urgent: it
-   is kept before the step ends.
-5. Where the store has blocks of a chain in a slower tier, the request waits while they come up, no longer than computing
-   them would take; the engine goes on with others. It waits once.
-6. A request that a step has left in the queue will ask later: the store begins to bring up its blocks at once, beside the
-   step that it waits for. That pins nothing, since queues are long, and costs the scheduler no more than a few calls a step.
-7. What a request reports of its prompt's blocks is what happened at its first admission: blocks found in the engine's
-   own cache, blocks loaded (as the worker side confirmed them), blocks pulled directly. The rest was computed.
+1. Only whole blocks are claimed, and never a prompt's last token, whose logits have to be computed.
+2. A claim rests on a lease, which the worker side returns once it has read the blocks. An unused claim is returned
+   with the next step. A claim that several ranks read is returned when the last rank has read it.
+3. A claimed block that could not be loaded is computed; the request does not ask the store again.
+4. Every block that becomes full is offered to the store once. A request that hands its blocks off offers everything
+   that the store does not hold again, because the decode side will look there. This offer is urgent: it is saved
+   before the step ends.
+5. If the store has blocks of a chain in a slower tier, the request waits for their promotion, but no longer than
+   computing them would take; the engine goes on with other requests. A request waits once.
+6. For a request that stays in the engine's queue, the store begins a prefetch at once, beside the step that the
+   request waits for. The prefetch pins nothing, because queues are long, and costs the scheduler only a few calls in
+   each step.
+7. A request reports where its prompt's blocks came from at its first admission: blocks in the engine's own cache,
+   blocks loaded (as the worker side confirmed them), and blocks pulled directly. The rest was computed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,10 +36,10 @@ from workers.engines.vllm.prefill_speed import PrefillSpeed
 
 LEASE_SECONDS = 30.0  # as vLLM's NIXL connector holds handed-off blocks
 MAX_WAIT_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
-LOOK_AGAIN_SECONDS = 0.002  # between looks at blocks on their way
+LOOK_AGAIN_SECONDS = 0.002  # between two calls about blocks that are being promoted
 MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks again after this long, well within the lease
-FETCHES_A_STEP = 4  # for queued requests; a call takes 0.5 ms, and the step waits for it
-MAX_QUEUED = 1024  # requests that are remembered as not looked up yet; those beyond ask when their turn comes
+FETCHES_A_STEP = 4  # prefetches for queued requests; a call takes 0.5 ms, and the step waits for it
+MAX_QUEUED = 1024  # remembered requests that were not looked up yet; further ones are looked up in their turn
 
 HANDOFF = "fleet_handoff"
 """Key of a request's transfer parameters: a decode worker will look for its blocks in the store."""
@@ -46,23 +49,26 @@ COUNTS = "fleet_kv"
 
 
 class PlannerStore(Protocol):
-    """What is needed of a store node's client; nothing raises."""
+    """The part of a store node's client that the planner needs; no method raises."""
 
     def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
-        """The longest prefix in the node's memory, pinned for `LEASE_SECONDS`; what follows may begin to come up."""
+        """Match the longest prefix in the node's memory and lease it for `LEASE_SECONDS`.
+
+        The promotion of what follows may begin.
+        """
         ...
 
     def coming(self, names: Sequence[BlockHash]) -> bool:
-        """Whether blocks right after that prefix are on their way up."""
+        """Return whether blocks right after that prefix are being promoted."""
         ...
 
     def fetch(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> None:
-        """Have what follows that prefix begin to come up; pins nothing."""
+        """Begin to promote the blocks after that prefix, without a lease."""
         ...
 
 
 class EngineRequest(Protocol):
-    """The part of vLLM's `Request` that is read here."""
+    """The part of vLLM's `Request` that the planner reads."""
 
     request_id: str
     all_token_ids: Sequence[int]
@@ -71,20 +77,20 @@ class EngineRequest(Protocol):
     num_preemptions: int
     cache_salt: str | None
     kv_transfer_params: dict[str, Any] | None
-    prefill_stats: Any  # vLLM's `PrefillStats`; None once they were given out
+    prefill_stats: Any  # vLLM's `PrefillStats`; None once they were sent
 
 
 class PromptBlockCounts(Struct, frozen=True, array_like=True):
-    """Where the blocks of a prompt came from; the rest was computed."""
+    """Where a prompt's blocks came from; the rest was computed."""
 
     engine: int = 0
     store: int = 0
     direct: int = 0
-    tiers: dict[str, int] = {}  # of the store's blocks: how many each tier of the node had
+    tiers: dict[str, int] = {}  # the store's blocks by tier of the node
 
 
 class BlockLoad(Struct, frozen=True):
-    """Slots of `match` from `first` on go to these blocks of the engine."""
+    """An order to load the slots of `match` from `first` on into these blocks of the engine."""
 
     request_id: str
     match: Match
@@ -98,31 +104,31 @@ class BlockSave(Struct, frozen=True):
     request_id: str
     names: list[BlockHash]
     block_ids: list[int]
-    tenant: bytes = b""  # salt of the chain: whose quota they count against
+    tenant: bytes = b""  # salt of the chain; it decides which quota they count against
 
 
 class StoreWork(Struct):
-    """One step's orders to the worker side."""
+    """The orders of one step to the worker side."""
 
     loads: list[BlockLoad]
-    urgent: list[BlockSave]  # whole chains, to be kept before the step ends
-    deferred: list[BlockSave]  # to be kept when there is time
-    releases: list[LeaseId]  # not needed any more
-    idle: bool  # nothing is computed in this step
-    step: int = 0  # names the saves of this step, on all ranks
+    urgent: list[BlockSave]  # whole chains, to be saved before the step ends
+    deferred: list[BlockSave]  # to be saved when there is time
+    releases: list[LeaseId]  # leases that are not needed any more
+    idle: bool  # whether the step computes nothing
+    step: int = 0  # identifies the saves of this step on all ranks
 
 
 class _Tracked:
-    """One request between its first look-up and its end."""
+    """One request between its first match and its end."""
 
     def __init__(self, request: EngineRequest, salt: bytes, root: BlockHash):
         self.request = request
         self.salt = salt
         self.root = root
         self.hashes: list[BlockHash] = []
-        self.match: Match | None = None  # not yet claimed
+        self.match: Match | None = None  # a match that is not claimed yet
         self.matched_at = 0.0
-        self.waits_until: float | None = None  # for blocks on their way up in the store
+        self.waits_until: float | None = None  # while blocks are being promoted
         self.looked_at = 0.0
         self.has_waited = False
         self.offered = 0  # leading blocks that the store holds or was offered
@@ -131,7 +137,7 @@ class _Tracked:
         self.will_pull = False  # another connector fills its blocks directly
         self.pulling: list[int] = []  # engine blocks being filled that way
         self.may_load = True
-        self.promoted: dict[str, int] = {}  # blocks of its matches that came up from the store's tiers, by tier
+        self.promoted: dict[str, int] = {}  # promoted blocks of its matches, by tier
         self.counts = PromptBlockCounts()
 
     @property
@@ -140,7 +146,10 @@ class _Tracked:
 
 
 class StorePlanner:
-    """The scheduler side of the connector, as decisions. Not thread-safe; the engine's scheduler has one thread."""
+    """The scheduler side of the connector, as decisions.
+
+    It is not thread-safe, because the engine's scheduler has one thread.
+    """
 
     def __init__(
         self,
@@ -155,37 +164,37 @@ class StorePlanner:
         """Start with no requests.
 
         Args:
-            block_tokens: Tokens a block.
-            algorithm: Of the chain hashes.
-            store: To ask. None: there is none.
-            remember: Names of blocks offered lately that are kept in mind.
-            now: Monotonic seconds.
-            ranks: That read a claim's blocks, each its share.
+            block_tokens: Tokens in a block.
+            algorithm: Hash algorithm of the chain.
+            store: The store; None: there is none.
+            remember: The number of offered blocks whose names are remembered.
+            now: Returns monotonic seconds.
+            ranks: The number of ranks, each of which reads its shard of a claim's blocks.
         """
         self._block_tokens = block_tokens
         self._algorithm = algorithm
         self._store = store
-        self._pace = PrefillSpeed()
+        self._speed = PrefillSpeed()
         self._now = now
         self._tracked: dict[str, _Tracked] = {}
-        self._queued: dict[str, EngineRequest] = {}  # never looked up, the oldest first
+        self._queued: dict[str, EngineRequest] = {}  # not looked up yet, the oldest first
         self._offered: RecentMap[BlockHash, None] = RecentMap(remember)
         self._loads: list[BlockLoad] = []
         self._releases: list[LeaseId] = []
         self._steps = 0
         self._is_shared = ranks > 1
-        self._reading: dict[str, LeaseId] = {}  # by request: read by several ranks, some of which may be through
+        self._reading: dict[str, LeaseId] = {}  # by request: leases that several ranks read
 
     def arrived(self, request: EngineRequest) -> None:
-        """A request is in the engine's queue; it may be looked up in the next step or much later."""
+        """Note that a request is in the engine's queue; it may be looked up in the next step or much later."""
         pulls = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         if self._store is not None and not pulls and len(self._queued) < MAX_QUEUED:
             self._queued[request.request_id] = request
 
     def look_up(self, request: EngineRequest, local_tokens: int) -> int | None:
-        """How many tokens after the `local_tokens` of the engine's own cache the store can provide.
+        """Return how many tokens after the `local_tokens` of the engine's own cache the store can provide.
 
-        May be called again and again while the request waits for room. None: ask again with the next step (rule 5).
+        It may be called again while the request waits for room. None: ask again with the next step (rule 5).
         """
         self._queued.pop(request.request_id, None)
         tracked = self._tracked.get(request.request_id)
@@ -194,7 +203,7 @@ class StorePlanner:
         tracked.local = local_tokens // self._block_tokens
         if request.num_preemptions == 0:
             tracked.counts = PromptBlockCounts(engine=tracked.local)
-        tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))  # once only, see vLLM
+        tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))  # vLLM sets it once only
         if tracked.will_pull:
             return 0
         if self._store is None or not tracked.may_load:
@@ -209,7 +218,7 @@ class StorePlanner:
         return max(0, min(len(match.slots), claimable) - tracked.local) * self._block_tokens
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], external_tokens: int) -> None:
-        """The engine has made room for a request: turn the look-up into a claim, or give it back."""
+        """Turn the match into a claim, or return it, because the engine has made room for the request."""
         tracked = self._tracked[request.request_id]
         if tracked.will_pull:
             tracked.will_pull = False
@@ -228,7 +237,7 @@ class StorePlanner:
             self._reading[request.request_id] = match.lease_id
 
     def plan(self, scheduled: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]) -> StoreWork:
-        """Orders for the step that computes `scheduled` tokens of each request."""
+        """Return the orders for the step that computes `scheduled` tokens of each request."""
         self._steps += 1
         work = StoreWork(
             loads=self._loads,
@@ -241,14 +250,14 @@ class StorePlanner:
         self._loads, self._releases = [], []
         if self._store is None:
             return work
-        self._pace.planned(sum(scheduled.values()), self._now())
+        self._speed.planned(sum(scheduled.values()), self._now())
         self._fetch_for_queued(self._store)
         for request_id, num_tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
             request = tracked.request
-            # Tokens of rejected drafts, or not known yet while steps overlap, are not in the list.
+            # The list lacks tokens of rejected drafts, and tokens that are unknown while steps overlap.
             known = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
             full = known // self._block_tokens
             if full > tracked.offered:
@@ -256,13 +265,13 @@ class StorePlanner:
         return work
 
     def loaded(self, results: Mapping[str, int]) -> None:
-        """All ranks of the worker side ended these loads; the number says how many leading blocks are good."""
+        """Note that all ranks of the worker side ended these loads, with the number of good leading blocks of each."""
         for request_id, good in results.items():
             if (lease_id := self._reading.pop(request_id, None)) is not None:
                 self._releases.append(lease_id)
             tracked = self._tracked.get(request_id)
             if tracked is None:
-                continue  # cancelled meanwhile
+                continue  # it was cancelled meanwhile
             if tracked.request.num_preemptions == 0:
                 tiers = blocks_by_tier(good, len(tracked.claimed), tracked.promoted)
                 tracked.counts = PromptBlockCounts(engine=tracked.local, store=good, tiers=tiers)
@@ -272,7 +281,7 @@ class StorePlanner:
             tracked.claimed = []
 
     def pulled(self, request_ids: AbstractSet[str], invalid_blocks: AbstractSet[int], failed: AbstractSet[str]) -> None:
-        """Transfers straight from another engine have ended for these requests."""
+        """Note that direct transfers from another engine have ended for these requests."""
         for request_id in request_ids:
             tracked = self._tracked.get(request_id)
             if tracked is None or not tracked.pulling:
@@ -282,13 +291,13 @@ class StorePlanner:
             tracked.pulling = []
 
     def counts(self, request_ids: Iterable[str]) -> Iterator[tuple[EngineRequest, PromptBlockCounts]]:
-        """What is known by now of those of these requests that have not ended."""
+        """Yield what is known by now about those of these requests that have not ended."""
         for request_id in request_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
                 yield tracked.request, tracked.counts
 
     def finished(self, request: EngineRequest) -> PromptBlockCounts | None:
-        """Forget a request; None if the store was never to be asked for it."""
+        """Forget a request; return None if its blocks were never looked up."""
         self._queued.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
@@ -304,7 +313,7 @@ class StorePlanner:
         return tracked
 
     def _fresh_match(self, store: PlannerStore, tracked: _Tracked, num_tokens: int) -> Match | None:
-        """What the store holds; None while more of it is on its way up, and worth waiting for (rule 5)."""
+        """Return what the store holds; None while more of it is being promoted and worth waiting for (rule 5)."""
         now = self._now()
         num_blocks = num_tokens // self._block_tokens
         if tracked.waits_until is not None:
@@ -315,12 +324,12 @@ class StorePlanner:
         elif tracked.match is not None and now - tracked.matched_at < MATCH_FRESH_SECONDS:
             return tracked.match
         computed = num_tokens - tracked.local * self._block_tokens
-        max_wait = 0.0 if tracked.has_waited else min(self._pace.seconds(computed), MAX_WAIT_SECONDS)
+        max_wait = 0.0 if tracked.has_waited else min(self._speed.seconds(computed), MAX_WAIT_SECONDS)
         names = self._hashes(tracked, num_blocks)[:num_blocks]
         before = tracked.match
         tracked.match = store.match(names, max_wait_seconds=max_wait, tenant=tracked.salt)
         tracked.promoted = merge_promoted(tracked.promoted, tracked.match.promoted)
-        if before is not None and before.slots:  # not earlier: it kept the beginning in place while the rest came
+        if before is not None and before.slots:  # not earlier: it kept the first blocks while the rest was promoted
             self._releases.append(before.lease_id)
         tracked.matched_at = tracked.looked_at = now
         tracked.offered = len(tracked.match.slots)
@@ -336,19 +345,19 @@ class StorePlanner:
         return store.coming(self._hashes(tracked, num_blocks)[:num_blocks])
 
     def _fetch_for_queued(self, store: PlannerStore) -> None:
-        """As rule 6 says; once a request, since it asks by itself when its turn comes."""
+        """Prefetch for queued requests (rule 6), once for each, because a request is looked up when its turn comes."""
         for request_id in list(islice(self._queued, FETCHES_A_STEP)):
             request = self._queued.pop(request_id)
             num_tokens = len(request.all_token_ids)
             if num_blocks := (num_tokens - 1) // self._block_tokens:
                 tracked = self._track(request)
-                max_wait = min(self._pace.seconds(num_tokens), MAX_WAIT_SECONDS)
+                max_wait = min(self._speed.seconds(num_tokens), MAX_WAIT_SECONDS)
                 store.fetch(
                     self._hashes(tracked, num_blocks)[:num_blocks], max_wait_seconds=max_wait, tenant=tracked.salt
                 )
 
     def _hashes(self, tracked: _Tracked, num_blocks: int) -> list[BlockHash]:
-        """At least the first `num_blocks` names of the request's chain, which grows with its answer."""
+        """Return at least the first `num_blocks` names of the request's chain, which grows with its answer."""
         if (have := len(tracked.hashes)) < num_blocks:
             ids = tracked.request.all_token_ids[have * self._block_tokens : num_blocks * self._block_tokens]
             parent = tracked.hashes[-1] if have else tracked.root
@@ -361,7 +370,7 @@ class StorePlanner:
         request_id, names = tracked.request.request_id, self._hashes(tracked, full)[:full]
         fresh = [index for index in range(tracked.offered, full) if names[index] not in self._offered]
         tracked.offered = full
-        if tracked.hands_off:  # the whole chain: the store skips what it holds, and keeps its start the longer
+        if tracked.hands_off:  # the whole chain: the store skips what it holds, and keeps its start for longer
             work.urgent.append(BlockSave(request_id, names, list(block_ids[:full]), tracked.salt))
         elif fresh:
             first = fresh[0]

@@ -1,4 +1,4 @@
-"""Policies that know little, to compare with."""
+"""Baseline policies that know little about the workers, to compare other policies with."""
 
 from bisect import bisect_left
 from math import ceil, isfinite
@@ -8,17 +8,17 @@ import xxhash
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Flags, Floats, PlacementRequest, RandomSource
 from fleet.router.placement.policies.pickers import InTurn, TwoChoices
 from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import Candidates, Flags, Floats, PlacementRequest, RandomSource
 
-RING_POINTS = 64  # a worker; the shares of the key space are then within about an eighth of each other
+RING_POINTS = 64  # points of each worker; the shares of the key space then differ by about an eighth
 
 
 class RequestsScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Requests that the worker has."""
+    """The number of reserved requests."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         return candidates.requests.copy()
 
 
@@ -30,14 +30,14 @@ class RoundRobin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Uniform(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Any worker, uniformly."""
+    """A random worker, all equally likely."""
 
     def policy(self) -> Pipeline:
         return Pipeline("random")
 
 
 class PowerOfTwo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The one with fewer requests of two drawn at random."""
+    """The worker with fewer requests of two that are drawn at random."""
 
     def policy(self) -> Pipeline:
         return Pipeline("p2c", scorers=[("requests", 1.0, RequestsScorer())], picker=TwoChoices())
@@ -53,16 +53,17 @@ class LeastLoaded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class BoundedRing:
     """Consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, SODA 2018).
 
-    The first worker clockwise from the key that has fewer than `ceil(load_factor · (requests + 1) / workers)` requests. The key is the session, else the prompt's first block, else chance.
+    It takes the first worker clockwise from the key with fewer than `ceil(load_factor · (requests + 1) / workers)` requests. The key is
+    the session, else the prompt's first block, else a random number.
     """
 
     def __init__(self, load_factor: float):
         self._load_factor = load_factor
-        self._members: tuple[str, ...] = ()  # candidates or not, so that the ring is seldom laid out anew
+        self._members: tuple[str, ...] = ()  # all workers, candidates or not, so that the ring is seldom rebuilt
         self._points: list[int] = []
         self._owners: list[int] = []  # rows in `_members`
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         members = tuple(candidates.everybody)
         if members != self._members:
             self._members = members
@@ -74,10 +75,10 @@ class BoundedRing:
             self._points = [point for point, _ in points]
             self._owners = [place for _, place in points]
         bound = ceil(self._load_factor * (float(candidates.requests.sum()) + 1) / len(candidates))
-        if asked.session:
-            key = xxhash.xxh3_64_intdigest(asked.session.encode())
+        if request.session:
+            key = xxhash.xxh3_64_intdigest(request.session.encode())
         else:
-            key = asked.first_key or chance.randrange(1 << 64)
+            key = request.first_key or rng.randrange(1 << 64)
         requests = candidates.requests.tolist()
         rows = range(len(requests)) if candidates.rows is None else candidates.rows.tolist()
         places = {row: place for place, row in enumerate(rows) if requests[place] < bound}
@@ -86,11 +87,11 @@ class BoundedRing:
         for step in range(count):
             if (place := places.get(self._owners[(start + step) % count])) is not None:
                 return place
-        raise AssertionError("some worker has no more than the average")
+        raise AssertionError("a worker with at most the average load must exist")
 
 
 class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same worker for the same session or prompt start, as long as its load is within bounds."""
+    """The same worker for the same session or prompt beginning, as long as its load is within bounds."""
 
     load_factor: float = 1.25
 
@@ -103,16 +104,16 @@ class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keeps the worker that had this session's last request."""
+    """Keeps the worker of this session's last request."""
 
-    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
-        if asked.bound is None:
+    def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
+        if request.bound is None:
             return None
-        return np.array([worker_id == asked.bound for worker_id in candidates.worker_ids], dtype=np.bool_)
+        return np.array([worker_id == request.bound for worker_id in candidates.worker_ids], dtype=np.bool_)
 
 
 class Sticky(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A session stays where it is while that worker has room; new ones go to the worker with the fewest requests."""
+    """A session stays on its worker while that has room; a new one goes to the worker with the fewest requests."""
 
     def policy(self) -> Pipeline:
         return Pipeline("sticky", filters=[SessionFilter()], scorers=[("requests", 1.0, RequestsScorer())])

@@ -1,4 +1,4 @@
-"""The policies of this package by name, and the parts that they are made of."""
+"""Built-in policies by name, and the filters, scorers and pickers that they consist of."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,7 +31,7 @@ from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
 
 DEFAULT = "fleet"
-LARGEST = 1e24  # of a parameter: products of some of them, and of the tokens of a prompt, are finite
+LARGEST = 1e24  # largest parameter: products of several parameters and of a prompt's tokens stay finite
 
 BUILT_IN = PolicyCatalog(
     policies={
@@ -67,7 +67,7 @@ BUILT_IN = PolicyCatalog(
 
 
 def parameters(settings: RouterSettings) -> dict[str, Any]:
-    """Of the policy that settings name. Those of the default policy that settings have of their own come first."""
+    """Return the parameters of the policy that the settings name; the default policy also takes the settings' own fields."""
     table = settings.policies.get(settings.policy, {})
     if settings.policy != DEFAULT:
         return table
@@ -76,14 +76,14 @@ def parameters(settings: RouterSettings) -> dict[str, Any]:
 
 
 def check_numbers(value: Any, name: str = "") -> None:
-    """Assert that no number in parameters is so large, infinite or none that costs could be, which no router survives.
+    """Refuse numbers in parameters that could make a cost infinite or NaN, which no router survives.
 
     Args:
-        value: The parameters, or what is in them.
-        name: Where.
+        value: The parameters, or a value in them.
+        name: The path of the value.
 
     Raises:
-        ValueError: One is; the message begins with its name.
+        ValueError: A number is too large or not finite; the message begins with its path.
     """
     inner: Iterable[tuple[Any, Any]] = ()
     match value:
@@ -100,15 +100,15 @@ def check_numbers(value: Any, name: str = "") -> None:
 
 
 def policy(name: str, parameters: Mapping[str, Any], catalogue: PolicyCatalog = BUILT_IN) -> PlacementPolicy:
-    """A new policy of that name.
+    """Return a new policy.
 
     Args:
-        name: One of the catalogue's policies.
-        parameters: Its fields, as an operator wrote them.
-        catalogue: Where to look.
+        name: The name of a policy in the catalog.
+        parameters: The policy's fields as an operator wrote them.
+        catalogue: The known policies and parts.
 
     Raises:
-        ConfigurationRefused: There is none, or it does not take these parameters.
+        ConfigurationRefused: There is no such policy, or it does not take these parameters.
     """
     if (kind := catalogue.policies.get(name)) is None:
         raise ConfigurationRefused(f"router.policy: {name!r} is not one of {', '.join(catalogue.policies)}")

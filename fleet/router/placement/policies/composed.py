@@ -1,4 +1,4 @@
-"""A policy put together in settings: filters, weighted scorers and a picker, ours or from entry points."""
+"""Composed policy: filters, weighted scorers and a picker that are chosen in the settings, built-in or from entry points."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -27,10 +27,10 @@ class PolicyPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     weight: float = 1.0
-    """Of a scorer."""
+    """The weight of a scorer."""
 
     parameters: dict[str, Any] = {}
-    """Its fields."""
+    """The fields of the plug-in."""
 
 
 class Composed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class Composed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.of(PolicyCatalog())
 
     def of(self, catalogue: PolicyCatalog) -> Pipeline:
-        """The policy, of parts in a catalogue.
+        """Return the policy with parts from a catalog.
 
         Raises:
             ConfigurationRefused: There is no such part, or it does not take these parameters.

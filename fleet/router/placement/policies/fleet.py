@@ -1,34 +1,34 @@
-"""The default policy: what a request takes from a worker, in blocks of prefill.
+"""Fleet's default policy: what a request takes from a worker, in blocks of prefill.
 
     cost = max(0, prefill - credit)  +  work × its price  +  decode blocks × their weight  +  running requests × their weight
            -  session
 
 1. *prefill* is (backlog + prompt tokens) / block.
-2. *credit* is what the prompt's leading blocks need not be computed, by where they are: in the engine 1, in the store's memory
-   0.75, in a tier below that 0.5. The difference to 1 is the transfer, in blocks of prefill; where blocks from the store have
-   to be converted, that goes off too.
-3. Blocks that live requests hold on the worker, or are about to compute there, count as the engine's before its cache has told
-   of them, so that siblings which arrive together find each other. The backlog that is those very blocks counts for nobody
-   who needs them: whoever waits for them waits for what it would have to compute anywhere.
-4. *work* is the blocks that the request has to compute there: prompt less credit. Until here the cost is its own wait. Work is
-   what others wait for, and its *price* says how long: those who come later, by a share of the workers that are computing prompts
-   now, busy / (workers + 1 - busy); and those who run on that worker, held up by a step for each. An idle cluster computes a prompt
-   again to save a moment, a busy one waits for the worker that has it. Without a price every request is placed where its own
-   first token comes soonest, and together they compute shared prefixes several times over (ADR 0014).
+2. *credit* is for the prompt's leading blocks that need not be computed, by where they are: 1 in the engine, 0.75 in the store's
+   memory, 0.5 in a tier below. The difference to 1 is the transfer, in blocks of prefill. If blocks from the store have
+   to be converted, that cost is subtracted too.
+3. Blocks that live requests hold on the worker, or will soon compute there, count like the engine's before its cache reports
+   them, so that siblings that arrive together find each other. The backlog of these very blocks does not count for a request
+   that needs them: waiting for them replaces computing them.
+4. *work* is the number of blocks that the request has to compute there: prompt less credit. So far the cost is the request's own
+   wait. Other requests wait for the work too, and its *price* says for how long. Later requests are delayed by the share of workers that
+   compute prompts now, busy / (workers + 1 - busy). Requests that run on the worker are delayed by a step for each. An idle cluster
+   computes a prompt again to save a moment; a busy one waits for the worker that holds it. Without a price every request would be placed
+   where its own first token comes soonest, and together the requests would compute shared prefixes several times (ADR 0014).
 5. *decode blocks* are the unique blocks that live requests hold there, this one's included. An answer near its expected end
-   counts for less.
-6. A batch that is full makes a hit worth less, by `spread` times the share of it that waits: a hot prefix then goes to one
-   worker more, before it waits for one.
-7. A worker of another speed takes the time of so many blocks more or less; a block is only fetched for what it takes less
-   than computing it there.
-8. The worker that had this session's last request is preferred by `session_blocks`.
-9. With a goal for the first token, those go first that should keep it, by what a prompt token took there lately.
+   counts less.
+6. On a full batch a hit is worth less, by `spread` times the waiting share of the batch. So a hot prefix spreads to
+   another worker before its requests wait for one.
+7. A worker of another speed takes proportionally more or less time for its blocks. A block is only fetched for what that saves
+   against computing it there.
+8. The worker of this session's last request is preferred by `session_blocks`.
+9. With a goal for the first token, workers that should keep it go first, judged by the recent time per prompt token there.
 
-1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), but for the weight of decoding. The price is queueing theory's:
-work x that joins a queue with work u in it keeps those who come later waiting for λ / (1 - ρ) · x · (u + x / 2) together, which with
-about one request's work in u + x / 2 is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto, "Size- and state-aware dispatching
-problem with queue-specific job sizes", EJOR 217, 2012). ρ is read off the table, with one idle worker more than there is, so
-that it is never 1. The others are ours.
+Items 1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), except for the weight of decoding. The price comes from
+queueing theory: work x that joins a queue with work u makes later requests wait λ / (1 - ρ) · x · (u + x / 2) in total, which
+with about one request's work in u + x / 2 is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto, "Size- and state-aware dispatching
+problem with queue-specific job sizes", EJOR 217, 2012). ρ is estimated from the table, with one idle worker more than there is, so
+that it is never 1. The other items are Fleet's own.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,11 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import (
+from fleet.router.native.costs import fleet_costs, fleet_lowest, lowest
+from fleet.router.native.twin import credit_of, price_of
+from fleet.router.placement.policies.pickers import Lowest, Softmax
+from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
     BLOCK_TOKENS,
@@ -50,12 +54,8 @@ from fleet.router.candidates import (
     Floats,
     PlacementRequest,
 )
-from fleet.router.native.costs import fleet_costs, fleet_lowest, lowest
-from fleet.router.native.twin import credit_of, price_of
-from fleet.router.placement.policies.pickers import Lowest, Softmax
-from fleet.router.placement.policies.pipeline import Pipeline
 
-_PREFILL = Phase.PREFILL  # looked up in its enum it takes ten times as long
+_PREFILL = Phase.PREFILL  # a module variable is ten times as fast as the enum attribute
 
 
 class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,25 +71,25 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stall_weight: float = 0.1
     session_blocks: float = 1.0
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         columns = candidates.columns
         costs = np.empty(columns.shape[1])
-        fleet_costs(columns, costs, *self._weights(asked, candidates, phase))
-        if asked.bound is not None:
-            costs -= self._session(asked, candidates)
+        fleet_costs(columns, costs, *self._weights(request, candidates, phase))
+        if request.bound is not None:
+            costs -= self._session(request, candidates)
         return costs
 
-    def lowest(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
-        if asked.bound is not None:
-            return lowest(self.costs(asked, candidates, phase))
-        return fleet_lowest(candidates.columns, *self._weights(asked, candidates, phase))
+    def lowest(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
+        if request.bound is not None:
+            return lowest(self.costs(request, candidates, phase))
+        return fleet_lowest(candidates.columns, *self._weights(request, candidates, phase))
 
     def _weights(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase
     ) -> tuple[int, float, float, float, float, float, float, float, float, bool, bool, bool]:
-        """What the costs depend on besides the table, in the order of `fleet.router.native.twin.fleet_costs`."""
+        """Return what the costs depend on besides the table, in the order of `fleet.router.native.twin.fleet_costs`."""
         return (
-            asked.prompt_tokens,
+            request.prompt_tokens,
             self.engine_hit_credit,
             self.store_hit_credit,
             self.lower_tier_hit_credit,
@@ -103,7 +103,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             phase is _PREFILL,
         )
 
-    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         columns = candidates.columns
         credit, shared = credit_of(
             columns,
@@ -113,9 +113,9 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self.spread,
             candidates.even,
         )
-        prefill = (columns[BACKLOG_TOKENS] + asked.prompt_tokens) / columns[BLOCK_TOKENS]
+        prefill = (columns[BACKLOG_TOKENS] + request.prompt_tokens) / columns[BLOCK_TOKENS]
         left = np.maximum(0.0, (prefill - credit - shared) / columns[PREFILL_SPEED])
-        work = np.maximum(0.0, asked.prompt_tokens / columns[BLOCK_TOKENS] - credit) / columns[PREFILL_SPEED]
+        work = np.maximum(0.0, request.prompt_tokens / columns[BLOCK_TOKENS] - credit) / columns[PREFILL_SPEED]
         prefill = prefill / columns[PREFILL_SPEED]
         speed = columns[DECODE_SPEED]
         parts = {"prefill": prefill, "credit": left - prefill}
@@ -123,29 +123,29 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if phase is not Phase.PREFILL:
             parts["decode"] = self.decode_weight * (columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]) / speed
         parts["requests"] = self.running_request_blocks * columns[REQUESTS] / speed
-        if asked.bound is not None:
-            parts["session"] = -self._session(asked, candidates)
+        if request.bound is not None:
+            parts["session"] = -self._session(request, candidates)
         return parts
 
-    def _session(self, asked: PlacementRequest, candidates: Candidates) -> Floats:
+    def _session(self, request: PlacementRequest, candidates: Candidates) -> Floats:
         preferred = np.zeros(len(candidates))
-        if asked.bound in candidates.worker_ids:
-            preferred[candidates.worker_ids.index(asked.bound)] = self.session_blocks
+        if request.bound in candidates.worker_ids:
+            preferred[candidates.worker_ids.index(request.bound)] = self.session_blocks
         return preferred
 
 
 class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keeps those whose first token should come in time; where nothing is known yet, it should."""
+    """Keeps workers whose first token should come in time; without measurements a worker counts as fast enough."""
 
     ttft_goal_seconds: float = 0.0  # 0: only a request's own deadline counts
 
-    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
-        if self.ttft_goal_seconds == 0 and asked.seconds_left is None:
+    def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
+        if self.ttft_goal_seconds == 0 and request.seconds_left is None:
             return None
         goals = [self.ttft_goal_seconds] if self.ttft_goal_seconds else []
-        if asked.seconds_left is not None:
-            goals.append(asked.seconds_left)
-        tokens = candidates.backlog_tokens + candidates.uncached_tokens(asked.prompt_tokens)
+        if request.seconds_left is not None:
+            goals.append(request.seconds_left)
+        tokens = candidates.backlog_tokens + candidates.uncached_tokens(request.prompt_tokens)
         in_time: Flags = tokens * candidates.token_seconds <= min(goals)
         return in_time
 

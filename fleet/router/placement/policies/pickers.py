@@ -1,37 +1,37 @@
-"""The last step of a policy: one of several, by their costs."""
+"""Pickers: the last part of a policy, which takes one candidate by its cost."""
 
 import math
 from itertools import accumulate
 
 from msgspec import Struct
 
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.native import costs as native
+from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
-_STEPS = 1 << 53  # as many as a float between 0 and 1 has
-
-
-def lowest(costs: Floats, chance: RandomSource) -> int:
-    """Place of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares."""
-    return drawn(native.lowest(costs), chance)
+_STEPS = 1 << 53  # number of different random floats between 0 and 1
 
 
-def drawn(places: list[int], chance: RandomSource) -> int:
-    """One of them."""
-    return places[0] if len(places) == 1 else places[chance.randrange(len(places))]
+def lowest(costs: Floats, rng: RandomSource) -> int:
+    """Return the place of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares."""
+    return drawn(native.lowest(costs), rng)
+
+
+def drawn(places: list[int], rng: RandomSource) -> int:
+    """Return one of the places, drawn uniformly."""
+    return places[0] if len(places) == 1 else places[rng.randrange(len(places))]
 
 
 class Lowest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The lowest cost; ties are drawn."""
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
-        return lowest(costs, chance)
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
+        return lowest(costs, rng)
 
 
 class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low costs more often: p ∝ exp(-(cost - lowest) / ((highest - lowest) · temperature)), the rule of NVIDIA Dynamo.
+    """Lower costs are more likely: p ∝ exp(-(cost - lowest) / ((highest - lowest) · temperature)), the rule of NVIDIA Dynamo.
 
-    Costs are normalised over the candidates, so that a temperature means the same whatever the unit; at 0 it is `Lowest`.
+    Costs are normalised over the candidates, so that a temperature has the same meaning for any unit; 0 is the same as `Lowest`.
     """
 
     temperature: float = 0.0
@@ -40,33 +40,33 @@ class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError("temperature: must be 0 or more")
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         if self.temperature == 0:
-            return lowest(costs, chance)
+            return lowest(costs, rng)
         values = costs.tolist()
         low, high = min(values), max(values)
         if low == high:
-            return chance.randrange(len(values))
-        if (scale := (high - low) * self.temperature) == 0:  # too low for a float
-            return lowest(costs, chance)
+            return rng.randrange(len(values))
+        if (scale := (high - low) * self.temperature) == 0:  # the product underflows
+            return lowest(costs, rng)
         sums = list(accumulate(math.exp((low - value) / scale) for value in values))
-        drawn = sums[-1] * chance.randrange(_STEPS) / _STEPS
+        drawn = sums[-1] * rng.randrange(_STEPS) / _STEPS
         return next(place for place, bound in enumerate(sums) if drawn < bound)
 
 
 class InTurn:
-    """One after the other, whatever they cost: by who has waited longest for a turn.
+    """Workers in turn, whatever they cost: the worker that has waited longest is next.
 
-    It remembers workers and not places, so that joining and leaving neither repeats nor skips anybody.
+    It remembers workers instead of places, so that a join or a leave neither repeats nor skips a worker.
     """
 
     def __init__(self) -> None:
-        self._turns: dict[str, int] = {}  # when each was last chosen
+        self._turns: dict[str, int] = {}  # the turn in which each was last chosen
         self._turn = 0
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         turns = self._turns
-        if len(turns) > 2 * len(candidates) + 64:  # of workers that have left
+        if len(turns) > 2 * len(candidates) + 64:  # forget workers that have left
             known = set(candidates.worker_ids)
             self._turns = turns = {name: turn for name, turn in turns.items() if name in known}
         names = candidates.worker_ids
@@ -77,13 +77,13 @@ class InTurn:
 
 
 class TwoChoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cheaper of two drawn at random (Mitzenmacher, "The Power of Two Choices", IEEE TPDS 2001)."""
+    """The cheaper of two candidates drawn at random (Mitzenmacher, "The Power of Two Choices", IEEE TPDS 2001)."""
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         count = len(costs)
         if count == 1:
             return 0
-        first = chance.randrange(count)
-        second = chance.randrange(count - 1)
+        first = rng.randrange(count)
+        second = rng.randrange(count - 1)
         second += second >= first
         return first if costs[first] <= costs[second] else second

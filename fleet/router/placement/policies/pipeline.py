@@ -1,17 +1,28 @@
-"""Filters → weighted scores → choice: the one shape that all policies have."""
+"""Policy pipeline: filters, then weighted scorers, then a picker. All policies have this shape."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource, Rows
 from fleet.router.placement.policies.pickers import Lowest, drawn
-from fleet.router.policy import Filter, ItemizedScorer, Picker, PlacementPolicy, RankingScorer, Scorer
+from fleet.router.policy import (
+    Candidates,
+    Filter,
+    Floats,
+    ItemizedScorer,
+    Picker,
+    PlacementPolicy,
+    PlacementRequest,
+    RandomSource,
+    RankingScorer,
+    Rows,
+    Scorer,
+)
 
 
 class Pipeline:
-    """A policy put together from parts."""
+    """A policy made of parts."""
 
     def __init__(
         self,
@@ -21,55 +32,57 @@ class Pipeline:
         scorers: Sequence[tuple[str, float, Scorer]] = (),
         picker: Picker | None = None,
     ):
-        """A policy of these parts.
+        """Combine the parts.
 
         Args:
-            name: As settings name it.
-            filters: Applied in order; each sees what the one before has left.
-            scorers: Name, weight, scorer.
-            picker: The lowest cost by default, ties drawn.
+            name: The policy's name in settings.
+            filters: Filters in order; each gets the candidates that the one before has kept.
+            scorers: Name, weight and scorer of each.
+            picker: The picker; by default the lowest cost, with ties drawn.
         """
         self.name = name
         self._filters = tuple(filters)
-        self._scorers = tuple(scorers)
+        self.scorers = tuple(scorers)
         self._picker: Picker = picker or Lowest()
         self._total = self._sum
-        self._ranking: RankingScorer | None = None  # where all is said by who has the lowest cost
-        if len(self._scorers) == 1 and self._scorers[0][1] == 1:
-            scorer = self._scorers[0][2]
+        self._ranking: RankingScorer | None = (
+            None  # a scorer that finds the lowest cost directly, if nothing else is needed
+        )
+        if len(self.scorers) == 1 and self.scorers[0][1] == 1:
+            scorer = self.scorers[0][2]
             self._total = scorer.costs
             if isinstance(self._picker, Lowest) and isinstance(scorer, RankingScorer):
                 self._ranking = scorer
 
     def choose(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> tuple[int, PlacementPolicy]:
         rows: Rows | None = None
         for each in self._filters:
-            if (flags := each.keep(asked, candidates, phase)) is None:
+            if (flags := each.keep(request, candidates, phase)) is None:
                 continue
             keep = flags.nonzero()[0]
             if 0 < len(keep) < len(candidates):
                 rows, candidates = keep if rows is None else rows[keep], candidates.only(keep)
         if self._ranking is None:
-            picked = self._picker.pick(self._total(asked, candidates, phase), asked, candidates, chance)
+            picked = self._picker.pick(self._total(request, candidates, phase), request, candidates, rng)
         else:
-            picked = drawn(self._ranking.lowest(asked, candidates, phase), chance)
+            picked = drawn(self._ranking.lowest(request, candidates, phase), rng)
         return picked if rows is None else int(rows[picked]), self
 
-    def _sum(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+    def _sum(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         total = np.zeros(len(candidates))
-        for _, weight, scorer in self._scorers:
-            total += weight * scorer.costs(asked, candidates, phase)
+        for _, weight, scorer in self.scorers:
+            total += weight * scorer.costs(request, candidates, phase)
         return total
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         parts: dict[str, Floats] = {}
-        for name, weight, scorer in self._scorers:
+        for name, weight, scorer in self.scorers:
             if isinstance(scorer, ItemizedScorer):
-                found = scorer.parts(asked, candidates, phase)
+                found = scorer.parts(request, candidates, phase)
             else:
-                found = {name: scorer.costs(asked, candidates, phase)}
+                found = {name: scorer.costs(request, candidates, phase)}
             for part, costs in found.items():
                 parts[part] = parts.get(part, 0.0) + weight * costs
         return parts

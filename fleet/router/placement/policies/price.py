@@ -1,15 +1,15 @@
-"""What a request costs its operator where it runs: joules or dollars, as a part of a policy.
+"""Price scorer: what a request costs its operator on each worker, in joules or dollars.
 
     cost = (tokens to compute × a prompt token's price  +  tokens to generate × an answer token's)  /  the cheapest prompt token's  /  block
 
-1. Prices are what a token takes on a kind of worker: joules (`joules_per_token` of a simulated pool, `fleet hardware estimate`) or
-   dollars. They are given by the beginnings of workers' names, the longest that fits: names begin with those of their pools.
-2. Costs are in blocks of prefill on the cheapest worker, as the other scorers' are: with a weight of 1, a worker where a request costs
-   as much as ten blocks more has to be ten blocks less busy. So the cheap fill up first, and the dear ones serve what would wait.
-3. Answers are taken to be as long as they may be, but no longer than `answer_tokens`: clients rarely say how long they will be.
-4. A worker without a price costs as much as the dearest.
+1. Prices are for one token on a kind of worker: joules (`joules_per_token` of a simulated pool, `fleet hardware estimate`) or
+   dollars. They are given by the beginning of a worker's name, and the longest match counts: names begin with the name of the pool.
+2. Costs are in blocks of prefill on the cheapest worker, like those of other scorers. With weight 1, a worker on which a request costs
+   ten blocks more has to be ten blocks less busy. So the cheap workers fill up first, and the expensive ones serve what would wait.
+3. Answers count with their longest length, but at most with `answer_tokens`, because clients rarely say how long they will be.
+4. A worker without a price costs as much as the most expensive one.
 
-It chooses among workers that are on. What idle workers take is for those to save who can turn them off.
+The scorer chooses among workers that are switched on. Only a component that can switch workers off can save their idle power.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,31 +21,31 @@ from msgspec import Meta, Struct
 
 from fleet.core.ids import WorkerId, longest_prefix
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest
+from fleet.router.policy import Candidates, Floats, PlacementRequest
 
 Amount = Annotated[float, Meta(gt=0, le=1e12)]
 
 REMEMBERED = 10_000
-"""Workers whose prices are found by name at once."""
+"""The number of workers whose prices are cached."""
 
 
 class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The formula above."""
 
     prompt: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Of a prompt token, by the beginning of workers' names."""
+    """Price of a prompt token, by the beginning of workers' names."""
 
     answer: Annotated[dict[str, Amount], Meta(min_length=1)]
-    """Of an answer token, likewise."""
+    """Price of an answer token, by the beginning of workers' names."""
 
     answer_tokens: Annotated[int, Meta(ge=1)] = 256
-    """As long as answers usually are."""
+    """The usual length of an answer."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         worker_ids = candidates.worker_ids
-        spent = candidates.uncached_tokens(asked.prompt_tokens) * _of_each(self.prompt, worker_ids)
+        spent = candidates.uncached_tokens(request.prompt_tokens) * _of_each(self.prompt, worker_ids)
         if phase is not Phase.PREFILL:
-            spent += min(asked.answer_tokens, self.answer_tokens) * _of_each(self.answer, worker_ids)
+            spent += min(request.answer_tokens, self.answer_tokens) * _of_each(self.answer, worker_ids)
         costs: Floats = spent / (min(self.prompt.values()) * candidates.block_tokens)
         return costs
 

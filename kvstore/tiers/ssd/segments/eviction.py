@@ -1,7 +1,7 @@
-"""Which segment goes when the space is used up. Pure: a score of what is known of a segment; the lowest goes first.
+"""Segment eviction: scores that decide which segment is evicted when the space is used up. Does no I/O.
 
-Blocks that are written together belong to requests of the same time, and mostly lose their use together; so a segment
-is judged as a whole, and whatever in it is still in demand may be copied out of it before it goes.
+The segment with the lowest score goes first. Blocks that are written together belong to requests of the same time, and
+mostly become useless together. So a segment is judged as a whole, and blocks in demand may be copied out of it before.
 """
 
 import math
@@ -14,25 +14,25 @@ from kvstore.tiers.ssd.settings import SegmentEviction
 
 
 class SegmentUse(Struct, frozen=True, kw_only=True):
-    """What is known of a segment that may go."""
+    """How a segment is used."""
 
     sequence: int  # grows from segment to segment
-    blocks: int  # in it that could still be read
-    live_share: float  # of its bytes, that they take
-    hits: int  # of its blocks, since they were written
-    used_at: Nanos  # when one was last read, or else written
+    blocks: int  # readable blocks
+    live_share: float  # share of the segment's bytes in readable blocks
+    hits: int  # reads of its blocks since they were written
+    used_at: Nanos  # when a block was last read or written
 
 
 Score = Callable[[SegmentUse, Nanos], float]
-"""Value of keeping a segment, at a moment; of equal ones the older goes first."""
+"""Returns the value of keeping a segment; of equal segments, the older one is evicted first."""
 
 
 def reuse(use: SegmentUse, now: Nanos) -> float:
-    """By the time since its last use, which passes more slowly for a segment whose blocks were read more often.
+    """Score by the time since the last use, reduced for segments whose blocks are read often.
 
-    Logarithmic in the reads a block, so that a conversation that was busy and is over does not keep its segment for hours;
-    and by the share of the segment that can still be read, since the rest is of no use to anybody. There is no time
-    constant in it: a disk that is filled in a minute is treated like one that is filled in a week.
+    The number of reads counts logarithmically, so that a busy conversation that has ended does not keep its segment for
+    hours. The share of readable bytes counts too. The score has no time constant, so a disk that fills in a minute is
+    treated like one that fills in a week.
     """
     if not use.blocks:
         return -math.inf
@@ -41,12 +41,12 @@ def reuse(use: SegmentUse, now: Nanos) -> float:
 
 
 def least_recent(use: SegmentUse, now: Nanos) -> float:  # noqa: ARG001 - a `Score`
-    """By the last use alone."""
+    """Score by the last use only."""
     return float(use.used_at)
 
 
 def oldest(use: SegmentUse, now: Nanos) -> float:  # noqa: ARG001 - a `Score`
-    """In the order of writing."""
+    """Score by the order of writing."""
     return float(use.sequence)
 
 

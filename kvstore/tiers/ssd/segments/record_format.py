@@ -1,19 +1,19 @@
-"""What lies in a segment file, byte by byte. Pure.
+"""Record format: the bytes of a segment file. Does no I/O.
 
 Rules:
 
-1. A segment is a sequence of pages of 4 KiB; integers are little-endian. Page 0 is the segment's head. Records follow
-   each other from page 1; the last pages may hold a footer. Whatever else is in the file means nothing.
-2. A record is a page with its header, then its payload, padded to whole pages. The header names the block (namespace
-   digest and name), its codec, length and checksum, the page where it stands, a sequence number, and the segment's nonce.
-3. The nonce is drawn anew each time a file is begun, at random: records of the file's former life, and payloads that
-   somebody made look like records, do not have it.
-4. The footer is written when the segment is full or the tier is closed: a table of the blocks that are in it, so that
-   opening reads a few pages a segment; then, on the very last page, a trailer with the table's place and checksum.
-5. Everything but padding is under a CRC-32C, and under a version: what does not fit is as if it were not there.
-6. Each read of a block reads its header too and compares all of it with what was asked for. So no table, here or in
-   memory, has to be right for the bytes to be.
-7. A block that was found bad has its header overwritten, so that a table read later cannot bring it back.
+1. A segment is a sequence of pages of 4 KiB; integers are little-endian. Page 0 holds the segment's head. Records begin at
+   page 1, one after the other. The last pages may hold a footer. All other bytes have no meaning.
+2. A record is a page with its header, then its payload, padded to whole pages. The header holds the block's key (namespace
+   digest and block hash), codec, length and checksum, the page number, a sequence number, and the segment's nonce.
+3. A new random nonce is drawn each time a file is reused. Old records of the file, and payloads that imitate records,
+   do not have it.
+4. The footer is written when the segment is full or the tier is closed. It is a table of the segment's blocks, so that
+   opening reads only a few pages. The last page is a trailer with the size and checksum of the table.
+5. All bytes except padding are covered by a CRC-32C and a version. A structure that fails the check is ignored.
+6. Each read of a block also reads its header and compares all fields. So a wrong table, on disk or in memory, cannot
+   lead to wrong bytes.
+7. The header of a bad block is overwritten, so that a table that is read later cannot restore the block.
 """
 
 import struct
@@ -40,7 +40,7 @@ RECORD = struct.Struct("<4sHBx8sQ32sIII")  # magic, version, codec, nonce, seque
 ENTRY = struct.Struct("<32sII")  # key, page, length
 TRAILER = struct.Struct("<8sI4x8sQQIIII")
 # magic, version, nonce, sequence, last sequence, entries, next page, pages of the table, its checksum
-CHECKSUM = struct.Struct("<I")  # CRC-32C of the structure that it follows
+CHECKSUM = struct.Struct("<I")  # CRC-32C of the preceding structure
 
 TRAILER_PAGES = 1
 FIRST_PAGE = 1  # of records
@@ -50,7 +50,7 @@ Key = bytes
 
 
 class SegmentHead(Struct, frozen=True, kw_only=True):
-    """Who a file is, in its present life."""
+    """The head of a segment file."""
 
     nonce: bytes
     sequence: int  # grows from segment to segment
@@ -58,10 +58,10 @@ class SegmentHead(Struct, frozen=True, kw_only=True):
 
 
 class RecordHeader(Struct, frozen=True):
-    """The header of one block. Positional: one is made for each block that is written or read."""
+    """The header of one block. Fields are positional, because one object is made for each block."""
 
     key: Key
-    page: int  # where the header stands
+    page: int  # page of the header
     length: int  # of the payload, in bytes
     codec_id: int
     sequence: int
@@ -73,19 +73,19 @@ class SegmentFooter(Struct, frozen=True, kw_only=True):
 
     nonce: bytes
     sequence: int  # of the segment
-    last_sequence: int  # of the records in it
+    last_sequence: int  # of its records
     entries: int
-    next_page: int  # behind the last record
+    next_page: int  # after the last record
     table_pages: int
     table_crc32c: int
 
 
 class NewerSegmentFormat(Exception):
-    """Written by a version of this program that knows more; nothing can be said of it."""
+    """The segment was written by another version of this program."""
 
 
 def footer_pages(entries: int) -> int:
-    """Pages that the table of so many blocks and the trailer occupy."""
+    """Return the pages of a footer: the table of so many blocks, and the trailer."""
     return pages_for(entries * ENTRY.size) + TRAILER_PAGES
 
 
@@ -94,10 +94,10 @@ def segment_head(head: SegmentHead) -> bytes:
 
 
 def read_segment_head(page: ByteArray) -> SegmentHead | None:
-    """None when the page is not the head of a segment, or damaged.
+    """Parse a segment's head; return None if the page is not a head or is damaged.
 
     Raises:
-        Newer: Its format is not ours.
+        NewerSegmentFormat: The head has another version.
     """
     if not _is_sealed(page, HEAD.size):
         return None
@@ -126,7 +126,7 @@ def record_header(record: RecordHeader, nonce: bytes) -> bytes:
 
 
 def read_record_header(page: ByteArray, nonce: bytes, number: int) -> RecordHeader | None:
-    """None when there is no record of this life of the segment on the page of that number, or it is damaged."""
+    """Parse the record header on page `number`; return None if it is damaged, or has another nonce or page."""
     if not _is_sealed(page, RECORD.size):
         return None
     magic, version, codec_id, its_nonce, sequence, key, its_page, length, crc32c = RECORD.unpack_from(page.data)
@@ -140,19 +140,19 @@ def is_discarded(page: ByteArray) -> bool:
 
 
 def record_signs() -> tuple[bytes, slice]:
-    """Magic and version, which every record header begins with, and where the nonce is in it; for a quick look."""
+    """Return the first bytes of every record header, and the slice of the nonce, for a fast search."""
     begin = struct.pack("<4sH", RECORD_MAGIC, FORMAT_VERSION)
     return begin, slice(8, 8 + NONCE_BYTES)
 
 
 def table(keys: Iterable[Key], pages: "array[int]", lengths: "array[int]") -> bytes:
-    """The footer's table, padded to whole pages."""
+    """Encode the footer's table, padded to whole pages."""
     rows = b"".join(map(ENTRY.pack, keys, pages, lengths))
     return rows.ljust(pages_for(len(rows)) * PAGE_BYTES, b"\0")
 
 
 def read_table(rows: ByteArray, entries: int) -> tuple[list[Key], "array[int]", "array[int]"]:
-    """Keys, pages and lengths of a table that was found whole."""
+    """Decode the keys, pages and lengths of a verified table."""
     keys: list[Key] = []
     pages, lengths = array("I"), array("I")
     for key, page, length in ENTRY.iter_unpack(rows[: entries * ENTRY.size].data):
@@ -179,7 +179,7 @@ def trailer(footer: SegmentFooter) -> bytes:
 
 
 def read_trailer(page: ByteArray) -> SegmentFooter | None:
-    """None when the page is no trailer, or damaged, or of another version."""
+    """Parse a trailer; return None if the page is not a trailer, is damaged, or has another version."""
     if not _is_sealed(page, TRAILER.size):
         return None
     magic, version, nonce, sequence, last, entries, next_page, table_pages, table_crc32c = TRAILER.unpack_from(

@@ -1,9 +1,8 @@
-"""What a segment file holds, found out when the tier is opened.
+"""Segment recovery: finds out what a segment file holds when the tier is opened.
 
-Where the footer is whole, it is believed: reading a block compares its header anyway. Where there is none (the process
-was killed while it wrote), or it is damaged, the file is read from end to end, and each record counts whose header and
-payload are whole. Nothing is assumed about the order in which the writes of a killed process reached the file: behind a
-record that is torn, the search for the next goes on page by page.
+A sound footer is believed, because each read of a block compares its header anyway. If the footer is missing (the process
+was killed) or damaged, the whole file is read, and each record with a sound header and payload counts. The writes of a
+killed process may have reached the file in any order, so the search goes on page by page after a damaged record.
 """
 
 from array import array
@@ -32,23 +31,23 @@ from kvstore.tiers.ssd.segments.record_format import (
 from kvstore.tiers.ssd.segments.segment import record_pages
 
 WINDOW_PAGES = 1024
-"""Read at a time when a file is searched: 4 MiB, enough for a disk's full speed."""
+"""Pages read at a time when a file is searched: 4 MiB, enough for a disk's full speed."""
 
 
 class RecoveredSegment(Struct, frozen=True, kw_only=True):
-    """What a file was found to hold."""
+    """The contents of a segment file."""
 
     nonce: bytes
     sequence: int
-    next_page: int  # behind the last whole record
-    last_sequence: int  # of the segment, or of a record in it
+    next_page: int  # after the last sound record
+    last_sequence: int  # the highest of the segment and its records
     keys: list[Key]
     pages: "array[int]"
     lengths: "array[int]"
 
 
 class UnreadableSegment(Struct, frozen=True):
-    """Nothing in the file can be used; it is written over when its space is needed."""
+    """The file cannot be used; it is overwritten when its space is needed."""
 
     reason: str
 
@@ -57,7 +56,7 @@ def recover(file: DiskFile) -> RecoveredSegment | UnreadableSegment:
     """Read one file.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     page = aligned(PAGE_BYTES)
     size_pages = file.size_bytes // PAGE_BYTES
@@ -71,9 +70,9 @@ def recover(file: DiskFile) -> RecoveredSegment | UnreadableSegment:
     if file.read([page], (size_pages - TRAILER_PAGES) * PAGE_BYTES) == PAGE_BYTES:
         footer = read_trailer(page)
     if footer is not None and (head is None or head.nonce == footer.nonce):
-        life = _from_footer(file, footer, size_pages)
-        if life is not None:
-            return life
+        recovered = _from_footer(file, footer, size_pages)
+        if recovered is not None:
+            return recovered
     if head is not None:
         return _from_records(file, head.nonce, head.sequence, size_pages)
     if footer is not None:
@@ -82,7 +81,7 @@ def recover(file: DiskFile) -> RecoveredSegment | UnreadableSegment:
 
 
 def _from_footer(file: DiskFile, footer: SegmentFooter, size_pages: int) -> RecoveredSegment | None:
-    """None when the table is damaged."""
+    """Read the footer's table; return None if it is damaged."""
     begin = size_pages - TRAILER_PAGES - footer.table_pages
     if begin < FIRST_PAGE or not FIRST_PAGE <= footer.next_page <= begin:
         return None
@@ -127,7 +126,7 @@ def _from_records(file: DiskFile, nonce: bytes, sequence: int, size_pages: int) 
 
 
 class _Window:
-    """A file's pages, read in large pieces, mostly each once."""
+    """A window over a file's pages, which reads large pieces."""
 
     def __init__(self, file: DiskFile, size_pages: int) -> None:
         self._file = file
@@ -137,7 +136,7 @@ class _Window:
         self._count = 0
 
     def pages(self, first: int) -> ByteArray:
-        """Some pages from this one on, shape [pages, 4096]; none behind the end."""
+        """Return some pages from this one on, shape [pages, 4096]; none after the end of the file."""
         if not self._first <= first < self._first + self._count:
             wanted = min(WINDOW_PAGES, self.size_pages - first)
             read = self._file.read([self._buffer[: wanted * PAGE_BYTES]], first * PAGE_BYTES) if wanted > 0 else 0
@@ -147,7 +146,7 @@ class _Window:
 
 
 def _records(window: _Window, nonce: bytes) -> Iterator[RecordHeader]:
-    """All records of a life that are whole, in the order of their places."""
+    """Yield all sound records with this nonce, in file order."""
     page = FIRST_PAGE
     while (found := _next_header(window, nonce, page)) is not None:
         behind = found.page + record_pages(found.length)
@@ -159,12 +158,12 @@ def _records(window: _Window, nonce: bytes) -> Iterator[RecordHeader]:
 
 
 def _next_header(window: _Window, nonce: bytes, page: int) -> RecordHeader | None:
-    """The first page from this one on that is a record's header."""
+    """Find the first record header on this page or after it."""
     begin, nonce_at = record_signs()
     signs, wanted = np.frombuffer(begin, np.uint8), np.frombuffer(nonce, np.uint8)
     while len(rows := window.pages(page)):
         if (record := read_record_header(rows[0], nonce, page)) is not None:
-            return record  # where it should be
+            return record  # the usual case
         alike = (rows[:, : len(begin)] == signs).all(axis=1) & (rows[:, nonce_at] == wanted).all(axis=1)
         for index in np.flatnonzero(alike):
             number = page + int(index)
@@ -175,7 +174,7 @@ def _next_header(window: _Window, nonce: bytes, page: int) -> RecordHeader | Non
 
 
 def _payload_crc32c(window: _Window, record: RecordHeader) -> int | None:
-    """None when the file ends before the payload does."""
+    """Compute the checksum of a payload; return None if the file ends before the payload."""
     checksum, page, left = 0, record.page + 1, record.length
     while left:
         rows = window.pages(page)

@@ -1,10 +1,10 @@
-"""What is known in memory of one segment file. Pure but for the file that it carries; its owner holds the lock.
+"""Segment: the state in memory of one segment file. Its owner holds the lock; the segment does no I/O itself.
 
     FREE -> ACTIVE -> FULL -> SEALED -> LEAVING -> FREE
 
-ACTIVE takes records. FULL waits for those that are still being written, then for its footer. SEALED is read only, and
-may be chosen to go. LEAVING has no blocks any more, and waits for whoever still reads from it. A file is only begun
-anew while it is FREE: so a reader never sees bytes of another life under its own.
+An ACTIVE segment takes records. A FULL one waits for unfinished writes and then for its footer. A SEALED one is read only,
+and may be evicted. A LEAVING one has no blocks any more, and waits for its readers. A file is reused only while it is
+FREE, so a reader never sees bytes that were written after the reuse.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from kvstore.tiers.ssd.disk import DiskFile
 from kvstore.tiers.ssd.segments.eviction import SegmentUse
 from kvstore.tiers.ssd.segments.record_format import FIRST_PAGE, NONCE_BYTES, Key, footer_pages
 
-MOST_HITS = 255  # that are told apart
+MOST_HITS = 255  # counters of a record stop here
 
 
 class SegmentState(Enum):
@@ -29,7 +29,7 @@ class SegmentState(Enum):
 
 
 class Segment:
-    """One file and the blocks in it. Blocks have ordinals, in the order in which they became readable."""
+    """One file and its blocks. A block's ordinal counts the blocks that became readable before it."""
 
     __slots__ = (
         "file", "folder", "hits", "is_damaged", "keys", "lengths", "live", "live_pages", "name", "next_page", "nonce", "pages", "promised",
@@ -44,31 +44,31 @@ class Segment:
         self.size_bytes = file.size_bytes
         self.state = SegmentState.FREE
         self.readers = 0  # calls that read from the file now
-        self.writers = 0  # and that write records to it
+        self.writers = 0  # calls that write records to the file now
         self.begin(bytes(NONCE_BYTES), 0, Nanos(0))
         self.state = SegmentState.FREE
 
     def begin(self, nonce: bytes, sequence: int, now: Nanos) -> None:
-        """A new life, without blocks."""
+        """Reuse the file, without blocks."""
         assert not self.readers, (self.name, self.readers)
         assert not self.writers, (self.name, self.writers)
         self.state = SegmentState.ACTIVE
         self.nonce = nonce
         self.sequence = sequence
         self.next_page = FIRST_PAGE
-        self.promised = 0  # records that places were given to
+        self.promised = 0  # records that have been given places
         self.keys: list[Key] = []
         self.pages = array("I")
         self.lengths = array("I")
         self.record_hits = bytearray()
-        self.live = 0  # blocks that the index names
+        self.live = 0  # blocks that are in the index
         self.live_pages = 0
         self.hits = 0
         self.used_at = now
-        self.is_damaged = False  # a block in it was found bad
+        self.is_damaged = False  # whether a block was found bad
 
     def restore(self, keys: list[Key], pages: "array[int]", lengths: "array[int]", next_page: int) -> None:
-        """What the file was found to hold, in a life begun."""
+        """Enter the recovered contents of the file."""
         self.keys, self.pages, self.lengths = keys, pages, lengths
         self.record_hits = bytearray(len(keys))
         self.promised = len(keys)
@@ -79,13 +79,13 @@ class Segment:
         return self.size_bytes // PAGE_BYTES
 
     def take(self, records: Sequence[int]) -> tuple[int, int]:
-        """Give places to as many of these records as there is room for.
+        """Assign adjacent places to as many of these records as there is room for.
 
         Args:
-            records: Pages that each occupies.
+            records: Number of pages of each record.
 
         Returns:
-            The first one's page, and how many got a place; they follow each other.
+            The page of the first record, and how many records got a place.
         """
         first, taken = self.next_page, 0
         for count in records:
@@ -97,7 +97,7 @@ class Segment:
         return first, taken
 
     def add(self, key: Key, page: int, length: int) -> int:
-        """A record that was written; returns its ordinal."""
+        """Add a written record; return its ordinal."""
         self.keys.append(key)
         self.pages.append(page)
         self.lengths.append(length)
@@ -105,7 +105,7 @@ class Segment:
         return len(self.keys) - 1
 
     def hit(self, ordinal: int, now: Nanos) -> None:
-        """A block was read."""
+        """Count a read of a block."""
         self.hits += 1
         self.used_at = now
         if self.record_hits[ordinal] < MOST_HITS:
@@ -122,11 +122,11 @@ class Segment:
 
 
 def record_pages(length: int) -> int:
-    """Pages of a record with that much payload."""
+    """Return the pages of a record with a payload of that length."""
     return 1 + pages_for(length)
 
 
 def largest_payload_bytes(segment_bytes: int) -> int:
-    """The most that one record can hold, in a segment of that size."""
+    """Return the largest payload that fits into a segment of that size."""
     pages = segment_bytes // PAGE_BYTES - FIRST_PAGE - footer_pages(1)
     return (pages - 1) * PAGE_BYTES

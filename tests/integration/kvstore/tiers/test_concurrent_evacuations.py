@@ -192,7 +192,7 @@ async def test_block_of_unknown_presence_is_written_again():
         await node.is_asked()
         node.fail()
         await node.is_asked()
-        assert [type(movement) for movement in node.asked] == [Demote]
+        assert [type(transfer) for transfer in node.asked] == [Demote]
         node.answer()
 
     assert (one.result().moved, one.result().failed, one.result().done) == (BLOCKS, 1, BLOCKS)

@@ -150,7 +150,7 @@ def test_damage_in_transfer_from_s3_deletes_no_object(bucket, damage: Callable[[
         assert is_fenced(tier)
         assert status.fenced == 1
         messages = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-        assert "tier is fenced, since its answers are damaged on their way" in messages
+        assert "tier fenced, answers damaged in transit" in messages
 
 
 def test_s3_circuit_closes_when_answers_are_sound_again(bucket):
@@ -257,8 +257,8 @@ def test_unreadable_block_is_not_taken_for_damage(caplog):
         assert client.exists(name)
         assert (tier.status().damaged, tier.status().fenced) == (0, 0)
         messages = [record.message for record in caplog.records]
-        assert "corrupt block could not be read again, and stays until a call that can" in messages
-        assert "block was damaged on its way, and stays" not in messages
+        assert "corrupt block kept, second reading failed" in messages
+        assert "block damaged in transit, kept" not in messages
 
         proxy.refuses_connections = False
         assert read(tier, KEYS[5:6]) == 0

@@ -223,23 +223,23 @@ class DecidingNode:
         while True:
             for change in self.store.machine.changes():
                 self.hierarchy.offer(change.digest, change.stored, Nanos(0))
-            if not (movements := self.hierarchy.commands()):
+            if not (transfers := self.hierarchy.commands()):
                 return
-            for movement in movements:
-                self._perform(movement)
+            for transfer in transfers:
+                self._perform(transfer)
 
-    def _perform(self, movement: TierTransfer) -> None:
-        held = self.below[movement.tier]
-        match movement:
+    def _perform(self, transfer: TierTransfer) -> None:
+        held = self.below[transfer.tier]
+        match transfer:
             case Find():
-                count = next((i for i, key in enumerate(movement.keys) if key not in held), len(movement.keys))
-                self.hierarchy.found(movement.promotion_id, count, Nanos(0))
+                count = next((i for i, key in enumerate(transfer.keys) if key not in held), len(transfer.keys))
+                self.hierarchy.found(transfer.promotion_id, count, Nanos(0))
             case Fetch():
-                answers = [FetchResult(BlockOutcome.MOVED, 7) for _ in movement.addresses]
-                self.hierarchy.fetched(movement.promotion_id, answers, Nanos(0))
+                answers = [FetchResult(BlockOutcome.MOVED, 7) for _ in transfer.addresses]
+                self.hierarchy.fetched(transfer.promotion_id, answers, Nanos(0))
             case Demote():
-                held |= {address.key for address in movement.addresses}
-                self.hierarchy.kept(movement.demotion_id, [True] * len(movement.addresses), Nanos(0))
+                held |= {address.key for address in transfer.addresses}
+                self.hierarchy.kept(transfer.demotion_id, [True] * len(transfer.addresses), Nanos(0))
 
 
 def test_tier_hits_match_the_simulation(tmp_path):

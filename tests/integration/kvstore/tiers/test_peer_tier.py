@@ -243,7 +243,7 @@ def test_absent_peer_fails_at_once_and_is_used_when_it_comes(caplog):
             for _ in range(3):
                 with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
                     tier.find(KEYS, deadline_in(10))
-            assert [record.message for record in caplog.records].count("peer cannot be used") == 1
+            assert [record.message for record in caplog.records].count("peer unreachable") == 1
 
             node.start()
             fill(node.address)
@@ -437,7 +437,7 @@ def test_peer_with_another_layout_is_a_named_failure(node, caplog):
     with a_tier(node.address) as tier, caplog.at_level(logging.WARNING):
         with pytest.raises(TierFailed, match="block_tokens"):
             tier.find(KEYS, deadline_in(30))
-        assert "peer cannot be used" in [record.message for record in caplog.records]
+        assert "peer unreachable" in [record.message for record in caplog.records]
 
 
 # Settings

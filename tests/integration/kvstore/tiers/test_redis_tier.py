@@ -225,7 +225,7 @@ def test_foreign_value_is_a_counted_miss_and_replaced(tier, server, planted, cap
     assert read_outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED, BlockOutcome.MOVED]
 
     assert tier.status().corrupt == 1
-    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == ["block is corrupt"]
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == ["block corrupt"]
     assert tier.find(KEYS, deadline_in(10)) == 1
     assert put_blocks(tier, KEYS, BLOCKS, deadline_in(10)) == [True] * 4
     assert read_outcomes(tier) == [BlockOutcome.MOVED] * 4

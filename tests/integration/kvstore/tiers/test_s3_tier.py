@@ -138,7 +138,7 @@ def test_closing_the_tier_ends_running_calls():
         server.freeze()
         with ThreadPoolExecutor(1) as threads:
             call = threads.submit(tier.get, KEYS, empty_buffers(), deadline_in(2))
-            eventually(lambda: tier.shelf._threads._waiting.qsize() == len(KEYS) - 1)
+            eventually(lambda: tier.backend._threads._waiting.qsize() == len(KEYS) - 1)
 
             tier.close()
 
@@ -150,7 +150,7 @@ def test_late_object_store_is_used(caplog):
     with an_s3_server() as server:
         server.kill()
         tier = open_tier(server, "blocks", start_seconds=1)
-        assert [record.message for record in caplog.records] == ["object store does not answer yet"]
+        assert [record.message for record in caplog.records] == ["object store unreachable"]
         with pytest.raises(TierFailed):
             tier.find(KEYS, deadline_in(30))
 
@@ -201,7 +201,7 @@ def test_foreign_value_is_a_counted_miss_and_replaced(tier, shared, bucket, plan
 
     assert tier.status().corrupt == 1
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["block is corrupt"]
+    assert warnings == ["block corrupt"]
     with pytest.raises(shared.client.exceptions.NoSuchKey):
         shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))
     assert tier.find(KEYS, deadline_in()) == 1
@@ -313,7 +313,7 @@ def test_nonsense_is_a_failure_within_the_deadline(script):
 def test_slowly_dripping_value_costs_only_the_deadline():
     with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_stored_value()[:100])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.shelf._clients.within(0.5)  # creating a client takes long
+        tier.backend._clients.within(0.5)  # creating a client takes long
 
         with at_most(1.5), pytest.raises(TierFailed):
             tier.get(KEYS[:1], empty_buffers(1), deadline_in(0.5))
@@ -324,8 +324,8 @@ def test_slowly_dripping_value_costs_only_the_deadline():
 def test_slowly_dripping_doubted_object_costs_the_deadline():
     with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_stored_value()[:64])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.shelf._clients.within(0.5)
-        tier.shelf._seen.doubt(KEYS[0])
+        tier.backend._clients.within(0.5)
+        tier.backend._seen.doubt(KEYS[0])
 
         with at_most(1.5), pytest.raises(TierFailed):
             put_blocks(tier, KEYS[:1], BLOCKS[:1], deadline_in(0.5))
@@ -338,7 +338,7 @@ import sys, threading, time
 from tests.integration.kvstore.tiers.test_s3_tier import KEYS, open_with_endpoint
 from tests.support.kvstore.builders import deadline_in
 tier = open_with_endpoint("blocks", int(sys.argv[1]))
-tier.shelf._clients.within(10)  # which takes long to make
+tier.backend._clients.within(10)  # which takes long to make
 threading.Thread(target=tier.holds, args=(KEYS[:1], deadline_in(8)), daemon=True).start()
 time.sleep(0.5)
 tier.close()

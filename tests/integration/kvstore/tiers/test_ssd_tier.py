@@ -51,7 +51,7 @@ MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRU
 
 def abandon(tier: SsdTier) -> None:
     """Release a tier's directories like a killed process, without another write."""
-    tier._crew.close()
+    tier._disk_threads.close()
     for volume in tier._volumes:
         for segment in volume.segments:
             segment.file.close()
@@ -374,7 +374,7 @@ def test_capacity_beyond_free_space_plus_own_files_is_logged(tmp_path, caplog, f
     a_tier(*places, faults=faults).close()
 
     (warning,) = warnings_of(caplog)
-    assert warning.message.startswith("capacity_bytes: the file system has less left")
+    assert warning.message.startswith("capacity_bytes: the file system has less space")
     assert (warning.capacity_bytes, warning.left_bytes) == (2 << 20, (1 << 20) + folders * SEGMENT_BYTES)
     assert warning.folders == ", ".join(map(str, places))
 
@@ -693,7 +693,7 @@ def test_page_cache_is_used_where_direct_io_is_rejected(tmp_path, monkeypatch, c
 
     put(tier, keys_of(30))
     assert get(tier, keys_of(30)) == [MOVED] * 30
-    assert sum("no direct I/O" in record.getMessage() for record in caplog.records) == 1
+    assert sum("direct I/O not supported" in record.getMessage() for record in caplog.records) == 1
     tier.close()
 
 

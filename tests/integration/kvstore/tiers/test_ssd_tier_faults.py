@@ -75,7 +75,7 @@ def test_a_read_error_is_a_failure_and_then_a_miss(tmp_path, faults, caplog):
 
     assert get(tier, keys[:3]) == [GONE] * 3, "an unreadable block is not read again"
     assert tier.status().failures == 2
-    assert warnings(caplog) == ["SSD tier: reading fails; blocks are misses"]
+    assert warnings(caplog) == ["SSD tier: reads fail, blocks are misses"]
     faults.heal()
     assert get(tier, keys) == [GONE, GONE, GONE, MOVED]
     assert put(tier, keys) == [True] * 4
@@ -119,7 +119,7 @@ def test_a_write_error_is_a_failure_and_reading_goes_on(tmp_path, faults, caplog
     clock.advance(5)
     assert put(tier, after, deadline=deadline_in(60)) == [True] * 3
     assert get(tier, after, deadline=deadline_in(60)) == [MOVED] * 3
-    assert warnings(caplog) == ["SSD tier: writing fails; blocks are not kept"]
+    assert warnings(caplog) == ["SSD tier: writes fail, blocks are not kept"]
     tier.check()
     tier.close()
 
@@ -206,7 +206,7 @@ def test_unreadable_file_at_start_is_left_out(tmp_path, faults, caplog):
     again = a_tier(tmp_path, faults=faults)
 
     assert again.status().blocks == PER_SEGMENT
-    assert warnings(caplog) == ["a segment cannot be read; it will be written over when space is needed"]
+    assert warnings(caplog) == ["segment unreadable, it will be overwritten when space is needed"]
     again.close()
 
 
@@ -245,7 +245,7 @@ def test_when_all_threads_hang_others_give_up_at_their_deadline(tmp_path, faults
     put(tier, keys)
     faults.before_read = gate
     stuck = [in_thread(lambda: get(tier, keys_of(1)))[0] for _ in range(2)]
-    eventually(tier._crew._scratch.empty)
+    eventually(tier._disk_threads._scratch.empty)
 
     with at_most(5):
         assert get(tier, keys, deadline=deadline_in(0.1)) == [GONE] * 4
@@ -335,7 +335,7 @@ def test_tier_closed_during_a_hung_read_closes_in_bounded_time(tmp_path, faults,
 
     tier.close()
 
-    assert warnings(caplog) == ["SSD tier: closed while the disk hangs; its files stay open until the process ends"]
+    assert warnings(caplog) == ["SSD tier: closed while the disk hangs, its files stay open until the process ends"]
     gate.open()
     reader.join(60)
     assert outcomes == [[MOVED]], "its file was not closed under it"

@@ -17,7 +17,7 @@ from kvstore.hierarchy import promotions as loads
 from kvstore.hierarchy.machine import Hierarchy
 from kvstore.hierarchy.tier_states import AdmitEverything, TierRule
 from kvstore.messages import BlockOutcome, FetchResult, TierStatus
-from kvstore.service import transfer_executor as mover
+from kvstore.service import transfer_executor as executor
 from kvstore.service.transfer_executor import THREADS_PER_TIER, TransferExecutor
 from kvstore.service.worker_threads import WorkerThreads
 from kvstore.system_clock import MonotonicClock
@@ -75,14 +75,14 @@ class ExecutorNode:
         self.clock = MonotonicClock()
         rule = TierRule(name=self.disk.name, admission=AdmitEverything(), finds_in_memory=True)
         self.hierarchy = Hierarchy(self.store.machine, [rule])
-        self.mover = TransferExecutor(self.hierarchy, [self.disk], ZeroPool(), self.clock, tasks, self._settle)
+        self.executor = TransferExecutor(self.hierarchy, [self.disk], ZeroPool(), self.clock, tasks, self._settle)
 
     def prefetch(self, chain, max_wait=MAX_WAIT):
         self.hierarchy.prefetch(self.store.digest, chain, 0, max_wait, self.clock.now())
-        self.mover.settle()
+        self.executor.settle()
 
     def _settle(self):
-        self.mover.settle()
+        self.executor.settle()
 
     @property
     def reservations(self) -> int:
@@ -96,14 +96,14 @@ async def a_node_on_a_disk() -> AsyncIterator[ExecutorNode]:
         try:
             yield node
         finally:
-            node.mover.close()
+            node.executor.close()
             node.disk.gate.set()
 
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch):
     monkeypatch.setattr(loads, "FETCH_AT_LEAST", MAX_WAIT)
-    monkeypatch.setattr(mover, "LATE_SECONDS", 0.01)
+    monkeypatch.setattr(executor, "LATE_SECONDS", 0.01)
 
 
 async def test_hung_disk_holds_only_the_blocks_in_its_threads():
@@ -159,7 +159,7 @@ async def test_full_but_readable_disk_is_logged_once(caplog):
         for of in "abc":
             node.store.hold(a_chain(2, of))
             node.hierarchy.offer(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # after any pause
-            node.mover.settle()
+            node.executor.settle()
             node.prefetch(a_chain(2, of * 2))
             await until(lambda: node.hierarchy.is_idle)
 

@@ -142,7 +142,7 @@ def test_a_load_is_performed_once(connector, client, namespace):
 def test_corrupt_block_is_named_and_its_prefix_counts(connector, client, namespace, node):
     load = a_load(client, namespace, 3)
     with a_store_client(node.address, namespace, prefer=("shm",)) as vandal:
-        vandal._link.session.transport._mapping.bytes[load.match.slots[1].offset + 70_000] ^= 0x10
+        vandal.connection.session.transport._mapping.bytes[load.match.slots[1].offset + 70_000] ^= 0x10
 
     begin(connector, load)
 

@@ -72,7 +72,7 @@ def a_model(seed: int) -> list:
 
 def a_part(model: list, ranks: int, rank: int) -> list:
     """Return one rank's part of it."""
-    heads = BlockShape.of(NAMESPACE).share(ranks, rank).heads
+    heads = BlockShape.of(NAMESPACE).shard_box(ranks, rank).heads
     return [layer[:, heads.first : heads.end].contiguous() for layer in model]
 
 
@@ -199,7 +199,7 @@ def test_over_tcp_ranks_read_their_shares_and_write_none(pair, node, client):
     names, empty = a_chain(35), [torch.zeros_like(layer) for layer in a_model(1)]
     pair.save(urgent=[BlockSave("r", names, list(range(35)))])
     found = client.match(names, lease_seconds=10)
-    pair.clients[0]._link.session.transport._mapping.bytes[found.slots[33].offset] ^= 0x10
+    pair.clients[0].connection.session.transport._mapping.bytes[found.slots[33].offset] ^= 0x10
 
     with an_engine(node, 2, empty, "tcp") as reader:
         assert not reader.clients[0].writes_shards
@@ -304,7 +304,7 @@ def test_rank_with_a_broken_thread_is_not_waited_for(pair, client, monkeypatch, 
     assert pair.movers[0]._end._lost
     assert held(client, a_chain(2, "b")) == 0
     assert client.stats().reservations == 0
-    assert "the first rank is gone; blocks are not kept any more" not in [record.message for record in caplog.records]
+    assert "first rank lost, blocks are not saved any more" not in [record.message for record in caplog.records]
 
 
 def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
@@ -317,7 +317,7 @@ def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
             a_step(step, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])], deferred=[BlockSave("q", a_chain(1), [1])])
         )
 
-    assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
+    assert [record.message for record in caplog.records] == ["first rank lost, blocks are not saved any more"]
 
 
 def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monkeypatch):
@@ -328,7 +328,7 @@ def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monk
         assert late.wait(60)
         return write_shard(*arguments)
 
-    monkeypatch.setattr(pair.clients[1], "write_share", slow)
+    monkeypatch.setattr(pair.clients[1], "write_shard", slow)
     saving = threading.Thread(
         target=pair.movers[1].save, args=[a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])]
     )
@@ -362,7 +362,7 @@ def test_silent_rank_is_waited_for_once_then_after_a_pause(pair, node, client, m
         )
 
     assert [(record.message, record.rank) for record in caplog.records] == [
-        ("a rank does not answer; blocks are not kept", 1)
+        ("engine rank does not answer, blocks are not kept", 1)
     ]
     assert client.stats().reservations == 0
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(20 * SECOND))
@@ -380,7 +380,7 @@ def test_silent_first_rank_is_waited_for_once_per_step(pair, client, monkeypatch
 
     pair.movers[1].save(a_step(1, urgent=saves))
 
-    assert [record.message for record in caplog.records] == ["the first rank orders nothing; blocks are not kept"]
+    assert [record.message for record in caplog.records] == ["first rank orders nothing, blocks are not kept"]
     pair.movers[0]._end._at_once = 2  # several commands, one of which finds no rank for a while
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
     pair._step = 1
@@ -394,7 +394,7 @@ def test_rejected_reservation_ends_the_save_on_all_ranks(pair, client, monkeypat
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6], tenant=b"no salt")])
 
     said = [record.message for record in caplog.records]
-    assert said == ["blocks could not be written to the KV store"], "no rank waited in vain"
+    assert said == ["kv block write failed"], "no rank waited in vain"
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert held(client, a_chain(3)) == 3
 
@@ -452,7 +452,7 @@ def test_bad_byte_in_one_ranks_share_is_seen_by_all(pair, node, client):
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
     with a_store_client(node.address, NAMESPACE, prefer=("shm",)) as vandal:
-        vandal._link.session.transport._mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
+        vandal.connection.session.transport._mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
             0x10  # of the second rank
         )
 
@@ -544,7 +544,7 @@ def test_reservation_of_a_killed_first_rank_ends_by_itself(folder, monkeypatch, 
             for step in islice(steps, 2):
                 other.save(a_step(step, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
-        assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
+        assert [record.message for record in caplog.records] == ["first rank lost, blocks are not saved any more"]
         assert held(client, a_chain(3)) == 0
         eventually(lambda: client.stats().reservations == 0)
         assert client.write(a_chain(3), [bytes(BLOCK_BYTES)] * 3) == 3

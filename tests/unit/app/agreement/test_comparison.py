@@ -13,7 +13,8 @@ from fleet.core.ids import StoreId, WorkerId
 from fleet.core.roles import Role
 from fleet.recording.traces import TraceSession, TraceTurn
 from fleet.sim.cluster.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
-from fleet.sim.cluster.node_store import StoreProfile, TierProfile
+from fleet.sim.cluster.node_store import StoreProfile
+from fleet.sim.cluster.store_tiers import TierProfile
 from fleet.sim.workload.clients import ClosedClients, OpenClients, SessionClients
 from kvstore.eviction.trace_replay import TraceRequest
 from kvstore.messages import POOL_TIER

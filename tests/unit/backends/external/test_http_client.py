@@ -52,7 +52,7 @@ async def test_a_server_that_goes_on_and_on_before_its_answer_is_left():
 
     async with await asyncio.start_server(hint, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(BackendUnreachable, match="on and on"):
+        with pytest.raises(BackendUnreachable, match="too many bytes"):
             await http_request(ServerAddress.of(f"http://127.0.0.1:{port}", ""), b"GET", "/health", within_seconds=60)
         async with asyncio.timeout(60):
             await left.wait()

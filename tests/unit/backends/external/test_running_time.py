@@ -1,4 +1,4 @@
-"""A router's own time, which stands still while the router does not run."""
+"""Running time, which stands still while the router does not run."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,14 +8,14 @@ from fleet.core.clock import MILLISECOND, SECOND
 
 
 @given(st.lists(st.integers(0, GRACE), min_size=2, max_size=30))
-def test_time_passes_as_usual_while_ticks_come(gaps):
+def test_regular_ticks_follow_system_time(gaps):
     own, now = RunningTime(), 5 * SECOND
     for gap in gaps:
         now += gap
         assert own.tick(now) == now
 
 
-def test_a_suspension_is_left_out_at_once_and_for_good():
+def test_suspension_is_left_out_permanently():
     own = RunningTime()
     own.tick(SECOND)
     own.tick(SECOND + 100 * MILLISECOND)
@@ -27,7 +27,7 @@ def test_a_suspension_is_left_out_at_once_and_for_good():
 
 
 @given(st.lists(st.integers(0, 100 * SECOND), min_size=1, max_size=30))
-def test_own_time_never_goes_back_and_never_too_fast(gaps):
+def test_running_time_is_monotonic_and_never_faster(gaps):
     own, now = RunningTime(), 0
     latest = own.tick(0)
     for gap in gaps:

@@ -1,4 +1,4 @@
-"""The silence detector, before servers that are played in steps of a tenth of a second."""
+"""The silence detector, with servers simulated in steps of a tenth of a second."""
 
 import random
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class World:
         self.sent = 0
 
     def send(self, server: Server, seconds: float | None = None, *, size: int = 500, streams: bool = True) -> Asked:
-        """Send a request that is answered after so many seconds, by default as is usual there."""
+        """Send a request that is answered after some seconds, by default after the server's usual time."""
         self.sent += 1
         waits = server.usual if seconds is None else int(seconds * SECOND)
         turn = server.silence.answers + len(server.works) + 1
@@ -72,7 +72,7 @@ class World:
         return asked
 
     def leave(self, server: Server, asked: Asked) -> None:
-        """Have its client go away."""
+        """Let a request's client leave."""
         if server.works.pop(asked.work_id, None) is not None and asked.begun_at is None:
             server.silence.abandoned(self._seen(server, asked), self.now)
 
@@ -97,7 +97,7 @@ class World:
         )
 
     def run(self, seconds: float, *, judged: bool = True) -> None:
-        """Let time pass, look by look."""
+        """Let time pass, step by step."""
         for _ in range(round(seconds * SECOND / LOOK)):
             self.now = Nanos(self.now + LOOK)
             for server in self.servers:
@@ -153,7 +153,7 @@ def given_up(server: Server) -> list[RequestId]:
 
 
 def a_hung_server(**fields):
-    """A world that has served for a while, and its first server, which has just hung."""
+    """Return a world that has served for a while, and its first server, which has just hung."""
     world = World(**fields)
     world.warm()
     hung = world.servers[0]
@@ -162,7 +162,7 @@ def a_hung_server(**fields):
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_hung_server_is_out_soon_and_its_request_elsewhere(streams):
+def test_hung_server_leaves_rotation_and_request_moves(streams):
     world = World()
     world.warm(streams=streams)
     hung = world.servers[0]
@@ -176,7 +176,7 @@ def test_a_hung_server_is_out_soon_and_its_request_elsewhere(streams):
 
 
 @pytest.mark.parametrize("patience", [0.6, 1.0, 2.0])
-def test_clients_that_leave_do_not_hide_a_hung_server(patience):
+def test_leaving_clients_do_not_hide_a_hung_server(patience):
     world, hung = a_hung_server()
     lost = 0
     while not hung.silence.out:
@@ -187,7 +187,7 @@ def test_clients_that_leave_do_not_hide_a_hung_server(patience):
         assert lost <= 2
 
 
-def test_a_server_that_refuses_trials_is_out_after_three_silent_requests():
+def test_server_refusing_trials_is_out_after_three_silences():
     world, hung = a_hung_server()
     hung.refuses_trials = True
     for _ in range(3):
@@ -200,7 +200,7 @@ def test_a_server_that_refuses_trials_is_out_after_three_silent_requests():
     assert outs(hung)
 
 
-def test_without_trial_requests_three_silent_requests_count_too():
+def test_three_silent_requests_suffice_without_trials():
     world, hung = a_hung_server(trial_requests=False)
     for _ in range(3):
         world.leave(hung, asked := world.send(hung))
@@ -216,7 +216,7 @@ def test_without_trial_requests_three_silent_requests_count_too():
     assert not any(isinstance(each, SendTrial) for each in hung.said)
 
 
-def test_a_server_that_answers_again_is_back():
+def test_server_that_answers_again_returns():
     world, hung = a_hung_server()
     world.send(hung)
     world.run(3)
@@ -228,7 +228,7 @@ def test_a_server_that_answers_again_is_back():
     assert any(isinstance(each, ReturnToRotation) for each in hung.said)
 
 
-def test_a_stream_that_goes_on_brings_its_server_back():
+def test_continuing_stream_returns_its_server():
     world = World()
     world.warm()
     server = world.servers[0]
@@ -244,7 +244,7 @@ def test_a_stream_that_goes_on_brings_its_server_back():
     assert not given_up(server), "what it had begun goes on"
 
 
-def test_a_server_that_hangs_again_and_again_is_out_for_longer():
+def test_repeated_hangs_lengthen_the_pause():
     world, hung = a_hung_server()
     pauses = []
     for _ in range(4):
@@ -260,7 +260,7 @@ def test_a_server_that_hangs_again_and_again_is_out_for_longer():
     assert pauses[-1] > 2 * SECOND > pauses[0]
 
 
-def test_an_answer_that_has_begun_is_given_up_after_its_own_time():
+def test_begun_answer_is_abandoned_after_silence_cut():
     world = World(silence_cut_seconds=10.0)
     world.warm()
     server = world.servers[0]
@@ -275,7 +275,7 @@ def test_an_answer_that_has_begun_is_given_up_after_its_own_time():
     assert given_up(server) == [asked.work_id]
 
 
-def test_the_only_server_stays_and_its_requests_end_after_a_while():
+def test_only_server_stays_and_its_requests_time_out():
     world = World(1, silence_cut_seconds=10.0)
     world.warm()
     server = world.servers[0]
@@ -289,8 +289,8 @@ def test_the_only_server_stays_and_its_requests_end_after_a_while():
     assert given_up(server) == [asked.work_id]
 
 
-def test_some_requests_that_never_end_count_beside_others_that_do():
-    """As with a server of two engines, of which one hangs."""
+def test_overtaken_requests_count_as_silent():
+    """The server behaves like one with two engines, one of which hangs."""
     world = World()
     world.warm()
     server = world.servers[0]
@@ -310,7 +310,7 @@ def test_some_requests_that_never_end_count_beside_others_that_do():
 # No false alarm
 
 
-def test_the_first_requests_of_all_may_take_long():
+def test_first_requests_of_all_servers_may_take_long():
     world = World(silence_timeout_seconds=600.0)
     for server in world.servers:
         world.send(server, 500)
@@ -319,7 +319,7 @@ def test_the_first_requests_of_all_may_take_long():
     assert not any(outs(server) or given_up(server) for server in world.servers)
 
 
-def test_a_server_that_loads_beside_one_that_serves_is_back_when_it_has():
+def test_loading_server_returns_after_its_load():
     world = World()
     loads, serves = world.servers
     loads.hung = True
@@ -336,7 +336,7 @@ def test_a_server_that_loads_beside_one_that_serves_is_back_when_it_has():
     assert not outs(serves)
 
 
-def test_a_server_that_is_slow_for_good_beside_quick_ones_is_used_in_the_end():
+def test_permanently_slow_server_is_used_again():
     world = World()
     slow, quick = world.servers
     slow.usual = 6 * SECOND
@@ -357,8 +357,8 @@ def test_a_server_that_is_slow_for_good_beside_quick_ones_is_used_in_the_end():
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_prompt_of_a_hundred_thousand_tokens_is_no_hang(alone):
-    """A server that computes one after the other: what comes behind it waits."""
+def test_very_long_prompt_is_no_hang(alone):
+    """The server computes one prompt after the other, so later ones wait."""
     world = World()
     world.warm(size=4000)
     server = world.servers[0]
@@ -367,15 +367,15 @@ def test_a_prompt_of_a_hundred_thousand_tokens_is_no_hang(alone):
     for _ in range(0 if alone else 10):
         world.run(1)
         world.send(server, 80, size=4000)
-    server.refuses_trials = True  # or the trial would tell that it lives, which a server of that kind does not
+    server.refuses_trials = True  # otherwise the trial would show that it lives, unlike a server of that kind
     world.run(88)
 
     assert not outs(server)
     assert not given_up(server)
 
 
-def test_a_queue_that_moves_is_no_hang():
-    """Forty requests, one after the other, each in a second, where one took a tenth of that."""
+def test_moving_queue_is_no_hang():
+    """Forty requests run one after the other, each for a second; one took a tenth of that before."""
     world = World()
     world.warm(0.1)
     server = world.servers[0]
@@ -386,7 +386,7 @@ def test_a_queue_that_moves_is_no_hang():
     assert not outs(server)
 
 
-def test_servers_that_are_all_slow_alike_stay():
+def test_equally_slow_servers_stay():
     world = World(3)
     world.warm()
     for server in world.servers:
@@ -399,7 +399,7 @@ def test_servers_that_are_all_slow_alike_stay():
     assert not any(outs(server) for server in world.servers)
 
 
-def test_a_long_answer_in_one_piece_among_short_ones_is_no_hang():
+def test_long_whole_answer_is_no_hang():
     world = World()
     world.warm(2.0, streams=False)
     server = world.servers[0]
@@ -417,8 +417,8 @@ def test_a_long_answer_in_one_piece_among_short_ones_is_no_hang():
     spread=st.sampled_from([0.1, 0.3, 0.5]),
     streams=st.booleans(),
 )
-def test_servers_that_answer_as_they_always_did_are_never_out(seed, usual, spread, streams):
-    """Whatever clients do: some leave, some send much at once, some nothing for long."""
+def test_servers_with_usual_latency_never_leave(seed, usual, spread, streams):
+    """Clients behave in any way: some leave, some send many requests at once, some send none for long."""
     source = random.Random(seed)
     world = World(2)
 

@@ -1,6 +1,7 @@
 """Fleet's own workers beside foreign servers: the names and models of these are taken."""
 
-from fleet.backends.external.workers import AllBackends, ExternalBackends
+from fleet.backends.combined import CombinedBackends
+from fleet.backends.external.workers import ExternalBackends
 from fleet.core.ids import WorkerId
 from fleet.core.system_clock import SystemClock
 from fleet.router.messages import LoadReported, StoreChanged, WorkerDraining, WorkerEvent, WorkerJoined, WorkerLeft
@@ -12,7 +13,7 @@ FOREIGN = OpenAiWorkerSettings(worker_id="w0", url="http://127.0.0.1:1", model="
 
 
 def heard(*events: WorkerEvent) -> list[WorkerEvent]:
-    workers = AllBackends(FakeWorkers(), ExternalBackends((FOREIGN,), 1.0, SystemClock()))  # type: ignore[arg-type]
+    workers = CombinedBackends(FakeWorkers(), ExternalBackends((FOREIGN,), 1.0, SystemClock()))  # type: ignore[arg-type]
     heard: list[WorkerEvent] = []
     hear = workers.only_acceptable(heard.append)
     for event in events:

@@ -25,7 +25,7 @@ class Engine:
             self.health.filled(now)
 
 
-def test_an_engine_that_serves_and_publishes_nothing_is_silent_after_the_patience():
+def test_serving_engine_without_events_is_silent_after_patience():
     engine = Engine()
     engine.serve(ENOUGH)
 
@@ -33,7 +33,7 @@ def test_an_engine_that_serves_and_publishes_nothing_is_silent_after_the_patienc
     assert engine.health.alert(LATER) is KvEventAlert.SILENT
 
 
-def test_an_engine_that_falls_silent_later_is_noticed_too_and_speaks_up_again():
+def test_engine_that_falls_silent_later_raises_and_ends_alert():
     engine = Engine()
     engine.publish(stored([1], None, 0, 32))
     engine.serve(ENOUGH)
@@ -46,11 +46,11 @@ def test_an_engine_that_falls_silent_later_is_noticed_too_and_speaks_up_again():
     assert engine.health.alert(Nanos(LATER + LATER)) is None, "one prompt may have been asked for elsewhere before"
 
 
-def test_an_engine_nobody_asks_anything_of_may_be_silent():
+def test_idle_engine_may_publish_nothing():
     assert Engine().health.alert(Nanos(10**18)) is None
 
 
-def test_blocks_of_another_size_are_told_by_name_and_size():
+def test_other_block_size_raises_alert_with_the_size():
     engine = Engine()
 
     engine.publish(stored([1, 2], None, 0, 32, block_size=16))
@@ -60,7 +60,7 @@ def test_blocks_of_another_size_are_told_by_name_and_size():
 
 
 @pytest.mark.parametrize("attention", ["sliding_window", "mamba"])
-def test_an_engine_without_full_attention_is_told_by_name(attention):
+def test_engine_without_full_attention_raises_alert(attention):
     engine = Engine()
     engine.publish(of_group(0, attention, [1], None, 0, 32))
     assert engine.health.alert(SOON) is KvEventAlert.ATTENTION_REFUSED
@@ -70,7 +70,7 @@ def test_an_engine_without_full_attention_is_told_by_name(attention):
     assert engine.health.alert(SOON) is None, "a hybrid model is followed by its full attention"
 
 
-def test_what_cannot_be_read_is_told_until_something_is_followed():
+def test_unreadable_alert_lasts_until_a_block_is_followed():
     engine = Engine()
     engine.heard.unreadable = 1
     assert engine.health.alert(SOON) is KvEventAlert.UNREADABLE
@@ -80,5 +80,5 @@ def test_what_cannot_be_read_is_told_until_something_is_followed():
     assert engine.health.alert(SOON) is None
 
 
-def test_each_alert_comes_with_advice():
+def test_each_alert_has_advice():
     assert set(ADVICE) == set(KvEventAlert)

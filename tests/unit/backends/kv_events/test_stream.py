@@ -12,8 +12,8 @@ import pytest
 
 from fleet.backends.kv_events import stream as event_stream
 from fleet.backends.kv_events.stream import END_OF_REPLAY, EventStreamCounters, read_events
-from fleet.backends.kv_events.translator import salt_of_client
 from fleet.core.work import KvCleared, KvStored
+from fleet.frontend.openai.prompt_keys import client_salt
 from tests.unit.backends.kv_events.published import SALT, SGLANG, VLLM, a_batch, names, removed, some_books, stored
 from workers.cache_view import CacheView
 
@@ -115,7 +115,7 @@ async def read(
     return told, heard
 
 
-async def test_an_idle_engine_is_known_from_what_it_repeats():
+async def test_idle_engine_is_known_from_its_replay():
     with a_publisher() as publisher:
         await publisher.publish(FIRST, lost=True)
         await publisher.publish(LONGER, lost=True)
@@ -126,7 +126,7 @@ async def test_an_idle_engine_is_known_from_what_it_repeats():
     assert (heard.recovered, heard.gaps) == (2, 0)
 
 
-async def test_what_comes_while_it_is_repeated_counts_once():
+async def test_batch_published_during_replay_counts_once():
     with a_publisher() as publisher:
 
         async def drive() -> None:
@@ -168,7 +168,7 @@ BLOCKS = names(0, 256)
     [({3, 4}, True, [0, 3]), ({3, 6}, True, [0, 3]), ({5, 6, 7}, False, [0, 5]), ({}, False, [0, 8])],
     ids=["the middle", "twice", "the end", "the mark"],
 )
-async def test_what_an_engines_socket_lets_fall_of_a_replay_is_asked_for_again(monkeypatch, falls, ends, asked):
+async def test_dropped_part_of_a_replay_is_requested_again(monkeypatch, falls, ends, asked):
     monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 60.0 if ends else 2.0)
     heard_from = []
     with a_publisher() as publisher:
@@ -185,7 +185,7 @@ async def test_what_an_engines_socket_lets_fall_of_a_replay_is_asked_for_again(m
     assert heard.recovered == 8
 
 
-async def test_of_a_replay_whose_hole_stays_what_follows_it_counts():
+async def test_replay_with_lasting_hole_counts_only_after_the_hole():
     """What was removed in the hole is not known."""
     with a_publisher() as publisher:
         publisher.keep([*CHAIN[:6], FIRST, SALTED])
@@ -201,7 +201,7 @@ async def test_of_a_replay_whose_hole_stays_what_follows_it_counts():
     assert (heard.recovered, heard.gaps) == (2, 0)
 
 
-async def test_however_much_has_come_others_have_their_turn():
+async def test_long_backlog_lets_other_tasks_run():
     """A receipt of what is there already does not give the event loop up by itself."""
     many, turns = 400, 0
     with a_publisher() as publisher:
@@ -231,7 +231,7 @@ async def test_however_much_has_come_others_have_their_turn():
     assert turns - before > many / event_stream.BATCHES_A_TURN / 2
 
 
-async def test_a_gap_that_cannot_be_filled_voids_everything():
+async def test_unfillable_gap_clears_everything():
     with a_publisher() as publisher:
 
         async def drive() -> None:
@@ -247,7 +247,7 @@ async def test_a_gap_that_cannot_be_filled_voids_everything():
     assert heard.gaps == 1
 
 
-async def test_who_does_not_repeat_anything_is_not_asked_at_every_gap(monkeypatch):
+async def test_silent_replay_endpoint_is_not_asked_at_every_gap(monkeypatch):
     monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 0.5)
     monkeypatch.setattr(event_stream, "FIRST_PAUSE_SECONDS", 3600.0)
     with a_publisher() as publisher:
@@ -264,7 +264,7 @@ async def test_who_does_not_repeat_anything_is_not_asked_at_every_gap(monkeypatc
         assert await publisher.questions() <= 1
 
 
-async def test_who_did_not_repeat_anything_is_asked_again_after_a_while(monkeypatch):
+async def test_silent_replay_endpoint_is_asked_again_after_pause(monkeypatch):
     monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(event_stream, "FIRST_PAUSE_SECONDS", 0.0)
     with a_publisher() as publisher:
@@ -284,7 +284,7 @@ async def test_who_did_not_repeat_anything_is_asked_again_after_a_while(monkeypa
             await stream.aclose()
 
 
-async def test_without_a_replay_the_first_number_may_be_any_and_a_gap_voids_everything():
+async def test_without_replay_a_gap_clears_everything():
     with a_publisher() as publisher:
         await publisher.publish(FIRST, lost=True)
 
@@ -299,7 +299,7 @@ async def test_without_a_replay_the_first_number_may_be_any_and_a_gap_voids_ever
     assert heard.gaps == 1
 
 
-async def test_an_engine_that_began_again_is_followed_from_its_first_batch():
+async def test_restarted_engine_is_followed_from_its_first_batch():
     with a_publisher() as publisher:
 
         async def drive() -> None:
@@ -316,7 +316,7 @@ async def test_an_engine_that_began_again_is_followed_from_its_first_batch():
     assert (heard.restarts, heard.gaps) == (1, 0)
 
 
-async def test_an_engine_that_began_again_unheard_is_not_taken_for_the_one_before():
+async def test_unnoticed_engine_restart_is_detected_at_a_gap():
     """Its first batches were lost with the connection, and their numbers go on where the others ended."""
     with a_publisher() as publisher:
 
@@ -336,7 +336,7 @@ async def test_an_engine_that_began_again_unheard_is_not_taken_for_the_one_befor
     assert (heard.restarts, heard.gaps, heard.recovered) == (1, 0, 2)
 
 
-async def test_with_one_batch_in_twenty_lost_and_one_overtaken_the_view_equals_the_truth():
+async def test_view_is_right_with_lost_and_reordered_batches():
     rng = random.Random(11)
     truth: dict[int, tuple[bytes, ...]] = {}
     batches = []
@@ -386,7 +386,7 @@ async def test_with_one_batch_in_twenty_lost_and_one_overtaken_the_view_equals_t
     assert (heard.gaps, heard.restarts) == (0, 0)
 
 
-async def test_what_cannot_be_read_voids_everything_and_the_stream_goes_on():
+async def test_unreadable_batch_clears_everything_and_stream_goes_on():
     with a_publisher() as publisher:
 
         async def drive() -> None:
@@ -403,7 +403,7 @@ async def test_what_cannot_be_read_voids_everything_and_the_stream_goes_on():
     assert "frames" in heard.why
 
 
-async def test_a_number_far_ahead_is_a_gap_and_takes_no_longer_than_one():
+async def test_number_far_ahead_costs_no_more_than_one_gap():
     with a_publisher() as publisher:
 
         async def drive() -> None:
@@ -419,7 +419,7 @@ async def test_a_number_far_ahead_is_a_gap_and_takes_no_longer_than_one():
 
 
 @pytest.mark.parametrize("seconds", ["REPLAY_TIMEOUT_SECONDS", "REPLAY_SECONDS"])
-async def test_who_repeats_without_end_is_heard_for_a_while_and_others_have_their_turn(monkeypatch, seconds):
+async def test_endless_replay_is_cut_and_lets_other_tasks_run(monkeypatch, seconds):
     """The same batches again and again, or other ones; too few at a time to be done, and too many to be silent."""
     monkeypatch.setattr(event_stream, seconds, 0.3)
     again = seconds == "REPLAY_TIMEOUT_SECONDS"
@@ -442,7 +442,7 @@ async def test_who_repeats_without_end_is_heard_for_a_while_and_others_have_thei
 
 
 @pytest.mark.parametrize("number", [b"", bytes(7), b"\x01" + bytes(8)])
-async def test_a_replay_of_garbage_is_none(number):
+async def test_garbage_replay_counts_as_none(number):
     with a_publisher() as publisher:
 
         async def drive() -> None:
@@ -456,7 +456,7 @@ async def test_a_replay_of_garbage_is_none(number):
     assert heard.recovered == 0
 
 
-async def test_recorded_frames_of_sglang_arrive_whole():
+async def test_recorded_sglang_frames_arrive_whole():
     with a_publisher(b"kv-events") as publisher:
 
         async def drive() -> None:
@@ -464,13 +464,13 @@ async def test_recorded_frames_of_sglang_arrive_whole():
             for batch in SGLANG:
                 await publisher.publish(batch)
 
-        told, heard = await read(publisher, 7, drive, books=some_books(100, 16, salt_of=salt_of_client))
+        told, heard = await read(publisher, 7, drive, books=some_books(100, 16, salt_of=client_salt))
 
     assert [len(events) for events in told] == [1, 1, 1, 1, 1, 2, 1]
     assert heard.batches == 7
 
 
-def test_the_recorded_replay_of_sglang_ends_as_ours_does():
+def test_recorded_sglang_replay_ends_like_ours():
     recorded = json.loads(Path(__file__).with_name("sglang_kv_events.json").read_text(encoding="utf-8"))
     *batches, end = recorded["replayed"]
 

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from fleet.backends.kv_events.formats import UnreadableEngineEvent
-from fleet.backends.kv_events.translator import SkipReason, salt_of_client
+from fleet.backends.kv_events.translator import SkipReason
 from fleet.core.work import KvCleared, KvRemoved, KvStored
+from fleet.frontend.openai.prompt_keys import client_salt
 from tests.unit.backends.kv_events.published import (
     BLOCK_TOKENS,
     PAGE_TOKENS,
@@ -26,7 +27,7 @@ FIRST, LONGER, SALTED, PUSHING, RESET = VLLM
 # vLLM, as recorded
 
 
-def test_recorded_events_of_vllm_name_the_blocks_of_the_prompts():
+def test_recorded_vllm_events_name_the_prompts_blocks():
     books = some_books()
 
     assert books.take(FIRST) == [KvStored(names(100, 170))]
@@ -34,7 +35,7 @@ def test_recorded_events_of_vllm_name_the_blocks_of_the_prompts():
     assert books.take(SALTED) == [KvStored(names(100, 170, SALT))]
 
 
-def test_recorded_removals_of_vllm_name_what_was_stored():
+def test_recorded_vllm_removals_name_stored_blocks():
     books = some_books()
     for batch in (FIRST, LONGER, SALTED):
         books.take(batch)
@@ -47,7 +48,7 @@ def test_recorded_removals_of_vllm_name_what_was_stored():
     assert len(books) == 0
 
 
-def test_blocks_after_an_unknown_one_have_no_name():
+def test_blocks_after_an_unknown_parent_are_skipped():
     books = some_books()
 
     assert books.take(LONGER) == []
@@ -58,9 +59,9 @@ def test_blocks_after_an_unknown_one_have_no_name():
 # SGLang, as recorded
 
 
-def test_recorded_events_of_sglang_name_the_blocks_of_the_prompts():
-    books = some_books(100, PAGE_TOKENS, salt_of=salt_of_client)
-    tenant, adapter = salt_of_client("", "tenant-a"), salt_of_client("adapter-one", "")
+def test_recorded_sglang_events_name_the_prompts_blocks():
+    books = some_books(100, PAGE_TOKENS, salt_of=client_salt)
+    tenant, adapter = client_salt("", "tenant-a"), client_salt("adapter-one", "")
 
     told = [books.take(batch) for batch in SGLANG]
 
@@ -98,7 +99,7 @@ class AllBlocksCleared(_SglangEvent):
     pass
 
 
-def test_arrays_of_older_releases_are_read_as_well():
+def test_array_events_of_older_releases_are_read():
     books = some_books()
     one, other = names(100, 164)
 
@@ -109,7 +110,7 @@ def test_arrays_of_older_releases_are_read_as_well():
     assert books.take(batch) == [KvStored((one, other)), KvRemoved((other,)), KvCleared()]
 
 
-def test_arrays_of_older_releases_of_vllm_are_read_as_well():
+def test_array_events_of_older_vllm_releases_are_read():
     books = some_books()
     one, other = names(100, 164)
 
@@ -127,7 +128,7 @@ def test_arrays_of_older_releases_of_vllm_are_read_as_well():
 # What either may add
 
 
-def test_unknown_fields_and_kinds_are_passed_over():
+def test_unknown_fields_and_kinds_are_skipped():
     books = some_books()
     newer = stored([1], None, 0, 32, session_id="s", locality="LOCAL", of_next_year={"a": [1]})
 
@@ -154,12 +155,12 @@ def test_unknown_fields_and_kinds_are_passed_over():
         b"\x91" * 100_000,
     ],
 )
-def test_what_cannot_be_read_is_said_and_nothing_else_happens(payload):
+def test_unreadable_batch_raises_and_changes_nothing(payload):
     with pytest.raises(UnreadableEngineEvent):
         some_books().take(payload)
 
 
-def test_a_name_is_gone_when_its_last_copy_is():
+def test_name_is_removed_with_its_last_copy():
     books = some_books()
     (name,) = names(0, 32)
 
@@ -169,7 +170,7 @@ def test_a_name_is_gone_when_its_last_copy_is():
     assert books.take(a_batch(removed(7))) == [KvRemoved((name,))]
 
 
-def test_a_name_that_the_engine_has_two_hashes_for_is_gone_with_the_second():
+def test_name_with_two_engine_hashes_is_removed_with_the_second():
     books = some_books()
     (name,) = names(0, 32)
 
@@ -195,7 +196,7 @@ def test_a_name_that_the_engine_has_two_hashes_for_is_gone_with_the_second():
     ],
     ids=["tier", "nameless", "size", "image", "strange salt", "no hex", "two keys", "unsalted adapter", "pairs"],
 )
-def test_blocks_that_our_chain_cannot_name_are_left_out_and_counted(foreign, why):
+def test_unnamable_blocks_are_skipped_and_counted(foreign, why):
     books = some_books()
 
     assert books.take(a_batch(stored([7], None, 0, 32, **foreign))) == []
@@ -203,7 +204,7 @@ def test_blocks_that_our_chain_cannot_name_are_left_out_and_counted(foreign, why
     assert books.passed_over == {why: 1, SkipReason.UNKNOWN_PARENT: 1}
 
 
-def test_part_of_a_block_is_no_sign_of_another_block_size():
+def test_partial_block_does_not_count_as_other_block_size():
     books = some_books()
     books.take(a_batch(stored([1], None, 0, 32)))
 
@@ -212,7 +213,7 @@ def test_part_of_a_block_is_no_sign_of_another_block_size():
     assert books.passed_over == {SkipReason.PART_OF_A_BLOCK: 1}
 
 
-def test_more_blocks_than_the_engine_holds_void_the_books():
+def test_more_blocks_than_capacity_clear_the_cache():
     books = some_books(capacity=2)
 
     assert books.take(a_batch(stored([1, 2, 3], None, 0, 96))) == [KvCleared()]
@@ -222,11 +223,11 @@ def test_more_blocks_than_the_engine_holds_void_the_books():
 # Adapters and salts
 
 
-def test_distinct_adapters_and_salts_never_share_a_name():
+def test_different_adapters_and_salts_never_share_a_name():
     told = [("", ""), ("a", ""), ("b", ""), ("", "a"), ("", "b"), ("a", "a"), ("b", "a"), ("a", "b")]
     mine: list[bytes] = []
     for number, (adapter, salt) in enumerate(told):
-        books = some_books(salt_of=salt_of_client)
+        books = some_books(salt_of=client_salt)
         lora = {"lora_id": number, "lora_name": adapter} if adapter else {}
         keys = [key for key in (adapter, salt) if key]
         (event,) = books.take(a_batch(stored([1], None, 0, 32, extra_keys=[keys or None], **lora)))
@@ -235,7 +236,7 @@ def test_distinct_adapters_and_salts_never_share_a_name():
     assert len(set(mine)) == len(told)
 
 
-def test_the_salt_of_a_router_has_the_adapter_in_it():
+def test_router_salt_covers_the_adapter():
     books = some_books()
     fields = {"lora_id": 1, "lora_name": "ada", "extra_keys": [["ada", SALT.hex()], ["ada"]]}
 
@@ -256,14 +257,14 @@ def test_the_salt_of_a_router_has_the_adapter_in_it():
         ("of_next_year", SkipReason.OTHER_ATTENTION),
     ],
 )
-def test_events_of_other_attention_are_refused_by_its_name(attention, why):
+def test_other_attention_is_skipped_by_its_reason(attention, why):
     books = some_books()
 
     assert books.take(a_batch(of_group(1, attention, [1, 2], None, 0, 64))) == []
     assert books.passed_over == {why: 2}
 
 
-def test_a_hybrid_model_is_followed_by_its_full_attention():
+def test_hybrid_model_is_followed_by_its_full_attention_group():
     books = some_books()
     name, other = names(0, 64)
 
@@ -275,7 +276,7 @@ def test_a_hybrid_model_is_followed_by_its_full_attention():
     assert books.take(a_batch(removed(2, group_idx=1))) == [KvRemoved((other,))]
 
 
-def test_a_second_group_of_full_attention_is_no_second_copy():
+def test_second_full_attention_group_adds_no_copies():
     books = some_books()
     (name,) = names(0, 32)
     books.take(

@@ -84,7 +84,7 @@ def test_what_asked_at_the_end_of_an_import_is_heard_though_nothing_follows(tmp_
 def test_nobody_is_interrupted_while_a_commands_module_is_imported(tmp_path, monkeypatch):
     (tmp_path / "imported.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
     monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
-    monkeypatch.setitem(main.COMMANDS, "imported", "is told to stop while it is imported")
+    monkeypatch.setitem(main.SUMMARIES, "imported", "is told to stop while it is imported")
 
     assert main.run(["imported"]) == FAILED
     assert sys.modules.pop("fleet.cli.imported").whole

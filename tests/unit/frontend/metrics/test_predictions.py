@@ -1,4 +1,4 @@
-"""Profiles of a live router's workers: from settings, beside what workers do, as metrics."""
+"""Metrics of latency predictions, and the profiles behind them."""
 
 import json
 from random import Random
@@ -23,7 +23,7 @@ from tests.support.sim.worlds import LinearStepTimes
 from tests.unit.app.agreement.test_comparison import requests, three
 
 
-def test_what_production_does_is_told_beside_what_was_expected_of_it():
+def test_predictions_are_compared_with_measured_times():
     plan, seen = three(), []
     expectations = PredictionMetrics(lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=512))
 
@@ -50,7 +50,7 @@ def model(tmp_path):
     return str(tmp_path)
 
 
-def test_the_longest_name_that_fits_says_what_a_worker_is(model):
+def test_longest_matching_name_gives_a_worker_its_profile(model):
     profiles = {"d": {"model": model, "gpu": "h100"}, "d-b": {"model": model, "gpu": "b200", "step_tokens": 4096}}
     expectations = open_prediction_metrics(msgspec.convert(profiles, dict[str, ProfileSettings]))
     of = {name: expectations._profile_of(a_description(worker_id=WorkerId(name))) for name in ("d-1", "d-b-1", "p-1")}
@@ -66,14 +66,14 @@ def test_the_longest_name_that_fits_says_what_a_worker_is(model):
         ({"tp": 3}, "profiles.w: "),
     ],
 )
-def test_a_profile_that_is_not_possible_is_refused_by_its_name(model, change, told):
+def test_invalid_profile_is_refused_by_its_name(model, change, told):
     profile = ProfileSettings(**{"model": model, "gpu": "h100", **change})
     with pytest.raises(ConfigurationRefused) as refused:
         open_prediction_metrics({"w": profile})
     assert str(refused.value).startswith(told)
 
 
-def test_what_breaks_ends_the_predictions_and_nothing_else(caplog):
+def test_error_ends_the_predictions_only(caplog):
     def breaking(_):
         raise ZeroDivisionError
 

@@ -1,4 +1,4 @@
-"""A router's own numbers as metrics."""
+"""Metrics of a router."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -16,7 +16,7 @@ def told(router):
     return generate_latest(registry).decode().splitlines()
 
 
-def test_what_workers_have_booked_and_what_was_decided_is_read_when_it_is_asked_for():
+def test_scrape_shows_present_reservations_and_placements():
     router = RouterMachineDriver(("d1", Role.DECODE), oversubscribe=0.01)
     first = the(Dispatch, router.send(an_arrival(tokens=100)))
     router.send(an_arrival(request_id="waits"))
@@ -33,7 +33,7 @@ def test_what_workers_have_booked_and_what_was_decided_is_read_when_it_is_asked_
     assert "fleet_queued_requests 0.0" in told(router)
 
 
-def test_refusals_are_told_by_reason_and_cause():
+def test_rejections_are_counted_by_reason_and_cause():
     router = RouterMachineDriver()
     router.send(an_arrival())
     lines = told(router)
@@ -41,12 +41,12 @@ def test_refusals_are_told_by_reason_and_cause():
     assert 'fleet_impossible_requests_total{cause="no_worker"} 1.0' in lines
 
 
-def test_every_number_is_one_that_the_router_has():
+def test_every_metric_has_a_field_in_the_snapshot():
     assert COUNTERS.keys() <= set(RouterCounters.__struct_fields__)
     assert WORKER_GAUGES.keys() <= set(WorkerSnapshot.__struct_fields__)
 
 
-def test_a_directory_that_does_not_answer_is_told_and_one_that_there_is_not_is_not():
+def test_directory_metric_exists_only_with_a_directory():
     router, said = RouterMachineDriver(), []
     for answer in (True, False, None):
         registry = CollectorRegistry()
@@ -57,7 +57,7 @@ def test_a_directory_that_does_not_answer_is_told_and_one_that_there_is_not_is_n
     assert said == [["fleet_directory_reachable 1.0"], ["fleet_directory_reachable 0.0"], []]
 
 
-def test_tasks_of_the_event_loop_are_told_where_somebody_counts_them():
+def test_task_metric_exists_only_with_a_counter():
     router, registry = RouterMachineDriver(), CollectorRegistry()
     registry.register(RouterMetrics(router.machine.snapshot, tasks=lambda: 4))
 

@@ -9,8 +9,9 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, KvPhase, Logprobs, Source, Usage
 from fleet.core.roles import Phase
-from fleet.frontend.openai.answers import ChatFormatter, CompletionFormatter, error_body
+from fleet.frontend.openai.answers import ChatFormatter, CompletionFormatter
 from fleet.frontend.openai.requests import read_chat, read_completion
+from fleet.net.http.errors import error_body
 from tests.support.builders import MODEL, a_kv_report
 
 KV = (
@@ -39,7 +40,7 @@ def completion_shape(**fields: object) -> CompletionFormatter:
 
 
 def events(stream: bytes) -> list[dict]:
-    """Of a stream that ends as it should."""
+    """Return the events of a complete stream."""
     *lines, done, rest = stream.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     assert all(line.startswith("data: ") for line in lines)
@@ -47,12 +48,12 @@ def events(stream: bytes) -> list[dict]:
 
 
 def strictly(kind, content: dict):
-    """As the official types have it, with nothing missing and nothing of the wrong type."""
+    """Validate an object against the official type, with all fields and strict types."""
     return kind.model_validate(content, strict=True)
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_chat_chunks_are_what_the_official_types_say(include_usage):
+def test_chat_chunks_match_the_official_types(include_usage):
     shape = chat_shape(stream_options={"include_usage": include_usage})
 
     stream = shape.chunk(Delta(text='say "hi"\n', token_ids=(1,)))
@@ -76,7 +77,7 @@ def test_chat_chunks_are_what_the_official_types_say(include_usage):
         assert not any("usage" in event for event in events(stream))
 
 
-def test_an_answer_without_text_still_has_the_assistants_role():
+def test_answer_without_text_has_the_assistant_role():
     shape = chat_shape()
 
     stream = shape.chunk(Delta(text="", token_ids=(4,))) + shape.last_chunks(finished(), ())
@@ -86,7 +87,7 @@ def test_an_answer_without_text_still_has_the_assistants_role():
     assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
 
 
-def test_a_whole_chat_answer_is_what_the_official_types_say():
+def test_whole_chat_answer_matches_the_official_types():
     content = json.loads(chat_shape().whole("hi", (1, 2), (), finished(finish=Finish.LENGTH)))
 
     answer = strictly(ChatCompletion, content)
@@ -95,7 +96,7 @@ def test_a_whole_chat_answer_is_what_the_official_types_say():
     assert content["choices"][0]["logprobs"] is None
 
 
-def test_chat_log_probabilities_have_text_bytes_and_alternatives():
+def test_chat_logprobs_have_text_bytes_and_alternatives():
     shape = chat_shape(logprobs=True, top_logprobs=2)
     logprobs = (Logprobs(-0.5, (2, 3), (-0.5, float("-inf"))),)
 
@@ -109,7 +110,7 @@ def test_chat_log_probabilities_have_text_bytes_and_alternatives():
     ]
 
 
-def test_log_probabilities_come_with_their_chunk_even_without_text():
+def test_chunk_without_text_still_has_its_logprobs():
     shape = chat_shape(logprobs=True)
 
     stream = shape.chunk(Delta(text="", token_ids=(3,), logprobs=(Logprobs(-1.0),))) + shape.last_chunks(finished(), ())
@@ -119,7 +120,7 @@ def test_log_probabilities_come_with_their_chunk_even_without_text():
     assert first.choices[0].delta.role == "assistant"
 
 
-def test_completion_chunks_are_what_the_official_types_say():
+def test_completion_chunks_match_the_official_types():
     shape = completion_shape(stream_options={"include_usage": True})
 
     stream = shape.chunk(Delta(text="a", token_ids=(1,))) + shape.last_chunks(finished("rest"), ())
@@ -127,13 +128,13 @@ def test_completion_chunks_are_what_the_official_types_say():
     first, *others = events(stream)
     assert first["choices"] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
-    ]  # null: as OpenAI sends it
+    ]  # null, as OpenAI sends it
     last, usage = (strictly(Completion, event) for event in others)
     assert (last.choices[0].text, last.choices[0].finish_reason) == ("rest", "stop")
     assert (usage.choices, usage.usage.completion_tokens) == ([], 3)
 
 
-def test_completion_log_probabilities_are_aligned_with_the_tokens():
+def test_completion_logprobs_are_aligned_with_the_tokens():
     shape = completion_shape(logprobs=1)
     logprobs = (Logprobs(-0.5, (1,), (-0.5,)), Logprobs(-2.0, (1,), (-0.1,)))
 
@@ -145,7 +146,7 @@ def test_completion_log_probabilities_are_aligned_with_the_tokens():
 
 
 @pytest.mark.parametrize("make", [chat_shape, completion_shape])
-def test_every_answer_proves_where_its_blocks_came_from(make):
+def test_every_answer_has_the_origin_of_its_blocks(make):
     whole = json.loads(make(fleet={"return_token_ids": True}).whole("hi", (1, 2), (), finished()))
     last = events(make(fleet={"return_token_ids": True}).last_chunks(finished(), (1, 2)))[-1]
 
@@ -163,7 +164,7 @@ def test_every_answer_proves_where_its_blocks_came_from(make):
     assert "token_ids" not in json.loads(make().whole("hi", (1, 2), (), finished()))["fleet"]
 
 
-def test_an_error_has_the_four_fields():
+def test_error_has_the_four_fields():
     error = json.loads(error_body(RequestRejected(Reason.QUEUE_FULL, "too busy")))["error"]
 
     assert error == {"message": "too busy", "type": "rate_limit_error", "param": None, "code": "queue_full"}

@@ -1,4 +1,4 @@
-"""What prompts for foreign servers have in common, by key."""
+"""Prompt keys: the blocks that prompts for external backends share."""
 
 import json
 
@@ -31,7 +31,7 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_prompts_that_begin_alike_have_the_beginning_in_common(model_dir, with_tokenizer):
+def test_prompts_with_equal_beginning_share_its_blocks(model_dir, with_tokenizer):
     reader = a_reader(model_dir if with_tokenizer else None)
     one = reader.read(raw("the quick brown fox " * 40 + "jumps"), NOTHING, NOTHING)
     other = reader.read(raw("the quick brown fox " * 40 + "sleeps"), NOTHING, NOTHING)
@@ -41,7 +41,7 @@ def test_prompts_that_begin_alike_have_the_beginning_in_common(model_dir, with_t
     assert common(one.keys[16], third.keys[16]) == 0
 
 
-def test_a_conversation_that_goes_on_begins_with_what_it_was():
+def test_continued_conversation_shares_its_earlier_blocks():
     reader = a_reader()
     messages = [{"role": "user", "content": "x" * 500}]
     before = reader.read(NOTHING, raw(messages), NOTHING)
@@ -50,7 +50,7 @@ def test_a_conversation_that_goes_on_begins_with_what_it_was():
     assert common(before.keys[16], after.keys[16]) >= len(before.keys[16]) - 1 > 5
 
 
-def test_with_a_tokenizer_keys_are_those_of_its_tokens(model_dir):
+def test_keys_are_computed_from_token_ids(model_dir):
     codec = load_codec(model_dir)
     text = "the quick brown fox " * 20
     read = a_reader(model_dir, named_by_workers=True).read(raw(text), NOTHING, NOTHING)
@@ -59,13 +59,13 @@ def test_with_a_tokenizer_keys_are_those_of_its_tokens(model_dir):
     assert read.keys[16] == keys_of(chain(read.tokens, 16, algorithm=HashAlgorithm.XXH3_128))
 
 
-def test_a_prompt_of_tokens_is_taken_as_it_is(model_dir):
+def test_prompt_of_token_ids_is_not_tokenized(model_dir):
     read = a_reader(model_dir).read(raw([1, 2, 3]), NOTHING, NOTHING)
 
     assert read.tokens == b"".join(token.to_bytes(4, "little") for token in (1, 2, 3))
 
 
-def test_a_key_stands_for_all_that_is_before_its_block(model_dir):
+def test_key_covers_everything_before_its_block(model_dir):
     reader = a_reader(model_dir)
     one = reader.read(raw([*range(16), *range(16)]), NOTHING, NOTHING).keys[16]
     other = reader.read(raw([*range(1, 17), *range(16)]), NOTHING, NOTHING).keys[16]
@@ -74,7 +74,7 @@ def test_a_key_stands_for_all_that_is_before_its_block(model_dir):
 
 
 @pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_what_follows_different_images_shares_no_block_and_what_comes_before_them_does(model_dir, with_tokenizer):
+def test_prompts_share_no_block_after_different_images(model_dir, with_tokenizer):
     reader = a_reader(model_dir if with_tokenizer else None)
 
     def keys(image: str) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def test_what_follows_different_images_shares_no_block_and_what_comes_before_the
     assert keys("AAAA" * 100) == one
 
 
-def test_tools_make_another_prompt_of_the_same_messages(model_dir):
+def test_same_messages_with_tools_share_no_block(model_dir):
     reader = a_reader(model_dir)
     messages = raw([{"role": "user", "content": "the quick brown fox " * 40}])
     tools = raw([{"type": "function", "function": {"name": "f"}}])
@@ -98,7 +98,7 @@ def test_tools_make_another_prompt_of_the_same_messages(model_dir):
     assert common(reader.read(NOTHING, messages, tools).keys[16], reader.read(NOTHING, messages, NOTHING).keys[16]) == 0
 
 
-def test_routers_with_one_secret_have_names_of_blocks_in_common_and_others_have_not():
+def test_only_equal_secrets_give_equal_keys():
     one, same, other, alone, also_alone = (SecretBlockKeys(secret) for secret in ("a", "a", "b", "", ""))
     tokens = bytes(range(256)) * 4
     named = [keys(tokens, 16, salt) for keys in (one, other, alone, also_alone) for salt in (b"", b"salt" * 8)]
@@ -107,7 +107,7 @@ def test_routers_with_one_secret_have_names_of_blocks_in_common_and_others_have_
     assert same(tokens, 16, b"salt" * 8) == named[1]
     assert len({key for keys in named for key in keys}) == sum(map(len, named)) == 8 * 16
     assert len({one.fingerprint, other.fingerprint, 0}) == 3
-    assert alone.fingerprint == also_alone.fingerprint == 0  # which says that nobody else has its names
+    assert alone.fingerprint == also_alone.fingerprint == 0  # 0: the keys are private to the process
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_routers_with_one_secret_have_names_of_blocks_in_common_and_others_have_
     ],
 )
 @pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_what_cannot_be_understood_is_left_to_the_server(model_dir, prompt, messages, with_tokenizer):
+def test_unreadable_prompt_is_not_rejected(model_dir, prompt, messages, with_tokenizer):
     read = a_reader(model_dir if with_tokenizer else None).read(Raw(prompt), Raw(messages), NOTHING)
 
     assert len(read.tokens) <= max(len(prompt), len(messages), 64)
 
 
-def test_what_nobody_caches_has_nothing_in_common():
+def test_uncached_prompt_has_no_keys():
     read = a_reader().uncached(raw("x" * 4000))
 
     assert read.keys == {16: ()}

@@ -1,4 +1,4 @@
-"""What a client is told last of a request that is refused while its answer comes."""
+"""Relayed requests that are rejected while their answer arrives."""
 
 import pytest
 
@@ -18,7 +18,7 @@ REQUEST = HttpRequest(
 class Line:
     """To the client."""
 
-    old = False
+    is_expired = False
 
     def __init__(self):
         self.written = b""
@@ -62,7 +62,7 @@ class Relay:
 
 
 @pytest.mark.parametrize("at_event_boundary", [True, False])
-def test_an_error_goes_behind_what_came_in_the_same_turn(at_event_boundary):
+def test_error_event_follows_the_bytes_of_the_same_turn(at_event_boundary):
     line = Line()
     relayed = RelayedRequest(Relay(), Exchange(line, REQUEST), RequestId("r"), Nanos(0), "")
     relayed.begin(None, Flow(line, at_event_boundary=at_event_boundary))

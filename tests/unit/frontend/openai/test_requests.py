@@ -35,7 +35,7 @@ def chat(**fields: object):
     return read_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode(), ID, NOW)
 
 
-def test_what_is_absent_or_null_takes_openais_defaults():
+def test_absent_and_null_fields_get_openai_defaults():
     nothing = dict.fromkeys(
         ("temperature", "max_tokens", "stop", "seed", "stream", "n", "tools", "logprobs", "fleet", "model")
     )
@@ -47,7 +47,7 @@ def test_what_is_absent_or_null_takes_openais_defaults():
         assert asked.request.fill_context
 
 
-def test_every_field_of_sampling_is_read():
+def test_all_sampling_fields_are_read():
     sent = {
         "max_tokens": 7,
         "temperature": 0,
@@ -79,11 +79,11 @@ def test_every_field_of_sampling_is_read():
         ([], TokenPrompt(b"")),
     ],
 )
-def test_a_prompt_may_be_text_or_tokens(prompt, read):
+def test_prompt_may_be_text_or_tokens(prompt, read):
     assert completion(prompt=prompt).request.prompt == read
 
 
-def test_a_conversation_may_come_in_parts():
+def test_message_content_may_be_parts():
     messages = [
         {"role": "system", "content": "be brief", "name": "Ada", "audio": "ignored"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -96,7 +96,7 @@ def test_a_conversation_may_come_in_parts():
     )
 
 
-def test_the_newer_name_of_max_tokens_wins_and_is_the_one_in_errors():
+def test_max_completion_tokens_wins_over_max_tokens():
     asked = chat(max_tokens=5, max_completion_tokens=6)
 
     assert asked.request.sampling.max_tokens == 6
@@ -104,7 +104,7 @@ def test_the_newer_name_of_max_tokens_wins_and_is_the_one_in_errors():
     assert chat(max_tokens=5).names["sampling.max_tokens"] == "max_tokens"
 
 
-def test_chat_log_probabilities_need_their_switch():
+def test_top_logprobs_needs_logprobs():
     assert chat(logprobs=True).request.sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).request.sampling.logprobs == 3
     assert chat(logprobs=False).request.sampling.logprobs is None
@@ -118,7 +118,7 @@ def test_stop_may_be_one_string_or_several():
     assert completion(stop=["a", "b"]).request.stop == ("a", "b")
 
 
-def test_fleets_own_options_are_read():
+def test_options_of_the_fleet_object_are_read():
     options = {
         "placement": "disaggregated",
         "kv_path": "store",
@@ -166,7 +166,7 @@ SCHEMA_TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}}}'
         ({"guided_grammar": "root ::= x"}, Grammar("root ::= x"), "guided_grammar"),
     ],
 )
-def test_what_the_answer_must_be_is_read_from_openais_fields_and_from_vllms(read, fields, form, called):
+def test_structured_output_is_read_from_openai_and_vllm_fields(read, fields, form, called):
     asked = read(**fields)
 
     assert asked.request.sampling.form == form
@@ -174,7 +174,7 @@ def test_what_the_answer_must_be_is_read_from_openais_fields_and_from_vllms(read
     assert asked.request.sampling.stateless == (form is None)
 
 
-def test_tools_go_with_the_conversation_unless_they_are_not_to_be_called():
+def test_tools_are_part_of_the_prompt_unless_choice_is_none():
     tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
 
     for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": True}):
@@ -183,7 +183,7 @@ def test_tools_go_with_the_conversation_unless_they_are_not_to_be_called():
     assert chat(tools=[]).request.prompt.tools == ""
 
 
-def test_calls_and_what_tools_gave_are_part_of_the_conversation():
+def test_tool_calls_and_results_are_part_of_the_prompt():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
     prompt = chat(
@@ -198,7 +198,7 @@ def test_calls_and_what_tools_gave_are_part_of_the_conversation():
     assert (prompt.messages[1].content, prompt.messages[2].tool_call_id, prompt.messages[2].name) == ("", "c1", "f")
 
 
-def test_unknown_fields_and_those_that_ask_for_what_happens_anyway_are_taken():
+def test_unknown_fields_and_values_without_effect_are_accepted():
     completion(user="u", metadata={"a": 1}, n=1, best_of=1, echo=False, suffix="", logit_bias={}, something_new=[1])
     chat(tools=[], response_format={"type": "text"}, parallel_tool_calls=True, store=False, modalities=["text"])
 
@@ -236,7 +236,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("read", [completion, chat])
 @pytest.mark.parametrize(("fields", "field"), REFUSED)
-def test_what_is_wrong_is_refused_under_the_name_the_client_wrote(read, fields, field):
+def test_rejection_names_the_field_as_the_client_wrote_it(read, fields, field):
     with pytest.raises(RequestRejected) as refused:
         read(**fields)
 
@@ -272,7 +272,7 @@ def test_what_is_wrong_is_refused_under_the_name_the_client_wrote(read, fields, 
         ),
     ],
 )
-def test_wrong_prompts_are_refused_by_their_path(read, fields, field):
+def test_invalid_prompt_is_rejected_with_its_path(read, fields, field):
     with pytest.raises(RequestRejected) as refused:
         read(**fields)
 
@@ -296,14 +296,14 @@ def test_wrong_prompts_are_refused_by_their_path(read, fields, field):
         (b'{"prompt": "x", "temperature": 1e999}', "temperature: number out of range"),
     ],
 )
-def test_what_is_no_request_is_refused_in_words(body, said):
+def test_unreadable_body_is_rejected_with_its_cause(body, said):
     with pytest.raises(RequestRejected, match=said) as refused:
         read_completion(body, ID, NOW)
 
     assert refused.value.reason is Reason.INVALID_ARGUMENT
 
 
-def test_a_later_refusal_is_told_under_the_clients_names():
+def test_later_rejection_uses_the_names_of_the_client():
     for path, name in (
         ("text", "prompt"),
         ("token_ids[3]", "prompt[3]"),
@@ -319,7 +319,7 @@ def test_a_later_refusal_is_told_under_the_clients_names():
         assert (refused.field, refused.message) == (name, f"{name}: is wrong")
 
 
-def test_every_reason_has_an_appearance_and_errors_of_clients_are_told_from_ours():
+def test_every_reason_has_a_status_by_whose_error_it_is():
     assert set(REASON_STATUSES) == set(Reason)
     for reason, appearance in REASON_STATUSES.items():
         assert 400 <= appearance.http < 600

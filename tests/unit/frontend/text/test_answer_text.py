@@ -8,7 +8,7 @@ from fleet.frontend.text.answer_text import AnswerText
 
 
 class Letters:
-    """Tokens are letters, a=0; a capital is half of a character, which the next token completes."""
+    """Tokens are letters, a=0; a capital is half of a character that the next token completes."""
 
     def __init__(self) -> None:
         self._half = ""
@@ -42,7 +42,7 @@ def test_tokens_after_a_stop_string_are_not_counted():
     assert (answer.stopped, answer.num_tokens, answer.finish()) == (True, 3, "")
 
 
-def test_a_stop_string_split_over_steps_is_held_back_and_never_seen():
+def test_stop_string_split_over_steps_is_never_emitted():
     answer = an_answer(stop=["bc"])
 
     deltas = [answer.add((token,), ()) for token in (0, 1, 2)]
@@ -59,7 +59,7 @@ def test_held_back_text_comes_with_the_end():
     assert (answer.finish(), answer.stopped) == ("b", False)
 
 
-def test_the_token_that_ends_generation_counts_and_has_no_text():
+def test_end_token_counts_without_text():
     answer = an_answer(ends=[3])
 
     delta = answer.add((0, 3), ())
@@ -67,14 +67,14 @@ def test_the_token_that_ends_generation_counts_and_has_no_text():
     assert (delta.text, delta.token_ids, answer.num_tokens, answer.stopped) == ("a", (0, 3), 2, False)
 
 
-def test_stop_strings_are_not_looked_for_before_min_tokens():
+def test_stop_strings_are_ignored_before_min_tokens():
     answer = an_answer(stop=["a"], min_tokens=2)
 
     assert answer.add((0, 0, 1, 0, 2), ()).text == "aab"
     assert (answer.stopped, answer.num_tokens) == (True, 4)
 
 
-def test_an_incomplete_character_at_the_end_is_replaced():
+def test_incomplete_last_character_is_replaced():
     answer = an_answer()
 
     assert answer.add((0, 27), ()).text == "a"
@@ -84,7 +84,7 @@ def test_an_incomplete_character_at_the_end_is_replaced():
 @given(
     tokens=st.lists(st.integers(0, 5), max_size=30), stop=st.text("abc", min_size=1, max_size=3), step=st.integers(1, 7)
 )
-def test_the_answer_does_not_depend_on_how_many_tokens_a_step_has(tokens, stop, step):
+def test_text_does_not_depend_on_tokens_per_step(tokens, stop, step):
     def run(size: int) -> tuple[str, int, bool]:
         answer, text = an_answer(stop=[stop], ends=[5]), ""
         for begin in range(0, len(tokens), size):

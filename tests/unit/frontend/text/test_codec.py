@@ -37,17 +37,17 @@ def sentencepiece(sentencepiece_dir):
     return load_codec(sentencepiece_dir)
 
 
-def test_a_prompt_gets_the_models_own_special_tokens(codec, reference):
+def test_prompt_gets_the_special_tokens_of_the_model(codec, reference):
     assert token_ids(codec.encode(SAMPLE)) == reference.encode(SAMPLE).ids
     assert token_ids(codec.encode(SAMPLE))[0] == BOS
 
 
 @given(text=st.text(max_size=60))
-def test_ids_are_those_of_the_reference_tokenizer(text, codec, reference):
+def test_ids_match_the_reference_tokenizer(text, codec, reference):
     assert token_ids(codec.encode(text)) == reference.encode(text).ids
 
 
-def test_another_tokenizer_is_used_where_the_fast_one_gives_other_ids(model_dir, monkeypatch, reference):
+def test_fallback_tokenizer_is_used_when_fast_ids_differ(model_dir, monkeypatch, reference):
     class Fast:
         @staticmethod
         def from_file(path: str) -> "Fast":
@@ -65,7 +65,7 @@ def test_another_tokenizer_is_used_where_the_fast_one_gives_other_ids(model_dir,
 
 
 @given(ids=st.lists(st.integers(0, 520), max_size=60), step=st.integers(1, 5))
-def test_decoding_in_steps_equals_decoding_at_once_for_any_tokens(ids, step, codec, reference):
+def test_decoding_in_steps_equals_decoding_at_once(ids, step, codec, reference):
     decoder = codec.decoder()
 
     pieces = [decoder.add(ids[begin : begin + step]) for begin in range(0, len(ids), step)]
@@ -74,7 +74,7 @@ def test_decoding_in_steps_equals_decoding_at_once_for_any_tokens(ids, step, cod
 
 
 @given(text=st.text(max_size=40), step=st.integers(1, 3))
-def test_no_step_gives_half_a_character(text, step, codec):
+def test_no_decoding_step_splits_a_character(text, step, codec):
     ids = token_ids(codec.encode(text))
     decoder = codec.decoder()
     given_out = ""
@@ -87,7 +87,7 @@ def test_no_step_gives_half_a_character(text, step, codec):
 
 
 @given(text=st.text("the quick\n brown ö漢🎉", max_size=40), step=st.integers(1, 3))
-def test_sentencepiece_text_comes_whole_as_well(text, step, sentencepiece):
+def test_no_sentencepiece_step_splits_a_character(text, step, sentencepiece):
     decoder = sentencepiece.decoder(sentencepiece.encode("the"))
     assert isinstance(decoder, WindowDecoder)
     ids = token_ids(sentencepiece.encode(text))
@@ -101,7 +101,7 @@ def test_sentencepiece_text_comes_whole_as_well(text, step, sentencepiece):
 
 
 @given(ids=st.lists(st.integers(0, 600), max_size=60))
-def test_sentencepiece_decoding_survives_any_tokens(ids, sentencepiece, sentencepiece_dir):
+def test_sentencepiece_decoder_takes_any_tokens(ids, sentencepiece, sentencepiece_dir):
     vocabulary = Tokenizer.from_file(str(sentencepiece_dir / "tokenizer.json")).get_vocab()
     longest = max(len(piece.encode()) for piece in vocabulary)
     decoder = sentencepiece.decoder()
@@ -111,7 +111,7 @@ def test_sentencepiece_decoding_survives_any_tokens(ids, sentencepiece, sentence
     assert len(text.encode()) <= longest * len(ids)
 
 
-def test_waiting_for_a_character_that_never_comes_is_bounded(sentencepiece, sentencepiece_dir):
+def test_incomplete_character_is_held_back_for_limited_tokens(sentencepiece, sentencepiece_dir):
     half = Tokenizer.from_file(str(sentencepiece_dir / "tokenizer.json")).token_to_id("<0xE6>")
     decoder = sentencepiece.decoder()
 
@@ -120,7 +120,7 @@ def test_waiting_for_a_character_that_never_comes_is_bounded(sentencepiece, sent
     assert any(pieces[:20])
 
 
-def test_a_character_that_begins_in_the_prompt_ends_in_the_answer(codec, reference):
+def test_character_split_between_prompt_and_answer_is_decoded(codec, reference):
     ids = reference.encode("é", add_special_tokens=False).ids
     halves = [reference.token_to_id("Ã"), reference.token_to_id("©")]
     assert None not in halves
@@ -129,24 +129,24 @@ def test_a_character_that_begins_in_the_prompt_ends_in_the_answer(codec, referen
     assert codec.decoder(token_bytes(halves[:1])).add(halves[1:]) == "é"
 
 
-def test_a_conversation_is_rendered_by_the_models_template(codec, reference):
+def test_conversation_is_rendered_by_the_template(codec, reference):
     tokens = codec.render([ChatMessage(role="user", content="Größe?")])
 
     assert reference.decode(token_ids(tokens), skip_special_tokens=False) == "<s>user: Größe?<|end|>assistant: "
 
 
-def test_what_the_template_refuses_names_the_messages(codec):
+def test_rejection_by_the_template_names_the_messages(codec):
     with pytest.raises(RequestRejected, match="no such role") as refused:
         codec.render([ChatMessage(role="wizard", content="x")])
 
     assert refused.value.field == "chat.messages"
 
 
-def test_end_of_sequence_comes_from_all_the_files_that_name_it(codec):
+def test_eos_ids_come_from_all_files_that_name_them(codec):
     assert codec.eos_token_ids == (EOS, END)
 
 
-def test_the_text_of_one_token_keeps_its_space(codec, model_dir, sentencepiece, sentencepiece_dir):
+def test_text_of_one_token_keeps_its_space(codec, model_dir, sentencepiece, sentencepiece_dir):
     for one, folder, mark in ((codec, model_dir, "Ġ"), (sentencepiece, sentencepiece_dir, "▁")):
         vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
         spaced = {
@@ -157,11 +157,11 @@ def test_the_text_of_one_token_keeps_its_space(codec, model_dir, sentencepiece, 
         assert len(spaced) >= 2
         for piece, token_id in spaced.items():
             assert one.token_text(token_id) == " " + piece[1:]
-            assert one.token_text(token_id) == " " + piece[1:]  # from memory
+            assert one.token_text(token_id) == " " + piece[1:]  # from the cache
     assert codec.token_text(EOS) == "</s>"
 
 
-def test_a_template_in_its_own_file_comes_first(tmp_path):
+def test_template_file_wins_over_tokenizer_config(tmp_path):
     folder = write_model(tmp_path)
     template = (
         "{% generation %}{{ messages[0]['content'] | tojson }}{% endgeneration %}"
@@ -186,7 +186,7 @@ WITH_TOOLS = (
 )
 
 
-def test_tools_and_their_calls_are_rendered_by_the_template(tmp_path):
+def test_tools_and_tool_calls_are_rendered(tmp_path):
     folder = write_model(tmp_path)
     (folder / "chat_template.jinja").write_text(WITH_TOOLS, encoding="utf-8")
     conversation = [
@@ -201,7 +201,7 @@ def test_tools_and_their_calls_are_rendered_by_the_template(tmp_path):
     assert text == "[add]user:x;assistant:add(1);tool:2#c1;"
 
 
-def test_a_model_may_have_a_template_for_tools_alone(tmp_path):
+def test_tool_use_template_renders_tools(tmp_path):
     folder = write_model(tmp_path)
     templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": WITH_TOOLS}]
     write_json(folder / "tokenizer_config.json", {"chat_template": [*templates, {"name": "rag", "template": "{% x"}]})
@@ -212,7 +212,7 @@ def test_a_model_may_have_a_template_for_tools_alone(tmp_path):
     assert reference.decode(token_ids(codec.render(conversation, TOOLS))) == "[add]user:x;"
 
 
-def test_a_template_that_would_leave_tools_or_calls_out_refuses_them(codec):
+def test_template_without_tools_rejects_tools_and_calls(codec):
     conversation = [ChatMessage(role="user", content="x")]
     with pytest.raises(RequestRejected, match="knows no tools") as refused:
         codec.render(conversation, TOOLS)
@@ -223,7 +223,7 @@ def test_a_template_that_would_leave_tools_or_calls_out_refuses_them(codec):
     assert refused.value.field == "chat.messages[1].tool_calls"
 
 
-def test_a_template_cannot_leave_its_sandbox(tmp_path):
+def test_template_cannot_leave_its_sandbox(tmp_path):
     folder = write_model(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}", encoding="utf-8")
 
@@ -231,7 +231,7 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path):
         load_codec(folder).render([ChatMessage(role="user", content="x")])
 
 
-def test_a_model_without_template_refuses_conversations(tmp_path):
+def test_model_without_template_rejects_conversations(tmp_path):
     folder = write_model(tmp_path)
     write_json(folder / "tokenizer_config.json", {})
 
@@ -252,7 +252,7 @@ def test_a_model_without_template_refuses_conversations(tmp_path):
         (lambda folder: (folder / "chat_template.jinja").write_text("{% if"), "chat_template.jinja: the chat template"),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused_with_what_is_wrong(tmp_path, break_it, named):
+def test_invalid_model_folder_is_refused_with_the_cause(tmp_path, break_it, named):
     folder = write_model(tmp_path)
     break_it(folder)
 
@@ -260,12 +260,12 @@ def test_a_folder_that_is_no_model_is_refused_with_what_is_wrong(tmp_path, break
         load_codec(folder)
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
+def test_missing_model_folder_is_refused(tmp_path):
     with pytest.raises(ConfigurationRefused, match="is not a folder"):
         load_codec(tmp_path / "nowhere")
 
 
-def test_ids_up_to_the_padded_embedding_are_in_the_vocabulary(tmp_path):
+def test_vocabulary_includes_padded_embedding_rows(tmp_path):
     folder = write_model(tmp_path)
     config = json.loads(Path(folder / "config.json").read_text())
     write_json(folder / "config.json", {**config, "vocab_size": 1024})

@@ -10,7 +10,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text up to the first stop string, found the slow way: character by character."""
+    """Return the text up to the first stop string, found character by character."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -21,7 +21,7 @@ def cut(text: str, stops: list[str]) -> tuple[str, bool]:
 @given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 40), max_size=8))
 @example(text="xaby", stops=["ab", "xaby"], cuts=[])
 @example(text="aab", stops=["ab"], cuts=[1, 2])
-def test_streamed_text_is_the_whole_text_cut_at_the_first_stop_string_however_it_is_cut_into_pieces(text, stops, cuts):
+def test_pieces_do_not_change_the_text_before_a_stop_string(text, stops, cuts):
     search = StopStrings(stops)
     borders = [0, *sorted(min(border, len(text)) for border in cuts), len(text)]
     given_out, stopped = "", False
@@ -43,7 +43,7 @@ def test_streamed_text_is_the_whole_text_cut_at_the_first_stop_string_however_it
 
 
 @given(text=TEXTS, stops=STOPS)
-def test_what_is_held_back_is_the_longest_end_that_a_stop_string_begins_with(text, stops):
+def test_held_text_is_the_longest_possible_beginning(text, stops):
     search = StopStrings(stops)
 
     piece, stopped = search.add(text)
@@ -54,7 +54,7 @@ def test_what_is_held_back_is_the_longest_end_that_a_stop_string_begins_with(tex
         assert search.held == max(beginnings, key=len, default="")
 
 
-def test_text_that_begins_no_stop_string_is_given_out_at_once():
+def test_text_without_stop_beginning_is_emitted_at_once():
     search = StopStrings(["\n\n", "END"])
 
     assert search.add("a line") == ("a line", False)

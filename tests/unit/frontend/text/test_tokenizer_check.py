@@ -1,11 +1,12 @@
-"""Golden prompts compared at registration."""
+"""Tokenizer check when a worker joins."""
 
 import logging
 
 import pytest
 from msgspec import structs
 
-from fleet.backends.external.workers import AllBackends, ExternalBackends
+from fleet.backends.combined import CombinedBackends
+from fleet.backends.external.workers import ExternalBackends
 from fleet.core.work import TokenizerDigests
 from fleet.frontend.text import tokenizer_check as golden
 from fleet.frontend.text.codec import load_codec
@@ -25,11 +26,11 @@ def test_a_worker_with_the_same_tokenizer_is_accepted(codec, model_dir):
 
     assert all((told.tokens, told.template, told.blocks))
     assert check.accepts(structs.replace(a_description(), golden=told))
-    assert check.accepts(a_description()), "an older worker does not say"
+    assert check.accepts(a_description()), "an older worker reports no digests"
     assert check.refused() == {"tokens": 0, "blocks": 0}
 
 
-def test_what_a_worker_cannot_tell_is_not_compared(codec, tmp_path):
+def test_missing_digest_is_not_compared(codec, tmp_path):
     told = folder_tokenizer_digests(str(tmp_path), 32)
 
     assert (told.tokens, told.template) == ("", "")
@@ -38,7 +39,7 @@ def test_what_a_worker_cannot_tell_is_not_compared(codec, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["tokens", "blocks"])
-def test_another_tokenizer_or_hash_rule_is_refused_by_name(codec, field, caplog):
+def test_worker_with_other_tokens_or_block_names_is_refused(codec, field, caplog):
     check = TokenizerCheck({MODEL: codec})
     told = structs.replace(tokenizer_digests(codec, 32), **{field: "0" * 32})
 
@@ -48,17 +49,17 @@ def test_another_tokenizer_or_hash_rule_is_refused_by_name(codec, field, caplog)
     assert (said.levelno, said.worker, said.different) == (logging.ERROR, "w1", field)
 
     assert check.accepts(structs.replace(a_description(), golden=tokenizer_digests(codec, 32)))
-    assert check.refused()[field] == 0, "another incarnation is another matter"
+    assert check.refused()[field] == 0, "a new incarnation is checked again"
 
 
-def test_another_template_is_told_and_no_more(codec, caplog):
+def test_worker_with_another_template_is_only_logged(codec, caplog):
     told = structs.replace(tokenizer_digests(codec, 32), template="0" * 32)
 
     assert TokenizerCheck({MODEL: codec}).accepts(structs.replace(a_description(), golden=told))
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_the_digests_show_another_block_size_and_another_salt_rule(codec, monkeypatch):
+def test_digest_depends_on_block_size_and_salt_rule(codec, monkeypatch):
     ours = tokenizer_digests(codec, 32)
 
     assert tokenizer_digests(codec, 16).blocks != ours.blocks
@@ -68,14 +69,14 @@ def test_the_digests_show_another_block_size_and_another_salt_rule(codec, monkey
     assert tokenizer_digests(None, 32) == TokenizerDigests(blocks=tokenizer_digests(codec, 32).blocks)
 
 
-def test_the_names_of_golden_blocks_are_those_of_this_version():
-    """Whoever changes them makes workers and routers of different versions strangers to each other."""
+def test_block_names_are_stable_between_versions():
+    """A change here makes workers and routers of different versions incompatible."""
     assert tokenizer_digests(None, 32).blocks == "10348c8880d2e1bce449501a4995accc"
 
 
-def test_a_refused_worker_never_joins(codec):
+def test_refused_worker_never_joins(codec):
     heard: list = []
-    workers = AllBackends(None, ExternalBackends((), 1.0, None), TokenizerCheck({MODEL: codec}))
+    workers = CombinedBackends(None, ExternalBackends((), 1.0, None), TokenizerCheck({MODEL: codec}))
     hear = workers.only_acceptable(heard.append)
     strange = structs.replace(tokenizer_digests(codec, 32), tokens="0" * 32)
     for told in (strange, tokenizer_digests(codec, 32)):

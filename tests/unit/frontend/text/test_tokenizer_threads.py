@@ -1,4 +1,4 @@
-"""Long prompts in threads: what is given up leaves nothing behind."""
+"""Long prompts in threads: work that is given up leaves nothing behind."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ VERY_LONG = VERY_LONG_BYTES + 1
 
 
 class Slow:
-    """Work that takes until it is let go."""
+    """Work that takes until the test releases it."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -34,7 +34,7 @@ async def threads():
     threads.close()
 
 
-async def test_results_and_failures_arrive(threads):
+async def test_results_and_exceptions_arrive(threads):
     def fail() -> None:
         raise ValueError("no text")
 
@@ -43,7 +43,7 @@ async def test_results_and_failures_arrive(threads):
         await threads.run(fail, SIZE)
 
 
-async def test_no_more_wait_than_so_many(threads):
+async def test_number_of_waiting_prompts_is_bounded(threads):
     slow = Slow()
     waiting = [threads.run(slow, SIZE) for _ in range(MOST)]
 
@@ -56,7 +56,7 @@ async def test_no_more_wait_than_so_many(threads):
         assert [await each for each in waiting] == [7] * MOST
 
 
-async def test_what_is_given_up_before_it_began_is_held_no_more_and_makes_room_at_once(threads):
+async def test_cancelled_waiting_work_frees_its_place(threads):
     slow = Slow()
     running = [threads.run(slow, SIZE) for _ in range(THREADS)]
     for _ in range(3):
@@ -72,7 +72,7 @@ async def test_what_is_given_up_before_it_began_is_held_no_more_and_makes_room_a
     assert slow.begun == THREADS
 
 
-async def test_what_a_thread_has_begun_counts_until_it_is_done_whoever_waits(threads):
+async def test_started_work_counts_until_it_is_done(threads):
     slow = Slow()
     for each in [threads.run(slow, SIZE) for _ in range(THREADS)]:
         each.cancel()
@@ -94,7 +94,7 @@ async def test_what_a_thread_has_begun_counts_until_it_is_done_whoever_waits(thr
                 await asyncio.sleep(0)
 
 
-async def test_a_long_prompt_goes_past_any_number_of_very_long_ones(threads):
+async def test_long_prompt_passes_very_long_ones(threads):
     very_long = Slow()
     waiting = [threads.run(very_long, VERY_LONG) for _ in range(MOST_VERY_LONG)]
 
@@ -109,7 +109,7 @@ async def test_a_long_prompt_goes_past_any_number_of_very_long_ones(threads):
         assert [await each for each in waiting] == [7] * MOST_VERY_LONG
 
 
-async def test_very_long_prompts_do_not_take_the_places_of_others(threads):
+async def test_very_long_prompts_leave_places_for_others(threads):
     slow = Slow()
     waiting = [threads.run(slow, VERY_LONG) for _ in range(MOST_VERY_LONG)]
 
@@ -123,7 +123,7 @@ async def test_very_long_prompts_do_not_take_the_places_of_others(threads):
         assert [await each for each in waiting] == [7] * MOST
 
 
-async def test_a_very_long_prompt_does_not_wait_until_no_other_does(threads):
+async def test_very_long_prompt_is_not_starved(threads):
     slow, order = Slow(), []
     running = [threads.run(slow, SIZE) for _ in range(THREADS)]
     others = [threads.run(lambda: order.append("long"), SIZE) for _ in range(8)]

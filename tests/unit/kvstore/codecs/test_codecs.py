@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.buffers import crc32c
-from kvstore.codecs.benchmark import a_kv_like_block, measure
+from kvstore.codecs.benchmark import kv_like_block, measure
 from kvstore.codecs.byte_planes import SplitCodec
 from kvstore.codecs.encoded_block import EXACT, ErrorBound, PayloadForm, bound_of, pack
 from kvstore.codecs.lz4 import Lz4
@@ -130,7 +130,7 @@ def test_no_value_is_off_by_more_than_the_bound_says(make, half, seed, around, s
 def test_scales_are_of_a_layer_and_head_in_every_layout(make, layout):
     """The same values, arranged differently, are decoded to the same."""
     plain, other = a_typed_namespace(head_dim=8), a_typed_namespace(head_dim=8, layout=layout)
-    block = a_kv_like_block(plain)
+    block = kv_like_block(plain)
     arranged, back, ordered = (np.empty_like(block) for _ in range(3))
     make(other)._values.put(block.view(np.uint16), arranged)
     codec, key = make(other), a_key(other)
@@ -169,7 +169,7 @@ def test_even_a_block_that_was_kept_as_it_is_belongs_to_one_codec():
         Int8Codec(namespace).decode(key, Fp8Codec(namespace).encode(key, block), np.empty_like(block))
 
 
-def test_a_layout_that_is_none_is_refused_by_field():
+def test_invalid_layout_is_refused_by_field():
     with pytest.raises(LayoutMismatch) as refused:
         Fp8Codec(a_typed_namespace(layout="NHD"))
 

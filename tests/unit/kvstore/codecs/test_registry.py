@@ -85,7 +85,7 @@ def test_exact_codecs_take_any_namespace(compression):
         ("surprise", 1),
     ],
 )
-def test_settings_that_cannot_be_obeyed_are_refused_by_field(field, value):
+def test_invalid_settings_are_refused_by_field(field, value):
     with pytest.raises(msgspec.ValidationError, match=field) as refused:
         msgspec.convert({field: value}, CodecSettings)
 

@@ -1,4 +1,4 @@
-"""The value-based policy: what it learns, and what it makes of it."""
+"""Hazard eviction: what the policy learns, and how it chooses."""
 
 import random
 
@@ -43,13 +43,13 @@ def lives(rng, seconds):
     return rule
 
 
-def test_hazards_are_those_of_the_traffic_although_most_blocks_are_never_used_again():
+def test_hazards_match_traffic_with_few_reuses():
     times = ReuseTimes(1)
     rng = random.Random(1)
     ends = []
     for second in range(4000):
         cohort = times.used(0, 10, Nanos(second * SECOND))
-        if rng.random() < 0.4:  # of the uses, four in ten are followed by another, after 30 to 90 seconds
+        if rng.random() < 0.4:  # four of ten uses are followed by another one after 30 to 90 seconds
             ends.append((second + rng.uniform(30, 90), cohort))
         for end in [end for end in ends if end[0] <= second]:
             ends.remove(end)
@@ -71,7 +71,7 @@ def believed(runs, blocks):
     return times.probability(0, 0, 100 * SECOND)
 
 
-def test_runs_count_and_not_their_blocks():
+def test_prior_weighs_runs_and_not_blocks():
     before = ReuseTimes(1).probability(0, 0, 100 * SECOND)
 
     assert before < believed(1, 1000) < before + 0.1
@@ -79,7 +79,7 @@ def test_runs_count_and_not_their_blocks():
     assert believed(1000, 1) > 0.9
 
 
-def test_what_nobody_comes_back_to_is_worth_less_as_it_gets_older_than_the_time_of_coming_back():
+def test_value_falls_after_the_usual_reuse_time():
     times = ReuseTimes(1)
     cohorts = []
     for second in range(2000):
@@ -92,7 +92,7 @@ def test_what_nobody_comes_back_to_is_worth_less_as_it_gets_older_than_the_time_
     assert about_to_be_used > just_used > long_unused
 
 
-def test_values_stay_numbers_when_everything_is_used_again_at_once():
+def test_values_are_finite_when_all_blocks_are_reused():
     surviving, values = prospects(np.full((1, BUCKETS), SUREST))
 
     assert np.isfinite(surviving).all()
@@ -100,7 +100,7 @@ def test_values_stay_numbers_when_everything_is_used_again_at_once():
     assert (values >= 0).all()
 
 
-def test_a_block_that_was_used_again_outlives_younger_ones_that_were_not():
+def test_reused_block_outlives_younger_blocks():
     rule = lives(random.Random(2), 2000)
     use(rule, a_chain(2, "again"), 2200)
     use(rule, a_chain(2, "again"), 2260)
@@ -113,7 +113,7 @@ def test_a_block_that_was_used_again_outlives_younger_ones_that_were_not():
     assert len(rule) == 400
 
 
-def test_a_chain_whose_recomputation_saves_more_outlives_one_that_saves_less():
+def test_chain_with_larger_savings_outlives_others():
     rule = HazardEviction(lambda key, size: 2.0 if key.strip().startswith(b"dear") else 1.0)
     use(rule, a_chain(3, "dear"), 0)
     use(rule, a_chain(3, "cheap"), 1)
@@ -121,20 +121,20 @@ def test_a_chain_whose_recomputation_saves_more_outlives_one_that_saves_less():
     assert [evict(rule) for _ in range(6)] == [*a_chain(3, "cheap")[::-1], *a_chain(3, "dear")[::-1]]
 
 
-def test_a_continuation_goes_before_what_it_continues_even_if_it_was_used_less_long_ago():
+def test_recent_continuation_goes_before_its_prefix():
     rule = HazardEviction()
     use(rule, a_chain(2), 0)
     use(rule, a_chain(6), 100)
-    use(rule, a_chain(2), 200)  # another question about the same beginning
+    use(rule, a_chain(2), 200)  # another request with the same beginning
     gone = [evict(rule) for _ in range(6)]
 
     assert gone == a_chain(6)[::-1]
 
 
-def test_a_continuation_goes_first_even_where_it_is_worth_more():
+def test_valuable_continuation_goes_before_its_prefix():
     rule = lives(random.Random(4), 2000)
     use(rule, a_chain(6), 3000)
-    use(rule, a_chain(2), 3058)  # just used, so its use is further away than that of what follows it
+    use(rule, a_chain(2), 3058)  # it was just used, so its next use is further away than that of its continuation
     assert rule._times.value(0, 58 * SECOND) > rule._times.value(rule._times.class_of(2, 1), 0)
 
     gone = [victim for victim in (evict(rule) for _ in range(406)) if victim in a_chain(6)]
@@ -151,7 +151,7 @@ def test_uses_of_one_request_are_one_use():
     assert uses_of(thrice, a_chain(1)[0]) == uses_of(once, a_chain(1)[0]) == 1
 
 
-def test_what_has_gone_is_known_when_it_comes_back_but_not_for_ever():
+def test_evicted_blocks_are_remembered_for_a_while():
     rule = HazardEviction(remembered=10)
     use(rule, a_chain(1, "old"), 0)
     evict(rule)
@@ -179,10 +179,10 @@ def test_memory_stays_bounded_under_endless_new_blocks():
     assert sum(map(len, rule._rows.values())) <= 60
     cohorts = [cohort for row in rule._times._ageing for ageing in row for cohort in ageing]
     assert len(cohorts) <= 3000 + BUCKETS
-    assert sum(cohort.alive for cohort in cohorts) == 160, "what is forgotten is not at risk any more"
+    assert sum(cohort.alive for cohort in cohorts) == 160, "forgotten blocks are not at risk any more"
 
 
-def test_two_policies_that_saw_the_same_choose_the_same():
+def test_equal_histories_give_equal_choices():
     one, other = lives(random.Random(3), 500), lives(random.Random(3), 500)
 
     assert [evict(one) for _ in range(400)] == [evict(other) for _ in range(400)]

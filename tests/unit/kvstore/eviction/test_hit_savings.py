@@ -1,4 +1,4 @@
-"""Rules 1 to 4 of `kvstore.eviction.hit_savings`, and what the policy by value makes of them."""
+"""Hit savings: rules 1 to 4 of `kvstore.eviction.hit_savings`, and their effect on the policy by value."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.kvstore.builders import BLOCK_BYTES, a_namespace
 
 SMALL, LARGE = a_namespace(model="small"), a_namespace(model="large")
 NAMESPACES = {each.digest: each for each in (SMALL, LARGE)}
-MEMORY = 2.0**30  # bytes a second
+MEMORY = 2.0**30  # bytes per second
 
 
 class Below:
@@ -33,16 +33,16 @@ def some_savings(**fields) -> tuple[HitSavings, Below]:
     return savings, below
 
 
-def test_a_namespace_nobody_told_about_takes_what_settings_say_for_a_token():
+def test_unreported_namespace_uses_the_configured_speed():
     savings, _ = some_savings(seconds_a_token=0.01)
 
     assert savings.computing(SMALL.digest) == pytest.approx(32 * 0.01)
 
 
-def test_the_most_that_was_told_of_late_is_believed():
+def test_highest_recent_report_counts():
     savings, _ = some_savings()
-    savings.told(SMALL.digest, 10, 5.0)  # all of the chain is to be computed
-    savings.told(SMALL.digest, 10, 1.0)  # the engine has most of it
+    savings.told(SMALL.digest, 10, 5.0)  # the whole chain has to be computed
+    savings.told(SMALL.digest, 10, 1.0)  # the engine has most of the chain
     assert savings.computing(SMALL.digest) == 0.5
     assert savings.computing(LARGE.digest) == 32 * 0.0005
 
@@ -52,7 +52,7 @@ def test_the_most_that_was_told_of_late_is_believed():
     assert savings.computing(SMALL.digest) == 0.1
 
 
-def test_nothing_is_learnt_of_a_chain_without_blocks_or_a_worker_without_patience():
+def test_empty_reports_are_ignored():
     savings, _ = some_savings(seconds_a_token=0.01)
 
     savings.told(SMALL.digest, 0, 1.0)
@@ -61,7 +61,7 @@ def test_nothing_is_learnt_of_a_chain_without_blocks_or_a_worker_without_patienc
     assert savings.computing(SMALL.digest) == pytest.approx(0.32)
 
 
-def test_a_use_saves_computing_less_loading_from_memory():
+def test_hit_saves_computing_less_reading_from_the_pool():
     savings, _ = some_savings()
     a_byte = 2.0**-20
     savings.told(SMALL.digest, 1, (a_byte + 1 / MEMORY) * BLOCK_BYTES)
@@ -69,7 +69,7 @@ def test_a_use_saves_computing_less_loading_from_memory():
     assert savings.saving(a_key(), BLOCK_BYTES) == a_byte
 
 
-def test_a_block_that_a_tier_below_has_saves_no_more_than_loading_it_from_there():
+def test_hit_saves_at_most_a_promotion():
     savings, below = some_savings()
     savings.told(SMALL.digest, 1, 2.0**-10 * BLOCK_BYTES)
     below.seconds = {a_key(name="slow"): 2.0**-5 * BLOCK_BYTES, a_key(name="fast"): 2.0**-20 * BLOCK_BYTES}
@@ -78,14 +78,14 @@ def test_a_block_that_a_tier_below_has_saves_no_more_than_loading_it_from_there(
     assert savings.saving(a_key(name="fast"), BLOCK_BYTES) == 2.0**-20
 
 
-def test_what_is_had_faster_from_elsewhere_is_worth_the_least_and_never_less():
+def test_savings_have_a_lower_bound():
     savings, below = some_savings()
     below.seconds = {a_key(): 0.0}
 
     assert savings.saving(a_key(), BLOCK_BYTES) == LEAST > 0
 
 
-def test_answers_are_powers_of_two():
+def test_savings_are_powers_of_two():
     savings, _ = some_savings()
     found = set()
     for step in range(100):
@@ -96,7 +96,7 @@ def test_answers_are_powers_of_two():
 
 
 @pytest.mark.parametrize("cheap", [SMALL, LARGE])
-def test_of_two_models_used_alike_the_one_that_is_computed_sooner_goes_first(cheap):
+def test_blocks_of_the_faster_model_are_evicted_first(cheap):
     dear = LARGE if cheap is SMALL else SMALL
     savings, _ = some_savings()
     savings.told(cheap.digest, 1, 0.001)

@@ -1,4 +1,4 @@
-"""Sessions that wait: what is held for them, what it costs when they go on."""
+"""Session pauses: what is kept for waiting sessions, and what their resumes cost."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def together(*streams):
     return sorted((request for stream in streams for request in stream), key=lambda request: request.arrival)
 
 
-def test_what_is_found_where_adds_up_to_what_resuming_costs():
+def test_costs_add_up_over_the_tiers():
     report = replayed(turns(1, 10), PausePolicy.NOTHING)
 
     assert (report.resumes, report.memory_blocks, report.below_blocks, report.computed_blocks) == (99, 990, 0, 0)
@@ -52,7 +52,7 @@ def test_what_is_found_where_adds_up_to_what_resuming_costs():
     assert report.recompute_mean_seconds == pytest.approx(10)
 
 
-def test_a_held_session_is_in_memory_although_others_have_filled_it():
+def test_pinned_session_stays_in_a_full_memory():
     traffic = together(turns(1, 30), scan(3000))
 
     without, held = (replayed(traffic, policy) for policy in (PausePolicy.NOTHING, PausePolicy.HOLD))
@@ -62,7 +62,7 @@ def test_a_held_session_is_in_memory_although_others_have_filled_it():
     assert held.mean_seconds < without.mean_seconds / 2
 
 
-def test_a_long_pause_is_prefetched_for_its_end():
+def test_long_pause_is_prefetched_before_its_end():
     traffic = together(turns(1, 300), scan(30_000, blocks=2))
 
     held, adapted = (replayed(traffic, policy, longest=100) for policy in (PausePolicy.HOLD, PausePolicy.ADAPT))
@@ -72,23 +72,23 @@ def test_a_long_pause_is_prefetched_for_its_end():
     assert adapted.most_held_blocks <= 10
 
 
-def test_holds_stay_within_their_quota_and_keep_the_start_of_a_chain():
+def test_pins_within_their_limit_keep_the_start_of_a_chain():
     report = replayed(together(turns(1, 20), turns(2, 20, start=1), scan(2000)), PausePolicy.HOLD, held=15)
 
     assert report.most_held_blocks == 15
     assert report.holds > 0
 
 
-def test_a_hold_ends_with_its_deadline():
+def test_pause_pin_ends_at_its_deadline():
     gone_for_long = [*turns(1, 10, count=60), *turns(1, 10, count=1, start=5000)]
 
     report = replayed(together(gone_for_long, scan(6000)), PausePolicy.HOLD)
 
-    assert report.overdue == 2  # the last one after nobody goes on any more
+    assert report.overdue == 2  # including the last pin, after which nobody resumes
     assert report.below_blocks + report.computed_blocks >= 10
 
 
-def test_lengths_of_pauses_are_told_only_after_enough_of_them():
+def test_quantiles_need_enough_pauses():
     gaps = GapTimes()
     for seconds in range(LEAST_SEEN - 1):
         gaps.seen(None, Nanos((seconds + 1) * SECOND))
@@ -101,7 +101,7 @@ def test_lengths_of_pauses_are_told_only_after_enough_of_them():
     assert gaps.quantile(Nanos(SECOND), 0.5) is None
 
 
-def test_beside_chat_agents_go_on_sooner_when_they_hold():
+def test_pins_speed_up_agents_beside_chats():
     hour = conversation().requests[-1].arrival
     agents = [request for request in agentic().requests if request.arrival <= hour]
     chat = [

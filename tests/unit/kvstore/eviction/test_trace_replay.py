@@ -1,4 +1,4 @@
-"""Replays of recorded traffic: against caches written down a second time, and against what can be reached at all."""
+"""Trace replay, compared with independent cache models and with the best possible hit rates."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def hits(requests, name, capacity_blocks):
 
 @pytest.mark.parametrize("capacity_blocks", [150, 1000])
 @pytest.mark.parametrize("trace", [conversation, agentic])
-def test_lru_finds_exactly_what_a_plain_lru_finds(trace, capacity_blocks):
+def test_lru_equals_a_plain_lru(trace, capacity_blocks):
     requests = trace().requests[:400]
 
     assert hits(requests, "lru", capacity_blocks) == hit_tokens(requests, ReferenceLru(capacity_blocks), BLOCK)
@@ -35,7 +35,7 @@ def test_lru_finds_exactly_what_a_plain_lru_finds(trace, capacity_blocks):
 
 @pytest.mark.parametrize(("name", "slow"), [("slru", ReferenceSlru), ("s3fifo", ReferenceS3Fifo)])
 @pytest.mark.parametrize(("trace", "capacity_blocks"), [(conversation, 1000), (agentic, 2000)])
-def test_what_is_known_from_papers_is_within_a_hundredth_of_the_paper(name, slow, trace, capacity_blocks):
+def test_hit_rates_are_within_1_percent_of_the_papers(name, slow, trace, capacity_blocks):
     """Where several prompts fit: what is in use when its turn comes cannot be treated as the papers do, who know no uses that last."""
     requests = trace().requests[:500]
     expected = hit_tokens(requests, slow(capacity_blocks), BLOCK)
@@ -44,7 +44,7 @@ def test_what_is_known_from_papers_is_within_a_hundredth_of_the_paper(name, slow
 
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.2])
-def test_on_chat_hazard_finds_more_than_lru_and_the_future_most(share):
+def test_on_chat_hazard_beats_lru_and_optimal_beats_both(share):
     requests = conversation().requests
     capacity_blocks = int(distinct_blocks(requests) * share)
     found = {name: hits(requests, name, capacity_blocks) for name in (*POLICIES, "belady")}
@@ -64,7 +64,7 @@ def test_on_agents_hazard_is_no_worse_than_lru(share):
     assert found["belady"] == max(found.values())
 
 
-def test_knowing_the_future_keeps_what_is_used_next_and_leaves_out_what_is_not():
+def test_optimal_keeps_the_blocks_used_next():
     requests = requests_for("ab", "cd", "ef", "ab", "cd")
 
     done = optimal(requests, capacity_blocks=2, block_tokens=BLOCK)
@@ -73,11 +73,11 @@ def test_knowing_the_future_keeps_what_is_used_next_and_leaves_out_what_is_not()
     assert done.blocks_written == 2
 
 
-def test_knowing_the_future_writes_nothing_that_nobody_will_use():
+def test_optimal_writes_no_unused_blocks():
     assert optimal(requests_for("ab", "cd"), capacity_blocks=10, block_tokens=BLOCK).blocks_written == 0
 
 
-def test_a_chain_longer_than_the_cache_is_held_as_far_as_it_fits():
+def test_long_chain_is_held_as_far_as_it_fits():
     requests = requests_for("abcdef", "abcdef")
 
     done = replay(requests, policy("lru"), capacity_blocks=4, block_tokens=BLOCK)
@@ -86,7 +86,7 @@ def test_a_chain_longer_than_the_cache_is_held_as_far_as_it_fits():
     assert done.blocks_written == 4
 
 
-def test_a_chain_does_not_push_out_its_own_beginning():
+def test_chain_does_not_evict_its_own_beginning():
     requests = requests_for("ab", "abcd", "abcd")
 
     done = replay(requests, policy("lru"), capacity_blocks=3, block_tokens=BLOCK)
@@ -94,14 +94,14 @@ def test_a_chain_does_not_push_out_its_own_beginning():
     assert done.hit_tokens == (2 + 3) * BLOCK
 
 
-def test_tokens_beyond_the_prompt_are_no_hits():
+def test_tokens_beyond_the_prompt_are_not_hits():
     requests = [TraceRequest(Nanos(0), 700, ("a", "b")), TraceRequest(Nanos(SECOND), 700, ("a", "b"))]
 
     assert ideal(requests, block_tokens=BLOCK).hit_tokens == 700
     assert replay(requests, policy("lru"), capacity_blocks=9, block_tokens=BLOCK).hit_tokens == 700
 
 
-def test_blocks_that_are_used_once_are_not_written_where_a_second_sighting_is_asked_for():
+def test_reuse_admission_skips_blocks_used_once():
     scan = requests_for(*[range(index * 8, index * 8 + 8) for index in range(50)])
 
     done = replay(scan, policy("lru"), capacity_blocks=100, block_tokens=BLOCK, admission=ReuseAdmission())

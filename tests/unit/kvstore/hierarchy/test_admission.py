@@ -1,4 +1,4 @@
-"""What may be written to a tier that wears out."""
+"""Tier admission: which blocks are written to a tier that wears out."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,23 +11,23 @@ LATER = Nanos(60 * SECOND)
 
 
 def budget(bytes_per_day=DAY // SECOND * 1000, burst=10_000, **state):
-    return WriteBudget(bytes_per_day, burst, now=Nanos(0), **state)  # 1,000 bytes a second
+    return WriteBudget(bytes_per_day, burst, now=Nanos(0), **state)  # 1,000 bytes per second
 
 
-def test_a_scan_that_comes_once_writes_nothing():
+def test_blocks_seen_once_are_not_written():
     admission = ReuseAdmission()
 
     assert not any(admission.admits(key, MIB, Nanos(key * SECOND)) for key in range(10_000))
 
 
-def test_the_second_sighting_is_written():
+def test_block_is_written_at_its_second_sighting():
     admission = ReuseAdmission()
 
     assert not admission.admits("block", MIB, Nanos(0))
     assert admission.admits("block", MIB, LATER)
 
 
-def test_the_uses_of_one_request_are_one_sighting():
+def test_uses_of_one_request_count_as_one_sighting():
     admission = ReuseAdmission()
 
     admission.admits("block", MIB, Nanos(0))
@@ -54,14 +54,14 @@ def test_a_block_in_steady_use_is_never_forgotten():
         assert seen or key * SECOND < APART
 
 
-def test_a_block_whose_reuse_is_predicted_is_written_at_once():
+def test_block_with_predicted_reuse_is_written_at_once():
     admission = ReuseAdmission(predict={"likely": 0.9, "unlikely": 0.1}.__getitem__)
 
     assert admission.admits("likely", MIB, Nanos(0))
     assert not admission.admits("unlikely", MIB, Nanos(0))
 
 
-def test_what_the_budget_does_not_cover_is_not_written_and_counted():
+def test_block_over_budget_is_counted_and_not_written():
     admission = ReuseAdmission(predict=lambda _: 1.0, budget=budget())
 
     written = sum(admission.admits(key, 4000, Nanos(0)) for key in range(5))
@@ -89,7 +89,7 @@ def test_a_budget_survives_a_restart_as_a_number():
     assert after.take(700, Nanos(0))
 
 
-def test_a_clock_that_jumps_back_gives_nothing_away():
+def test_clock_that_jumps_back_refills_nothing():
     spent = budget()
     spent.take(10_000, Nanos(100 * SECOND))
 
@@ -98,7 +98,7 @@ def test_a_clock_that_jumps_back_gives_nothing_away():
 
 
 @given(writes=st.lists(st.tuples(st.integers(0, 10**10), st.integers(0, 20_000)), max_size=60))
-def test_over_any_time_no_more_is_written_than_the_burst_and_what_came_in(writes):
+def test_writes_never_exceed_burst_plus_refill(writes):
     spent, now, written = budget(), 0, 0
     for pause, size in writes:
         now += pause

@@ -1,4 +1,4 @@
-"""What is worth keeping goes down, and what went there is asked about again."""
+"""Demotions to the backing tiers, and confirmations of what the tiers still have."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.support.kvstore.builders import BLOCK_BYTES, a_chain, a_namespace
 from tests.support.kvstore.lower_tiers import AdmitNothing, HierarchyDriver, keys_of, movement_kinds
 
 
-def test_a_pool_that_is_given_up_goes_down_whatever_the_rule_says_and_watchers_hear_of_it():
+def test_demote_now_ignores_admission_and_tells_watchers():
     below = HierarchyDriver(admission=AdmitNothing())
     chain = a_chain(4)
     below.hold(chain)
@@ -29,7 +29,7 @@ def test_a_pool_that_is_given_up_goes_down_whatever_the_rule_says_and_watchers_h
     assert (told.tier, told.stored) == ("redis", tuple(chain))
 
 
-def test_what_is_given_up_waits_in_the_queue_that_all_blocks_wait_in_and_no_longer_one():
+def test_demote_now_uses_the_bounded_queue():
     below = HierarchyDriver(admission=AdmitNothing(), queue_blocks=3)
     chain = a_chain(8)
     below.hold(chain)
@@ -42,7 +42,7 @@ def test_what_is_given_up_waits_in_the_queue_that_all_blocks_wait_in_and_no_long
     below.hierarchy.check()
 
 
-def test_written_blocks_go_down_to_every_tier_once():
+def test_written_blocks_are_demoted_to_each_tier_once():
     below = HierarchyDriver()
     below.hold(a_chain(3))
     below.perform_all()
@@ -52,14 +52,14 @@ def test_written_blocks_go_down_to_every_tier_once():
     assert movement_kinds(below) == [("Demote", 0), ("Demote", 1)]
 
 
-def test_blocks_go_down_with_the_checksums_that_they_were_published_with():
+def test_demotion_carries_the_published_checksums():
     below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(3))
     (keep,) = below.waiting
     assert keep.checksums == (7, 7, 7)
 
 
-def test_blocks_that_go_down_stay_until_they_are_there():
+def test_blocks_stay_pinned_until_their_demotion_ends():
     below = HierarchyDriver(blocks=2, tiers=("ssd",))
     below.hold(a_chain(2))
     assert below.store.reserve(a_chain(2, "b")).refused == 2
@@ -67,17 +67,17 @@ def test_blocks_that_go_down_stay_until_they_are_there():
     assert below.store.reserve(a_chain(2, "b")).refused == 0
 
 
-def test_no_more_moves_at_a_time_than_a_small_pool_can_spare():
+def test_batches_fit_a_small_pool():
     below = HierarchyDriver(blocks=8, tiers=("ssd",))
     below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="ssd", admission=AdmitEverything())], BLOCK_BYTES)
     below.hold(a_chain(6))
     assert [len(keep.addresses) for keep in below.waiting] == [1] * MAX_DEMOTIONS
     assert below.store.reserve(a_chain(6, "b")).refused == 0
     below.perform_all()
-    assert below.held[0] == set(a_chain(6)[:MAX_DEMOTIONS]), "the rest made room before its turn came"
+    assert below.held[0] == set(a_chain(6)[:MAX_DEMOTIONS]), "the other blocks were evicted before their turn"
 
 
-def test_going_down_does_not_count_as_use():
+def test_demotion_does_not_count_as_a_use():
     below = HierarchyDriver(blocks=3, tiers=("ssd",))
     below.hold(a_chain(1, "old"))
     keep = below.waiting.popleft()
@@ -88,7 +88,7 @@ def test_going_down_does_not_count_as_use():
     assert below.store.look(a_chain(1, "new")) == 1
 
 
-def test_the_queue_down_is_bounded_and_what_does_not_fit_is_counted():
+def test_full_demotion_queue_drops_and_counts_blocks():
     below = HierarchyDriver(blocks=16, tiers=("ssd",), queue_blocks=3)
     for index in range(MAX_DEMOTIONS):
         below.hold(a_chain(1, f"first{index}"))
@@ -98,7 +98,7 @@ def test_the_queue_down_is_bounded_and_what_does_not_fit_is_counted():
     assert below.hierarchy.counters(0).kept == MAX_DEMOTIONS + 3
 
 
-def test_blocks_that_wait_to_go_down_and_whose_namespace_is_forgotten_are_let_go():
+def test_queued_blocks_of_a_closed_namespace_are_dropped():
     below = HierarchyDriver(max_namespaces=1)
     below.hold(a_chain(1))
     below.fail()
@@ -113,7 +113,7 @@ def test_blocks_that_wait_to_go_down_and_whose_namespace_is_forgotten_are_let_go
     assert below.hierarchy.is_idle
 
 
-def test_blocks_that_went_before_their_turn_to_go_down_leave_no_pin_behind():
+def test_blocks_evicted_while_queued_leave_no_pin():
     below = HierarchyDriver()
     below.hold(a_chain(1))
     below.fail()
@@ -127,7 +127,7 @@ def test_blocks_that_went_before_their_turn_to_go_down_leave_no_pin_behind():
     assert below.store.machine.stats().leases == 0
 
 
-def test_a_tier_that_has_kept_nothing_when_the_time_is_over_has_failed():
+def test_late_demotion_without_blocks_counts_as_failure():
     below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(2))
     keep = below.waiting.popleft()
@@ -141,7 +141,7 @@ def test_a_tier_that_has_kept_nothing_when_the_time_is_over_has_failed():
     assert movement_kinds(below) == before
 
 
-def test_blocks_that_wait_for_a_fenced_tier_go_down_when_it_is_well():
+def test_queued_blocks_are_demoted_when_the_tier_recovers():
     below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(1))
     below.fail()
@@ -152,7 +152,7 @@ def test_blocks_that_wait_for_a_fenced_tier_go_down_when_it_is_well():
     assert below.held[0] == set(a_chain(1, "b"))
 
 
-def test_a_tier_is_asked_which_of_the_blocks_it_was_given_it_still_has_and_watchers_hear_what_it_lost():
+def test_confirm_forgets_lost_blocks_and_tells_watchers():
     below = HierarchyDriver(tiers=("redis",))
     chain = a_chain(4)
     below.hold(chain)
@@ -164,7 +164,7 @@ def test_a_tier_is_asked_which_of_the_blocks_it_was_given_it_still_has_and_watch
     below.collect()
     assert all(below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain))
     assert below.hierarchy.confirm(0, keys_of(below, chain[:2]), below.now)
-    assert below.hierarchy.commands() == [], "once at a time"
+    assert below.hierarchy.commands() == [], "a block is confirmed once at a time"
     below.perform_all()
 
     assert not any(below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain))
@@ -174,7 +174,7 @@ def test_a_tier_is_asked_which_of_the_blocks_it_was_given_it_still_has_and_watch
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_a_tier_cannot_say_it_has_lost_and_it_is_not_asked_again_at_once(late):
+def test_unconfirmed_blocks_count_as_lost(late):
     below = HierarchyDriver(tiers=("redis",))
     chain = a_chain(2)
     below.hold(chain)
@@ -191,5 +191,5 @@ def test_what_a_tier_cannot_say_it_has_lost_and_it_is_not_asked_again_at_once(la
     )
     assert not below.hierarchy.confirm(0, keys_of(below, chain), below.now)
     assert below.hierarchy.counters(0).failures == 1
-    assert below.hierarchy.failed_writes(0) == 0, "it may still be written to"
+    assert below.hierarchy.failed_writes(0) == 0, "the tier may still be written to"
     below.hierarchy.check()

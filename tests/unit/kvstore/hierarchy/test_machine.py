@@ -1,4 +1,4 @@
-"""Tiers that fail, and that nothing that moves between them and the pool is ever lost track of."""
+"""Hierarchy: failing tiers, and the bookkeeping of all transfers in random histories."""
 
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +12,7 @@ from tests.support.kvstore.builders import BLOCK_BYTES, a_chain
 from tests.support.kvstore.lower_tiers import MAX_WAIT, HierarchyDriver, movement_kinds
 
 
-def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_known_to_have_it():
+def test_promotion_time_is_that_of_the_first_healthy_tier():
     below = HierarchyDriver()
     (known,), (unknown,) = a_chain(1), a_chain(1, "b")
     key = BlockKey(below.store.digest, known)
@@ -33,7 +33,7 @@ def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_kno
     assert below.hierarchy.promotion_seconds(key, BLOCK_BYTES) is None
 
 
-def test_a_failing_tier_is_left_alone_and_found_again():
+def test_failing_tier_is_skipped_until_it_recovers():
     below = HierarchyDriver(tiers=("ssd",))
     below.held[0].update(a_chain(2))
     below.prefetch(a_chain(2))
@@ -49,7 +49,7 @@ def test_a_failing_tier_is_left_alone_and_found_again():
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(reads):
+def test_recovered_disk_is_retried_soon_after_a_long_hang(reads):
     below = HierarchyDriver(tiers=("ssd",))
     below.held[0] |= {*a_chain(2)}
     if reads:
@@ -57,12 +57,12 @@ def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(rea
         below.perform()
     else:
         below.hold(a_chain(2, "b"))
-    movement = below.waiting.popleft()
+    transfer = below.waiting.popleft()
     began = below.now
     below.tick(31)
-    below.hierarchy.late(movement, began, below.now)
+    below.hierarchy.late(transfer, began, below.now)
     below.tick(3600)
-    below.hierarchy.failed(movement, began, below.now)
+    below.hierarchy.failed(transfer, began, below.now)
     before = len(below.asked)
 
     below.prefetch(a_chain(2)) if reads else below.hold(a_chain(2, "c"))
@@ -72,7 +72,7 @@ def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(rea
     below.hierarchy.check()
 
 
-def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():
+def test_index_hit_does_not_close_the_circuit_breaker():
     below = HierarchyDriver(tiers=("ssd",), finds_in_memory=True)
     below.held[0] |= {*a_chain(2), *a_chain(2, "b"), *a_chain(2, "c")}
     below.prefetch(a_chain(2))
@@ -85,7 +85,7 @@ def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():
 
     below.prefetch(a_chain(2, "c"))
 
-    assert movement_kinds(below) == before, "one attempt at a time"
+    assert movement_kinds(below) == before, "only one trial at a time"
 
 
 def test_a_disk_that_cannot_be_written_can_still_be_read():
@@ -149,16 +149,16 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.below.waiting)
     @rule()
     def hang(self):
-        movement = self.below.waiting.popleft()
-        self.below.hierarchy.late(movement, self.below.now, self.below.now)
+        transfer = self.below.waiting.popleft()
+        self.below.hierarchy.late(transfer, self.below.now, self.below.now)
         self.below.collect()
-        self.hung.append(movement)
+        self.hung.append(transfer)
 
     @precondition(lambda self: self.hung)
     @rule(well=st.booleans())
     def come_back(self, well):
-        movement = self.hung.pop()
-        (self.below.perform if well else self.below.fail)(movement)
+        transfer = self.hung.pop()
+        (self.below.perform if well else self.below.fail)(transfer)
 
     @rule(seconds=st.sampled_from([0.001, 1, 40]))
     def wait(self, seconds):
@@ -172,16 +172,16 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def who_watched_from_the_start_knows_what_a_newcomer_is_told(self):
         for change in self.below.hierarchy.changes():
-            assert not self.heard[change.tier].intersection(change.stored), "told twice"
-            assert self.heard[change.tier].issuperset(change.removed), "told of what nobody knew"
+            assert not self.heard[change.tier].intersection(change.stored), "a change was reported twice"
+            assert self.heard[change.tier].issuperset(change.removed), "the removal of an unknown block was reported"
             self.heard[change.tier].update(change.stored)
             self.heard[change.tier].difference_update(change.removed)
         for index, heard in enumerate(self.heard.values()):
             assert {key.name for key in self.below.hierarchy.held(index)} == heard
 
     def teardown(self):
-        for movement in self.hung:
-            self.below.fail(movement)
+        for transfer in self.hung:
+            self.below.fail(transfer)
         for _ in range(100):
             self.below.perform_all()
             if self.below.hierarchy.is_idle:
@@ -190,7 +190,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.below.hierarchy.is_idle
         stats = self.below.store.machine.stats()
         assert stats.pinned == 0
-        assert self.below.store.reserve(a_chain(7, "all"), self.below.now).refused == 0, "a place was lost"
+        assert self.below.store.reserve(a_chain(7, "all"), self.below.now).refused == 0, "a place in the pool was lost"
 
 
 TestAnyOrder = AnyOrder.TestCase

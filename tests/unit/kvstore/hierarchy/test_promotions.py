@@ -1,4 +1,4 @@
-"""What is wanted comes up, once, as far as it is worth waiting for."""
+"""Promotions: requested blocks come up to the pool once, within the max wait."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.kvstore.builders import BLOCK_BYTES, a_chain, a_namespace
 from tests.support.kvstore.lower_tiers import CRC, MAX_WAIT, HierarchyDriver, movement_kinds
 
 
-def test_wanted_blocks_come_up_and_are_readable():
+def test_prefetched_blocks_become_readable():
     below = HierarchyDriver()
     chain = a_chain(4)
     below.held[0].update(chain)
@@ -22,7 +22,7 @@ def test_wanted_blocks_come_up_and_are_readable():
     assert below.hierarchy.counters(0).loaded == 4
 
 
-def test_only_what_the_pool_does_not_hold_is_fetched():
+def test_only_missing_blocks_are_fetched():
     below = HierarchyDriver()
     chain = a_chain(4)
     below.hold(chain[:2])
@@ -31,11 +31,11 @@ def test_only_what_the_pool_does_not_hold_is_fetched():
     below.asked.clear()
     assert below.prefetch(chain) == 2
     below.perform_all()
-    (fetch,) = [movement for movement in below.asked if isinstance(movement, Fetch)]
+    (fetch,) = [transfer for transfer in below.asked if isinstance(transfer, Fetch)]
     assert [address.key.name for address in fetch.addresses] == chain[2:]
 
 
-def test_the_next_tier_is_asked_for_what_the_first_does_not_hold():
+def test_next_tier_is_asked_for_blocks_missing_in_the_first():
     below = HierarchyDriver()
     chain = a_chain(4)
     below.held[0].update(chain[:2])
@@ -46,7 +46,7 @@ def test_the_next_tier_is_asked_for_what_the_first_does_not_hold():
     assert [below.hierarchy.counters(tier).loaded for tier in (0, 1)] == [2, 2]
 
 
-def test_a_load_ends_at_the_first_hole():
+def test_promotion_ends_at_the_first_hole():
     below = HierarchyDriver()
     chain = a_chain(4)
     below.held[0].update({chain[0], chain[2], chain[3]})
@@ -56,7 +56,7 @@ def test_a_load_ends_at_the_first_hole():
     assert below.hierarchy.is_idle
 
 
-def test_who_asks_for_blocks_on_their_way_joins_the_load():
+def test_second_request_joins_the_promotion():
     below = HierarchyDriver()
     chain = a_chain(4)
     below.held[0].update(chain)
@@ -66,7 +66,7 @@ def test_who_asks_for_blocks_on_their_way_joins_the_load():
     assert len(below.waiting) == 1
 
 
-def test_who_joins_a_load_with_more_patience_lengthens_it():
+def test_joining_with_a_longer_max_wait_extends_the_promotion():
     batch = BATCH_BYTES // BLOCK_BYTES
     chain = a_chain(batch + 4)
     for second, arrived in ((Nanos(0), batch), (MAX_WAIT, batch + 4)):
@@ -80,14 +80,14 @@ def test_who_joins_a_load_with_more_patience_lengthens_it():
         assert below.store.look(chain, below.now) == arrived
 
 
-def test_asking_without_patience_starts_nothing():
+def test_prefetch_without_max_wait_starts_nothing():
     below = HierarchyDriver()
     below.held[0].update(a_chain(2))
     assert below.prefetch(a_chain(2), max_wait=Nanos(0)) == 0
     assert not below.waiting
 
 
-def test_nothing_more_is_begun_after_the_deadline_but_what_is_under_way_arrives():
+def test_transfer_under_way_arrives_after_the_deadline():
     batch = BATCH_BYTES // BLOCK_BYTES
     below = HierarchyDriver(blocks=2 * batch)
     chain = a_chain(batch + 4)
@@ -100,9 +100,9 @@ def test_nothing_more_is_begun_after_the_deadline_but_what_is_under_way_arrives(
     assert below.hierarchy.is_idle
 
 
-def test_a_load_that_would_take_longer_than_computing_is_not_begun():
+def test_promotion_slower_than_computing_is_not_begun():
     below = HierarchyDriver(tiers=("ssd",))
-    for index, took in enumerate((1.0, 1.0)):  # two blocks a second
+    for index, took in enumerate((1.0, 1.0)):  # two blocks per second
         chain = a_chain(2, f"m{index}")
         below.held[0].update(chain)
         below.prefetch(chain)
@@ -121,11 +121,11 @@ def test_a_load_that_would_take_longer_than_computing_is_not_begun():
 
 
 @pytest.mark.parametrize("held_below", [0, 6])
-def test_a_load_of_a_namespace_that_was_forgotten_meanwhile_is_over(held_below):
+def test_promotion_ends_when_its_namespace_is_closed(held_below):
     below = HierarchyDriver(max_namespaces=1)
     below.held[0] |= set(a_chain(held_below))
     below.prefetch(a_chain(6))
-    below.store.machine.open(a_namespace(model="another"), below.now)  # the first has no blocks, and goes
+    below.store.machine.open(a_namespace(model="another"), below.now)  # the first namespace has no blocks and is closed
 
     below.perform_all()
 
@@ -133,7 +133,7 @@ def test_a_load_of_a_namespace_that_was_forgotten_meanwhile_is_over(held_below):
     below.hierarchy.check()
 
 
-def test_a_corrupt_block_ends_what_its_tier_gives_and_the_next_is_asked():
+def test_next_tier_is_asked_after_a_corrupt_block():
     below = HierarchyDriver()
     chain = a_chain(3)
     below.held[0].update(chain)
@@ -154,7 +154,7 @@ def test_a_corrupt_block_ends_what_its_tier_gives_and_the_next_is_asked():
     assert below.hierarchy.counters(1).loaded == 2
 
 
-def test_a_tier_that_comes_with_nothing_when_the_time_is_over_has_failed():
+def test_late_fetch_without_blocks_counts_as_failure():
     below = HierarchyDriver(tiers=("ssd",))
     below.held[0] |= {*a_chain(2), *a_chain(2, "b")}
     below.prefetch(a_chain(2))
@@ -170,7 +170,7 @@ def test_a_tier_that_comes_with_nothing_when_the_time_is_over_has_failed():
     assert movement_kinds(below) == before
 
 
-def test_a_late_fetch_keeps_its_places_until_its_thread_is_back():
+def test_late_fetch_keeps_its_places_until_it_returns():
     below = HierarchyDriver(blocks=2, tiers=("ssd",))
     below.held[0].update(a_chain(2))
     below.prefetch(a_chain(2))
@@ -178,14 +178,14 @@ def test_a_late_fetch_keeps_its_places_until_its_thread_is_back():
     fetch = below.waiting.popleft()
     below.now = Nanos(60 * SECOND)
     below.hierarchy.late(fetch, Nanos(0), below.now)
-    assert below.prefetch(a_chain(2), max_wait=Nanos(0)) == 0, "nobody waits for it"
-    assert below.store.reserve(a_chain(2, "b"), below.now).refused == 2, "the thread may still write there"
+    assert below.prefetch(a_chain(2), max_wait=Nanos(0)) == 0, "the max wait is over"
+    assert below.store.reserve(a_chain(2, "b"), below.now).refused == 2, "the thread may still write to these places"
     below.perform(fetch)
     assert below.store.reserve(a_chain(2, "b"), below.now).refused == 0
-    assert below.store.look(a_chain(2), below.now) == 0, "what came late is not trusted"
+    assert below.store.look(a_chain(2), below.now) == 0, "a late block is not published"
 
 
-def test_a_fetch_gets_some_time_even_when_little_patience_is_left():
+def test_fetch_gets_a_minimum_of_time():
     below = HierarchyDriver(tiers=("ssd",))
     below.held[0].update(a_chain(1))
     below.prefetch(a_chain(1), max_wait=Nanos(1))

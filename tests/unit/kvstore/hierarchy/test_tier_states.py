@@ -1,4 +1,4 @@
-"""What is known of the tiers below a pool, and told to watchers."""
+"""Tier states: knowledge about the backing tiers, and what watchers learn of it."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_a_slow_tier_is_tried_again_after_a_while():
     assert pace.seconds(100, Nanos(60 * SECOND)) == 0
 
 
-def test_what_a_tier_let_go_is_offered_again():
+def test_block_removed_by_a_tier_is_offered_again():
     below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(2))
     below.perform_all()
@@ -29,15 +29,15 @@ def test_what_a_tier_let_go_is_offered_again():
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_what_a_shared_tier_has_lost_by_itself_is_noticed_when_it_is_missed_and_offered_again(left):
+def test_block_missed_in_a_shared_tier_is_offered_again(left):
     below = HierarchyDriver(blocks=3, tiers=("redis",))
     below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="redis", admission=AdmitEverything())], BLOCK_BYTES)
     below.hold(a_chain(3))
     below.perform_all()
-    below.hold(a_chain(3, "b"))  # pushes the first chain out of the pool
+    below.hold(a_chain(3, "b"))  # evicts the first chain from the pool
     below.perform_all()
     below.hierarchy.changes()
-    below.held[0] = set(a_chain(left))  # restarted, or short of memory
+    below.held[0] = set(a_chain(left))  # the tier restarted, or is short of memory
 
     below.prefetch(a_chain(3))
     below.perform_all()
@@ -48,7 +48,7 @@ def test_what_a_shared_tier_has_lost_by_itself_is_noticed_when_it_is_missed_and_
     assert below.held[0] >= set(a_chain(3))
 
 
-def test_watchers_hear_in_which_tier_a_block_is():
+def test_watchers_learn_the_tier_of_a_block():
     below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(2))
     below.perform_all()
@@ -58,7 +58,7 @@ def test_watchers_hear_in_which_tier_a_block_is():
     assert (removed.tier, removed.stored, removed.removed) == ("ssd", (), (a_chain(2)[1],))
 
 
-def test_what_a_tier_promised_and_did_not_deliver_is_told_and_offered_again():
+def test_undelivered_block_is_reported_and_offered_again():
     below = HierarchyDriver(tiers=("redis",))
     chain = a_chain(3)
     below.hold(chain)
@@ -76,11 +76,11 @@ def test_what_a_tier_promised_and_did_not_deliver_is_told_and_offered_again():
     assert [(each.stored, each.removed) for each in below.hierarchy.changes()] == [((), (chain[1],))]
     assert {key.name for key in below.hierarchy.held(0)} == {chain[0], chain[2]}
     below.hold(chain)
-    (again,) = [movement for movement in below.waiting if isinstance(movement, Demote)]
+    (again,) = [transfer for transfer in below.waiting if isinstance(transfer, Demote)]
     assert [address.key.name for address in again.addresses] == [chain[1]]
 
 
-def test_watchers_hear_of_blocks_that_another_node_has_written():
+def test_watchers_learn_of_blocks_written_by_other_nodes():
     below = HierarchyDriver(tiers=("redis",))
     below.held[0].update(a_chain(2))
 
@@ -90,10 +90,10 @@ def test_watchers_hear_of_blocks_that_another_node_has_written():
     assert [set(each.stored) for each in below.hierarchy.changes()] == [set(a_chain(2))]
     below.prefetch([*a_chain(2), *a_chain(1, "more")])
     below.perform_all()
-    assert below.hierarchy.changes() == [], "what is known is not told again"
+    assert below.hierarchy.changes() == [], "a known block is not reported again"
 
 
-def test_a_tier_that_finds_in_memory_is_asked_what_it_holds_and_what_it_lacks_is_forgotten_one_by_one():
+def test_misses_of_an_indexed_tier_are_forgotten_one_by_one():
     below = HierarchyDriver(tiers=("ssd",), finds_in_memory=True)
     chain = a_chain(3)
     below.hold(chain)

@@ -1,4 +1,4 @@
-"""An engine's blocks as the store keeps them, against the definition of a layout."""
+"""Conversion of an engine's blocks to the store's layout and back, compared with the definition of a layout."""
 
 import msgspec
 import numpy as np
@@ -34,7 +34,7 @@ def as_held(block: np.ndarray, layout: str, tp: int) -> np.ndarray:
 @pytest.mark.parametrize("layout", ["LHND", "LNHD"])
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 1000))
-def test_every_layout_and_number_of_ranks_gives_and_takes_the_same_block(layout, tp, seed):
+def test_conversion_round_trips_for_all_layouts_and_ranks(layout, tp, seed):
     engine = an_engine(layout=layout, tp=tp)
     conversion, block = Conversion(engine), a_block(engine, seed)
     held = as_held(block, layout, tp)
@@ -44,7 +44,7 @@ def test_every_layout_and_number_of_ranks_gives_and_takes_the_same_block(layout,
 
 
 def test_ranks_that_hold_the_same_heads_all_get_them():
-    engine = an_engine(tp=8)  # of 4 heads
+    engine = an_engine(tp=8)  # more ranks than the 4 heads
     conversion, block = Conversion(engine), a_block(engine)
 
     held = conversion.read(block.reshape(-1))
@@ -56,7 +56,7 @@ def test_ranks_that_hold_the_same_heads_all_get_them():
 
 
 @pytest.mark.parametrize(("field", "value"), [("layout", "NHD"), ("tp", 3), ("head_dim", 0)])
-def test_what_cannot_be_converted_is_refused_by_field_before_a_byte_moves(field, value):
+def test_impossible_conversion_names_the_field(field, value):
     with pytest.raises(LayoutMismatch) as refused:
         Conversion(an_engine(**{field: value}))
 
@@ -71,7 +71,7 @@ def test_a_block_of_another_size_is_refused(direction):
         getattr(conversion, direction)(bytes(conversion.stored_bytes - 1))
 
 
-def test_the_namespace_at_rest_is_the_same_for_every_layout_and_number_of_ranks():
+def test_namespace_at_rest_is_equal_for_all_layouts_and_ranks():
     namespace = a_typed_namespace()
 
     assert {describe(namespace, layout=axes, tp=tp).at_rest for axes in ("LHND", "LNHD") for tp in (1, 2, 4)} == {

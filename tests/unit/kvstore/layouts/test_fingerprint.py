@@ -43,7 +43,7 @@ def test_equal_descriptions_need_no_conversion():
 
 
 @pytest.mark.parametrize("field", MUST_BE_EQUAL)
-def test_values_that_are_not_the_same_are_refused_by_field(field):
+def test_different_values_are_incompatible_by_field(field):
     answer = negotiate(writer=a_fingerprint(), reader=a_fingerprint(**{field: OTHERS[field]}))
 
     assert isinstance(answer, Incompatible)
@@ -62,7 +62,7 @@ def test_every_field_either_must_be_equal_or_can_be_converted():
     [("layout", "NHD"), ("layout", ""), ("tp", 3), ("tp", 0), ("tp", -4), ("tp", MAX_TP + 1), ("tp", 1 << 60)],
 )
 @pytest.mark.parametrize("side", ["writer", "reader"])
-def test_a_description_that_cannot_be_is_refused_by_field(side, field, value):
+def test_impossible_description_is_incompatible_by_field(side, field, value):
     sides = {"writer": a_fingerprint(), "reader": a_fingerprint(), side: a_fingerprint(**{field: value})}
 
     answer = negotiate(**sides)
@@ -72,14 +72,14 @@ def test_a_description_that_cannot_be_is_refused_by_field(side, field, value):
 
 
 @pytest.mark.parametrize("field", ["element_bytes", "block_tokens", "layers", "kv_heads", "head_dim"])
-def test_sizes_below_one_are_refused_by_field(field):
+def test_sizes_below_one_are_incompatible_by_field(field):
     answer = negotiate(writer=a_fingerprint(**{field: 0}), reader=a_fingerprint(**{field: 0}))
 
     assert isinstance(answer, Incompatible)
     assert answer.field == field
 
 
-def test_an_unknown_version_on_both_sides_is_refused():
+def test_unknown_version_is_incompatible():
     answer = negotiate(writer=a_fingerprint(version=9), reader=a_fingerprint(version=9))
 
     assert isinstance(answer, Incompatible)
@@ -108,20 +108,20 @@ def test_the_plans_of_an_answer_give_each_rank_its_bytes(written, read, seed):
         assert np.array_equal(found, wanted)
 
 
-def test_the_cost_is_what_the_plans_do():
-    writer, reader = a_fingerprint(), a_fingerprint(tp=8, layout="LNHD")  # 4 heads: two ranks hold each
+def test_cost_adds_up_the_plans():
+    writer, reader = a_fingerprint(), a_fingerprint(tp=8, layout="LNHD")  # 4 heads, so two ranks hold each head
     shape = writer.shape
 
     answer = negotiate(writer=writer, reader=reader)
 
     assert isinstance(answer, Convertible)
-    a_share = shape.bytes_of(shape.share(8, 0))
+    a_share = shape.bytes_of(shape.shard_box(8, 0))
     runs = shape.layers
     assert answer.cost == ConversionCost(bytes=8 * a_share, runs=8 * runs, bytes_a_rank=a_share, runs_a_rank=runs)
     assert answer.cost.seconds(bytes_per_second=a_share, seconds_per_run=2.0) == 1 + 2 * runs
 
 
-def test_ranks_that_need_the_same_head_take_it_from_different_replicas():
+def test_ranks_read_a_shared_head_from_different_replicas():
     answer = negotiate(writer=a_fingerprint(tp=8), reader=a_fingerprint(tp=8, layout="HLND"))
 
     assert isinstance(answer, Convertible)
@@ -134,7 +134,7 @@ def test_a_description_travels_as_json():
     assert msgspec.json.decode(msgspec.json.encode(described), type=Fingerprint) == described
 
 
-def test_heads_outermost_cost_one_run_a_rank():
+def test_heads_outermost_cost_one_run_per_rank():
     namespace = a_typed_namespace(layout="HLND")
     answer = negotiate(writer=describe(namespace), reader=describe(namespace, tp=4))
 

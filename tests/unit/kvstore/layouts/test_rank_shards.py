@@ -1,4 +1,4 @@
-"""What a rank holds of a block, and the checksum that all ranks make together."""
+"""Rank shards: the bytes of one rank, and the checksum that all ranks make together."""
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ def test_a_rank_holds_its_heads_of_every_layer():
 
 @pytest.mark.parametrize("sizes", [[], [1, 7, 0, 100], [BLOCK_BYTES // 24]])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_what_all_ranks_put_is_the_block_and_its_checksum(tp, sizes):
+def test_shards_of_all_ranks_make_the_block_and_checksum(tp, sizes):
     block, place = a_block(1, BLOCK_BYTES), a_block(2, BLOCK_BYTES)
 
     sums = [share.put(in_parts(own(share, block), sizes), place) for share in shares(tp)]
@@ -55,13 +55,13 @@ def test_ranks_that_hold_the_same_head_hold_the_same_runs():
     assert first == second != third == fourth
 
 
-def test_heads_that_cannot_be_shared_out_are_refused():
+def test_indivisible_heads_have_no_rank_shard():
     with pytest.raises(LayoutMismatch, match="4 heads cannot be shared out among 3 ranks"):
         RankShard.of_rank(SHAPE, tp=3, rank=0)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_rank_gets_its_bytes_and_the_checksum_of_all(tp):
+def test_rank_gets_its_bytes_and_the_whole_checksum(tp):
     block = a_block(3, BLOCK_BYTES)
 
     for share in shares(tp):
@@ -74,7 +74,7 @@ def test_a_rank_gets_its_bytes_and_the_checksum_of_all(tp):
 
 
 @pytest.mark.parametrize("at", [0, BLOCK_BYTES // 2, BLOCK_BYTES - 1])
-def test_a_byte_that_is_not_what_its_rank_put_there_does_not_fit_the_checksum(at):
+def test_changed_byte_does_not_match_the_checksum(at):
     block, place = a_block(4, BLOCK_BYTES), a_block(5, BLOCK_BYTES)
     sums = [share.put([own(share, block)], place) for share in shares(2)]
 
@@ -83,7 +83,7 @@ def test_a_byte_that_is_not_what_its_rank_put_there_does_not_fit_the_checksum(at
     assert whole_checksums(BLOCK_BYTES, sums) != checksums.extend(0, place)
 
 
-def test_a_share_that_never_arrived_does_not_fit_the_checksum():
+def test_missing_shard_does_not_match_the_checksum():
     block, place = a_block(4, BLOCK_BYTES), a_block(5, BLOCK_BYTES)
     first, second = shares(2)
     sums = [first.put([own(first, block)], place), second.put([own(second, block)], np.zeros(BLOCK_BYTES, np.uint8))]
@@ -91,7 +91,7 @@ def test_a_share_that_never_arrived_does_not_fit_the_checksum():
     assert whole_checksums(BLOCK_BYTES, sums) != checksums.extend(0, place)
 
 
-def test_only_blocks_that_every_rank_put_have_a_checksum():
+def test_only_blocks_of_all_ranks_have_a_checksum():
     assert combined_checksums(BLOCK_BYTES, [{0: 1, 1: 2, 2: 3}, {0: 4, 2: 3}]) == {
         0: whole_checksums(BLOCK_BYTES, [1, 4]),
         2: whole_checksums(BLOCK_BYTES, [3, 3]),
@@ -99,7 +99,7 @@ def test_only_blocks_that_every_rank_put_have_a_checksum():
     assert combined_checksums(BLOCK_BYTES, [{0: 1}, {}]) == {}
 
 
-def test_a_grant_reaches_another_process_as_it_is():
+def test_grant_survives_encoding():
     slots = Slots.of([Slot(0, 1), Slot(4096, 2), Slot(8192, 3)])
     grant = WriteGrant(
         incarnation="i",

@@ -51,7 +51,7 @@ def objects(shape: BlockShape, parts) -> list[np.ndarray]:
 @pytest.mark.parametrize(("tp", "other_tp"), TP_PAIRS)
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, layout=st.sampled_from(LAYOUTS), other_layout=st.sampled_from(LAYOUTS))
-def test_ranks_of_another_number_and_layout_get_exactly_their_bytes_and_back(tp, other_tp, shape, layout, other_layout):
+def test_repacking_round_trips_between_rank_layouts(tp, other_tp, shape, layout, other_layout):
     block = a_whole_block(shape)
     theirs, ours = shards_by_rank(shape, layout, tp), shards_by_rank(shape, other_layout, other_tp)
     written = [index_by_index(shape, block, part) for part in theirs]
@@ -71,12 +71,12 @@ def test_ranks_of_another_number_and_layout_get_exactly_their_bytes_and_back(tp,
 @given(
     shape=shapes, at_rest=st.sampled_from(LAYOUTS), layout=st.sampled_from(LAYOUTS), tp=st.sampled_from([1, 2, 4, 8])
 )
-def test_a_rank_reads_its_heads_into_a_tensor_a_layer(shape, at_rest, layout, tp):
+def test_rank_reads_its_heads_into_one_tensor_per_layer(shape, at_rest, layout, tp):
     block = a_whole_block(shape)
     whole = index_by_index(shape, block, BlockShard(at_rest, shape.everything))
 
     for rank in range(tp):
-        tensors = one_part_per_layer(layout, shape.share(tp, rank))
+        tensors = one_part_per_layer(layout, shape.shard_box(tp, rank))
         filled = objects(shape, tensors)
         read_shard(shape, at_rest, tensors).perform([whole], filled)
 
@@ -102,27 +102,27 @@ def test_the_runs_of_a_plan_say_what_it_does(shape, layout, other, tp):
     assert (len(runs), int(runs[:, 4].sum())) == (plan.run_count, plan.bytes)
 
 
-def test_heads_outermost_make_a_share_one_run():
+def test_heads_outermost_make_a_shard_one_run():
     shape = a_shape(layers=4, kv_heads=8)
 
-    plan = read_shard(shape, "HLND", [BlockShard("HLND", shape.share(tp=4, rank=1))])
+    plan = read_shard(shape, "HLND", [BlockShard("HLND", shape.shard_box(tp=4, rank=1))])
 
     assert plan.runs().tolist() == [[0, plan.bytes, 0, 0, plan.bytes]]
 
 
-def test_a_share_of_heads_before_tokens_is_one_run_a_layer():
+def test_heads_before_tokens_make_one_run_per_layer():
     shape = a_shape(layers=4, kv_heads=8)
 
-    plan = read_shard(shape, "LHND", [BlockShard("LHND", shape.share(tp=4, rank=1))])
+    plan = read_shard(shape, "LHND", [BlockShard("LHND", shape.shard_box(tp=4, rank=1))])
 
     assert plan.run_count == 4
 
 
-def test_replicated_heads_are_taken_from_the_replica_that_is_tried_first():
+def test_replicated_heads_come_from_the_first_replica():
     shape = a_shape(kv_heads=2)
     sources = shards_by_rank(shape, "LHND", tp=8)
 
-    plan = plan_fill(shape, sources, [BlockShard("LHND", shape.share(tp=8, rank=6))], first=6)
+    plan = plan_fill(shape, sources, [BlockShard("LHND", shape.shard_box(tp=8, rank=6))], first=6)
 
     assert {copy.source for copy in plan.copies} == {6}
 
@@ -141,7 +141,7 @@ def test_an_odd_number_of_elements_is_moved_undivided():
     ("field", "layout"),
     [("layout", "LHN"), ("layout", "LHNDX"), ("layout", "LLHND"), ("layout", "LKKHND"), ("layout", "")],
 )
-def test_a_layout_that_is_none_is_refused_by_field(field, layout):
+def test_invalid_layout_is_refused_by_field(field, layout):
     with pytest.raises(LayoutMismatch) as refused:
         read_shard(a_shape(), "LHND", [BlockShard(layout, a_shape().everything)])
 
@@ -159,14 +159,14 @@ def test_keys_apart_from_values_need_an_even_number_of_elements():
     ("heads", "tp", "rank", "field"),
     [(6, 4, 0, "tp"), (4, 6, 0, "tp"), (4, 0, 0, "tp"), (4, 2, 2, "rank"), (4, 2, -1, "rank")],
 )
-def test_heads_that_cannot_be_shared_out_are_refused_by_field(heads, tp, rank, field):
+def test_indivisible_heads_are_refused_by_field(heads, tp, rank, field):
     with pytest.raises(LayoutMismatch) as refused:
-        a_shape(kv_heads=heads).share(tp, rank)
+        a_shape(kv_heads=heads).shard_box(tp, rank)
 
     assert refused.value.field == field
 
 
-def test_what_no_source_holds_is_refused_before_anything_moves():
+def test_missing_source_is_refused_before_anything_moves():
     shape = a_shape(kv_heads=4)
 
     with pytest.raises(LayoutMismatch, match="sources do not have"):
@@ -180,7 +180,7 @@ def test_what_no_source_holds_is_refused_before_anything_moves():
 
 
 @pytest.mark.parametrize("which", ["sources", "destinations"])
-def test_an_object_of_another_size_is_refused_and_nothing_is_written(which):
+def test_object_of_another_size_is_refused_unchanged(which):
     shape = a_shape()
     part = BlockShard("LHND", shape.everything)
     given = {name: objects(shape, [part]) for name in ("sources", "destinations")}

@@ -1,4 +1,4 @@
-"""Names of blocks from the native module against those from Python's hashlib."""
+"""Block hashes of the native module, compared with Python's hashlib."""
 
 import hashlib
 import random
@@ -21,7 +21,7 @@ def by_hashlib(parent: bytes, tokens: bytes, size: int) -> list[bytes]:
 
 @native
 @pytest.mark.parametrize("block_tokens", [1, 9, 10, 11, 12, 13, 16, 25, 26, 27, 32, 64, 100, 256, 1000])
-def test_native_names_are_those_of_hashlib_wherever_the_padding_falls(block_tokens):
+def test_native_hashes_equal_hashlib_for_all_paddings(block_tokens):
     """The end of a message goes into its last 64 bytes where 9 are left, else into 64 more."""
     rng = random.Random(block_tokens)
     for num_tokens in (0, 1, block_tokens - 1, block_tokens, block_tokens + 1, 7 * block_tokens + 3):
@@ -33,7 +33,7 @@ def test_native_names_are_those_of_hashlib_wherever_the_padding_falls(block_toke
 
 
 @native
-def test_a_long_prompt_hashed_without_the_lock_has_the_same_names():
+def test_long_prompt_hashed_without_the_gil_is_equal():
     tokens = random.Random(1).randbytes(4 * 40_000)
 
     assert extend(root(), tokens, 64) == by_hashlib(root(), tokens, 256)
@@ -41,12 +41,12 @@ def test_a_long_prompt_hashed_without_the_lock_has_the_same_names():
 
 @native
 @pytest.mark.parametrize(("parent", "size"), [(b"", 64), (bytes(15), 64), (bytes(16), 0), (bytes(16), -4)])
-def test_what_is_no_parent_or_size_is_refused(parent, size):
+def test_invalid_parent_or_size_is_refused(parent, size):
     with pytest.raises(ValueError, match="a parent of 16 bytes and a size above 0"):
         block._chain.extend(parent, bytes(64), size)
 
 
-def test_without_the_native_module_the_names_are_the_same(monkeypatch):
+def test_hashes_are_equal_without_the_native_module(monkeypatch):
     tokens = random.Random(2).randbytes(4 * 100)
     expected = chain(tokens, 16)
     monkeypatch.setattr(block, "BUILT", False)
@@ -54,7 +54,7 @@ def test_without_the_native_module_the_names_are_the_same(monkeypatch):
     assert chain(tokens, 16) == expected
 
 
-def test_other_algorithms_and_extras_go_the_other_way():
+def test_other_algorithms_and_extras_bypass_the_native_module():
     tokens = random.Random(3).randbytes(4 * 64)
 
     assert chain(tokens, 16, extras={1: b"x"})[0] == chain(tokens, 16)[0]
@@ -63,5 +63,5 @@ def test_other_algorithms_and_extras_go_the_other_way():
 
 
 @native
-def test_a_size_beyond_what_there_is_takes_no_memory():
+def test_block_size_beyond_the_prompt_takes_no_memory():
     assert block._chain.extend(bytes(16), bytes(64), 1 << 62) == []

@@ -1,4 +1,4 @@
-"""Checksums, and copies with checksums: native and not."""
+"""Checksums, and copies with checksums: the native module and its twin."""
 
 import ctypes
 import mmap
@@ -19,13 +19,13 @@ SIZES = [*range(300), 1000, 4095, 4096, 4097, 16384, 65536, 131_071, 131_072, 13
 
 
 @each
-def test_the_checksum_is_the_one_that_everybody_knows(module):
+def test_checksum_matches_the_published_vectors(module):
     assert module.extend(0, np.frombuffer(b"123456789", np.uint8)) == 0xE3069283
     assert module.extend(0, np.zeros(32, np.uint8)) == 0x8A9136AA  # RFC 3720, B.4
 
 
 @each
-def test_every_size_and_alignment_gives_the_librarys_checksum_and_an_exact_copy(module):
+def test_copy_is_exact_for_every_size_and_alignment(module):
     chance = random.Random(1)
     source = np.frombuffer(chance.randbytes(400_000), np.uint8)
     room = np.zeros(400_000, np.uint8)
@@ -44,13 +44,13 @@ def test_every_size_and_alignment_gives_the_librarys_checksum_and_an_exact_copy(
 
 
 @each
-def test_a_copy_may_end_where_memory_does(module):
-    size = 192 << 10  # past the cache: what lies behind it is looked up ahead of the stores
+def test_copy_may_end_at_the_end_of_memory(module):
+    size = 192 << 10  # larger than the cache, so the copy prefetches beyond its end
     memory = mmap.mmap(-1, size + mmap.PAGESIZE)
     data, into = np.frombuffer(random.Random(5).randbytes(size), np.uint8), np.frombuffer(memory, np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
     behind = ctypes.c_void_p(into.ctypes.data + size)
-    assert libc.mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0, "nobody may touch the page behind"
+    assert libc.mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0, "the page behind must not be accessible"
 
     assert module.copy(0, data, into[:size]) == google_crc32c.value(data.tobytes())
     assert np.array_equal(into[:size], data)
@@ -64,7 +64,7 @@ def test_a_checksum_can_be_taken_in_pieces(module):
 
 
 @each
-def test_a_destination_of_another_size_is_refused_and_left_alone(module):
+def test_destination_of_another_size_is_refused_unchanged(module):
     into = np.zeros(9, np.uint8)
 
     with pytest.raises(ValueError, match="10 bytes to copy into 9"):
@@ -99,7 +99,7 @@ class Pool:
 
 
 @each
-def test_blocks_come_out_of_a_pool_where_they_are_their_own_and_whole(module):
+def test_get_blocks_reports_moved_gone_and_corrupt(module):
     pool = Pool()
     slots = pool.slot(4) + pool.slot(1, generation=77) + pool.slot(2, crc32c=1) + pool.slot(0)
     slots += SLOT.pack(1 << 60, 1, 0) + SLOT.pack(BLOCK * BLOCKS - PAGE, 0, 0)
@@ -119,13 +119,13 @@ def test_blocks_come_out_of_a_pool_where_they_are_their_own_and_whole(module):
     ]
     assert np.array_equal(parts[0], pool.block(4))
     assert np.array_equal(np.concatenate(pieces), pool.block(0))
-    assert not parts[1].any(), "nothing is copied from a place that is another's"
+    assert not parts[1].any(), "nothing is copied from a place of another block"
     assert not rest[0].any()
     assert not rest[1].any()
 
 
 @each
-def test_blocks_go_into_a_pool_where_the_place_is_theirs(module):
+def test_put_blocks_skips_places_of_other_blocks(module):
     pool, before = Pool(), Pool()
     fresh = [np.frombuffer(random.Random(seed).randbytes(BLOCK), np.uint8) for seed in range(3)]
     slots = pool.slot(5) + pool.slot(3, generation=9) + pool.slot(0)
@@ -143,7 +143,7 @@ def test_blocks_go_into_a_pool_where_the_place_is_theirs(module):
 
 @each
 @pytest.mark.parametrize("sizes", [[], [BLOCK - 1], [BLOCK + 1], [BLOCK, BLOCK], [BLOCK - 1, 2]])
-def test_parts_that_do_not_make_the_blocks_are_a_bug_and_nothing_is_copied(module, sizes):
+def test_parts_of_wrong_size_raise_and_copy_nothing(module, sizes):
     pool = Pool()
     parts = [np.zeros(size, np.uint8) for size in sizes]
 

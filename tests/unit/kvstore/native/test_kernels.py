@@ -1,4 +1,4 @@
-"""The native kernels and their twin write the same bytes, and refuse the same sizes."""
+"""Native kernels and their twins: they write the same bytes and refuse the same sizes."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def finite(half: HalfFormat, patterns: np.ndarray) -> np.ndarray:
     tp=st.sampled_from([1, 2, 4]),
     element_bytes=st.sampled_from([1, 2, 4]),
 )
-def test_copies_are_the_same(seed, layouts, tp, element_bytes):
+def test_copy_equals_its_twin(seed, layouts, tp, element_bytes):
     shape = BlockShape(layers=3, kv_heads=4, block_tokens=5, head_dim=6, element_bytes=element_bytes)
     sources, destinations = shards_by_rank(shape, layouts[0], tp), one_part_per_layer(layouts[1], shape.everything)
     table = plan_fill(shape, sources, destinations)._table
@@ -45,7 +45,7 @@ def test_copies_are_the_same(seed, layouts, tp, element_bytes):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, width=st.sampled_from([1, 2, 3, 4, 8]), values=sizes)
-def test_splitting_and_joining_are_the_same(seed, width, values):
+def test_split_and_join_equal_their_twins(seed, width, values):
     block = np.random.default_rng(seed).integers(0, 256, width * values, np.uint8)
     by_twin, by_native = (np.zeros((width, values), np.uint8) for _ in range(2))
 
@@ -62,7 +62,7 @@ def test_splitting_and_joining_are_the_same(seed, width, values):
 
 @settings(max_examples=30, deadline=None)
 @given(seed=seeds, groups=st.integers(1, 5), length=sizes)
-def test_look_ups_are_the_same(seed, groups, length):
+def test_narrow_and_widen_equal_their_twins(seed, groups, length):
     random = np.random.default_rng(seed)
     which = random.integers(0, 3, groups, np.uint16)
     for name, index, entries, value in (("narrow", np.uint16, 1 << 16, np.uint8), ("widen", np.uint8, 256, np.uint16)):
@@ -80,7 +80,7 @@ def test_look_ups_are_the_same(seed, groups, length):
 @pytest.mark.parametrize("half", HalfFormat)
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, groups=st.integers(1, 3), rows=st.integers(1, 17), columns=sizes, spread=st.integers(0, 1 << 15))
-def test_quantising_is_the_same_for_any_finite_values(half, seed, groups, rows, columns, spread):
+def test_quantise_equals_its_twin_for_finite_values(half, seed, groups, rows, columns, spread):
     """`spread` takes the values from neighbours in magnitude to all there are, subnormals and zeros included."""
     random = np.random.default_rng(seed)
     shape = (groups, rows, columns)
@@ -90,7 +90,7 @@ def test_quantising_is_the_same_for_any_finite_values(half, seed, groups, rows, 
 
 
 @pytest.mark.parametrize("half", HalfFormat)
-def test_quantising_is_the_same_for_every_value(half):
+def test_quantise_equals_its_twin_for_every_value(half):
     assert_quantised_alike(half, finite(half, EVERY_PATTERN).reshape(2, 1, -1))
     assert_quantised_alike(half, finite(half, EVERY_PATTERN).reshape(16, 16, -1))
 
@@ -108,7 +108,7 @@ def assert_quantised_alike(half: HalfFormat, values: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("half", HalfFormat)
-def test_dequantising_is_the_same_for_every_code_and_scale(half):
+def test_dequantise_equals_its_twin_for_every_code_and_scale(half):
     scales = finite(HalfFormat.BFLOAT16, EVERY_PATTERN & 0x7FFF)[::37].reshape(1, -1).copy()
     codes = np.repeat(np.arange(-127, 128).astype(np.int8)[np.newaxis, :, np.newaxis], scales.size, axis=2)
     by_twin, by_native = (np.zeros(codes.shape, np.uint16) for _ in range(2))
@@ -129,7 +129,7 @@ def oddly(array: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("half", HalfFormat)
-def test_values_at_odd_addresses_are_values_like_others(half):
+def test_unaligned_values_are_accepted(half):
     values = finite(half, EVERY_PATTERN).reshape(4, 128, 128)
     scales, codes, back = np.zeros((4, 128), np.uint16), np.zeros(values.shape, np.int8), np.zeros_like(values)
     native_kernels().quantise(values, half.fraction_bits, scales, codes)
@@ -143,7 +143,7 @@ def test_values_at_odd_addresses_are_values_like_others(half):
     assert np.array_equal(odd_back, back)
 
 
-def test_a_table_of_copies_may_lie_anywhere():
+def test_unaligned_copy_table_is_accepted():
     shape = a_shape()
     table = plan_fill(shape, shards_by_rank(shape, "LHND", 1), shards_by_rank(shape, "LNHD", 1))._table
     source = np.arange(shape.bytes_of(shape.everything), dtype=np.uint8)
@@ -217,7 +217,7 @@ def test_sizes_that_do_not_fit_are_refused(kernel, name, arguments):
         getattr(kernel, name)(*arguments)
 
 
-def test_every_kernel_is_there_twice():
+def test_every_kernel_has_a_twin():
     names = set(kernels.__all__) - {"BUILT"}
 
     assert names == {name for name in dir(native_kernels()) if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""The table of blocks: native and not, against a dict."""
+"""Table of blocks: the native module and its twin, compared with a dict."""
 
 import random
 import sys
@@ -14,7 +14,7 @@ native = pytest.param(tables, marks=pytest.mark.skipif(not tables.BUILT, reason=
 each = pytest.mark.parametrize("module", [native, tables_twin])
 
 KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543211)
-NO_KEY = (0, 0)  # under which all names that begin with eight zeros collide
+NO_KEY = (0, 0)  # with this key, all hashes that begin with eight zeros collide
 
 
 class Block:
@@ -27,8 +27,8 @@ def a_name(number: int) -> bytes:
 
 
 @each
-def test_the_longest_prefix_is_found_and_where_its_blocks_lie(module):
-    table = module.Table(KEY)
+def test_longest_prefix_is_found_with_its_slots(module):
+    table = module.BlockTable(KEY)
     blocks = [Block(number) for number in range(100)]
     for number, block in enumerate(blocks):
         table.put(a_name(number), block)
@@ -44,14 +44,14 @@ def test_the_longest_prefix_is_found_and_where_its_blocks_lie(module):
 
 
 @each
-def test_a_block_takes_the_place_of_the_one_that_had_its_name(module):
-    table = module.Table(KEY)
+def test_put_replaces_the_block_of_the_same_hash(module):
+    table = module.BlockTable(KEY)
     old, new = Block(1), Block(2)
     before = sys.getrefcount(old)
     table.put(a_name(1), old)
     table.put(a_name(1), new)
 
-    assert sys.getrefcount(old) == before, "it is let go of"
+    assert sys.getrefcount(old) == before, "the table must release the block"
     assert len(table) == 1
     assert table.get(a_name(1)) is new
     assert table.slots(a_name(1)) == new.slot
@@ -69,8 +69,8 @@ def test_a_block_takes_the_place_of_the_one_that_had_its_name(module):
         ("blocks", (b"x" * 15,)),
     ],
 )
-def test_what_is_no_name_or_slot_is_refused(module, call, arguments):
-    table = module.Table(KEY)
+def test_invalid_hash_or_slot_is_refused(module, call, arguments):
+    table = module.BlockTable(KEY)
 
     with pytest.raises(ValueError, match="bytes"):
         getattr(table, call)(*arguments)
@@ -78,22 +78,22 @@ def test_what_is_no_name_or_slot_is_refused(module, call, arguments):
 
 
 @each
-def test_what_is_not_there_cannot_be_removed(module):
+def test_missing_block_cannot_be_removed(module):
     with pytest.raises(KeyError):
-        module.Table(KEY).remove(a_name(1))
+        module.BlockTable(KEY).remove(a_name(1))
 
 
 @pytest.mark.skipif(not tables.BUILT, reason="the native module is not built")
 @pytest.mark.parametrize("arguments", [(), (1,), ((1,),), ((1, 2, 3),), (("a", 2),)])
 def test_a_table_without_a_key_is_refused(arguments):
     with pytest.raises(TypeError):
-        tables.Table(*arguments)
+        tables.BlockTable(*arguments)
 
 
 @pytest.mark.skipif(not tables.BUILT, reason="the native module is not built")
 @pytest.mark.parametrize("block", [object(), type("Odd", (), {"slot": "x" * 20})()])
-def test_what_has_no_slot_is_refused(block):
-    table = tables.Table(KEY)
+def test_block_without_a_slot_is_refused(block):
+    table = tables.BlockTable(KEY)
 
     with pytest.raises((AttributeError, TypeError)):
         table.put(a_name(1), block)
@@ -101,8 +101,8 @@ def test_what_has_no_slot_is_refused(block):
 
 
 @each
-def test_a_table_that_has_grown_and_shrunk_lets_go_of_what_it_does_not_hold(module):
-    table, block = module.Table(KEY), Block(7)
+def test_table_releases_removed_blocks(module):
+    table, block = module.BlockTable(KEY), Block(7)
     before = sys.getrefcount(block)
     for number in range(5000):
         table.put(a_name(number), block)
@@ -119,10 +119,10 @@ def test_a_table_that_has_grown_and_shrunk_lets_go_of_what_it_does_not_hold(modu
 
 
 @each
-def test_names_that_are_chosen_by_somebody_who_does_not_know_the_key_do_not_collide(module):
-    table = module.Table((random.getrandbits(64), random.getrandbits(64)))
+def test_forged_hashes_do_not_collide_without_the_key(module):
+    table = module.BlockTable((random.getrandbits(64), random.getrandbits(64)))
     block = Block(1)
-    for number in range(20_000):  # under a known key this would take minutes
+    for number in range(20_000):  # with a known key this would take minutes
         table.put(a_name(number), block)
 
     assert len(table.blocks(b"".join(map(a_name, range(20_000))))) == 20_000
@@ -135,7 +135,7 @@ class TableAgainstDict(RuleBasedStateMachine):
 
     @initialize(key=st.sampled_from([KEY, NO_KEY]))
     def make(self, key):
-        self.table = tables.Table(key)
+        self.table = tables.BlockTable(key)
         self.model: dict[bytes, Block] = {}
 
     @rule(number=numbers, slot=st.integers(0, 255))

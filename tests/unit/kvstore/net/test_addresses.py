@@ -8,19 +8,19 @@ from kvstore.tiers.peer.settings import PeerSettings
 @pytest.mark.parametrize(
     ("address", "path"), [("unix:/run/kv", "/run/kv"), ("unix:///run/kv", "/run/kv"), ("unix:kv", "kv"), ("host:1", "")]
 )
-def test_both_ways_to_write_a_unix_socket_name_the_same_path(address, path):
+def test_both_unix_address_forms_give_the_same_path(address, path):
     assert unix_path(address) == path
 
 
 @pytest.mark.parametrize(
     ("address", "host", "port"), [("host:0", "host", 0), ("10.0.0.1:65535", "10.0.0.1", 65535), ("[::1]:7", "::1", 7)]
 )
-def test_a_host_loses_its_brackets(address, host, port):
+def test_ipv6_host_is_returned_without_brackets(address, host, port):
     assert host_port(address) == (host, port)
 
 
 @pytest.mark.parametrize("address", ["", "host", ":7", "host:", "host:65536", "host:-1", "host:7x", "unix:"])
-def test_what_is_no_address_is_refused_by_the_name_of_its_setting(address):
+def test_invalid_address_error_names_the_setting(address):
     with pytest.raises(ValueError, match=r"^listen\[1\]: .*neither unix:/path nor host:port"):
         StoreSettings(store_id="s", listen=("unix:/run/kv", address))
     with pytest.raises(ValueError, match=r"^peers\[1\]: .*neither unix:/path nor host:port"):
@@ -28,6 +28,6 @@ def test_what_is_no_address_is_refused_by_the_name_of_its_setting(address):
 
 
 @pytest.mark.parametrize("field", ["data_listen", "metrics_listen"])
-def test_bytes_and_metrics_are_served_over_tcp_only(field):
+def test_unix_address_is_refused_for_data_and_metrics(field):
     with pytest.raises(ValueError, match=rf"^{field}: "):
         StoreSettings(store_id="s", listen=("unix:/run/kv",), **{field: "unix:/run/other"})

@@ -1,4 +1,4 @@
-"""Cutting a stream into frames."""
+"""Decoding of a stream into frames."""
 
 from itertools import pairwise
 
@@ -35,7 +35,7 @@ def test_any_split_of_the_stream_gives_the_same_frames(said, data):
 
 
 @given(said=payloads, length=st.integers(LIMIT + 1, 2**32 - 1), after=st.binary(max_size=20), data=st.data())
-def test_a_length_above_the_limit_is_a_fault_and_what_came_before_it_counts(said, length, after, data):
+def test_too_long_frame_is_a_fault_after_earlier_frames(said, length, after, data):
     cutter = FrameDecoder(LIMIT)
     stream = framed(said) + HEAD.pack(length) + after
 
@@ -51,7 +51,7 @@ def test_a_length_above_the_limit_is_a_fault_and_what_came_before_it_counts(said
 
 
 @given(said=payloads, last=st.binary(min_size=1, max_size=LIMIT), data=st.data())
-def test_an_end_within_a_frame_is_seen(said, last, data):
+def test_torn_frame_is_detected(said, last, data):
     whole = HEAD.pack(len(last)) + last
     cutter = FrameDecoder(LIMIT)
 
@@ -61,7 +61,7 @@ def test_an_end_within_a_frame_is_seen(said, last, data):
     assert cutter.torn
 
 
-def test_a_long_frame_takes_no_memory_before_it_comes():
+def test_announced_frame_takes_no_memory_before_it_arrives():
     cutter = FrameDecoder(1 << 30)
 
     assert cutter.cut(HEAD.pack(1 << 30) + b"begun") == []

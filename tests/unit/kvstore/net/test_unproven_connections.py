@@ -1,9 +1,9 @@
-"""Which connection gives way when another one comes."""
+"""Unproven connections: which one gives way to a new one."""
 
 from kvstore.net.unproven_connections import UnprovenConnections
 
 
-def test_oldest_gives_way_when_the_share_is_full():
+def test_oldest_connection_gives_way_when_full():
     newcomers: UnprovenConnections[int] = UnprovenConnections(3)
     assert [newcomers.add(each, "a") for each in range(5)] == [None, None, None, 0, 1]
     assert len(newcomers) == 3

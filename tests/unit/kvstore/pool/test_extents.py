@@ -14,7 +14,7 @@ from tests.support.kvstore.builders import LEASE, a_namespace
 PAGES = 24
 
 
-def test_space_of_one_size_can_be_had_again_as_another():
+def test_freed_space_is_reused_for_another_size():
     extents = FreeExtents(8 * PAGE_BYTES)
     small = [extents.take(PAGE_BYTES) for _ in range(8)]
     assert extents.take(1) is None
@@ -25,7 +25,7 @@ def test_space_of_one_size_can_be_had_again_as_another():
     assert extents.take(8 * PAGE_BYTES) == 0
 
 
-def test_a_hole_that_fits_is_preferred_to_one_that_is_larger():
+def test_smallest_fitting_extent_is_taken():
     extents = FreeExtents(8 * PAGE_BYTES)
     first = extents.take(2 * PAGE_BYTES)
     extents.take(PAGE_BYTES)
@@ -34,7 +34,7 @@ def test_a_hole_that_fits_is_preferred_to_one_that_is_larger():
     assert extents.take(2 * PAGE_BYTES) == first
 
 
-def test_a_rest_that_fills_no_page_is_not_given_away():
+def test_remainder_below_a_page_is_never_taken():
     extents = FreeExtents(2 * PAGE_BYTES + 100)
 
     assert extents.capacity_bytes == 2 * PAGE_BYTES
@@ -46,7 +46,7 @@ def test_a_rest_that_fills_no_page_is_not_given_away():
     length=st.integers(1, 5 * PAGE_BYTES),
     count=st.integers(0, PAGES),
 )
-def test_several_at_once_are_those_that_one_after_the_other_would_give(holes, length, count):
+def test_take_several_equals_repeated_take(holes, length, count):
     at_once, in_turn = (FreeExtents(PAGES * PAGE_BYTES) for _ in range(2))
     for extents in (at_once, in_turn):
         extents.take(PAGES * PAGE_BYTES)
@@ -101,7 +101,7 @@ TestExtentsAgainstPages.settings = settings(max_examples=60, deadline=None)
 
 
 @pytest.mark.parametrize("sizes_kib", [(128,), (64, 256, 1024), (132, 528, 68), (64, 4096)])
-def test_blocks_of_several_sizes_use_the_space_to_nineteen_parts_in_twenty(sizes_kib):
+def test_mixed_block_sizes_use_95_percent_of_the_space(sizes_kib):
     """A full pool under a flood of chains, whose blocks push out the oldest whatever its size."""
     chance = random.Random(1)
     namespaces = [a_namespace(model=f"{kib} KiB", block_bytes=kib << 10) for kib in sizes_kib]

@@ -22,7 +22,7 @@ def test_a_block_is_readable_only_once_it_is_published():
     store.machine.check()
 
 
-def test_a_publication_gives_up_what_it_does_not_name():
+def test_publication_frees_blocks_that_it_does_not_name():
     store = MachineDriver()
     chain = a_chain(3)
     reservation = store.reserve(chain)
@@ -42,7 +42,7 @@ def test_only_the_owner_of_a_reservation_can_publish_it():
     assert store.machine.publish(reservation.reservation_id, {0: 1}, owner="w", now=Nanos(0)) == 1
 
 
-def test_of_two_writers_of_a_block_one_gets_the_slot():
+def test_only_one_of_two_writers_gets_the_slot():
     store = MachineDriver()
     chain = a_chain(2)
     first = store.reserve(chain, owner="one")
@@ -85,7 +85,7 @@ def test_a_released_block_can_be_evicted_at_once():
     store.hold(chain)
     lease = store.match(chain).lease_id
     store.release(lease)
-    store.release(lease)  # again does nothing
+    store.release(lease)  # a second release does nothing
 
     assert store.hold(a_chain(2, "b")) == 2
     assert store.look(chain) == 0
@@ -104,7 +104,7 @@ def test_a_block_stays_pinned_until_the_last_of_its_leases_ends():
     assert store.reserve(a_chain(1, "b")).refused == 0
 
 
-def test_looking_pins_nothing_and_counts_nothing():
+def test_match_without_lease_pins_and_counts_nothing():
     store = MachineDriver()
     chain = a_chain(2)
     store.hold(chain)
@@ -126,7 +126,7 @@ def test_a_match_ends_at_the_first_hole():
     store.machine.check()
 
 
-def test_the_tail_of_a_chain_goes_before_what_it_depends_on():
+def test_end_of_a_chain_is_evicted_first():
     store = MachineDriver(blocks=6)
     chain = a_chain(6)
     store.hold(chain)
@@ -141,7 +141,7 @@ def test_a_chain_that_was_read_still_loses_its_end_first():
     chain = a_chain(6)
     store.hold(chain)
     store.release(store.match(chain).lease_id)
-    store.match(chain, lease=1)  # this one ends by itself
+    store.match(chain, lease=1)  # this lease ends by its deadline
 
     store.machine.expire(Nanos(1))
     store.hold(a_chain(2, "b"), now=1)
@@ -160,7 +160,7 @@ def test_a_chain_written_in_parts_loses_its_end_first():
     assert store.look(chain) == 3
 
 
-def test_writing_the_end_of_a_chain_does_not_push_out_its_beginning():
+def test_writing_the_end_of_a_chain_keeps_its_beginning():
     store = MachineDriver(blocks=4)
     chain = a_chain(6)
     store.hold(chain[:3])
@@ -185,7 +185,7 @@ def test_a_chain_that_was_matched_outlives_one_that_was_not():
     assert (store.look(old), store.look(young)) == (2, 0)
 
 
-def test_a_slot_has_a_new_generation_when_it_is_given_to_another_block():
+def test_reused_place_has_a_new_slot_generation():
     store = MachineDriver(blocks=1)
     store.hold(a_chain(1, "a"))
     before = store.slot(a_chain(1, "a")[0])
@@ -199,7 +199,7 @@ def test_a_slot_has_a_new_generation_when_it_is_given_to_another_block():
     assert store.machine.readable(store.digest, after) is not None
 
 
-def test_generations_and_ids_of_two_starts_have_nothing_in_common():
+def test_ids_of_two_starts_never_match():
     one, other = MachineDriver(), MachineDriver()
     other.machine = type(other.machine)(8 * BLOCK_BYTES, LruEviction(), epoch=2)
     other.machine.open(other.namespace, Nanos(0))
@@ -214,7 +214,7 @@ def test_generations_and_ids_of_two_starts_have_nothing_in_common():
     assert other.machine.readable(other.digest, one.slot(a_chain(1)[0])) is None
 
 
-def test_the_tier_is_told_of_every_change_of_ownership_in_order():
+def test_commands_follow_every_change_of_ownership():
     store = MachineDriver(blocks=1)
     store.hold(a_chain(1, "a"))
     assert [type(command) for command in store.machine.commands()] == [Claim]
@@ -228,7 +228,7 @@ def test_the_tier_is_told_of_every_change_of_ownership_in_order():
     assert store.machine.commands() == []
 
 
-def test_a_condemned_block_is_gone_but_its_place_waits_for_its_readers():
+def test_place_of_a_condemned_block_waits_for_its_readers():
     store = MachineDriver(blocks=1)
     name = a_chain(1)[0]
     store.hold([name])
@@ -237,16 +237,16 @@ def test_a_condemned_block_is_gone_but_its_place_waits_for_its_readers():
 
     assert store.machine.condemn(store.digest, name, generation, Nanos(0))
     assert store.look([name]) == 0
-    assert store.reserve([name]).refused == 1, "its place is in use"
+    assert store.reserve([name]).refused == 1, "its place is still in use"
     store.machine.check()
     store.release(lease)
     assert store.hold([name]) == 1
-    assert not store.machine.condemn(store.digest, name, generation, Nanos(0)), "that was another generation"
+    assert not store.machine.condemn(store.digest, name, generation, Nanos(0)), "the block has another generation"
     store.machine.check()
     assert store.machine.stats().corrupt == 1
 
 
-def test_watchers_hear_what_was_stored_and_what_was_removed():
+def test_changes_list_stored_and_removed_blocks():
     store = MachineDriver(blocks=2)
     chain = a_chain(2)
     store.hold(chain)
@@ -260,7 +260,7 @@ def test_watchers_hear_what_was_stored_and_what_was_removed():
     assert store.machine.changes() == []
 
 
-def test_a_block_that_came_and_went_between_two_messages_is_reported_as_gone():
+def test_short_lived_block_is_reported_as_removed():
     store = MachineDriver(blocks=1)
     store.hold(a_chain(1, "a"))
     store.hold(a_chain(1, "b"))
@@ -309,7 +309,9 @@ def test_the_same_weights_in_another_layout_are_refused_by_name(field, value):
         store.machine.open(a_namespace(**{field: value}), Nanos(1))
 
     assert refused.value.fields == [field]
-    store.machine.open(a_namespace(**{field: value}), NAMESPACE_IDLE)  # nobody has used the other for a while
+    store.machine.open(
+        a_namespace(**{field: value}), NAMESPACE_IDLE
+    )  # the other namespace has been idle for long enough
 
 
 @pytest.mark.parametrize("field", ["model", "revision", "lora"])
@@ -363,7 +365,7 @@ def test_an_empty_namespace_makes_room_for_another():
         store.machine.namespace(a_namespace(model="second").digest)
 
 
-def test_ended_leases_do_not_pile_up():
+def test_ended_leases_leave_the_deadline_heap():
     store = MachineDriver()
     store.hold(a_chain(1))
     for _ in range(1000):
@@ -382,7 +384,7 @@ def test_only_the_listed_transitions_are_legal():
                     advance(state, step)
 
 
-def test_no_step_makes_an_unwritten_block_readable_but_its_publication():
+def test_only_publication_makes_a_block_readable():
     into_readable = {key for key, state in NEXT.items() if state in READABLE and key[0] not in READABLE}
 
     assert into_readable == {(BlockState.RESERVED, BlockTransition.PUBLISH)}

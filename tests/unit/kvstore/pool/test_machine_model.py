@@ -1,5 +1,6 @@
-"""The block machine against a naive model, over random histories of readers, writers, tenants, waiting sessions, the
-node's own movements, time and bad bytes."""
+"""Pool machine compared with a naive model, over random histories of readers, writers, tenants, sessions, transfers, time
+and corrupt blocks.
+"""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
         reservation = self.machine.reserve(digest, chain, owner=owner, lease=term, now=Nanos(self.now), tenant=tenant)
 
         indices = [reserved.index for reserved in reservation.reserved]
-        assert indices == free[: len(indices)], "the start of a chain comes first"
+        assert indices == free[: len(indices)], "the start of a chain must come first"
         assert reservation.refused == len(free) - len(indices)
         self.perform(protected, tenant, occupied_bytes(namespace.block_bytes))
         if reservation.refused:
@@ -83,7 +84,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
             reserved.index: (chain[reserved.index], reserved.slot.generation) for reserved in reservation.reserved
         }
         new = {generation for _, generation in blocks.values()}
-        assert not new & self.generations, "a generation came twice"
+        assert not new & self.generations, "a slot generation was used twice"
         self.generations |= new
         if blocks:
             deadline = NEVER if term is None else self.now + lease
@@ -96,7 +97,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
         known = self.writing.get(reservation)
         checksums = {index: crc + index for index in range(8) if index not in skipped}
         if known is not None and known[1] == NODE:
-            owner = NODE  # it never forgets what it reserved
+            owner = NODE  # the node always finishes its reservations
 
         published = self.machine.publish(reservation, checksums, owner=owner, now=Nanos(self.now))
 
@@ -258,16 +259,16 @@ class MachineAgainstModel(RuleBasedStateMachine):
             address = command.address
             key = (address.key.digest, address.key.name)
             if isinstance(command, Claim):
-                assert address.offset not in self.tier, "given away twice"
+                assert address.offset not in self.tier, "a place was given away twice"
                 self.tier[address.offset] = (address.generation, occupied_bytes(address.length), tenant)
                 assert self.used(tenant) <= QUOTAS[tenant]
                 continue
             if self.held.get(key, (0, 0))[0] == address.generation:
-                assert key not in protected, "a chain pushed out its own beginning"
+                assert key not in protected, "a chain evicted its own beginning"
                 full = self.largest_hole() < wanted_bytes
                 own = self.tier[address.offset][2] == tenant
                 over = bool(tenant) and self.used(tenant) + wanted_bytes > QUOTAS[tenant]
-                assert own if over else full, "somebody else paid, or nobody had to"
+                assert own if over else full, "the wrong tenant's block was evicted, or none had to be"
                 del self.held[key]
                 self.evicted += 1
             assert self.tier.pop(address.offset)[0] == address.generation
@@ -305,7 +306,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
         reservation = self.machine.reserve(
             namespace.digest, a_chain(PAGES, "new"), owner="p", lease=LEASE, now=Nanos(self.now + LEASE)
         )
-        assert len(reservation.reserved) == PAGES, "space has leaked"
+        assert len(reservation.reserved) == PAGES, "space was lost"
 
 
 TestMachineAgainstModel = MachineAgainstModel.TestCase

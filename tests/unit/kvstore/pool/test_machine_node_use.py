@@ -1,10 +1,9 @@
-"""What a node does with its own pool: blocks come up from lower tiers and go down to them, in threads that may hang."""
+"""Pool machine, used by the node itself: promotions and demotions in threads that may hang."""
 
 import pytest
 
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
-from kvstore.hierarchy.machine import HierarchyPool
 from kvstore.messages import NODE, BlockKey
 from kvstore.pool.quotas import TenantQuotas
 from tests.support.kvstore.builders import BLOCK_BYTES, MachineDriver, a_chain
@@ -20,13 +19,7 @@ def reserve(store: MachineDriver, chain, now: int = 0):
     return store.machine.reserve(store.digest, chain, owner=NODE, lease=None, now=Nanos(now))
 
 
-def test_the_machine_is_the_pool_that_the_hierarchy_asks_for():
-    pool: HierarchyPool = MachineDriver().machine  # what mypy checks
-
-    assert pool.block_bytes(MachineDriver().digest) == BLOCK_BYTES
-
-
-def test_a_place_that_a_thread_may_still_write_to_is_never_given_away():
+def test_place_reserved_by_the_node_is_never_reused():
     store = MachineDriver(blocks=2)
     reservation = reserve(store, a_chain(2))
 
@@ -35,7 +28,7 @@ def test_a_place_that_a_thread_may_still_write_to_is_never_given_away():
     assert store.reserve(a_chain(1, "b"), now=EVER).refused == 1
     assert store.machine.publish(reservation.reservation_id, {0: 7}, owner=NODE, now=EVER) == 1
     assert store.look(a_chain(2), now=EVER) == 1
-    assert len(store.reserve(a_chain(1, "b"), now=EVER).reserved) == 1, "what was not published is free"
+    assert len(store.reserve(a_chain(1, "b"), now=EVER).reserved) == 1, "places of unpublished blocks are free"
     store.machine.check()
 
 
@@ -46,7 +39,7 @@ def test_only_the_node_may_reserve_without_a_deadline():
         store.machine.reserve(store.digest, a_chain(1), owner="w", lease=None, now=Nanos(0))
 
 
-def test_what_the_node_reserves_is_published_by_nobody_else():
+def test_only_the_node_publishes_its_reservations():
     store = MachineDriver()
     reservation = reserve(store, a_chain(1))
 
@@ -54,7 +47,7 @@ def test_what_the_node_reserves_is_published_by_nobody_else():
     assert store.look(a_chain(1)) == 0
 
 
-def test_pins_are_taken_anywhere_in_a_chain_and_say_where_the_bytes_are():
+def test_pin_returns_addresses_of_any_readable_blocks():
     store = MachineDriver(blocks=4)
     chain = a_chain(4)
     store.hold(chain)
@@ -72,7 +65,7 @@ def test_pins_are_taken_anywhere_in_a_chain_and_say_where_the_bytes_are():
     store.machine.check()
 
 
-def test_copying_a_block_is_no_use_of_it():
+def test_pin_of_the_node_does_not_count_as_a_use():
     store = MachineDriver(blocks=4)
     old, young = a_chain(2, "old"), a_chain(2, "young")
     store.hold(old)
@@ -84,7 +77,7 @@ def test_copying_a_block_is_no_use_of_it():
     assert (store.look(old, now=3), store.look(young, now=3)) == (0, 2)
 
 
-def test_a_block_that_was_chosen_while_it_was_pinned_may_go_afterwards():
+def test_block_chosen_while_pinned_can_be_evicted_later():
     store = MachineDriver(blocks=2)
     store.hold(a_chain(2))
     pinned = store.machine.pin(keys(store, a_chain(2)), Nanos(0))
@@ -105,7 +98,7 @@ def test_unpinning_twice_is_a_bug():
         store.machine.unpin(pinned.pin_id, Nanos(0))
 
 
-def test_what_the_node_grants_itself_takes_no_lease_from_clients():
+def test_pins_of_the_node_do_not_use_up_client_leases():
     store = MachineDriver(max_leases=1)
     reserve(store, a_chain(1, "up"))
     store.machine.pin([], Nanos(0))
@@ -115,17 +108,17 @@ def test_what_the_node_grants_itself_takes_no_lease_from_clients():
     store.machine.check()
 
 
-def test_present_is_what_is_readable_or_being_written():
+def test_readable_and_reserved_blocks_are_present():
     store = MachineDriver()
     store.hold(a_chain(1, "a"))
     store.reserve(a_chain(1, "b"))
     (held,), (coming,), (absent,) = (keys(store, a_chain(1, of)) for of in "abc")
 
     assert [store.machine.is_present(key) for key in (held, coming, absent)] == [True, True, False]
-    assert not store.machine.is_present(BlockKey(b"?" * 16, held.name)), "an unknown namespace has nothing"
+    assert not store.machine.is_present(BlockKey(b"?" * 16, held.name)), "an unknown namespace has no blocks"
 
 
-def test_a_tenant_pays_for_what_comes_up_for_it():
+def test_tenant_pays_for_its_promoted_blocks():
     store = MachineDriver(quotas=TenantQuotas(lambda _: LruEviction(), default_bytes=BLOCK_BYTES))
 
     reservation = store.machine.reserve(
@@ -136,14 +129,14 @@ def test_a_tenant_pays_for_what_comes_up_for_it():
     assert [row.bytes for row in store.machine.stats().tenants] == [BLOCK_BYTES]
 
 
-def test_what_the_node_pins_is_released_by_no_client_that_guesses_its_id():
+def test_clients_cannot_release_pins_of_the_node():
     store = MachineDriver(blocks=1)
     store.machine.publish(store.reserve(a_chain(1)).reservation_id, {0: 1}, owner="w", now=Nanos(0))
     pinned = store.machine.pin(keys(store, a_chain(1)), Nanos(0))
 
     store.machine.release([pinned.pin_id], Nanos(0))
 
-    assert store.reserve(a_chain(1, "b")).refused == 1, "a thread still copies from there"
+    assert store.reserve(a_chain(1, "b")).refused == 1, "a thread still reads this place"
     store.machine.unpin(pinned.pin_id, Nanos(0))
     assert len(store.reserve(a_chain(1, "b")).reserved) == 1
     store.machine.check()

@@ -1,4 +1,4 @@
-"""Tenants never share, and one that is over its quota makes room among its own blocks."""
+"""Tenant quotas: tenants share no blocks, and a tenant over its quota evicts its own blocks."""
 
 from kvstore.block import chain, tenant_salt
 from kvstore.clock import Nanos
@@ -33,7 +33,7 @@ def test_tenants_with_different_salts_share_no_block():
     assert not set(mine) & (set(yours) | set(everyones))
 
 
-def test_a_tenant_over_its_quota_makes_room_among_its_own_blocks_only():
+def test_tenant_over_quota_evicts_only_its_own_blocks():
     store = a_store(quota_blocks=3, blocks=8)
     theirs, nobodys = a_chain(2, "theirs"), a_chain(2, "nobodys")
     store.hold(nobodys)
@@ -42,13 +42,13 @@ def test_a_tenant_over_its_quota_makes_room_among_its_own_blocks_only():
 
     assert store.hold(a_chain(2, "new"), tenant=ONE) == 2
 
-    assert store.look(a_chain(3, "old")) == 1, "the tail went first"
-    assert store.look(theirs) == store.look(nobodys) == 2, "older, and nobody's to take"
+    assert store.look(a_chain(3, "old")) == 1, "the end of the chain goes first"
+    assert store.look(theirs) == store.look(nobodys) == 2, "blocks of others stay although they are older"
     assert store.machine.stats().bytes == 7 * BLOCK_BYTES
     store.machine.check()
 
 
-def test_a_tenant_whose_quota_is_in_use_is_refused_and_nobody_else_pays():
+def test_tenant_with_its_quota_in_use_is_refused():
     store = a_store(quota_blocks=3, blocks=8)
     store.hold(a_chain(2, "theirs"), tenant=TWO)
     store.hold(a_chain(3, "old"), tenant=ONE)
@@ -62,7 +62,7 @@ def test_a_tenant_whose_quota_is_in_use_is_refused_and_nobody_else_pays():
     store.machine.check()
 
 
-def test_what_is_being_written_counts_already():
+def test_reserved_blocks_count_for_the_quota():
     store = a_store(quota_blocks=3)
     store.reserve(a_chain(2, "a"), tenant=ONE)
 
@@ -73,12 +73,12 @@ def test_a_chain_longer_than_the_quota_keeps_its_beginning():
     store = a_store(quota_blocks=3)
 
     assert store.hold(a_chain(5), tenant=ONE) == 3
-    assert store.hold(a_chain(5), tenant=ONE) == 0, "it does not push out its own beginning"
+    assert store.hold(a_chain(5), tenant=ONE) == 0, "the chain must not evict its own beginning"
     assert store.look(a_chain(5)) == 3
     store.machine.check()
 
 
-def test_a_block_larger_than_the_quota_evicts_nothing_in_vain():
+def test_block_larger_than_the_quota_evicts_nothing():
     store = a_store(quota_blocks=3)
     big = a_namespace(model="big", block_bytes=4 * BLOCK_BYTES)
     store.machine.open(big, Nanos(0))
@@ -90,7 +90,7 @@ def test_a_block_larger_than_the_quota_evicts_nothing_in_vain():
     assert store.look(a_chain(3)) == 3
 
 
-def test_a_full_pool_takes_the_oldest_block_whosever_it_is():
+def test_full_pool_evicts_the_oldest_block_of_any_tenant():
     store = a_store(quota_blocks=6, blocks=8)
     store.hold(a_chain(4, "old"), tenant=ONE)
     store.hold(a_chain(4, "young"), tenant=TWO)
@@ -101,7 +101,7 @@ def test_a_full_pool_takes_the_oldest_block_whosever_it_is():
     store.machine.check()
 
 
-def test_within_a_tenant_what_was_used_stays():
+def test_used_blocks_of_a_tenant_stay():
     store = a_store(quota_blocks=4, blocks=8)
     old, young = a_chain(2, "old"), a_chain(2, "young")
     store.hold(old, tenant=ONE)
@@ -128,7 +128,7 @@ def test_chains_without_a_salt_have_no_quota():
     assert store.machine.stats().tenants == ()
 
 
-def test_a_tenant_is_told_apart_in_the_statistics_without_its_salt():
+def test_statistics_identify_a_tenant_without_its_salt():
     store = a_store()
     store.hold(a_chain(2), tenant=ONE)
     store.match(a_chain(3), tenant=ONE)
@@ -149,7 +149,7 @@ def test_abandoned_space_is_credited_to_its_tenant():
     store.machine.check()
 
 
-def test_tenants_without_blocks_are_forgotten_and_others_are_not(monkeypatch):
+def test_only_tenants_without_blocks_are_forgotten(monkeypatch):
     monkeypatch.setattr(accounts, "MAX_ACCOUNTS", 4)
     store = a_store()
     store.hold(a_chain(1), tenant=ONE)

@@ -1,4 +1,4 @@
-"""A session that waits keeps its blocks, under a quota and a deadline."""
+"""Session pins: waiting sessions keep their blocks within a limit and until a deadline."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def hold(store: MachineDriver, chain, session: str = "s", now: int = 0, span: in
     return store.machine.hold(store.digest, chain, session=session, span=Nanos(span), now=Nanos(now))
 
 
-def test_held_blocks_outlive_a_flood():
+def test_pinned_blocks_survive_a_flood_of_writes():
     store = a_store()
     store.hold(a_chain(3, "mine"))
     assert hold(store, a_chain(3, "mine")) == SessionPinResult(blocks=3)
@@ -29,7 +29,7 @@ def test_held_blocks_outlive_a_flood():
     store.machine.check()
 
 
-def test_a_hold_ends_by_itself():
+def test_session_pin_ends_at_its_deadline():
     store = a_store(blocks=3)
     store.hold(a_chain(3))
     hold(store, a_chain(3))
@@ -42,7 +42,7 @@ def test_a_hold_ends_by_itself():
     store.machine.check()
 
 
-def test_a_released_hold_keeps_nothing():
+def test_released_session_pin_keeps_nothing():
     store = a_store(blocks=3)
     store.hold(a_chain(3))
     hold(store, a_chain(3))
@@ -53,7 +53,7 @@ def test_a_released_hold_keeps_nothing():
     assert store.hold(a_chain(3, "b"), now=1) == 3
 
 
-def test_a_session_that_goes_on_is_pinned_all_the_time():
+def test_resumed_session_stays_pinned_throughout():
     store = a_store(blocks=3)
     store.hold(a_chain(3))
     hold(store, a_chain(3))
@@ -67,7 +67,7 @@ def test_a_session_that_goes_on_is_pinned_all_the_time():
     store.machine.check()
 
 
-def test_a_new_hold_takes_the_place_of_the_sessions_old_one():
+def test_new_session_pin_replaces_the_old_one():
     store = a_store()
     store.hold(a_chain(3, "old"))
     store.hold(a_chain(3, "new"))
@@ -81,7 +81,7 @@ def test_a_new_hold_takes_the_place_of_the_sessions_old_one():
     store.machine.check()
 
 
-def test_what_exceeds_the_quota_of_holds_is_refused_and_the_answer_says_how_much():
+def test_blocks_over_the_pin_limit_are_refused_and_counted():
     store = a_store(held_blocks=4)
     store.hold(a_chain(3, "a"))
     store.hold(a_chain(4, "b"))
@@ -94,7 +94,7 @@ def test_what_exceeds_the_quota_of_holds_is_refused_and_the_answer_says_how_much
     store.machine.check()
 
 
-def test_what_several_sessions_hold_is_charged_once():
+def test_block_pinned_by_several_sessions_is_charged_once():
     store = a_store(held_blocks=4)
     store.hold(a_chain(4))
     for session in ("one", "two", "three"):
@@ -110,7 +110,7 @@ def test_what_several_sessions_hold_is_charged_once():
     store.machine.check()
 
 
-def test_one_session_may_hold_in_two_namespaces():
+def test_session_may_have_pins_in_two_namespaces():
     store = a_store()
     other = a_namespace(model="other")
     store.machine.open(other, Nanos(0))
@@ -122,7 +122,7 @@ def test_one_session_may_hold_in_two_namespaces():
     assert store.machine.stats().held_bytes == BLOCK_BYTES
 
 
-def test_a_held_block_with_bad_bytes_is_let_go_at_once():
+def test_condemned_block_leaves_its_session_pins():
     store = a_store(blocks=2)
     chain = a_chain(2)
     store.hold(chain)
@@ -134,12 +134,12 @@ def test_a_held_block_with_bad_bytes_is_let_go_at_once():
     assert store.look(chain) == 1
     assert store.machine.stats().held_bytes == BLOCK_BYTES
     store.machine.check()
-    assert store.hold(a_chain(1, "new")) == 1, "its place is free"
+    assert store.hold(a_chain(1, "new")) == 1, "its place must be free"
     assert store.machine.release_hold(store.digest, "one", Nanos(0)) == 1
     store.machine.check()
 
 
-def test_a_hold_is_not_released_as_a_lease_is():
+def test_session_pin_is_not_released_as_a_lease():
     """Its id is never given out, but ids can be guessed."""
     store = a_store()
     store.hold(a_chain(1))
@@ -151,7 +151,7 @@ def test_a_hold_is_not_released_as_a_lease_is():
     assert store.machine.stats().held_bytes == BLOCK_BYTES
 
 
-def test_waiting_is_no_use_and_keeps_the_order_of_eviction():
+def test_session_pin_keeps_the_order_of_eviction():
     store = a_store(blocks=4)
     old, young = a_chain(2, "old"), a_chain(2, "young")
     store.hold(old)
@@ -164,7 +164,7 @@ def test_waiting_is_no_use_and_keeps_the_order_of_eviction():
     assert (store.look(old, now=2), store.look(young, now=2)) == (0, 2)
 
 
-def test_nothing_held_is_no_hold():
+def test_pin_of_no_blocks_is_not_opened():
     store = a_store()
 
     assert hold(store, a_chain(3)) == SessionPinResult(blocks=0)
@@ -173,11 +173,11 @@ def test_nothing_held_is_no_hold():
         store.machine.hold(b"?" * 16, a_chain(1), session="s", span=LEASE, now=Nanos(0))
 
 
-def test_holds_count_among_the_leases():
+def test_session_pins_count_as_leases():
     store = a_store(max_leases=1)
     store.hold(a_chain(1))
     hold(store, a_chain(1))
 
     with pytest.raises(Exhausted):
         store.match(a_chain(1))
-    assert hold(store, a_chain(1), now=1).blocks == 1, "it takes the place of its own"
+    assert hold(store, a_chain(1), now=1).blocks == 1, "it replaces the session's former pin"

@@ -34,7 +34,7 @@ def a_hello(**fields) -> pb.HelloRequest:
     return pb.HelloRequest(namespace=message, digest=namespace.digest)
 
 
-def test_a_namespace_survives_the_wire():
+def test_namespace_survives_a_round_trip():
     namespace = a_namespace(lora="adapter@3", layout="NHD")
 
     assert (
@@ -71,14 +71,14 @@ def test_an_impossible_namespace_is_refused_by_field(field, value):
     assert refused.value.field == f"namespace.{field}"
 
 
-def test_another_format_version_is_a_layout_mismatch():
+def test_other_format_version_is_a_layout_mismatch():
     with pytest.raises(LayoutMismatch) as refused:
         wire.parse_hello(a_hello(format_version=2))
 
     assert refused.value.field == "format_version"
 
 
-def test_a_digest_that_does_not_follow_from_the_fields_is_a_layout_mismatch():
+def test_wrong_digest_is_a_layout_mismatch():
     with pytest.raises(LayoutMismatch) as refused:
         wire.parse_hello(a_hello(layers=5))
 
@@ -129,7 +129,7 @@ def test_condemned_blocks_need_a_generation_each():
     assert refused.value.field == "generations"
 
 
-def test_a_match_and_a_reservation_survive_the_wire():
+def test_match_and_reservation_survive_a_round_trip():
     slots = (Slot(4096, (7 << 32) + 1, 0xFFFFFFFF), Slot(0, (7 << 32) + 2, 0))
     leased = LeasedSlots(lease_id=LeaseId((1 << 62) + 1), slots=Slots.of(slots))
     reservation = WriteReservation(reservation_id=ReservationId(9), reserved=(ReservedSlot(3, slots[0]),), refused=2)
@@ -173,18 +173,18 @@ def test_a_match_travels_between_processes_as_msgpack():
         ("surprise", 1),
     ],
 )
-def test_settings_that_cannot_be_obeyed_are_refused_by_field(field, value):
+def test_invalid_settings_are_refused_by_field(field, value):
     with pytest.raises(msgspec.ValidationError, match=field):
         msgspec.convert({"store_id": "s", "listen": ["unix:/x"], field: value}, StoreSettings)
 
 
-def test_a_hold_survives_the_wire():
+def test_session_pin_survives_a_round_trip():
     held = SessionPinResult(blocks=7, refused=2)
 
     assert wire.parse_hold(wire.hold_message(held)) == held
 
 
-def test_statistics_survive_the_wire_with_a_row_for_each_tier_and_tenant():
+def test_statistics_survive_a_round_trip():
     tiers = tuple(counted(TierStatus, name=name) for name in ("ssd", "redis"))
     tenants = (counted(TenantStats, tenant="0123456789abcdef"),)
     stats = counted(Stats, tiers=tiers, tenants=tenants)
@@ -220,7 +220,7 @@ def test_slots_are_twenty_bytes_little_endian():
     assert not Slots()
 
 
-def test_a_torn_slot_is_none():
+def test_incomplete_slot_is_dropped():
     assert len(wire.parse_match(pb.MatchResponse(lease_id=1, slots=b"x" * 41), "i", a_chain(3))) == 2
 
 

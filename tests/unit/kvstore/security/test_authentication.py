@@ -19,7 +19,7 @@ BODY = b"the bytes of a request"
 NOW = 1_700_000_000
 
 
-def test_a_proof_is_for_its_secret_purpose_side_and_words_only():
+def test_proof_is_bound_to_secret_purpose_side_and_words():
     proof = KEY.proof(ProofSide.CLIENT, b"some", b"words")
 
     assert KEY.proves(proof, ProofSide.CLIENT, b"some", b"words")
@@ -34,7 +34,7 @@ def test_a_proof_is_for_its_secret_purpose_side_and_words_only():
     )
 
 
-def test_nonces_never_come_twice():
+def test_nonces_do_not_repeat():
     assert len({nonce() for _ in range(1000)}) == 1000
 
 
@@ -42,7 +42,7 @@ def a_proof() -> CallProof:
     return CallProof.of(KEY, METHOD, BODY, unix_seconds=NOW, caller=nonce(), number=3)
 
 
-def test_a_calls_proof_survives_its_text():
+def test_call_proof_survives_a_round_trip_as_text():
     proof = a_proof()
 
     assert CallProof.parse(proof.text) == proof
@@ -64,18 +64,18 @@ def test_a_calls_proof_survives_its_text():
         f"2.1.{'0' * 32}.{'9' * 5000}.00",
     ],
 )
-def test_other_text_is_no_proof(text):
+def test_invalid_text_is_not_a_proof(text):
     with pytest.raises(ValueError, match=r"unpack|int|hex|no proof") as caught:
         CallProof.parse(text)
     assert not isinstance(caught.value, OutdatedProof)
 
 
-def test_proof_without_the_request_is_told_to_be_outdated():
+def test_proof_without_request_is_reported_as_outdated():
     with pytest.raises(OutdatedProof):
         CallProof.parse(f"{NOW}.{'0' * 32}.{'0' * 64}")
 
 
-def test_a_calls_proof_is_of_no_use_for_another_call_or_later():
+def test_call_proof_is_refused_for_another_call_or_later():
     proof = a_proof()
 
     assert "secret" in proof.refusal(KEY, METHOD + "2", BODY, NOW)

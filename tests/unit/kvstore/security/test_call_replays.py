@@ -1,4 +1,4 @@
-"""Which calls are accepted once, for how long they are remembered, and what happens when there is no room."""
+"""Replay protection: each call is accepted once, remembered while its proof is valid, and refused when the memory is full."""
 
 import random
 
@@ -20,7 +20,7 @@ def test_call_is_accepted_once():
 
 def test_call_is_remembered_as_long_as_its_proof_is_valid():
     replays = CallReplays(callers=1)
-    ahead = NOW + SKEW_SECONDS  # by a clock that is as far ahead as it may be
+    ahead = NOW + SKEW_SECONDS  # time of a clock that is ahead as far as allowed
     assert replays.refusal(b"a", 0, ahead, NOW) == ""
 
     assert "can take no more" in replays.refusal(b"b", 0, ahead, ahead + SKEW_SECONDS)
@@ -49,7 +49,7 @@ def test_number_far_ahead_costs_no_memory():
     assert "overtaken" in replays.refusal(b"a", 0, NOW, NOW)
 
 
-def test_callers_that_come_and_go_are_forgotten():
+def test_callers_with_expired_proofs_are_forgotten():
     replays = CallReplays()
     for second in range(20 * SKEW_SECONDS):
         assert replays.refusal(second.to_bytes(16), 0, NOW + second, NOW + second) == ""
@@ -57,13 +57,13 @@ def test_callers_that_come_and_go_are_forgotten():
 
 
 @given(st.lists(st.integers(0, 4 * WINDOW), max_size=200), st.integers())
-def test_no_order_of_calls_has_one_accepted_twice(numbers, seed):
+def test_no_call_order_accepts_a_call_twice(numbers, seed):
     replays, accepted = CallReplays(), []
     random.Random(seed).shuffle(numbers)
     for number in numbers:
         refused = replays.refusal(b"a", number, NOW, NOW)
         assert refused or number not in accepted
         if refused and number not in accepted:
-            assert number <= max(accepted) - WINDOW  # only what nobody can know any more is refused for nothing
+            assert number <= max(accepted) - WINDOW  # a new call is refused only if its number left the window
         if not refused:
             accepted.append(number)

@@ -57,7 +57,7 @@ async def test_a_closed_stream_is_forgotten():
     assert not watchers._streams
 
 
-async def test_large_changes_come_in_pieces():
+async def test_large_changes_are_divided():
     watchers = Watchers(queue_messages=8)
     many = tuple(a_chain(NAMES_A_MESSAGE + 1))
     stream = watchers.watch([BlockChanges(digest=DIGEST, stored=many, tier="ssd")])

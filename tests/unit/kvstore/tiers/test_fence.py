@@ -13,45 +13,45 @@ def at(seconds: float) -> Nanos:
 
 def test_four_damaged_blocks_in_a_row_close_it():
     fence = Fence()
-    assert [fence.saw(sound=0, damaged=1, now=START) for _ in range(FEW)] == [False] * (FEW - 1) + [True]
+    assert [fence.record(sound=0, damaged=1, now=START) for _ in range(FEW)] == [False] * (FEW - 1) + [True]
     assert fence.is_closed
 
 
 def test_rare_damage_never_closes_it():
     fence = Fence()
     for _ in range(1000):
-        assert not fence.saw(sound=DAMAGE, damaged=1, now=START)
+        assert not fence.record(sound=DAMAGE, damaged=1, now=START)
 
 
 def test_it_opens_after_its_pause_and_closes_at_the_next_damage():
     fence = Fence()
-    fence.saw(sound=0, damaged=FEW, now=START)
-    assert not fence.opens(Nanos(START + FIRST_PAUSE - 1))
+    fence.record(sound=0, damaged=FEW, now=START)
+    assert not fence.reopen(Nanos(START + FIRST_PAUSE - 1))
     assert fence.is_closed
 
-    assert fence.opens(Nanos(START + FIRST_PAUSE))
+    assert fence.reopen(Nanos(START + FIRST_PAUSE))
 
     assert not fence.is_closed
-    assert fence.saw(sound=0, damaged=1, now=at(1))
-    assert not fence.opens(at(2.9)), "the pause has doubled"
-    assert fence.opens(at(3))
+    assert fence.record(sound=0, damaged=1, now=at(1))
+    assert not fence.reopen(at(2.9)), "the pause has doubled"
+    assert fence.reopen(at(3))
 
 
 def test_pause_grows_to_a_limit_and_is_short_again_after_a_good_time():
     fence, now = Fence(), START
     for _ in range(20):
-        fence.saw(sound=0, damaged=FEW, now=now)
+        fence.record(sound=0, damaged=FEW, now=now)
         now = Nanos(now + LONGEST_PAUSE)
-        assert fence.opens(now)
-    fence.saw(sound=LIMIT, damaged=0, now=now)
+        assert fence.reopen(now)
+    fence.record(sound=LIMIT, damaged=0, now=now)
 
-    fence.saw(sound=0, damaged=FEW, now=now)
+    fence.record(sound=0, damaged=FEW, now=now)
 
-    assert fence.opens(Nanos(now + FIRST_PAUSE))
+    assert fence.reopen(Nanos(now + FIRST_PAUSE))
 
 
 def test_damage_that_was_under_way_when_it_closed_prolongs_nothing():
     fence = Fence()
-    fence.saw(sound=0, damaged=FEW, now=START)
-    assert not fence.saw(sound=0, damaged=FEW, now=at(0.5))
-    assert fence.opens(at(1))
+    fence.record(sound=0, damaged=FEW, now=START)
+    assert not fence.record(sound=0, damaged=FEW, now=at(0.5))
+    assert fence.reopen(at(1))

@@ -104,7 +104,7 @@ def test_a_pool_that_is_given_up_is_not_taken_to_its_end_and_leaves_no_file(monk
 
     monkeypatch.setattr(pages, "_in_chunks", noted)
 
-    with pytest.raises(StoreNotStarted, match="given up while the memory was taken"):
+    with pytest.raises(StoreNotStarted, match="cancelled while the memory was being allocated"):
         take(1000 * PAGE_BYTES, HugePages.NEVER, given_up)
 
     assert 1 <= len(chunks) <= pages.TAKING_THREADS

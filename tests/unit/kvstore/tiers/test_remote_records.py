@@ -10,7 +10,7 @@ from kvstore.codecs.plain import PlainCodec
 from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.tiers import remote_records as records
 from kvstore.tiers.remote_records import RecordFramer, RemoteKeyState
-from kvstore.tiers.statistics import TierStatistics
+from kvstore.tiers.statistics import GONE_KEYS, TierStatistics
 
 KEY = BlockKey(bytes(range(16)), bytes(range(16, 32)))
 BLOCK = np.arange(100, dtype=np.uint8)
@@ -35,11 +35,11 @@ def a_value(key: BlockKey = KEY, block: np.ndarray = BLOCK, codec_id: int = 0) -
 
 
 def take(value: bytes, key: BlockKey = KEY) -> tuple[BlockOutcome, np.ndarray, TierStatistics]:
-    tally = TierStatistics("test")
+    statistics = TierStatistics("test")
     into = np.zeros(BLOCK.nbytes, np.uint8)
-    fetched = RecordFramer(lambda digest: PlainCodec(), tally).take(key, Buffered(value), into)
+    fetched = RecordFramer(lambda digest: PlainCodec(), statistics).take(key, Buffered(value), into)
     assert fetched.crc32c == (google_crc32c.value(bytes(into)) if fetched.outcome is BlockOutcome.MOVED else 0)
-    return fetched.outcome, into, tally
+    return fetched.outcome, into, statistics
 
 
 def test_the_format_is_what_other_versions_expect():
@@ -52,11 +52,11 @@ def test_the_format_is_what_other_versions_expect():
 
 
 def test_a_block_comes_out_as_it_went_in():
-    outcome, into, tally = take(a_value())
+    outcome, into, statistics = take(a_value())
 
     assert outcome is BlockOutcome.MOVED
     assert np.array_equal(into, BLOCK)
-    assert tally.status().corrupt == 0
+    assert statistics.status().corrupt == 0
 
 
 @settings(max_examples=300, deadline=None)
@@ -65,11 +65,11 @@ def test_no_flipped_bit_goes_unnoticed(position, bit):
     value = bytearray(a_value())
     value[position] ^= 1 << bit
 
-    outcome, _, tally = take(bytes(value))
+    outcome, _, statistics = take(bytes(value))
 
     newer = position == 4 and value[4] > 1
     assert outcome is (BlockOutcome.GONE if newer else BlockOutcome.CORRUPT)
-    assert tally.status().corrupt == (not newer)
+    assert statistics.status().corrupt == (not newer)
 
 
 @given(length=st.integers(0, 163))
@@ -92,7 +92,7 @@ def test_the_value_of_another_block_is_corrupt(name):
 
 
 @pytest.mark.parametrize(
-    ("head", "standing"),
+    ("head", "key_state"),
     [
         (b"", RemoteKeyState.FREE),
         (a_value()[:63], RemoteKeyState.FREE),
@@ -102,20 +102,18 @@ def test_the_value_of_another_block_is_corrupt(name):
         (b"FKVR\2" + bytes(59), RemoteKeyState.NEWER),
     ],
 )
-def test_what_lies_under_a_key_is_told_from_its_head(head, standing):
+def test_what_lies_under_a_key_is_told_from_its_head(head, key_state):
     held = RecordFramer(lambda digest: PlainCodec(), TierStatistics("test"))
 
-    assert held.standing(KEY, head, BLOCK.nbytes) is standing
+    assert held.key_state(KEY, head, BLOCK.nbytes) is key_state
 
 
 def test_names_that_nobody_asks_for_are_forgotten_in_time():
-    from kvstore.tiers import statistics as tally
-
     names = TierStatistics("test")
-    keys = [BlockKey(KEY.digest, index.to_bytes(16, "big")) for index in range(tally.GONE_KEYS + 10)]
+    keys = [BlockKey(KEY.digest, index.to_bytes(16, "big")) for index in range(GONE_KEYS + 10)]
 
-    names.missed(keys)
-    names.present(keys[-1:])
+    names.mark_gone(keys)
+    names.mark_present(keys[-1:])
 
     assert names.gone() == keys[10:-1]
     assert names.gone() == []

@@ -1,4 +1,4 @@
-"""A connection, transport by hand: what becomes of the source of a relayed answer, and which heads are parsed."""
+"""HTTP connections with a transport made by hand: relayed answers, and the cache of heads."""
 
 import pytest
 
@@ -13,7 +13,7 @@ REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\
 
 
 class Transport:
-    """To the client, or from the server."""
+    """Transport of a client or of a relay source."""
 
     def __init__(self):
         self.reading = True
@@ -76,21 +76,21 @@ def a_connection(transport, held=None):
     return connection, exchanges
 
 
-async def test_a_source_that_a_slow_client_holds_up_at_the_end_of_its_answer_is_read_again():
+async def test_paused_relay_source_resumes_after_its_answer():
     client, source = Transport(), Transport()
     connection, exchanges = a_connection(client)
     connection.data_received(REQUEST)
     (exchange,) = exchanges
     exchange.relay(source).write(b"the whole answer")
-    connection.pause_writing()  # as the transport does from within `write`
+    connection.pause_writing()  # as the transport does during `write`
     assert not source.reading
 
     exchange.relayed(keep_alive=True)
 
-    assert source.reading  # for its next request, which is another client's
+    assert source.reading  # for its next request, from another client
 
 
-async def test_a_source_is_held_up_while_the_client_does_not_read():
+async def test_relay_source_pauses_while_client_does_not_read():
     client, source = Transport(), Transport()
     connection, exchanges = a_connection(client)
     connection.data_received(REQUEST)
@@ -104,23 +104,23 @@ async def test_a_source_is_held_up_while_the_client_does_not_read():
 
 
 def served(connection, exchanges, data):
-    """The request that a piece of data is, answered."""
+    """Send one request, answer it and return it."""
     connection.data_received(data)
     exchange = exchanges.pop()
     exchange.respond(200, b"{}")
-    exchange.over()
+    exchange.finish()
     return exchange.request
 
 
 class Unwanted:
-    """A parser that nobody is to ask."""
+    """Parser that must not be called."""
 
     def feed_data(self, data):
         raise AssertionError(f"parsed again: {bytes(data)!r}")
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-async def test_a_head_is_not_parsed_again_whatever_the_length_of_its_body_is(pieces):
+async def test_known_head_with_other_length_is_not_parsed_again(pieces):
     connection, exchanges = a_connection(Transport())
     whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nContent-Length: 3\r\n\r\nabc"
     connection.data_received(whole[:-pieces])  # the body may come later
@@ -133,7 +133,7 @@ async def test_a_head_is_not_parsed_again_whatever_the_length_of_its_body_is(pie
     assert request.path == "/v1/completions"
 
 
-async def test_a_known_head_does_not_let_in_a_body_that_is_too_long():
+async def test_known_head_with_oversized_body_is_refused():
     client = Transport()
     connection, exchanges = a_connection(client)
     served(connection, exchanges, REQUEST)
@@ -145,7 +145,7 @@ async def test_a_known_head_does_not_let_in_a_body_that_is_too_long():
     assert client.closed
 
 
-async def test_only_the_header_that_gives_the_length_is_left_out_of_a_known_head():
+async def test_head_cache_ignores_only_the_content_length():
     connection, exchanges = a_connection(Transport())
     tagged = b"POST / HTTP/1.1\r\nhost: x\r\nx-content-length: 2\r\ncontent-length: 2\r\n\r\n{}"
     served(connection, exchanges, tagged)
@@ -156,7 +156,7 @@ async def test_only_the_header_that_gives_the_length_is_left_out_of_a_known_head
 
 
 @pytest.mark.parametrize("digits", [b"", b"+2", b"-2", b" 2", b"2_0", b"0x2", b"2 ", b"2,2", b"\xb2", b"1000000000002"])
-def test_the_latest_head_is_found_with_another_length_and_with_nothing_else(digits):
+def test_latest_head_is_found_with_any_valid_length(digits):
     content = REQUEST.removesuffix(b"{}")
     heads, head = HeadCache(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
     heads.add(content, head, 2)
@@ -170,7 +170,7 @@ def test_the_latest_head_is_found_with_another_length_and_with_nothing_else(digi
 
 
 @pytest.mark.parametrize("other", [b"x-before: 2", b"x-behind: 2"])
-def test_the_latest_head_is_not_found_where_another_header_differs(other):
+def test_latest_head_with_another_header_is_not_found(other):
     content = b"POST / HTTP/1.1\r\nhost: x\r\nx-before: 1\r\ncontent-length: 2\r\nx-behind: 1\r\n\r\n"
     heads, head = HeadCache(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
     heads.add(content, head, 2)
@@ -180,13 +180,13 @@ def test_the_latest_head_is_not_found_where_another_header_differs(other):
 
 
 def without_latest(heads):
-    """The same heads, none of which was found."""
+    """Return a cache with the same heads and no last hit."""
     others = HeadCache()
     others._known = heads._known
     return others
 
 
-async def test_a_long_body_that_comes_at_once_behind_a_known_head_is_refused_where_there_is_no_room():
+async def test_long_body_after_known_head_is_refused_without_memory():
     client, held = Transport(), HeldBodyBytes()
     connection, exchanges = a_connection(client, held)
     served(connection, exchanges, REQUEST)

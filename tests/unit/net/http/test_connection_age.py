@@ -1,4 +1,4 @@
-"""How long a client's HTTP connection is used: the answer says when it was the last, so that no request is sent into its end."""
+"""Lifetime of HTTP connections: the last answer says so, so that no request is sent into the close."""
 
 from http import HTTPStatus
 
@@ -36,16 +36,16 @@ def a_connection(clock, lasts_seconds):
 
 
 def answered(connection, client, exchanges) -> bool:
-    """One request; whether its answer said that another may follow."""
+    """Send and answer one request; return whether another one may follow."""
     client.written = b""
     connection.data_received(REQUEST)
     exchange = exchanges.pop()
     exchange.respond(HTTPStatus.OK, b"{}")
-    exchange.over()
+    exchange.finish()
     return b"connection: close" not in client.written.lower()
 
 
-async def test_the_first_answer_after_its_time_is_the_last_one():
+async def test_first_answer_after_the_lifetime_closes():
     clock = ManualClock()
     connection, client, exchanges = a_connection(clock, 4)
 
@@ -58,7 +58,7 @@ async def test_the_first_answer_after_its_time_is_the_last_one():
     assert client.closed
 
 
-async def test_without_a_time_it_lasts_as_long_as_the_client_likes():
+async def test_connection_without_lifetime_stays_open():
     clock = ManualClock()
     connection, client, exchanges = a_connection(clock, 0)
     clock.move(3600 * SECOND)

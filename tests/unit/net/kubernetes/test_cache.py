@@ -14,7 +14,7 @@ def a_cache():
     return Cache(lambda item: item.metadata.labels.get("of", ""))
 
 
-def test_what_a_write_answered_stays_when_a_watch_tells_what_was_before():
+def test_older_watch_event_does_not_replace_a_writes_answer():
     cache = a_cache()
     cache.put(an_object(10, of="dd", step="new"))
 
@@ -23,7 +23,7 @@ def test_what_a_write_answered_stays_when_a_watch_tells_what_was_before():
     assert cache.get("ns", "a").metadata.labels["step"] == "new"
 
 
-def test_a_change_is_told_before_and_after_and_only_if_something_differs():
+def test_change_has_before_and_after_only_if_they_differ():
     cache = a_cache()
     first, same, other = an_object(1, of="dd"), an_object(2, of="dd"), an_object(3, of="ee")
 
@@ -44,7 +44,7 @@ def test_a_renewal_of_a_lease_is_no_change():
     assert cache.get("ns", "pod").spec.renew_time.endswith("02Z")
 
 
-def test_what_we_removed_does_not_come_back_until_its_end_was_told():
+def test_removed_object_stays_gone_until_its_deletion_event():
     cache = a_cache()
     cache.put(an_object(1))
     cache.remove("ns", "a")
@@ -57,7 +57,7 @@ def test_what_we_removed_does_not_come_back_until_its_end_was_told():
     assert cache.get("ns", "a") is namesake
 
 
-def test_a_list_takes_away_what_it_lacks_but_not_what_was_written_after_it():
+def test_list_removes_missing_objects_except_newer_writes():
     cache = a_cache()
     gone, late = an_object(1, name="gone"), an_object(9, name="late")
     elsewhere = NamedObject(metadata=ObjectMetadata(name="x", namespace="other", resource_version="1"))
@@ -69,7 +69,7 @@ def test_a_list_takes_away_what_it_lacks_but_not_what_was_written_after_it():
     assert (cache.get("ns", "late"), cache.get("other", "x")) == (late, elsewhere)
 
 
-def test_what_was_taken_out_is_as_it_was_though_the_cache_goes_on():
+def test_returned_objects_do_not_change_with_the_cache():
     cache = a_cache()
     cache.put(an_object(1, of="dd"))
     for name in cache.of("ns", "dd"):

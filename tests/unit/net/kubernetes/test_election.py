@@ -13,7 +13,7 @@ def found(holder, version="1"):
     return ObservedLease(holder=holder, version=version, duration=DURATION)
 
 
-def test_a_lease_is_taken_when_it_was_not_renewed_for_its_duration_since_we_first_saw_it():
+def test_lease_is_taken_after_its_duration_without_renewal():
     election = Election("me", RENEW_WITHIN)
 
     assert election.step(found("other"), Nanos(100 * SECOND)) is ElectionStep.WAIT
@@ -22,12 +22,12 @@ def test_a_lease_is_taken_when_it_was_not_renewed_for_its_duration_since_we_firs
     assert election.step(found("other", "2"), Nanos(130 * SECOND)) is ElectionStep.TAKE
 
 
-def test_a_free_lease_is_taken_at_once_and_a_missing_one_made():
+def test_free_lease_is_taken_and_missing_one_created():
     assert Election("me", RENEW_WITHIN).step(found(""), Nanos(0)) is ElectionStep.TAKE
     assert Election("me", RENEW_WITHIN).step(None, Nanos(0)) is ElectionStep.CREATE
 
 
-def test_who_does_not_renew_stops_acting_before_anybody_may_take_over():
+def test_leader_without_renewal_stops_before_takeover():
     election = Election("me", RENEW_WITHIN)
     election.wrote(Nanos(0))
 
@@ -38,7 +38,7 @@ def test_who_does_not_renew_stops_acting_before_anybody_may_take_over():
     assert not election.leads(Nanos(2))
 
 
-def test_who_shares_its_identity_leads_by_the_others_renewals_from_when_it_looked_before():
+def test_same_identity_leads_by_the_others_renewals():
     election = Election("me", RENEW_WITHIN)
     election.step(found("me"), Nanos(0))
     assert not election.leads(Nanos(0)), "it may be as old as can be"
@@ -74,7 +74,7 @@ class Server:
         st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 6), st.booleans()), min_size=50, max_size=100
     )
 )
-def test_at_most_one_leads_at_any_time_however_slow_and_lossy_the_way_to_the_server_is(rounds):
+def test_at_most_one_leads_over_a_slow_and_lossy_network(rounds):
     server, time = Server(), 0
     identities = ("a", "b", "c", "a")  # two processes of one
     candidates = [Election(each, RENEW_WITHIN) for each in identities]

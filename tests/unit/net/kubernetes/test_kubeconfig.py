@@ -17,33 +17,33 @@ users: [{name: me, user: {}}]
 """
 
 
-async def test_a_file_that_kubectl_reads_says_where_the_server_is(tmp_path):
+async def test_kubeconfig_gives_the_servers_address(tmp_path):
     file = tmp_path / "config"
     file.write_text(USABLE)
 
     assert (await api_configuration(str(file))).host == "http://127.0.0.1:8001"
 
 
-async def test_a_file_that_is_not_there_is_named_with_what_to_do():
-    with pytest.raises(KubernetesError, match=r"^kubeconfig: /nowhere: No such file; name the one that kubectl"):
+async def test_missing_kubeconfig_is_named_with_advice():
+    with pytest.raises(KubernetesError, match=r"^kubeconfig: /nowhere: No such file; name the file that kubectl"):
         await api_configuration("/nowhere")
 
 
 @pytest.mark.parametrize("content", ["", "text", "[1]", "a: [", "\0", "apiVersion: v1"])
-async def test_a_file_of_something_else_is_refused_in_one_line_that_names_it(content, tmp_path):
+async def test_invalid_kubeconfig_is_refused_in_one_line(content, tmp_path):
     file = tmp_path / "config"
     file.write_text(content)
 
-    with pytest.raises(KubernetesError, match=rf"^kubeconfig: {file}: cannot be used as one: \S.*\Z"):
+    with pytest.raises(KubernetesError, match=rf"^kubeconfig: {file}: is not a usable kubeconfig: \S.*\Z"):
         await api_configuration(str(file))
 
 
-async def test_a_folder_is_no_such_file(tmp_path):
+async def test_folder_is_not_a_kubeconfig(tmp_path):
     with pytest.raises(KubernetesError, match="Is a directory"):
         await api_configuration(str(tmp_path))
 
 
-async def test_outside_of_a_pod_a_file_has_to_be_named(monkeypatch):
+async def test_kubeconfig_is_required_outside_of_a_pod(monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(KubernetesError, match=r"^kubeconfig: is needed outside of a pod: "):
+    with pytest.raises(KubernetesError, match=r"^kubeconfig: is required outside of a pod: "):
         await api_configuration("")

@@ -30,7 +30,7 @@ def depth_of(content):
 
 
 @pytest.mark.parametrize(("opens", "closes"), [(b'{"a":', b"}"), (b"[", b"]")])
-def test_what_lies_deeper_is_null_and_the_rest_is_as_it_was(opens, closes):
+def test_deeper_levels_become_null(opens, closes):
     for depth in (0, 1, DEEPEST):
         content = nested(depth, opens, closes)
         assert shallow(content) == content
@@ -38,7 +38,7 @@ def test_what_lies_deeper_is_null_and_the_rest_is_as_it_was(opens, closes):
         assert depth_of(shallow(nested(depth, opens, closes))) == (DEEPEST, None)
 
 
-def test_what_stands_beside_it_stays():
+def test_fields_beside_a_deep_one_stay():
     content = b'{"before": "[{", "deep": %b, "after": "\\"]}", "more": [1, {"b": 2}]}' % nested(5000)
 
     found = msgspec.json.decode(shallow(content))
@@ -47,7 +47,7 @@ def test_what_stands_beside_it_stays():
 
 
 @pytest.mark.parametrize("content", [b"", b'"', b"]]]", b'{"a', nested(5000)[:-10], nested(5000)[:6000], b"[" * 5000])
-def test_what_is_no_json_stays_none(content):
+def test_invalid_json_stays_invalid(content):
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(shallow(content))
 
@@ -61,7 +61,7 @@ def in_turns(levels):
 
 
 @pytest.mark.parametrize("levels", [1, DEEPEST, DEEPEST + 1, 900])
-def test_what_is_read_already_is_cut_at_the_same_depth(levels):
+def test_decoded_objects_are_cut_at_the_same_depth(levels):
     found = in_turns(levels)
     prune(found)
 
@@ -69,7 +69,7 @@ def test_what_is_read_already_is_cut_at_the_same_depth(levels):
 
 
 @pytest.mark.parametrize("levels", [120, 500, 900, 2000])
-def test_a_request_however_deep_has_an_answer(levels):
+def test_request_of_any_depth_gets_an_answer(levels):
     request = msgspec.json.encode({"metadata": {"name": "a"}, "spec": FEASIBLE | {"podTemplate": None}})
     request = request.replace(b"null", nested(levels))
     try:

@@ -16,11 +16,11 @@ def a_lease(renewed):
 
 
 @pytest.mark.parametrize("off", [-HOUR, HOUR], ids=["behind", "ahead"])
-def test_what_is_news_was_renewed_when_it_was_heard_of(off):
+def test_news_of_a_lease_counts_as_renewed_on_arrival(off):
     assert a_lease(NOW + off).heard(NOW, None, news=True).renewed == NOW
 
 
-def test_what_was_there_before_us_is_as_old_as_it_says_and_never_younger_than_now():
+def test_first_listed_lease_keeps_its_age():
     assert a_lease(NOW - HOUR).heard(NOW, None, news=False).renewed == NOW - HOUR
     assert a_lease(NOW + HOUR).heard(NOW, None, news=False).renewed == NOW
 

@@ -8,7 +8,7 @@ from fleet.net.kubernetes.ports import NameTaken, ObjectConflict
 from fleet.net.kubernetes.views import NamedObject, ObjectMetadata, OwnerReference
 from operators.controller.applier import Applier
 from operators.controller.reconcile import Apply
-from operators.observed.observe import InformerCaches
+from operators.observed.caches import InformerCaches
 from operators.telemetry import OperatorMetrics
 
 
@@ -51,27 +51,27 @@ def a_hand(cluster, store):
     return Applier(cluster, store, lambda: True, OperatorMetrics(CollectorRegistry()), "one")
 
 
-async def test_what_became_somebody_elses_after_it_was_decided_on_is_left_alone():
+async def test_object_taken_over_by_others_is_left_alone():
     cluster, store = Cluster(a_service("theirs")), InformerCaches()
     store.of(kinds.SERVICE, NamedObject).put(a_service("theirs"))
 
-    with pytest.raises(ObjectConflict, match="Service dd-router is somebody else's"):
+    with pytest.raises(ObjectConflict, match="Service dd-router belongs to somebody else"):
         await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
 
     assert cluster.written == []
 
 
-async def test_a_name_that_turns_out_to_be_taken_is_known_afterwards():
+async def test_taken_name_is_in_the_cache_afterwards():
     cluster, store = Cluster(a_service("theirs")), InformerCaches()
 
-    with pytest.raises(ObjectConflict, match="Service dd-router is there already"):
+    with pytest.raises(ObjectConflict, match="Service dd-router exists already"):
         await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
 
     assert cluster.written == []
     assert store.of(kinds.SERVICE, NamedObject).get("ns", "dd-router") == a_service("theirs")
 
 
-async def test_what_is_ours_is_changed_by_its_uid_and_what_is_not_there_is_made_without_one():
+async def test_known_object_is_applied_by_uid_and_new_one_created():
     cluster, store = Cluster(), InformerCaches()
     hand = a_hand(cluster, store)
 

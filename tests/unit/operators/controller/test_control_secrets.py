@@ -54,7 +54,7 @@ async def loaded(cluster: Cluster) -> ControlSecrets:
     return secrets
 
 
-async def test_the_operators_secret_is_made_once_and_read_again():
+async def test_operators_secret_is_created_once_and_read_again():
     cluster = Cluster()
     first = await loaded(cluster)
     assert cluster.asked == ["get", "create", "get"]
@@ -65,7 +65,7 @@ async def test_the_operators_secret_is_made_once_and_read_again():
     assert cluster.asked[3:] == ["get"]
 
 
-async def test_deployments_have_secrets_that_differ():
+async def test_deployments_have_different_secrets():
     secrets = await loaded(Cluster())
 
     contents = {secrets.of(*of) for of in (("dev", "tiny"), ("dev", "large"), ("prod", "tiny"))}
@@ -85,7 +85,7 @@ async def test_without_a_name_there_are_no_secrets():
 @pytest.mark.parametrize(
     "data", [{"other": "x"}, {"secret": "!"}, {"secret": base64.b64encode(b"short").decode()}], ids=str
 )
-async def test_a_secret_that_is_none_is_named(data):
+async def test_unusable_secret_is_named(data):
     with pytest.raises(UnusableSecret, match="Secret fleet/own: "):
         await loaded(Cluster(**data))
 
@@ -110,14 +110,14 @@ def test_pods_get_the_secret_and_settings_name_its_file():
         assert mount in spec["containers"][0]["volumeMounts"]
 
 
-def test_routers_without_a_secret_say_that_their_network_is_trusted():
+def test_routers_without_a_secret_trust_their_network():
     settings = router_settings(a_deployment())
 
     assert settings["control_credentials"] == {"insecure": True}
     assert msgspec.convert(settings, RouterSettings)
 
 
-def test_workers_without_a_secret_say_that_their_network_is_trusted():
+def test_workers_without_a_secret_trust_their_network():
     deployment = a_deployment()
     (worker,) = deployment.workers
 

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from operators.api.disagg_deployment import DisaggDeploymentSpec
-from operators.controller.reconcile import DIGEST, Apply, DeletePod, Remove, Scale, SetDeletionCost, reconcile
+from operators.controller.reconcile import Apply, DeletePod, Remove, Scale, SetDeletionCost, reconcile
 from operators.manifests.names import REVISION, ROLE, DesiredDeployment
+from operators.manifests.objects import DIGEST
 from operators.manifests.pods import Images
 from operators.observed.state import ApiRefusal, ObservedChild, ObservedRouter, ObservedState, PodDeletionCost
 from operators.scaling import RevisionReplicas
@@ -32,7 +33,7 @@ class Cluster:
         self.writes = []
         self.registers = True
 
-    def seen(self, foreign=frozenset()):
+    def observed(self, foreign=frozenset()):
         children = []
         for (kind, name), each in self.objects.items():
             labels = each["metadata"].get("labels", {})
@@ -89,14 +90,14 @@ class Cluster:
                     assert "configMap" not in volume or ("ConfigMap", volume["configMap"]["name"]) in self.objects
 
     def pass_time(self):
-        for each in self.seen().children:
+        for each in self.observed().children:
             asked, pods, leaving = each.replicas.asked, each.replicas.pods, each.replicas.leaving
             self.pods[each.kind, each.name] = (asked, min(asked, pods), max(0, pods - asked) if not leaving else 0)
 
-    def settle(self, wish, most=100):
+    def settle(self, desired, most=100):
         """The last status, when nothing is left to do."""
         for _ in range(most):
-            outcome = reconcile(wish, self.seen(), IMAGES, NOW)
+            outcome = reconcile(desired, self.observed(), IMAGES, NOW)
             for action in outcome.actions:
                 self.do(action)
             self.conditions = outcome.status.conditions
@@ -112,10 +113,10 @@ def condition(status, kind):
 
 
 def replicas(cluster):
-    return {each.role: each.replicas.asked for each in cluster.seen().children}
+    return {each.role: each.replicas.asked for each in cluster.observed().children}
 
 
-def test_an_empty_cluster_becomes_what_is_wished_and_then_nothing_more_is_written():
+def test_empty_cluster_reaches_desired_state_and_rests():
     cluster = Cluster()
 
     status = cluster.settle(a_wish())
@@ -123,23 +124,23 @@ def test_an_empty_cluster_becomes_what_is_wished_and_then_nothing_more_is_writte
     assert condition(status, "Ready").status == "True"
     assert (status.ratio, status.ready_roles) == ("1:2", "3/3")
     assert replicas(cluster) == {"prefill": 1, "decode": 2}
-    assert reconcile(a_wish(), cluster.seen(), IMAGES, LATER).actions == ()
+    assert reconcile(a_wish(), cluster.observed(), IMAGES, LATER).actions == ()
 
 
-def test_a_new_specification_rolls_out_and_leaves_nothing_of_the_old_one():
+def test_new_specification_rolls_out_completely():
     cluster = Cluster()
     old = cluster.settle(a_wish()).update_revision
 
     status = cluster.settle(a_wish(image="another"))
 
     assert status.update_revision != old
-    assert {each.replicas.revision for each in cluster.seen().children} == {status.update_revision}
+    assert {each.replicas.revision for each in cluster.observed().children} == {status.update_revision}
     assert not any(old in name for _, name in cluster.objects)
     assert replicas(cluster) == {"prefill": 1, "decode": 2}
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_operator_that_dies_after_any_write_ends_at_the_same(seed):
+def test_operator_killed_after_any_write_reaches_the_same_end(seed):
     chance = random.Random(seed)
     wishes = [a_wish(), a_wish(image="another"), a_wish(suspend=True), a_wish(balance={"gpuBudget": 3})]
     last = chance.choice(wishes)
@@ -148,7 +149,7 @@ def test_an_operator_that_dies_after_any_write_ends_at_the_same(seed):
 
     cluster = Cluster()
     for _ in range(chance.randint(1, 15)):
-        actions = reconcile(chance.choice(wishes), cluster.seen(), IMAGES, NOW).actions
+        actions = reconcile(chance.choice(wishes), cluster.observed(), IMAGES, NOW).actions
         for action in actions[: chance.randint(0, len(actions))]:  # and there it dies
             cluster.do(action)
         cluster.pass_time()
@@ -161,21 +162,21 @@ def test_an_operator_that_dies_after_any_write_ends_at_the_same(seed):
     assert replicas(cluster) == replicas(expected)
 
 
-def test_replicas_of_a_scaled_role_are_the_scalers_and_the_specifications_only_at_the_start():
-    def wish(count):
+def test_scaled_role_follows_its_scaler():
+    def desired(count):
         return a_wish(
             {"name": "all", "type": "aggregated", "replicas": count, "scaling": {"mode": "External", "most": 5}}
         )
 
     cluster = Cluster()
-    cluster.settle(wish(2))
+    cluster.settle(desired(2))
     assert replicas(cluster) == {"all": 2}
 
-    cluster.settle(wish(4))
+    cluster.settle(desired(4))
     assert replicas(cluster) == {"all": 2}
 
     cluster.do(Scale("RoleScaler", "dd-all", 9))
-    status = cluster.settle(wish(4))
+    status = cluster.settle(desired(4))
     assert replicas(cluster) == {"all": 5}
     assert status.roles[0].desired == 5
     assert not [
@@ -183,7 +184,7 @@ def test_replicas_of_a_scaled_role_are_the_scalers_and_the_specifications_only_a
     ][1:]
 
 
-def test_what_somebody_else_made_under_our_name_is_left_alone_and_told():
+def test_foreign_object_with_our_name_is_left_and_reported():
     outcome = reconcile(a_wish(), ObservedState(foreign=frozenset({("Service", "dd-router")})), IMAGES, NOW)
 
     assert not [
@@ -195,7 +196,7 @@ def test_what_somebody_else_made_under_our_name_is_left_alone_and_told():
     assert "Service dd-router" in condition(outcome.status, "Degraded").message
 
 
-def test_a_budget_that_is_too_small_is_told_in_a_condition():
+def test_too_small_budget_is_a_condition():
     roles = [
         {"name": name, "type": name, "replicas": 2, "gpus": {"perReplica": 4}, "parallelism": {"tensor": 4}}
         for name in ("prefill", "decode")
@@ -209,18 +210,18 @@ def test_a_budget_that_is_too_small_is_told_in_a_condition():
     assert "1 of 2" in condition(status, "ScalingLimited").message
 
 
-def test_a_condition_keeps_its_instant_while_its_status_is_the_same():
+def test_condition_keeps_its_time_while_status_is_equal():
     cluster = Cluster()
     cluster.settle(a_wish())
 
-    same = reconcile(a_wish(), cluster.seen(), IMAGES, LATER).status
-    changed = reconcile(a_wish(image="another"), cluster.seen(), IMAGES, LATER).status
+    same = reconcile(a_wish(), cluster.observed(), IMAGES, LATER).status
+    changed = reconcile(a_wish(image="another"), cluster.observed(), IMAGES, LATER).status
 
     assert condition(same, "Ready").last_transition_time == NOW
     assert condition(changed, "Ready").last_transition_time == LATER
 
 
-def test_a_role_that_is_not_wished_any_more_is_emptied_and_then_removed():
+def test_removed_role_is_emptied_then_deleted():
     aside = {"name": "aside", "type": "aggregated"}
     both = [{"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"}]
     cluster = Cluster()
@@ -232,23 +233,25 @@ def test_a_role_that_is_not_wished_any_more_is_emptied_and_then_removed():
     assert not [name for kind, name in cluster.objects if name.startswith("dd-aside-")]
 
 
-def actions(seen, wish=None):
-    return reconcile(wish or a_wish(), seen, IMAGES, NOW).actions
+def actions(observed, desired=None):
+    return reconcile(desired or a_wish(), observed, IMAGES, NOW).actions
 
 
-def test_before_replicas_go_it_is_said_what_each_would_cost_to_lose_where_that_is_known_and_new():
+def test_deletion_costs_are_annotated_before_scale_down():
     cluster = Cluster()
     cluster.settle(a_wish())
-    wish = a_wish({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
-    seen = cluster.seen()
-    [child] = [each for each in seen.children if each.role == "decode"]
-    worths = (
+    desired = a_wish({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
+    observed = cluster.observed()
+    [child] = [each for each in observed.children if each.role == "decode"]
+    deletion_costs = (
         PodDeletionCost(pod="a", blocks=5),
         PodDeletionCost(pod="b", blocks=7, said="7"),
         PodDeletionCost(pod="c", blocks=None),
     )
 
-    said = actions(msgspec.structs.replace(seen, worths={("decode", child.replicas.revision): worths}), wish)
+    said = actions(
+        msgspec.structs.replace(observed, deletion_costs={("decode", child.replicas.revision): deletion_costs}), desired
+    )
 
     assert said == (SetDeletionCost("a", 5), Scale("Deployment", child.name, 1, 2))
 
@@ -263,10 +266,10 @@ def test_before_replicas_go_it_is_said_what_each_would_cost_to_lose_where_that_i
         ((0, 1, 2), {0: 3, 1: 3, 2: 3}, [2]),
     ],
 )
-def test_of_groups_the_one_goes_whose_warm_blocks_are_worth_least(ready, warm, gone):
-    wish = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
-    seen = settled_seen(wish)
-    [child] = seen.children
+def test_group_with_fewest_warm_blocks_goes_first(ready, warm, gone):
+    desired = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
+    observed = settled_seen(desired)
+    [child] = observed.children
     groups = msgspec.structs.replace(
         child,
         kind="StatefulSet",
@@ -276,7 +279,7 @@ def test_of_groups_the_one_goes_whose_warm_blocks_are_worth_least(ready, warm, g
         warm={f"x-{index}": blocks for index, blocks in warm.items()},
     )
 
-    said = actions(msgspec.structs.replace(seen, children=(groups,)), wish)
+    said = actions(msgspec.structs.replace(observed, children=(groups,)), desired)
 
     assert [each for each in said if isinstance(each, Remove)] == [
         Remove("StatefulSet", f"x-{index}") for index in gone
@@ -284,41 +287,43 @@ def test_of_groups_the_one_goes_whose_warm_blocks_are_worth_least(ready, warm, g
 
 
 @pytest.mark.parametrize(("container", "ends"), [({"command": ["serve"]}, [DeletePod("p")]), ({"args": ["--x"]}, [])])
-def test_a_half_of_a_group_is_given_back_and_of_foreign_engines_who_was_left_behind_begins_anew(container, ends):
+def test_half_group_is_removed_and_left_behind_pods_restart(container, ends):
     template = {"spec": {"containers": [{"name": "main"} | container]}}
-    wish = a_wish({"name": "all", "type": "aggregated", "podTemplate": template})
-    seen = settled_seen(wish)
-    [child] = seen.children
+    desired = a_wish({"name": "all", "type": "aggregated", "podTemplate": template})
+    observed = settled_seen(desired)
+    [child] = observed.children
     torn = msgspec.structs.replace(
         child, kind="StatefulSet", members=("x-0", "x-1"), halves=("x-0", "x-1"), left_behind=("p",)
     )
 
-    said = actions(msgspec.structs.replace(seen, children=(torn,)), wish)
+    said = actions(msgspec.structs.replace(observed, children=(torn,)), desired)
 
     assert [each for each in said if isinstance(each, Remove | DeletePod)] == [Remove("StatefulSet", "x-1"), *ends]
 
 
-def settled_seen(wish):
+def settled_seen(desired):
     cluster = Cluster()
-    cluster.settle(wish)
-    return cluster.seen()
+    cluster.settle(desired)
+    return cluster.observed()
 
 
-def test_afresh_everything_is_applied_again_with_the_replicas_that_are_there():
-    seen = settled_seen(a_wish())
+def test_afresh_applies_everything_with_current_replicas():
+    observed = settled_seen(a_wish())
 
-    again = actions(msgspec.structs.replace(seen, afresh=True))
+    again = actions(msgspec.structs.replace(observed, afresh=True))
 
-    assert {(each.manifest["kind"], each.manifest["metadata"]["name"]) for each in again} == set(seen.digests)
+    assert {(each.manifest["kind"], each.manifest["metadata"]["name"]) for each in again} == set(observed.digests)
     assert {each.manifest["spec"]["replicas"] for each in again if each.manifest["kind"] == "Deployment"} == {1, 2}
-    assert actions(seen) == ()
+    assert actions(observed) == ()
 
 
-def test_workers_that_no_router_knows_are_not_ready_and_unknown_is_not_the_same_as_none():
+def test_unregistered_workers_are_not_ready():
     cluster = Cluster()
     cluster.registers = False
     status = cluster.settle(a_wish())
-    nobody = reconcile(a_wish(), msgspec.structs.replace(cluster.seen(), registrations_known=True), IMAGES, NOW).status
+    nobody = reconcile(
+        a_wish(), msgspec.structs.replace(cluster.observed(), registrations_known=True), IMAGES, NOW
+    ).status
 
     assert (condition(status, "Ready").reason, condition(status, "RolesRegistered").status) == (
         "RegistrationUnknown",
@@ -330,7 +335,7 @@ def test_workers_that_no_router_knows_are_not_ready_and_unknown_is_not_the_same_
     )
 
 
-def test_what_the_api_server_refuses_is_why_it_is_not_ready():
+def test_api_refusal_is_the_reason_of_not_ready():
     refusal = ApiRefusal("Deployment", "dd-all", "Invalid", "spec.x: must be positive")
 
     status = reconcile(a_wish(), ObservedState(refusals=(refusal,)), IMAGES, NOW).status
@@ -339,16 +344,16 @@ def test_what_the_api_server_refuses_is_why_it_is_not_ready():
     assert condition(status, "Ready").message == "Deployment dd-all: spec.x: must be positive"
 
 
-def test_a_router_that_is_scaled_otherwise_is_applied_again():
-    seen = settled_seen(a_wish())
-    scaled = msgspec.structs.replace(seen, router=msgspec.structs.replace(seen.router, asked=5))
+def test_router_with_edited_scale_is_applied_again():
+    observed = settled_seen(a_wish())
+    scaled = msgspec.structs.replace(observed, router=msgspec.structs.replace(observed.router, asked=5))
 
     [again] = actions(scaled)
 
     assert (again.manifest["metadata"]["name"], again.manifest["spec"]["replicas"]) == ("dd-router", 1)
 
 
-def test_where_a_rollout_has_no_room_it_says_so():
+def test_rollout_without_room_is_reported():
     gpus = {"gpus": {"perReplica": 1}, "balance": {"gpuBudget": 3}}
     roles = [
         {"name": name, "type": name, "replicas": count, "gpus": gpus["gpus"]}

@@ -4,8 +4,9 @@ import msgspec
 
 from fleet.net.kubernetes.views import CustomObject, ObjectMetadata, OwnerReference
 from operators.api.serving_request import ServingRequestSpec
-from operators.controller.reconcile import DIGEST, Apply
-from operators.controller.serving_request import actions, misread, status
+from operators.controller.reconcile import Apply
+from operators.controller.serving_request import actions, status, unreadable_status
+from operators.manifests.objects import DIGEST
 from operators.observed.state import ApiRefusal
 from operators.proposals import propose
 
@@ -59,7 +60,7 @@ def conditions(said):
     return {each.type: (each.status, each.reason) for each in said.conditions}
 
 
-def test_a_request_that_is_to_be_applied_is_made_once_and_owned_by_it():
+def test_applied_request_creates_one_owned_deployment():
     [made] = decided(a_request())
 
     assert isinstance(made, Apply)
@@ -70,7 +71,7 @@ def test_a_request_that_is_to_be_applied_is_made_once_and_owned_by_it():
     assert decided(a_request(), as_made(made), afresh=True) == (made,)
 
 
-def test_a_request_that_is_not_to_be_applied_writes_nothing_and_proposes_what_it_would():
+def test_unapplied_request_only_proposes():
     request = a_request(apply=False)
 
     assert decided(request) == ()
@@ -86,7 +87,7 @@ def test_a_request_that_is_not_to_be_applied_writes_nothing_and_proposes_what_it
     assert set(said.proposal["metadata"]) == {"name"}
 
 
-def test_another_answer_is_written_over_the_one_before():
+def test_new_proposal_replaces_the_former():
     [before] = decided(a_request())
     [after] = decided(a_request(workload=SPEC["workload"] | {"requestsPerMinute": 60}), as_made(before))
 
@@ -94,7 +95,7 @@ def test_another_answer_is_written_over_the_one_before():
     assert (roles(before)["workers"], roles(after)["workers"]) == (3, 1)
 
 
-def test_what_is_somebody_elses_is_left_alone():
+def test_foreign_deployment_is_left_alone():
     [made] = decided(a_request())
     for owner in ("", "another-uid"):
         theirs = as_made(made, owner=owner)
@@ -106,7 +107,7 @@ def test_what_is_somebody_elses_is_left_alone():
         assert said.deployment == ""
 
 
-def test_what_cannot_be_kept_any_more_changes_nothing_of_what_is_there():
+def test_infeasible_request_keeps_its_deployment():
     [made] = decided(a_request())
     request = a_request(generation=2, **IMPOSSIBLE)
 
@@ -126,7 +127,7 @@ def roles(made):
     return {role["name"]: role.get("replicas", 1) for role in made.manifest["spec"]["roles"]}
 
 
-def test_roles_of_before_are_emptied_and_go_when_their_last_pod_has_gone():
+def test_former_roles_are_emptied_before_removal():
     request = a_request(generation=2, **APART)
     [before] = decided(a_request())
     running = {"observedGeneration": 1, "roles": [{"name": "workers", "replicas": 3, "draining": 0}]}
@@ -151,7 +152,7 @@ def test_roles_of_before_are_emptied_and_go_when_their_last_pod_has_gone():
     assert decided(request, as_made(left, status=gone, generation=3)) == ()
 
 
-def test_a_request_is_ready_when_its_deployment_says_so_of_what_it_says_now():
+def test_request_is_ready_with_its_current_deployment():
     [made] = decided(a_request())
     ready = {"type": "Ready", "status": "True", "reason": "AllRolesReady", "observedGeneration": 1}
 
@@ -163,7 +164,7 @@ def test_a_request_is_ready_when_its_deployment_says_so_of_what_it_says_now():
     assert (said.phase, said.deployment) == ("Ready", "please")
 
 
-def test_what_the_api_server_refuses_is_the_reason():
+def test_api_refusal_is_the_requests_reason():
     refusal = ApiRefusal("DisaggDeployment", "please", "Invalid", "spec.roles: too many")
 
     said = told(a_request(), None, (refusal,))
@@ -172,6 +173,6 @@ def test_what_the_api_server_refuses_is_the_reason():
     assert next(each.message for each in said.conditions if each.type == "Applied") == "spec.roles: too many"
 
 
-def test_a_request_of_a_later_version_is_not_guessed_at():
-    said = misread(a_request(), "spec.objective: Object contains unknown field", NOW)
+def test_request_of_a_later_version_is_refused():
+    said = unreadable_status(a_request(), "spec.objective: Object contains unknown field", NOW)
     assert conditions(said) == {"Feasible": ("False", "SpecificationRefused")}

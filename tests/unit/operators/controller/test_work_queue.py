@@ -10,7 +10,7 @@ from operators.controller.work_queue import LONGEST, SHORTEST, WorkQueue
 MOST = 4
 
 
-def test_a_key_that_is_asked_for_in_hand_comes_again_afterwards():
+def test_key_requested_in_progress_runs_again_afterwards():
     queue = WorkQueue(MOST)
     queue.add("a", Nanos(0))
     assert queue.take(Nanos(0)) == "a"
@@ -23,7 +23,7 @@ def test_a_key_that_is_asked_for_in_hand_comes_again_afterwards():
     assert [queue.take(Nanos(3)), queue.take(Nanos(3))] == ["a", None]
 
 
-def test_the_pause_doubles_up_to_a_limit_and_a_success_makes_it_short_again():
+def test_pause_doubles_to_a_limit_and_success_resets_it():
     queue, now, pauses = WorkQueue(MOST), Nanos(0), []
     queue.add("a", now)
     for _ in range(20):
@@ -42,7 +42,7 @@ def test_the_pause_doubles_up_to_a_limit_and_a_success_makes_it_short_again():
     assert queue.next() - now == SHORTEST
 
 
-def test_events_do_not_shorten_a_pause_but_a_new_wish_does():
+def test_new_specification_ends_a_pause_but_events_do_not():
     queue = WorkQueue(MOST)
     queue.add("a", Nanos(0))
     queue.take(Nanos(0))
@@ -55,7 +55,7 @@ def test_events_do_not_shorten_a_pause_but_a_new_wish_does():
     assert queue.take(Nanos(8 * SECOND)) == "a"
 
 
-def test_what_has_no_room_is_told_and_not_kept():
+def test_key_without_room_sets_overflown():
     queue = WorkQueue(2)
     for key in "abc":
         queue.add(key, Nanos(0))

@@ -57,11 +57,11 @@ def check(made):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_what_was_made_is_something_that_the_operator_can_go_on_with(path):
+def test_imported_deployment_works_with_the_operator(path):
     check(imported(documents(path.stem)))
 
 
-def test_pools_that_split_prompts_become_roles_and_their_numbers_stay():
+def test_prefill_and_decode_pools_become_roles():
     _, (spec,) = made_of("stack-split")
 
     roles = {role.name: role for role in spec.roles}
@@ -80,7 +80,7 @@ def test_pools_that_split_prompts_become_roles_and_their_numbers_stay():
     assert (spec.kv_transfer.paths, spec.kv_transfer.store_memory) == (("direct", "store"), "20G")
 
 
-def test_what_a_pod_is_given_is_taken_over_and_flags_become_settings():
+def test_pod_fields_are_kept_and_flags_become_settings():
     _, (spec,) = made_of("stack-split")
 
     pod = spec.roles[0].pod_template
@@ -99,7 +99,7 @@ def test_what_a_pod_is_given_is_taken_over_and_flags_become_settings():
     ]
 
 
-def test_everything_without_an_equal_is_named_by_its_path():
+def test_fields_without_equivalent_are_noted_by_path():
     made, _ = made_of("stack-split")
 
     entry = "servingEngineSpec.modelSpec[0]"
@@ -140,7 +140,7 @@ PASSED_ON = ("--hf-token: goes", "--ssl-keyfile-password: goes")
 
 
 @pytest.mark.parametrize("arguments", SECRET_ARGUMENTS)
-def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_graph(arguments):
+def test_secret_flag_is_dropped_from_a_graph(arguments):
     variables = [{"name": "HF_TOKEN", "value": SECRET}]
     for name, service in (("graph-v1alpha1", "VllmDecodeWorker"), ("graph-v1beta1", "decode")):
         *_, graph = documents(name)
@@ -161,7 +161,7 @@ def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_graph(arguments):
 
 
 @pytest.mark.parametrize("arguments", SECRET_ARGUMENTS)
-def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_stack(arguments):
+def test_secret_flag_is_dropped_from_a_stack(arguments):
     (values,) = documents("stack-alike")
     entry = values["servingEngineSpec"]["modelSpec"][3]
     entry["env"] = [{"name": "HF_TOKEN", "value": SECRET}]
@@ -173,7 +173,7 @@ def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_stack(arguments):
     assert not any(note.message.startswith(PASSED_ON) for note in made.notes)
 
 
-def test_who_left_a_secret_flag_out_says_where_it_belongs():
+def test_note_says_where_a_dropped_secret_belongs():
     notes = []
     assert settings_of({"hf-token": SECRET, "otlp-password": SECRET, "max-num-seqs": "2"}, "p", notes) == [
         "--set",
@@ -185,7 +185,7 @@ def test_who_left_a_secret_flag_out_says_where_it_belongs():
     ]
 
 
-def test_containers_beside_the_engines_keep_what_is_no_secret():
+def test_sidecars_keep_everything_but_secrets():
     variables = [{"name": "LOG_API_KEY", "value": SECRET}, {"name": "LEVEL", "value": "info"}]
     beside = {"name": "logs", "image": "i", "env": variables}
     _, older = documents("graph-v1alpha1")
@@ -223,16 +223,16 @@ def test_containers_beside_the_engines_keep_what_is_no_secret():
         ("tokenizer-mode", "slow", False),
     ],
 )
-def test_secrets_are_known_by_their_names_and_amounts_of_tokens_are_none(name, value, secret):
+def test_secrets_are_known_by_name_but_not_token_numbers(name, value, secret):
     assert is_secret(name, value) == secret
 
 
-def test_what_only_a_pod_knows_is_not_taken_for_empty():
+def test_pod_variables_are_not_taken_for_empty():
     from_secret = {"name": "PLACE", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
     assert variables_of([{"name": "A", "value": 1}, from_secret, {"name": "B"}]) == {"A": "1", "B": ""}
 
 
-def test_one_model_is_one_deployment_whatever_its_entries_are_called_and_another_is_another():
+def test_each_model_becomes_one_deployment():
     made, specs = made_of("stack-alike")
 
     alike, wide, small = specs
@@ -250,14 +250,14 @@ def test_one_model_is_one_deployment_whatever_its_entries_are_called_and_another
 @pytest.mark.parametrize(
     ("logic", "policy"), [("roundrobin", "round_robin"), ("session", "sticky"), ("kvaware", "fleet"), ("new", "fleet")]
 )
-def test_ways_of_routing_become_policies_and_unknown_ones_are_noted(logic, policy):
+def test_routing_becomes_policy_or_a_note(logic, policy):
     (values,) = documents("stack-alike")
     made = imported([values | {"routerSpec": {"routingLogic": logic}}])
     assert msgspec.convert(made.objects[0]["spec"], DisaggDeploymentSpec).routing.policy == policy
     assert ("routerSpec.routingLogic" in noted(made)) == (logic == "new")
 
 
-def test_services_of_the_older_version_become_roles():
+def test_v1alpha1_services_become_roles():
     made, (spec,) = made_of("graph-v1alpha1")
 
     assert made.objects[0]["metadata"] == {"name": "qwen-split", "namespace": "inference"}
@@ -284,7 +284,7 @@ def test_services_of_the_older_version_become_roles():
     }
 
 
-def test_where_an_engines_nodes_meet_is_the_operators_to_say():
+def test_rendezvous_flags_of_ranks_are_dropped():
     (graph, *_) = [each for each in documents("graph-v1alpha1") if "services" in each.get("spec", {})]
     worker = graph["spec"]["services"]["VllmDecodeWorker"]["extraPodSpec"]["mainContainer"]
     before = imported(deepcopy([graph]))
@@ -293,7 +293,7 @@ def test_where_an_engines_nodes_meet_is_the_operators_to_say():
     assert imported([graph]) == before, "such flags are no settings of a worker, and are neither passed on nor a loss"
 
 
-def test_a_connector_that_keeps_blocks_becomes_a_store_where_our_workers_can_have_one():
+def test_graph_connector_becomes_a_store_where_possible():
     *_, graph = documents("graph-v1alpha1")
     services = graph["spec"]["services"]
     decode = services["VllmDecodeWorker"]
@@ -315,7 +315,7 @@ def test_a_connector_that_keeps_blocks_becomes_a_store_where_our_workers_can_hav
 
 
 @pytest.mark.parametrize(("stages", "stored"), [(1, True), (2, False)])
-def test_a_stack_that_keeps_blocks_gets_a_store_where_our_workers_can_have_one(stages, stored):
+def test_stack_offloading_becomes_a_store_where_possible(stages, stored):
     (values,) = documents("stack-alike")
     wide = values["servingEngineSpec"]["modelSpec"][2]
     wide["vllmConfig"]["pipelineParallelSize"] = stages
@@ -325,13 +325,13 @@ def test_a_stack_that_keeps_blocks_gets_a_store_where_our_workers_can_have_one(s
     assert ("servingEngineSpec.modelSpec" in noted(made)) != stored
 
 
-def test_how_ranks_are_started_is_our_workers_own_business():
+def test_executor_flags_are_dropped():
     notes = []
     assert settings_of({"distributed-executor-backend": "ray"}, "p", notes) == []
     assert not notes
 
 
-def test_what_contradicts_itself_is_refused_and_not_written():
+def test_contradictory_document_is_refused():
     roles = (RoleSpec(name="alone", type=RoleType.PREFILL),)
     with pytest.raises(ConfigurationRefused, match=r"it: spec\.roles: prefill and decode need each other"):
         document("it", DisaggDeploymentSpec(model=ModelSource(name="m"), roles=roles))
@@ -340,7 +340,7 @@ def test_what_contradicts_itself_is_refused_and_not_written():
         document("d" * 50, alone)
 
 
-def test_components_of_the_newer_version_become_roles_and_a_picker_the_routers_own():
+def test_v1beta1_components_become_roles_and_picker():
     made, (spec,) = made_of("graph-v1beta1")
 
     decode, prefill = spec.roles
@@ -357,7 +357,7 @@ def test_simulated_engines_stay_simulated():
     assert (spec.engine, spec.model.name, spec.roles[0].type) == ("simulated", "meta/llama-8b", "aggregated")
 
 
-def test_another_engine_is_noted_and_its_flags_stay_away():
+def test_other_engine_is_noted_and_its_flags_dropped():
     (graph,) = documents("graph-simulated")
     main = graph["spec"]["components"][1]["podTemplate"]["spec"]["containers"][0]
     main["command"] = ["python3", "-m", "dynamo.sglang"]
@@ -369,7 +369,7 @@ def test_another_engine_is_noted_and_its_flags_stay_away():
     assert any("sglang" in note.message for note in made.notes)
 
 
-def test_prefill_without_decode_and_gpus_without_ranks_are_put_right_and_noted():
+def test_unpaired_prefill_and_extra_gpus_are_corrected():
     (graph,) = documents("graph-simulated")
     worker = graph["spec"]["components"][1]
     worker |= {"type": "prefill", "multinode": {"nodeCount": 3}}
@@ -382,7 +382,7 @@ def test_prefill_without_decode_and_gpus_without_ranks_are_put_right_and_noted()
     assert len(made.notes) == 4
 
 
-def test_encoders_are_left_out_and_lists_that_are_aliases_of_each_other_stay_apart():
+def test_encoders_are_dropped_and_aliased_lists_copied():
     (graph,) = documents("graph-v1beta1")
     prefill, decode = graph["spec"]["components"][2], graph["spec"]["components"][1]
     prefill["sharedMemorySize"] = "1Gi"
@@ -395,7 +395,7 @@ def test_encoders_are_left_out_and_lists_that_are_aliases_of_each_other_stay_apa
     assert "spec.components[3]" in noted(made)
 
 
-def test_a_worker_beside_prefill_workers_decodes_although_older_versions_do_not_say_so():
+def test_plain_worker_beside_prefill_workers_decodes():
     _, graph = documents("graph-v1alpha1")
     decode = graph["spec"]["services"]["VllmDecodeWorker"]
     del decode["subComponentType"]
@@ -404,7 +404,7 @@ def test_a_worker_beside_prefill_workers_decodes_although_older_versions_do_not_
     assert [role["type"] for role in made.objects[0]["spec"]["roles"]] == ["decode", "prefill", "router"]
 
 
-def test_an_entrys_own_kv_role_says_what_it_does_where_the_router_names_no_labels():
+def test_kv_role_decides_without_router_labels():
     (values,) = documents("stack-split")
     del values["routerSpec"]["extraArgs"]
     made = imported([values])
@@ -415,7 +415,7 @@ def test_an_entrys_own_kv_role_says_what_it_does_where_the_router_names_no_label
     assert [role["type"] for role in made.objects[0]["spec"]["roles"]] == ["aggregated", "aggregated", "router"]
 
 
-def test_engines_that_are_off_stay_off():
+def test_disabled_engines_stay_disabled():
     (values,) = documents("stack-alike")
     values["servingEngineSpec"]["enableEngine"] = False
     made = imported([values])
@@ -423,7 +423,7 @@ def test_engines_that_are_off_stay_off():
     assert "servingEngineSpec.enableEngine" in noted(made)
 
 
-def test_one_name_is_for_one_deployment():
+def test_given_name_needs_a_single_deployment():
     assert imported(documents("graph-v1alpha1"), name="it").objects[0]["metadata"]["name"] == "it"
     with pytest.raises(ConfigurationRefused, match="becomes 3 deployments"):
         imported(documents("stack-alike"), name="it")
@@ -447,7 +447,7 @@ def test_one_name_is_for_one_deployment():
         ([{"kind": "DynamoGraphDeployment", "apiVersion": "nvidia.com/v1beta1"}], "spec: has no worker in it"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_its_path(content, said):
+def test_unreadable_field_is_refused_with_its_path(content, said):
     with pytest.raises(ConfigurationRefused) as refused:
         imported(content)
     assert said in str(refused.value)
@@ -462,7 +462,7 @@ def leaves(value, path=()) -> Iterator[tuple]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_whatever_stands_at_a_field_is_taken_or_refused(path):
+def test_any_value_of_a_field_is_accepted_or_refused(path):
     whole = documents(path.stem)
     chance = Random(path.stem)
     for where in leaves(whole):
@@ -495,7 +495,7 @@ def test_whatever_stands_at_a_field_is_taken_or_refused(path):
         ("VllmDecodeWorker", "vllm-decode-worker"),
     ],
 )
-def test_names_have_the_shape_of_ours(text, name):
+def test_names_get_a_valid_shape(text, name):
     assert Names("model").give(text) == name
 
 
@@ -517,11 +517,11 @@ def test_names_are_given_once():
         ([], ["--"], {}),
     ],
 )
-def test_command_lines_are_read_as_their_programs_do(command, args, named):
+def test_command_lines_are_parsed_like_their_programs_do(command, args, named):
     assert flags_of(command, args, {"X": "1"}).named == named
 
 
-def test_flags_that_carry_objects_are_noted_and_not_passed_on():
+def test_flags_with_objects_are_noted_and_dropped():
     notes = []
     assert settings_of({"a": '{"b": 1}', "c-d": "1"}, "p", notes) == ["--set", "vllm.extra_args.c_d=1"]
     assert [note.path for note in notes] == ["p"]

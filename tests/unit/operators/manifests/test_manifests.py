@@ -55,7 +55,7 @@ def settings_of(config, kind, **put_in):
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("paths", [["direct"], ["store", "direct"]], ids=["direct", "store"])
-def test_settings_of_all_pods_are_taken_by_our_own_processes(path, paths):
+def test_settings_of_all_pods_are_valid(path, paths):
     deployment = a_deployment(path, kvTransfer={"paths": paths, "storeMemory": "64Mi"})
 
     configs = of_kind(manifests(deployment), "ConfigMap")
@@ -71,7 +71,7 @@ def test_settings_of_all_pods_are_taken_by_our_own_processes(path, paths):
 
 
 @pytest.mark.parametrize("told", [{"enabled": False}, {"floorSeconds": 20, "ceilingSeconds": 600}])
-def test_workers_are_told_what_a_deployment_says_of_their_watchdog(told):
+def test_workers_get_the_deployments_watchdog_settings(told):
     deployment = a_deployment(watchdog=told)
     settings = [
         settings_of(each, WorkerSettings, worker_id="pod").watchdog
@@ -88,7 +88,7 @@ def test_workers_are_told_what_a_deployment_says_of_their_watchdog(told):
     assert all(each == expected for each in settings)
 
 
-def test_the_watchdog_of_a_deployment_has_the_defaults_of_a_workers():
+def test_deployment_watchdog_has_the_workers_defaults():
     asked, own = WatchdogSpec(), WatchdogSettings()
 
     assert (asked.enabled, asked.floor_seconds, asked.ceiling_seconds) == (
@@ -99,7 +99,7 @@ def test_the_watchdog_of_a_deployment_has_the_defaults_of_a_workers():
 
 
 @pytest.mark.parametrize("secret", ["", "redis-password"])
-def test_stores_of_all_workers_share_the_redis_that_is_named_and_its_password_is_a_file(secret):
+def test_all_stores_share_redis_with_password_from_a_file(secret):
     transfer = {"paths": ["store"], "redis": "rediss://cache.ns:6379/2", "redisSecret": secret}
     found = manifests(a_deployment(SAMPLES[0], kvTransfer=transfer))
 
@@ -137,7 +137,7 @@ def of_all(hub):
     return [hub | {"patience_seconds": PATIENCE_SECONDS}, hub, hub]
 
 
-def test_every_pod_that_is_told_a_repository_has_room_for_it_and_its_token_in_a_file():
+def test_pods_with_a_repository_have_cache_and_token_file():
     settings, volumes, mains = hub_parts(HUB_MODEL | {"tokenSecret": "hugging-face"})
     assert settings == of_all({"cache": "/hub", "token_file": "/etc/fleet-hub/token"})
     secret = {"secretName": "hugging-face", "items": [{"key": "token", "path": "token"}], "optional": True}
@@ -150,7 +150,7 @@ def test_every_pod_that_is_told_a_repository_has_room_for_it_and_its_token_in_a_
         assert "hugging-face" not in str(main["env"])
 
 
-def test_a_claim_may_keep_what_pods_fetch_and_a_mirror_may_have_it():
+def test_cache_claim_and_mirror_are_used():
     settings, volumes, _ = hub_parts(HUB_MODEL | {"cacheClaim": "models", "endpoint": "https://mirror.example/hub"})
     assert settings == of_all({"cache": "/hub", "endpoint": "https://mirror.example/hub"})
     assert volumes == 3 * [{"hub": {"name": "hub", "persistentVolumeClaim": {"claimName": "models"}}}]
@@ -159,14 +159,14 @@ def test_a_claim_may_keep_what_pods_fetch_and_a_mirror_may_have_it():
 @pytest.mark.parametrize(
     "model", [HUB_MODEL | {"claim": "weights"}, {"name": "llama", "uri": "/opt/llama"}, {"name": "llama"}]
 )
-def test_what_is_in_a_volume_or_an_image_is_not_fetched(model):
+def test_model_in_a_volume_or_image_is_not_fetched(model):
     settings, volumes, _ = hub_parts(model | {"tokenSecret": "hugging-face"})
     assert (settings, volumes) == (3 * [None], 3 * [{}])
 
 
 @pytest.mark.parametrize("leader_worker_sets", [True, False])
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_every_worker_is_let_in_to_by_workers_and_routers_of_its_deployment_alone(path, leader_worker_sets):
+def test_workers_admit_only_their_deployments_pods(path, leader_worker_sets):
     """Ranks of a group, and engines that hand blocks over, ask for no key: this is all that guards them."""
     deployment = a_deployment(path)
     served = OptionalKinds(leader_worker_sets=leader_worker_sets)
@@ -208,7 +208,7 @@ def selects(selector, labels):
     return named and all(labels.get(one["key"]) in one["values"] for one in each)
 
 
-def test_workers_of_a_role_that_is_wished_no_more_stay_guarded_while_they_drain():
+def test_draining_workers_of_removed_role_stay_protected():
     before = a_deployment()
     after = a_deployment(roles=[{"name": "all", "type": "aggregated"}])
     [_, child] = workers(before, before.workers[0], "rev", IMAGES)
@@ -217,7 +217,7 @@ def test_workers_of_a_role_that_is_wished_no_more_stay_guarded_while_they_drain(
     assert selects(policy["spec"]["podSelector"], child["spec"]["template"]["metadata"]["labels"])
 
 
-def test_names_are_those_of_this_cluster_whatever_its_domain_and_the_namespace_are_called():
+def test_host_names_stay_in_the_cluster_for_any_namespace():
     deployment = msgspec.structs.replace(a_deployment(SAMPLES[0]), namespace="dev")
     role = next(each for each in deployment.workers if each.nodes_per_replica > 1)
     config = workers(deployment, role, "rev", IMAGES)[0]
@@ -241,7 +241,7 @@ def test_names_are_those_of_this_cluster_whatever_its_domain_and_the_namespace_a
         ({"hostNetwork": False}, None),
     ],
 )
-def test_pods_in_the_nodes_network_know_names_of_the_cluster_too(theirs, policy):
+def test_pods_in_the_host_network_resolve_cluster_names(theirs, policy):
     deployment = a_deployment(roles=[{"name": "all", "type": "aggregated", "podTemplate": {"spec": theirs}}])
     [_, child] = workers(deployment, deployment.workers[0], "rev", IMAGES)
 
@@ -249,7 +249,7 @@ def test_pods_in_the_nodes_network_know_names_of_the_cluster_too(theirs, policy)
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_everything_goes_when_the_deployment_goes_and_names_are_unique(path):
+def test_children_are_owned_and_have_unique_names(path):
     found = manifests(a_deployment(path))
 
     assert all(each["metadata"]["ownerReferences"][0]["uid"] == "1-2-3" for each in found)
@@ -257,7 +257,7 @@ def test_everything_goes_when_the_deployment_goes_and_names_are_unique(path):
 
 
 @pytest.mark.parametrize("leader_worker_sets", [True, False])
-def test_the_pods_of_a_replica_of_several_nodes_run_one_engine(tmp_path, leader_worker_sets):
+def test_pods_of_a_multi_node_replica_run_one_engine(tmp_path, leader_worker_sets):
     deployment = a_deployment(next(path for path in SAMPLES if path.stem == "b200-deepseek-moe"))
     (role,) = (each for each in deployment.workers if each.nodes_per_replica > 1)
     served = OptionalKinds(leader_worker_sets=leader_worker_sets)
@@ -289,7 +289,7 @@ def test_the_pods_of_a_replica_of_several_nodes_run_one_engine(tmp_path, leader_
         )
 
 
-def test_services_and_budgets_select_the_pods_they_are_about_and_no_others():
+def test_services_and_budgets_select_only_their_pods():
     found = manifests(a_deployment())
     pods = {
         each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
@@ -320,7 +320,7 @@ def test_services_and_budgets_select_the_pods_they_are_about_and_no_others():
     }
 
 
-def test_a_revision_is_the_same_for_as_long_as_no_pod_would_differ():
+def test_revision_changes_only_with_the_pods():
     deployment = a_deployment()
     roles = msgspec.yaml.decode(CPU.read_bytes())["spec"]["roles"]
     first = revision(deployment, IMAGES)
@@ -340,7 +340,7 @@ def test_a_revision_is_the_same_for_as_long_as_no_pod_would_differ():
     assert revision(a_deployment(image="another"), IMAGES) != first
 
 
-def test_what_a_pod_template_says_counts_and_lists_with_names_are_merged():
+def test_pod_template_overrides_and_named_lists_merge():
     ours = {"containers": [{"name": "main", "image": "a", "env": [{"name": "A", "value": "1"}]}]}
     theirs = {
         "containers": [{"name": "side"}, {"name": "main", "env": [{"name": "B", "value": "2"}]}],
@@ -356,7 +356,7 @@ def test_what_a_pod_template_says_counts_and_lists_with_names_are_merged():
     }
 
 
-def test_labels_that_select_pods_are_not_the_users_to_change():
+def test_user_cannot_change_selecting_labels():
     roles = [
         {"name": "all", "type": "aggregated", "podTemplate": {"metadata": {"labels": {ROLE: "mine", "team": "a"}}}}
     ]
@@ -376,5 +376,5 @@ def test_labels_that_select_pods_are_not_the_users_to_change():
     ("written", "meant"),
     [("8Gi", 8 << 30), ("500M", 500_000_000), ("1.5G", 1_500_000_000), ("1024", 1024), ("64Ki", 65536)],
 )
-def test_quantities_are_those_of_kubernetes(written, meant):
+def test_quantities_are_read_as_kubernetes_does(written, meant):
     assert in_bytes(written) == meant

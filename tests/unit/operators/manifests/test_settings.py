@@ -23,7 +23,7 @@ def worker_of(deployment):
     return msgspec.json.decode(config["data"]["settings.json"]), container
 
 
-def test_a_worker_registers_with_every_pod_of_the_router_ready_or_not():
+def test_worker_registers_with_every_router_pod():
     deployment = a_deployment()
     settings, _ = worker_of(deployment)
     host, _, port = settings["registry"].rpartition(":")
@@ -37,13 +37,13 @@ def test_a_worker_registers_with_every_pod_of_the_router_ready_or_not():
     assert [str(each["port"]) for each in service["spec"]["ports"]] == [port]
 
 
-def test_a_worker_is_ready_when_it_says_so():
+def test_worker_readiness_is_its_own_answer():
     settings, container = worker_of(a_deployment())
 
     assert settings["control_listen"] == f"0.0.0.0:{container['readinessProbe']['grpc']['port']}"
 
 
-def test_a_worker_is_asked_whether_it_lives_apart_from_whether_it_is_ready():
+def test_worker_has_separate_liveness_and_readiness_probes():
     settings, container = worker_of(a_deployment())
 
     readiness, liveness, startup = (container[f"{kind}Probe"]["grpc"] for kind in ("readiness", "liveness", "startup"))
@@ -54,7 +54,7 @@ def test_a_worker_is_asked_whether_it_lives_apart_from_whether_it_is_ready():
     assert allowed["periodSeconds"] * allowed["failureThreshold"] > 10 * 60, "a start of ten minutes is no hang"
 
 
-def test_a_router_is_asked_whether_it_lives_apart_from_whether_it_is_ready():
+def test_router_has_separate_liveness_and_readiness_probes():
     deployment = a_deployment()
 
     router = named(shared(deployment, IMAGES), "Deployment", f"{deployment.name}-router")
@@ -65,7 +65,7 @@ def test_a_router_is_asked_whether_it_lives_apart_from_whether_it_is_ready():
     assert asked == {"readiness": {"path": "/health", "port": "health"}, "liveness": live, "startup": live}
 
 
-def test_a_users_own_command_is_asked_nothing_that_would_end_it():
+def test_users_own_command_gets_no_liveness_probe():
     own = {"spec": {"containers": [{"name": "main", "command": ["their-server"]}]}}
     deployment = a_deployment()
     roles = tuple(msgspec.structs.replace(role, pod_template=own) for role in deployment.spec.roles)
@@ -86,7 +86,7 @@ def test_a_workers_generation_is_its_revision():
         assert parse_changes([generation.replace("$(REVISION)", revision)]) == {"generation": revision}
 
 
-def test_no_connection_of_a_client_outlasts_a_routers_goodbye():
+def test_client_connections_end_before_the_routers_pod():
     deployment = a_deployment()
     made = shared(deployment, IMAGES)
     router = named(made, "Deployment", f"{deployment.name}-router")

@@ -24,7 +24,8 @@ from fleet.net.kubernetes.views import (
 )
 from operators.api.disagg_deployment import DisaggDeploymentSpec
 from operators.manifests.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
-from operators.observed.observe import PARTIAL_GROUP_SECONDS, InformerCaches, observe
+from operators.observed.caches import InformerCaches
+from operators.observed.observe import PARTIAL_GROUP_SECONDS, observe
 from operators.observed.registrations import WARM, WorkerLease, WorkerRegistration, registered
 from operators.probes.evidence import RunningPod
 
@@ -78,7 +79,7 @@ def a_lease(pod, *, renewed=NOW, seconds=30, holder=None):
     return KubernetesLease(metadata=metadata, spec=spec)
 
 
-def seen(*objects, told=None, stateful=False):
+def observed(*objects, reports=None, stateful=False):
     store = InformerCaches()
     for each in objects:
         kind = {
@@ -87,22 +88,22 @@ def seen(*objects, told=None, stateful=False):
             WorkloadResource: kinds.STATEFUL_SET if stateful else kinds.DEPLOYMENT,
         }
         store.any(kind.get(type(each), kinds.SERVICE)).put(each)
-    return observe(store, CUSTOM, SPEC, told, NOW, OptionalKinds(leader_worker_sets=not stateful))
+    return observe(store, CUSTOM, SPEC, reports, NOW, OptionalKinds(leader_worker_sets=not stateful))
 
 
-def test_a_replica_serves_when_its_pod_is_ready_and_known_to_the_router():
+def test_replica_serves_when_ready_and_known_to_the_router():
     pods = [a_pod("a"), a_pod("b"), a_pod("c", ready=False)]
 
-    [child] = seen(a_child(3), *pods, a_lease("a"), a_lease("c")).children
+    [child] = observed(a_child(3), *pods, a_lease("a"), a_lease("c")).children
 
     assert (child.replicas.pods, child.ready_pods, child.registered, child.replicas.ready) == (3, 2, 2, 1)
 
 
-def test_a_lease_that_ended_or_was_given_up_and_one_that_nobody_told_count_for_nothing():
+def test_ended_or_released_lease_does_not_count():
     old, given_up = a_lease("a", renewed=NOW - timedelta(seconds=36)), a_lease("b", holder="")
 
-    found = seen(a_child(2), a_pod("a"), a_pod("b"), old, given_up)
-    nothing_told = seen(a_child(1), a_pod("a"))
+    found = observed(a_child(2), a_pod("a"), a_pod("b"), old, given_up)
+    nothing_told = observed(a_child(1), a_pod("a"))
 
     assert (found.registrations_known, found.children[0].registered) == (True, 0)
     # Pods that are ready go on being scaled by, or nothing could ever roll out where nobody tells; but it is not called Ready.
@@ -110,35 +111,39 @@ def test_a_lease_that_ended_or_was_given_up_and_one_that_nobody_told_count_for_n
     assert nothing_told.children[0].replicas.ready == 1
 
 
-def test_what_a_router_says_and_what_leases_say_are_both_believed():
-    found = seen(
-        a_child(2), a_pod("a"), a_pod("b"), a_lease("a"), told={"router": (WorkerRegistration(pod="b", warm_blocks=7),)}
+def test_router_reports_and_leases_both_count():
+    found = observed(
+        a_child(2),
+        a_pod("a"),
+        a_pod("b"),
+        a_lease("a"),
+        reports={"router": (WorkerRegistration(pod="b", warm_blocks=7),)},
     )
 
     assert found.children[0].registered == 2
-    assert [(each.pod, each.blocks) for each in found.worths["all", "r1"]] == [("a", None), ("b", 7)]
+    assert [(each.pod, each.blocks) for each in found.deletion_costs["all", "r1"]] == [("a", None), ("b", 7)]
 
 
-def test_a_lease_that_does_not_say_how_warm_its_worker_is_leaves_what_the_router_said():
+def test_lease_without_warm_blocks_keeps_the_routers_number():
     lease = WorkerLease(holder="a", renewed=NOW, duration_seconds=9)
-    told = {"router": (WorkerRegistration(pod="a", warm_blocks=7),)}
+    reports = {"router": (WorkerRegistration(pod="a", warm_blocks=7),)}
 
-    assert registered((lease,), told, NOW)["a"].warm_blocks == 7
+    assert registered((lease,), reports, NOW)["a"].warm_blocks == 7
     said = msgspec.structs.replace(lease, annotations={WARM: "12"})
-    assert registered((said,), told, NOW)["a"].warm_blocks == 12
+    assert registered((said,), reports, NOW)["a"].warm_blocks == 12
     assert registered((lease,), None, NOW)["a"].warm_blocks is None
 
 
-def test_pods_without_a_child_still_hold_what_they_hold():
-    [left] = seen(a_pod("a", deleted="2026-01-01T00:00:00Z")).children
+def test_pods_without_a_controller_still_count():
+    [left] = observed(a_pod("a", deleted="2026-01-01T00:00:00Z")).children
 
     assert (left.kind, left.replicas.asked, left.replicas.leaving, left.replicas.there) == ("", 0, 1, 1)
 
 
-def test_a_namesakes_children_are_foreign():
+def test_children_of_a_former_namesake_are_foreign():
     service = NamedObject(metadata=owned("dd-router", by="uid of the one before"))
 
-    found = seen(service)
+    found = observed(service)
 
     assert ("Service", "dd-router") in found.foreign
     assert ("Service", "dd-other") not in found.foreign
@@ -148,14 +153,14 @@ def test_a_namesakes_children_are_foreign():
 def group(*pods):
     """Two nodes of one replica."""
     one = a_child(2, name="dd-all-r1-0", **{GROUP_LABEL: "0"})
-    return seen(one, *pods, stateful=True).children[0]
+    return observed(one, *pods, stateful=True).children[0]
 
 
 def member(name, **fields):
     return a_pod(name, of="dd-all-r1-0-uid", **fields, **{GROUP_LABEL: "0"})
 
 
-def test_a_group_is_one_replica_which_is_ready_when_all_of_it_is():
+def test_group_is_one_replica_and_ready_as_a_whole():
     whole = group(member("a"), member("b"), a_lease("a"))
     part = group(member("a"), a_lease("a"))
 
@@ -164,22 +169,22 @@ def test_a_group_is_one_replica_which_is_ready_when_all_of_it_is():
     assert (part.replicas.pods, part.replicas.ready) == (1, 0)
 
 
-def test_a_group_is_worth_the_warm_blocks_of_all_its_pods_where_that_is_told():
-    told = {"router": (WorkerRegistration(pod="a", warm_blocks=7), WorkerRegistration(pod="b", warm_blocks=5))}
+def test_group_counts_warm_blocks_of_all_its_pods():
+    reports = {"router": (WorkerRegistration(pod="a", warm_blocks=7), WorkerRegistration(pod="b", warm_blocks=5))}
     sets = [a_child(1, name=f"dd-all-r1-{number}", **{GROUP_LABEL: str(number)}) for number in range(3)]
     pods = [
         a_pod(name, of=f"dd-all-r1-{number}-uid", ready=name != "d", **{GROUP_LABEL: str(number)})
         for name, number in (("a", 0), ("b", 0), ("c", 1), ("d", 2))
     ]
 
-    [child] = seen(*sets, *pods, a_lease("c"), a_lease("d"), told=told, stateful=True).children
+    [child] = observed(*sets, *pods, a_lease("c"), a_lease("d"), reports=reports, stateful=True).children
 
     assert child.members == ("dd-all-r1-0", "dd-all-r1-1", "dd-all-r1-2")
     assert child.warm == {"dd-all-r1-0": 12}
     assert child.ready_members == ("dd-all-r1-0", "dd-all-r1-1")
 
 
-def test_what_a_worker_says_of_itself_with_each_renewal_wakes_nobody():
+def test_renewed_lease_annotations_are_no_change():
     said, other = a_lease("a"), a_lease("a", renewed=NOW + timedelta(seconds=9))
     metadata = msgspec.structs.replace(other.metadata, annotations={WARM: "12"})
 
@@ -187,7 +192,7 @@ def test_what_a_worker_says_of_itself_with_each_renewal_wakes_nobody():
     assert said.essence() != a_lease("a", holder="").essence()
 
 
-def test_a_group_that_finds_nodes_for_half_of_its_pods_only_is_given_back_after_a_while():
+def test_half_placed_group_is_given_back_after_a_while():
     lately = NOW - timedelta(seconds=PARTIAL_GROUP_SECONDS / 2)
 
     assert group(member("a"), member("b", ready=False, unplaced=lately)).halves == ()
@@ -197,7 +202,7 @@ def test_a_group_that_finds_nodes_for_half_of_its_pods_only_is_given_back_after_
     assert group(*waiting).halves == ()
 
 
-def test_when_one_of_a_group_begins_anew_and_the_others_do_not_take_it_back_they_begin_anew_too():
+def test_group_restarts_if_a_restarted_pod_is_not_taken_back():
     anew = member("a", ready=False, restarts=1, ended=OLD)
 
     assert group(anew, member("b")).left_behind == ("b",)
@@ -216,44 +221,44 @@ def word(*pods):
     return tuple(WorkerRegistration(pod=pod) for pod in pods)
 
 
-def test_a_worker_is_registered_when_all_routers_know_it_and_serves_when_one_does():
+def test_worker_is_registered_when_all_routers_know_it():
     pods = (a_router("r1"), a_router("r2"), a_pod("a"), a_pod("b"))
 
-    found = seen(a_child(2), *pods, told={"r1": word("a", "b"), "r2": word("a")})
+    found = observed(a_child(2), *pods, reports={"r1": word("a", "b"), "r2": word("a")})
 
     [child] = found.children
     assert (child.registered, child.replicas.ready) == (1, 2), "nobody takes a worker away that gets requests"
     assert found.partly == {"b": ("r2",)}
-    leased = seen(a_child(2), *pods, a_lease("b"), told={"r1": word("a", "b"), "r2": word("a")})
+    leased = observed(a_child(2), *pods, a_lease("b"), reports={"r1": word("a", "b"), "r2": word("a")})
     assert (leased.children[0].registered, leased.partly) == (2, {}), "a Lease is read by all"
 
 
-def test_a_router_that_is_not_ready_yet_need_not_know_anybody_and_one_that_is_has_to_say():
+def test_only_ready_routers_have_to_report_workers():
     pods = (a_router("r1"), a_router("r2", ready=False), a_pod("a"))
 
-    starting = seen(a_child(1), *pods, told={"r1": word("a"), "r2": ()})
-    silent = seen(a_child(1), *pods[1:], a_router("r1"), a_router("r3"), told={"r1": word("a")})
+    starting = observed(a_child(1), *pods, reports={"r1": word("a"), "r2": ()})
+    silent = observed(a_child(1), *pods[1:], a_router("r1"), a_router("r3"), reports={"r1": word("a")})
 
     assert (starting.children[0].registered, starting.silent) == (1, ())
     assert silent.silent == ("r3",)
-    assert seen(a_child(1), *pods, a_lease("a")).silent == (), "nobody is asked"
+    assert observed(a_child(1), *pods, a_lease("a")).silent == (), "nobody is asked"
 
 
-def test_pods_that_serve_are_told_with_how_often_they_have_begun_anew():
+def test_serving_pods_are_listed_with_their_restarts():
     pods = (a_pod("b", restarts=2), a_pod("a"), a_pod("c", ready=False), a_pod("d"))
 
-    found = seen(a_child(4), *pods, a_router("r1"), told={"r1": word("a", "b", "c")})
+    found = observed(a_child(4), *pods, a_router("r1"), reports={"r1": word("a", "b", "c")})
 
     assert found.children[0].serving == (RunningPod("a", uid="a"), RunningPod("b", 2, "b"))
-    router = seen(msgspec.structs.replace(a_child(), metadata=without_revision("dd-router")), a_router("r1")).router
+    router = observed(msgspec.structs.replace(a_child(), metadata=without_revision("dd-router")), a_router("r1")).router
     assert router.pods == (RunningPod("r1", uid="r1"),)
 
 
-def test_routers_of_a_role_that_has_another_name_by_now_are_old_ones():
+def test_routers_of_a_renamed_role_are_old():
     old = msgspec.structs.replace(without_revision("dd-old"), labels=without_revision("dd-old").labels | {ROLE: "old"})
     current = msgspec.structs.replace(a_child(), metadata=without_revision("dd-router"))
 
-    found = seen(msgspec.structs.replace(a_child(), metadata=old), current, a_router("r1"))
+    found = observed(msgspec.structs.replace(a_child(), metadata=old), current, a_router("r1"))
 
     assert (found.router.name, found.old_routers) == ("dd-router", ("dd-old",))
 

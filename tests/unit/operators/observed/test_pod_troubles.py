@@ -75,7 +75,7 @@ def test_each_trouble_has_its_reason(pod, reason):
     assert found.reason is reason
 
 
-def test_of_what_a_container_wrote_only_a_line_of_our_own_is_repeated():
+def test_only_our_own_output_lines_are_repeated():
     written = "token=hunter2\nfleet: vllm: out of memory\nTraceback hunter2"
     [found] = troubles(
         [a_pod(waiting("CrashLoopBackOff", last=ContainerTerminated(exit_code=1, message=written)))], [], []
@@ -85,14 +85,14 @@ def test_of_what_a_container_wrote_only_a_line_of_our_own_is_repeated():
     assert "hunter2" not in found.message
 
 
-def test_pods_on_their_way_out_and_containers_that_got_over_it_are_no_trouble():
+def test_deleted_pods_and_recovered_containers_are_no_trouble():
     ended = ContainerState(terminated=ContainerTerminated(exit_code=1))
     again = ContainerStatus(name="main", last_state=ended)
 
     assert troubles([a_pod(waiting("ErrImagePull"), deleted="now"), a_pod(again)], [], []) == ()
 
 
-def test_a_hub_that_is_out_of_reach_is_told_also_while_it_is_asked_again():
+def test_unreachable_hub_is_reported_while_retrying():
     text = "fleet: hub.endpoint: nothing of owner/name came from https://hub for 120 s (ConnectError); see that it can be reached"
     ended = ContainerState(terminated=ContainerTerminated(exit_code=3, message=f"hunter2\n{text}"))
     again = ContainerStatus(name="main", last_state=ended, restart_count=1)
@@ -104,7 +104,7 @@ def test_a_hub_that_is_out_of_reach_is_told_also_while_it_is_asked_again():
     assert troubles([a_pod(again, conditions=ready)], [], []) == ()
 
 
-def test_a_quota_is_told_before_what_follows_from_it():
+def test_quota_comes_before_its_consequences():
     text = 'pods "x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=8'
     failed = ObjectCondition(type="ReplicaFailure", status="True", reason="FailedCreate", message=text)
     child = WorkloadResource(metadata=ObjectMetadata(name="dd"), status=WorkloadStatus(conditions=(failed,)))
@@ -126,13 +126,13 @@ def test_a_quota_is_told_before_what_follows_from_it():
         ("Required value: field is immutable", "f: field is immutable"),
     ],
 )
-def test_of_a_refusal_the_field_and_what_it_requires_are_told_and_not_the_value(message, said):
+def test_refusal_names_field_and_requirement_not_the_value(message, said):
     causes = [StatusCause(field="f", reason="FieldValueInvalid", message=message)]
 
     assert public_message(ApiStatus(reason="Invalid", message="hunter2", details=StatusDetails(causes=causes))) == said
 
 
-def test_of_what_is_forbidden_quota_and_missing_right_are_told_and_nothing_else():
+def test_forbidden_request_names_only_quota_or_right():
     quota = 'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2'
     right = 'leases is forbidden: User "system:serviceaccount:a:b" cannot create resource "leases"'
 
@@ -143,7 +143,7 @@ def test_of_what_is_forbidden_quota_and_missing_right_are_told_and_nothing_else(
     assert public_message(ApiStatus(reason="Forbidden", message="admission webhook denied: hunter2")) == "Forbidden"
 
 
-def test_of_what_cannot_be_read_the_field_and_its_type_are_told():
+def test_undecodable_object_names_field_and_type():
     strange = 'failed to create typed patch object (ns/dd; apps/v1, Kind=Deployment): .spec.template.spec.containers[name="main"].env: expected list, got string'
     quoted = 'spec.template.spec.nodeName: Invalid value: "hunter2": hunter2'
 

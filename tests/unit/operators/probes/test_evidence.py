@@ -26,29 +26,29 @@ def an_aim(worker, role="decode", restarts=0, pair=True):
     return ProbeTarget(role, RunningPod(worker, restarts), pair)
 
 
-def a_subject(*aims, routers=("r",), prefills=("p",)):
+def a_subject(*targets, routers=("r",), prefills=("p",)):
     return ProbeSubject(
         service="dd-router",
         model="m",
         routers=tuple(map(RunningPod, routers)),
         prefills=tuple(map(RunningPod, prefills)),
-        aims=aims,
+        targets=targets,
     )
 
 
-def after(subject, *workers, shown=None, handed=True):
-    shown = shown or ProbeEvidence()
-    for aim in subject.aims:
-        if aim.worker.pod in workers:
-            shown = answered(shown, subject, aim, ProbeCompletion(handed))
-    return shown
+def after(subject, *workers, evidence=None, handed=True):
+    evidence = evidence or ProbeEvidence()
+    for target in subject.targets:
+        if target.worker.pod in workers:
+            evidence = answered(evidence, subject, target, ProbeCompletion(handed))
+    return evidence
 
 
-def asked(subject, shown):
-    return [aim.worker.pod for aim in wanted(subject, kept(subject, shown))]
+def asked(subject, evidence):
+    return [target.worker.pod for target in wanted(subject, kept(subject, evidence))]
 
 
-def test_every_worker_that_answers_requests_is_asked_once():
+def test_every_answering_worker_is_probed_once():
     subject = a_subject(an_aim("a"), an_aim("b"))
 
     assert asked(subject, ProbeEvidence()) == ["a", "b"]
@@ -56,62 +56,62 @@ def test_every_worker_that_answers_requests_is_asked_once():
     assert asked(subject, after(subject, "a", "b")) == []
 
 
-def test_a_new_pod_and_one_that_has_begun_anew_are_asked_and_the_others_are_not():
+def test_only_new_and_restarted_pods_are_probed():
     before = a_subject(an_aim("a"), an_aim("b"))
-    shown = after(before, "a", "b")
+    evidence = after(before, "a", "b")
 
-    assert asked(a_subject(an_aim("a"), an_aim("b"), an_aim("c")), shown) == ["c"]
-    assert asked(a_subject(an_aim("a", restarts=1), an_aim("b")), shown) == ["a"]
-    assert asked(a_subject(an_aim("a")), shown) == []
+    assert asked(a_subject(an_aim("a"), an_aim("b"), an_aim("c")), evidence) == ["c"]
+    assert asked(a_subject(an_aim("a", restarts=1), an_aim("b")), evidence) == ["a"]
+    assert asked(a_subject(an_aim("a")), evidence) == []
 
 
-def test_a_pod_that_was_made_anew_under_its_name_is_asked():
+def test_recreated_pod_with_the_same_name_is_probed():
     before, after_it = (a_subject(ProbeTarget("wide", RunningPod("dd-0-0", 0, uid))) for uid in ("u-1", "u-2"))
 
     assert asked(after_it, after(before, "dd-0-0")) == ["dd-0-0"]
     assert before.digest != after_it.digest, "what the status proves is of the one before"
 
 
-def test_behind_other_routers_or_prefill_workers_one_of_each_role_is_asked_again():
-    aims = (an_aim("a"), an_aim("b"), an_aim("x", "whole", pair=False), an_aim("y", "whole", pair=False))
-    shown = after(a_subject(*aims), "a", "b", "x", "y")
+def test_changed_routers_cause_one_probe_for_each_role():
+    targets = (an_aim("a"), an_aim("b"), an_aim("x", "whole", pair=False), an_aim("y", "whole", pair=False))
+    evidence = after(a_subject(*targets), "a", "b", "x", "y")
 
-    for changed in (a_subject(*aims, routers=("other",)), a_subject(*aims, prefills=("p", "q"))):
-        assert [each.worker.pod for each in unanswered(changed, shown)] == ["a", "x"]
-        part = answered(shown, changed, aims[1], ProbeCompletion(True))
+    for changed in (a_subject(*targets, routers=("other",)), a_subject(*targets, prefills=("p", "q"))):
+        assert [each.worker.pod for each in unanswered(changed, evidence)] == ["a", "x"]
+        part = answered(evidence, changed, targets[1], ProbeCompletion(True))
         assert asked(changed, part) == ["x"], "one answer of a role is enough"
-        assert asked(changed, answered(part, changed, aims[2], ProbeCompletion())) == []
+        assert asked(changed, answered(part, changed, targets[2], ProbeCompletion())) == []
 
 
-def test_a_worker_that_computed_what_it_should_have_taken_over_has_answered_and_is_asked_again():
+def test_worker_that_took_no_blocks_over_is_probed_again():
     subject = a_subject(an_aim("a"), an_aim("b"))
-    shown = after(subject, "b", shown=after(subject, "a", handed=False))
+    evidence = after(subject, "b", evidence=after(subject, "a", handed=False))
 
-    assert unanswered(subject, shown) == ()
-    assert asked(subject, shown) == ["a"]
-    assert asked(subject, after(subject, "a", shown=shown)) == []
-    assert after(subject, "a", handed=None).unclear == {subject.aims[0]}
+    assert unanswered(subject, evidence) == ()
+    assert asked(subject, evidence) == ["a"]
+    assert asked(subject, after(subject, "a", evidence=evidence)) == []
+    assert after(subject, "a", handed=None).unclear == {subject.targets[0]}
 
 
-def test_one_failure_is_not_told_and_two_are_until_there_is_an_answer_or_other_pods():
+def test_second_failure_is_reported_until_an_answer():
     subject = a_subject(an_aim("a"))
-    once = failed(ProbeEvidence(), subject, subject.aims[0], REFUSED)
-    twice = failed(once, subject, subject.aims[0], REFUSED)
+    once = failed(ProbeEvidence(), subject, subject.targets[0], REFUSED)
+    twice = failed(once, subject, subject.targets[0], REFUSED)
 
-    assert (once.told, twice.told, twice.failed) == (None, REFUSED, "a")
-    assert answered(twice, subject, subject.aims[0], ProbeCompletion()).told is None
-    assert kept(a_subject(an_aim("b")), twice).told is None
-    assert kept(subject, twice).told == REFUSED
+    assert (once.reported, twice.reported, twice.failed) == (None, REFUSED, "a")
+    assert answered(twice, subject, subject.targets[0], ProbeCompletion()).reported is None
+    assert kept(a_subject(an_aim("b")), twice).reported is None
+    assert kept(subject, twice).reported == REFUSED
 
 
-def told_after(subject, *failures, shown=None):
-    shown = shown or ProbeEvidence()
+def told_after(subject, *failures, evidence=None):
+    evidence = evidence or ProbeEvidence()
     for failure in failures:
-        shown = failed(shown, subject, subject.aims[0], failure)
-    return shown.told
+        evidence = failed(evidence, subject, subject.targets[0], failure)
+    return evidence.reported
 
 
-def test_what_is_told_turns_with_the_second_of_the_other_sort_in_a_row():
+def test_report_changes_with_two_failures_of_the_other_kind():
     subject = a_subject(an_aim("a"))
 
     assert told_after(subject, FULL) is None
@@ -122,18 +122,20 @@ def test_what_is_told_turns_with_the_second_of_the_other_sort_in_a_row():
     assert told_after(subject, FULL, FULL, REFUSED, REFUSED) == REFUSED
 
 
-def test_all_have_answered_before_where_only_the_routers_are_others():
-    aims = (an_aim("a"), an_aim("b"))
-    shown = after(a_subject(*aims), "a", "b")
+def test_answers_behind_former_routers_still_count():
+    targets = (an_aim("a"), an_aim("b"))
+    evidence = after(a_subject(*targets), "a", "b")
 
-    assert missing_only_routers(a_subject(*aims, routers=("other",)), shown)
-    assert not missing_only_routers(a_subject(*aims, prefills=("q",)), shown), "who computes prompts is another one"
-    assert not missing_only_routers(a_subject(*aims, an_aim("c"), routers=("other",)), shown)
-    assert not missing_only_routers(a_subject(an_aim("a", restarts=1), aims[1], routers=("other",)), shown)
-    assert not missing_only_routers(a_subject(*aims), ProbeEvidence())
+    assert missing_only_routers(a_subject(*targets, routers=("other",)), evidence)
+    assert not missing_only_routers(a_subject(*targets, prefills=("q",)), evidence), (
+        "who computes prompts is another one"
+    )
+    assert not missing_only_routers(a_subject(*targets, an_aim("c"), routers=("other",)), evidence)
+    assert not missing_only_routers(a_subject(an_aim("a", restarts=1), targets[1], routers=("other",)), evidence)
+    assert not missing_only_routers(a_subject(*targets), ProbeEvidence())
 
 
-def test_what_the_status_says_was_shown_is_believed_by_the_next_leader():
+def test_next_leader_trusts_the_status_evidence():
     subject = a_subject(an_aim("a"), an_aim("b"))
 
     assert asked(subject, evidence_from_status(subject, subject.digest, "True")) == []
@@ -141,7 +143,7 @@ def test_what_the_status_says_was_shown_is_believed_by_the_next_leader():
     assert unanswered(subject, evidence_from_status(subject, subject.digest, "False")) == ()
 
 
-def test_the_next_leader_knows_whose_answers_came_through_other_routers():
+def test_next_leader_knows_answers_behind_other_routers():
     subject = a_subject(an_aim("a"), an_aim("b"))
     before = a_subject(an_aim("a"), an_aim("b"), routers=("other",)).digest
 
@@ -151,7 +153,7 @@ def test_the_next_leader_knows_whose_answers_came_through_other_routers():
         assert evidence_from_status(subject, unlike, "True") is None
 
 
-def test_a_digest_is_of_all_pods_that_requests_pass_through():
+def test_digest_covers_all_pods_of_a_request():
     subject = a_subject(an_aim("a"))
     others = [
         a_subject(an_aim("a"), routers=("other",)),
@@ -162,5 +164,5 @@ def test_a_digest_is_of_all_pods_that_requests_pass_through():
     ]
 
     assert len({each.digest for each in (subject, *others)}) == 6
-    assert msgspec.structs.replace(subject, doors=("10.0.0.1",)).digest == subject.digest
+    assert msgspec.structs.replace(subject, addresses=("10.0.0.1",)).digest == subject.digest
     assert subject.digest == a_subject(an_aim("a")).digest

@@ -16,14 +16,14 @@ class Clients:
 
     def __init__(self):
         self.asked = []
-        self.doors = []
+        self.addresses = []
         self.on_the_way = 0
         self.changed = asyncio.Event()
         self.answers = asyncio.Queue()
 
     async def ask(self, probe):
         self.asked.append((probe.deployment, probe.worker))
-        self.doors.append(probe.door)
+        self.addresses.append(probe.router_address)
         self.on_the_way += 1
         self.changed.set()
         try:
@@ -59,7 +59,7 @@ async def turns(count=20):
         await asyncio.sleep(0)
 
 
-async def test_no_more_are_on_their_way_than_allowed_and_one_of_a_deployment():
+async def test_concurrent_probes_are_limited_and_one_per_deployment():
     clients = Clients()
     async with a_prober(clients) as (prober, _):
         for at in range(5):
@@ -74,7 +74,7 @@ async def test_no_more_are_on_their_way_than_allowed_and_one_of_a_deployment():
     assert sorted(clients.asked) == [(f"dd-{at}", worker) for at in range(5) for worker in "ab"]
 
 
-async def test_what_is_wanted_no_more_is_given_up_and_what_was_shown_is_kept():
+async def test_unneeded_probe_is_cancelled_and_evidence_kept():
     clients, key = Clients(), deployment_key("ns", "dd")
     async with a_prober(clients) as (prober, heard):
         wanted = a_want("a", "b")
@@ -85,13 +85,13 @@ async def test_what_is_wanted_no_more_is_given_up_and_what_was_shown_is_kept():
         await turns()
 
         assert clients.on_the_way == 0
-        assert [aim.worker.pod for aim in unanswered(wanted.subject, prober.of(key))] == ["b"]
+        assert [target.worker.pod for target in unanswered(wanted.subject, prober.of(key))] == ["b"]
         assert heard == [], "nothing that anybody waits for"
         prober.forget(key)
         assert prober.of(key) == ProbeEvidence()
 
 
-async def test_other_pods_are_asked_at_once_and_the_same_ones_not_twice():
+async def test_new_pods_are_probed_at_once_and_known_ones_not_again():
     clients, key = Clients(), deployment_key("ns", "dd")
     async with a_prober(clients) as (prober, heard):
         prober.want(key, a_want("a"))
@@ -110,7 +110,7 @@ async def test_other_pods_are_asked_at_once_and_the_same_ones_not_twice():
         assert (len(clients.asked), heard) == (2, [key])
 
 
-async def test_a_failure_comes_again_after_a_pause_and_is_heard_of_once():
+async def test_failed_probe_repeats_after_pause_and_is_reported_once():
     clients, key = Clients(), deployment_key("ns", "dd")
     async with a_prober(clients) as (prober, heard):
         prober.want(key, a_want("a"))
@@ -129,16 +129,16 @@ async def test_a_failure_comes_again_after_a_pause_and_is_heard_of_once():
 async def test_the_routers_take_turns():
     clients, key = Clients(), deployment_key("ns", "dd")
     async with a_prober(clients) as (prober, _):
-        subject = msgspec.structs.replace(a_want("a").subject, doors=("10.0.0.1", "10.0.0.2"))
+        subject = msgspec.structs.replace(a_want("a").subject, addresses=("10.0.0.1", "10.0.0.2"))
         prober.want(key, PendingProbes(subject, ProbeEvidence()))
         for sent in range(2, 4):
             clients.answers.put_nowait(REFUSED)
             await clients.until(sent)
 
-    assert clients.doors == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+    assert clients.addresses == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
 
 
-async def test_those_that_fail_leave_room_for_those_that_have_not_been_asked():
+async def test_failing_deployments_leave_room_for_others():
     clients = Clients()
     async with a_prober(clients) as (prober, _):
         for name in ("dd-0", "dd-1"):
@@ -163,7 +163,7 @@ async def test_after_a_failure_there_is_a_pause():
         assert (len(clients.asked), clients.on_the_way) == (1, 0)
 
 
-async def test_who_does_not_lead_sends_nothing_and_begins_again_when_it_leads_again():
+async def test_follower_sends_no_probes_until_it_leads_again():
     clients, key, leading = Clients(), deployment_key("ns", "dd"), []
     async with a_prober(clients, leads=lambda: bool(leading)) as (prober, _):
         prober.want(key, a_want("a"))
@@ -175,7 +175,7 @@ async def test_who_does_not_lead_sends_nothing_and_begins_again_when_it_leads_ag
         assert clients.asked == [("dd", "a")]
 
 
-async def test_what_was_wanted_before_it_began_is_done_when_it_begins():
+async def test_probes_wanted_before_the_start_are_sent():
     clients = Clients()
     prober = Prober(clients, 1, 1.0, lambda: True, lambda key: None)
     prober.want(deployment_key("ns", "dd"), a_want("a"))

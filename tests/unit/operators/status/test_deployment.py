@@ -14,23 +14,23 @@ DOWN = ProbeFailure(503, "no_worker: nobody serves it")
 FULL = ProbeFailure(429, "queue_full", busy=True)
 
 
-def settled(wish):
+def settled(desired):
     """Of a deployment in whose way nothing stands, with pods by name."""
     cluster = Cluster()
-    cluster.settle(wish)
-    seen = cluster.seen()
+    cluster.settle(desired)
+    observed = cluster.observed()
     children = tuple(
         msgspec.structs.replace(
             each, serving=tuple(RunningPod(f"{each.role}-{at}") for at in range(each.replicas.ready))
         )
-        for each in seen.children
+        for each in observed.children
     )
-    router = msgspec.structs.replace(seen.router, pods=(RunningPod("router-0"),))
-    return msgspec.structs.replace(seen, children=children, router=router, shown=ProbeEvidence())
+    router = msgspec.structs.replace(observed.router, pods=(RunningPod("router-0"),))
+    return msgspec.structs.replace(observed, children=children, router=router, evidence=ProbeEvidence())
 
 
-def look(seen, wish=None, now=NOW, **changes):
-    return reconcile(wish or a_wish(), msgspec.structs.replace(seen, **changes), IMAGES, now)
+def look(observed, desired=None, now=NOW, **changes):
+    return reconcile(desired or a_wish(), msgspec.structs.replace(observed, **changes), IMAGES, now)
 
 
 def ready(outcome):
@@ -39,100 +39,100 @@ def ready(outcome):
 
 
 def all_answered(subject, handed=True):
-    shown = ProbeEvidence()
-    for aim in subject.aims:
-        shown = answered(shown, subject, aim, ProbeCompletion(handed))
-    return shown
+    evidence = ProbeEvidence()
+    for target in subject.targets:
+        evidence = answered(evidence, subject, target, ProbeCompletion(handed))
+    return evidence
 
 
-def test_nothing_is_ready_before_all_who_answer_requests_have_answered_one():
-    seen = settled(a_wish())
+def test_ready_needs_an_answer_of_every_worker():
+    observed = settled(a_wish())
 
-    first = look(seen)
+    first = look(observed)
     subject = first.wanted.subject
-    half = look(seen, shown=answered(ProbeEvidence(), subject, subject.aims[0], ProbeCompletion(True)))
-    whole = look(seen, shown=all_answered(subject))
+    half = look(observed, evidence=answered(ProbeEvidence(), subject, subject.targets[0], ProbeCompletion(True)))
+    whole = look(observed, evidence=all_answered(subject))
 
-    assert [(aim.worker.pod, aim.pair) for aim in subject.aims] == [("decode-0", True), ("decode-1", True)]
+    assert [(target.worker.pod, target.pair) for target in subject.targets] == [("decode-0", True), ("decode-1", True)]
     assert (ready(first), ready(half)) == (("False", "ServedProbePending"), ("False", "ServedProbePending"))
     assert condition(half.status, "Ready").message == "1 of 2 workers have answered a request"
     assert ready(whole) == ("True", "AllRolesReady")
     assert (half.status.proved, whole.status.proved) == ("", subject.digest)
 
 
-def test_what_has_not_come_up_is_not_probed():
-    seen = settled(a_wish())
-    [prefill, decode] = sorted(seen.children, key=lambda each: each.role == "decode")
+def test_deployment_that_is_not_up_is_not_probed():
+    observed = settled(a_wish())
+    [prefill, decode] = sorted(observed.children, key=lambda each: each.role == "decode")
     missing = msgspec.structs.replace(decode, ready_pods=1)
 
-    outcome = look(seen, children=(prefill, missing))
+    outcome = look(observed, children=(prefill, missing))
 
     assert (ready(outcome), outcome.wanted) == (("False", "RolesNotReady"), None)
 
 
-def test_a_deployment_that_answers_errors_is_never_ready_and_says_which():
-    seen = settled(a_wish())
-    subject = look(seen).wanted.subject
-    shown = ProbeEvidence()
+def test_deployment_that_answers_errors_is_not_ready():
+    observed = settled(a_wish())
+    subject = look(observed).wanted.subject
+    evidence = ProbeEvidence()
     for _ in range(9):
-        shown = failed(shown, subject, subject.aims[0], DOWN)
-        assert ready(look(seen, shown=shown))[0] == "False"
+        evidence = failed(evidence, subject, subject.targets[0], DOWN)
+        assert ready(look(observed, evidence=evidence))[0] == "False"
 
-    found = condition(look(seen, shown=shown).status, "Ready")
+    found = condition(look(observed, evidence=evidence).status, "Ready")
     assert (found.reason, found.message) == ("ServedProbeFailed", "decode-0: 503 no_worker: nobody serves it")
 
 
-def test_routers_that_want_a_key_which_nobody_gave_leave_ready_unknown_and_say_what_to_do():
-    seen = settled(a_wish())
-    subject = look(seen).wanted.subject
-    shown = ProbeEvidence()
+def test_missing_api_key_leaves_ready_unknown():
+    observed = settled(a_wish())
+    subject = look(observed).wanted.subject
+    evidence = ProbeEvidence()
     for _ in range(2):
-        shown = failed(
-            shown, subject, subject.aims[0], ProbeFailure(401, "its routers want an API key", wants_key=True)
+        evidence = failed(
+            evidence, subject, subject.targets[0], ProbeFailure(401, "its routers want an API key", wants_key=True)
         )
 
-    found = condition(look(seen, shown=shown).status, "Ready")
+    found = condition(look(observed, evidence=evidence).status, "Ready")
 
     assert (found.status, found.reason) == ("Unknown", "ServedProbeNeedsKey")
     assert found.message == "401 its routers want an API key; give the operator one for ns/dd: probe.keys"
 
 
-def test_what_is_proved_stays_ready_for_an_operator_that_has_just_begun():
-    seen = settled(a_wish())
-    proved = look(seen, shown=all_answered(look(seen).wanted.subject)).status
+def test_proved_deployment_stays_ready_for_a_new_operator():
+    observed = settled(a_wish())
+    proved = look(observed, evidence=all_answered(look(observed).wanted.subject)).status
 
-    again = look(seen, now=LATER, proved=proved.proved, conditions=proved.conditions)
+    again = look(observed, now=LATER, proved=proved.proved, conditions=proved.conditions)
     other = look(
-        seen,
+        observed,
         proved=proved.proved,
         conditions=proved.conditions,
-        router=msgspec.structs.replace(seen.router, pods=(RunningPod("router-0", 1),)),
+        router=msgspec.structs.replace(observed.router, pods=(RunningPod("router-0", 1),)),
     )
 
     assert again.status == proved
     assert ready(other) == ("False", "ServedProbePending")
 
 
-def behind_other_routers(seen, **changes):
+def behind_other_routers(observed, **changes):
     """The same, once its routers are others."""
-    router = msgspec.structs.replace(seen.router, pods=(RunningPod("router-1"),))
-    return msgspec.structs.replace(seen, router=router, **changes)
+    router = msgspec.structs.replace(observed.router, pods=(RunningPod("router-1"),))
+    return msgspec.structs.replace(observed, router=router, **changes)
 
 
-def full(subject, shown, times=2):
+def full(subject, evidence, times=2):
     for _ in range(times):
-        shown = failed(shown, subject, subject.aims[0], FULL)
-    return shown
+        evidence = failed(evidence, subject, subject.targets[0], FULL)
+    return evidence
 
 
-def test_new_routers_that_are_full_leave_a_deployment_ready_that_had_answered_before_them():
-    seen = settled(a_wish())
-    shown = all_answered(look(seen).wanted.subject)
-    other = behind_other_routers(seen, shown=shown)
+def test_full_new_routers_keep_a_proved_deployment_ready():
+    observed = settled(a_wish())
+    evidence = all_answered(look(observed).wanted.subject)
+    other = behind_other_routers(observed, evidence=evidence)
     subject = look(other).wanted.subject
 
-    once = look(other, shown=full(subject, shown, times=1))
-    twice = look(other, shown=full(subject, shown))
+    once = look(other, evidence=full(subject, evidence, times=1))
+    twice = look(other, evidence=full(subject, evidence))
     found = condition(twice.status, "Ready")
 
     assert (ready(look(other)), ready(once)) == (("False", "ServedProbePending"),) * 2
@@ -142,106 +142,106 @@ def test_new_routers_that_are_full_leave_a_deployment_ready_that_had_answered_be
     assert twice.wanted.subject == subject
 
 
-def test_full_routers_say_nothing_of_a_worker_that_has_never_answered():
-    seen = settled(a_wish())
-    subject = look(seen).wanted.subject
-    half = answered(ProbeEvidence(), subject, subject.aims[0], ProbeCompletion(True))
-    for shown in (ProbeEvidence(), half):
-        assert ready(look(seen, shown=full(subject, shown))) == ("Unknown", "Saturated")
+def test_full_routers_prove_nothing_of_unproved_workers():
+    observed = settled(a_wish())
+    subject = look(observed).wanted.subject
+    half = answered(ProbeEvidence(), subject, subject.targets[0], ProbeCompletion(True))
+    for evidence in (ProbeEvidence(), half):
+        assert ready(look(observed, evidence=full(subject, evidence))) == ("Unknown", "Saturated")
 
 
-def test_what_fails_is_not_taken_for_full():
-    seen = settled(a_wish())
-    shown = all_answered(look(seen).wanted.subject)
-    other = behind_other_routers(seen)
-    subject = look(other, shown=shown).wanted.subject
+def test_failure_is_not_taken_for_saturation():
+    observed = settled(a_wish())
+    evidence = all_answered(look(observed).wanted.subject)
+    other = behind_other_routers(observed)
+    subject = look(other, evidence=evidence).wanted.subject
     for _ in range(2):
-        shown = failed(shown, subject, subject.aims[0], DOWN)
+        evidence = failed(evidence, subject, subject.targets[0], DOWN)
 
-    assert ready(look(other, shown=shown)) == ("False", "ServedProbeFailed")
-    assert ready(look(other, shown=full(subject, shown, times=1))) == ("False", "ServedProbeFailed")
+    assert ready(look(other, evidence=evidence)) == ("False", "ServedProbeFailed")
+    assert ready(look(other, evidence=full(subject, evidence, times=1))) == ("False", "ServedProbeFailed")
 
 
-def test_the_next_leader_lets_a_deployment_be_ready_whose_routers_were_full_until_it_knows_better():
-    seen = settled(a_wish())
-    shown = all_answered(look(seen).wanted.subject)
-    proved = look(seen, shown=shown).status.proved
-    other = behind_other_routers(seen, proved=proved)
-    subject = look(other, shown=shown).wanted.subject
-    said = look(other, shown=full(subject, shown)).status
+def test_next_leader_keeps_saturated_deployment_ready():
+    observed = settled(a_wish())
+    evidence = all_answered(look(observed).wanted.subject)
+    proved = look(observed, evidence=evidence).status.proved
+    other = behind_other_routers(observed, proved=proved)
+    subject = look(other, evidence=evidence).wanted.subject
+    said = look(other, evidence=full(subject, evidence)).status
     assert said.proved == proved
 
-    begun = look(other, now=LATER, shown=ProbeEvidence(), conditions=said.conditions)
+    begun = look(other, now=LATER, evidence=ProbeEvidence(), conditions=said.conditions)
     assert condition(begun.status, "Ready") == condition(said, "Ready")
-    knows = begun.wanted.shown
+    knows = begun.wanted.evidence
     for _ in range(2):
-        knows = failed(knows, subject, subject.aims[0], DOWN)
-    assert ready(look(other, shown=knows, conditions=said.conditions)) == ("False", "ServedProbeFailed")
+        knows = failed(knows, subject, subject.targets[0], DOWN)
+    assert ready(look(other, evidence=knows, conditions=said.conditions)) == ("False", "ServedProbeFailed")
 
-    strange = look(other, proved="", shown=ProbeEvidence(), conditions=said.conditions)
+    strange = look(other, proved="", evidence=ProbeEvidence(), conditions=said.conditions)
     assert ready(strange) == ("Unknown", "Saturated"), "nothing shows that anybody has answered"
 
 
 def test_without_probes_ready_says_so():
-    found = condition(look(settled(a_wish()), shown=None).status, "Ready")
+    found = condition(look(settled(a_wish()), evidence=None).status, "Ready")
 
     assert found.status == "True"
     assert "probe.enabled is off" in found.message
 
-    seen = settled(a_wish())
-    before = look(seen, shown=all_answered(look(seen).wanted.subject)).status.conditions
-    assert condition(look(seen, shown=None, conditions=before).status, "KVPathReady").status == "Unknown"
+    observed = settled(a_wish())
+    before = look(observed, evidence=all_answered(look(observed).wanted.subject)).status.conditions
+    assert condition(look(observed, evidence=None, conditions=before).status, "KVPathReady").status == "Unknown"
 
 
-def test_the_way_of_blocks_is_ready_when_each_worker_that_answers_took_some_over():
-    seen = settled(a_wish())
-    subject = look(seen).wanted.subject
+def test_kv_path_is_ready_when_each_worker_took_blocks_over():
+    observed = settled(a_wish())
+    subject = look(observed).wanted.subject
 
     def said(handed):
-        found = condition(look(seen, shown=all_answered(subject, handed)).status, "KVPathReady")
+        found = condition(look(observed, evidence=all_answered(subject, handed)).status, "KVPathReady")
         return found.status, found.reason
 
     assert said(True) == ("True", "HandedOver")
     assert said(False) == ("False", "NotHandedOver")
     assert said(None) == ("Unknown", "NotObserved")
-    before = condition(look(seen).status, "KVPathReady")
+    before = condition(look(observed).status, "KVPathReady")
     assert (before.status, before.reason) == ("Unknown", "NotObserved")
 
 
-def test_between_two_probes_the_way_of_blocks_is_as_it_was_seen_last():
-    seen = settled(a_wish())
-    conditions = look(seen, shown=all_answered(look(seen).wanted.subject)).status.conditions
+def test_kv_path_keeps_its_state_between_probes():
+    observed = settled(a_wish())
+    conditions = look(observed, evidence=all_answered(look(observed).wanted.subject)).status.conditions
 
-    rolling = look(seen, conditions=conditions, router=ObservedRouter(name="dd-router", asked=1), now=LATER)
+    rolling = look(observed, conditions=conditions, router=ObservedRouter(name="dd-router", asked=1), now=LATER)
 
     assert ready(rolling)[0] == "False"
     assert condition(rolling.status, "KVPathReady") == condition(
-        look(seen, conditions=conditions).status, "KVPathReady"
+        look(observed, conditions=conditions).status, "KVPathReady"
     )
     assert condition(rolling.status, "KVPathReady").reason == "HandedOver"
 
 
-def test_where_no_blocks_can_be_handed_over_decode_workers_are_asked_alone():
+def test_without_direct_path_decode_workers_are_probed_alone():
     store = a_wish(kvTransfer={"paths": ["store"]})
     whole = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
 
-    assert [aim.pair for aim in look(settled(store), store).wanted.subject.aims] == [False, False]
-    assert [aim.pair for aim in look(settled(whole), whole).wanted.subject.aims] == [False, False]
+    assert [target.pair for target in look(settled(store), store).wanted.subject.targets] == [False, False]
+    assert [target.pair for target in look(settled(whole), whole).wanted.subject.targets] == [False, False]
     assert look(settled(whole), whole).wanted.subject.prefills == ()
 
 
-def test_a_worker_that_some_routers_do_not_know_is_named_with_them():
-    seen = settled(a_wish())
-    children = tuple(msgspec.structs.replace(each, registered=each.ready_pods - 1) for each in seen.children)
+def test_partly_unknown_worker_is_named_with_its_routers():
+    observed = settled(a_wish())
+    children = tuple(msgspec.structs.replace(each, registered=each.ready_pods - 1) for each in observed.children)
 
-    outcome = look(seen, children=children, partly={"decode-1": ("router-b",)})
+    outcome = look(observed, children=children, partly={"decode-1": ("router-b",)})
 
     found = condition(outcome.status, "RolesRegistered")
     assert (found.status, found.reason, ready(outcome)[1]) == ("False", "NotRegistered", "NotRegistered")
     assert "decode: 1 of 2 known to all routers; decode-1 is not known to router-b" in found.message
 
 
-def test_a_router_that_says_nothing_leaves_it_unknown():
+def test_silent_router_leaves_registration_unknown():
     outcome = look(settled(a_wish()), silent=("router-b",))
 
     found = condition(outcome.status, "RolesRegistered")
@@ -260,8 +260,8 @@ def test_a_router_that_says_nothing_leaves_it_unknown():
         ((0, 0), (1, 0), "False", "Settled"),
     ],
 )
-def test_while_pools_move_beside_each_other_it_is_called_rebalancing(prefill, decode, status, reason):
-    seen = settled(a_wish())
+def test_change_of_both_sides_is_called_rebalancing(prefill, decode, status, reason):
+    observed = settled(a_wish())
 
     def moved(child, asked, leaving):
         replicas = RevisionReplicas(
@@ -270,7 +270,7 @@ def test_while_pools_move_beside_each_other_it_is_called_rebalancing(prefill, de
         return msgspec.structs.replace(child, replicas=replicas)
 
     counts = {"prefill": prefill, "decode": decode}
-    outcome = look(seen, children=tuple(moved(each, *counts[each.role]) for each in seen.children))
+    outcome = look(observed, children=tuple(moved(each, *counts[each.role]) for each in observed.children))
 
     found = condition(outcome.status, "Rebalancing")
     assert (found.status, found.reason) == (status, reason)
@@ -278,12 +278,12 @@ def test_while_pools_move_beside_each_other_it_is_called_rebalancing(prefill, de
         assert found.message == f"prefill to decode: {prefill[0]}:{decode[0]}, to be 1:2"
 
 
-def test_a_rollout_by_itself_is_no_rebalancing():
+def test_rollout_alone_is_no_rebalancing():
     cluster = Cluster()
     cluster.settle(a_wish())
     said = []
     for _ in range(60):
-        outcome = reconcile(a_wish(image="another"), cluster.seen(), IMAGES, NOW)
+        outcome = reconcile(a_wish(image="another"), cluster.observed(), IMAGES, NOW)
         said.append(condition(outcome.status, "Rebalancing").status)
         for action in outcome.actions:
             cluster.do(action)

@@ -2,7 +2,7 @@ from fleet.core.clock import SECOND, Nanos
 from operators.status.rate_limiter import LONG, MOST_PER_SECOND, SHORT, StatusRateLimiter
 
 
-def test_what_is_new_is_written_soon_and_what_counts_along_later():
+def test_news_is_written_soon_and_progress_later():
     pace = StatusRateLimiter()
     assert pace.due("a", Nanos(5), urgent=False) == 5
 
@@ -13,7 +13,7 @@ def test_what_is_new_is_written_soon_and_what_counts_along_later():
     assert pace.due("a", Nanos(60 * SECOND), urgent=False) == 60 * SECOND
 
 
-def test_what_counts_along_of_many_is_written_so_rarely_that_all_together_write_at_most_so_many_a_second():
+def test_progress_of_many_is_limited_in_total():
     pace, many = StatusRateLimiter(), 200
     for key in range(many):
         pace.wrote(key, Nanos(0))
@@ -29,7 +29,7 @@ def test_what_counts_along_of_many_is_written_so_rarely_that_all_together_write_
     assert pace.due(many - 1, Nanos(SECOND), urgent=False) == LONG
 
 
-def test_what_is_so_for_a_moment_is_written_when_the_moment_is_long():
+def test_brief_state_is_written_only_if_it_lasts():
     pace = StatusRateLimiter()
     pace.wrote("a", Nanos(0))
     began = Nanos(60 * SECOND)

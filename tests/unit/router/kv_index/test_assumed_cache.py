@@ -1,4 +1,4 @@
-"""Beliefs about workers that tell nothing: bounded in number and time, the latest ones kept."""
+"""Assumed caches: bounded in size and time, with the latest prompts kept."""
 
 import random
 
@@ -25,7 +25,7 @@ def a_cache(capacity: int) -> tuple[RadixTree, AssumedCache]:
     return chains, AssumedCache(chains, 1, capacity)
 
 
-def test_what_was_sent_is_believed_to_be_there():
+def test_sent_prompt_is_assumed_cached():
     chains, cache = a_cache(100)
 
     cache.sent((1, 2, 3), LATER)
@@ -34,7 +34,7 @@ def test_what_was_sent_is_believed_to_be_there():
     assert len(cache) == 3
 
 
-def test_the_least_recently_sent_goes_first_when_there_is_no_room():
+def test_least_recently_sent_prompt_is_forgotten_first():
     chains, cache = a_cache(6)
     for prompt in ((1, 2), (3, 4), (1, 2), (5, 6), (7, 8)):  # the first was sent again
         cache.sent(prompt, LATER)
@@ -43,7 +43,7 @@ def test_the_least_recently_sent_goes_first_when_there_is_no_room():
     cache.check()
 
 
-def test_what_two_prompts_share_stays_with_the_other():
+def test_shared_blocks_stay_with_the_other_prompt():
     chains, cache = a_cache(5)
     for prompt in ((1, 2, 3), (1, 2, 4), (9, 8)):
         cache.sent(prompt, LATER)
@@ -51,16 +51,16 @@ def test_what_two_prompts_share_stays_with_the_other():
     assert (chains.runs((1, 2, 3)), chains.runs((1, 2, 4))) == ([(2, 1)], [(3, 1)])
 
 
-def test_a_conversation_is_kept_once_however_often_it_goes_on():
+def test_growing_conversation_is_kept_once():
     chains, cache = a_cache(1000)
     for turn in range(1, 100):
         cache.sent(tuple(range(4 * turn)), LATER)
         cache.check()
 
-    assert (len(cache), len(cache.chains()), len(chains._pieces)) == (4 * 99, 1, 1)
+    assert (len(cache), len(cache.chains()), len(chains.nodes)) == (4 * 99, 1, 1)
 
 
-def test_what_prompts_share_is_not_listed_without_bound():
+def test_listed_keys_of_shared_blocks_are_bounded():
     _, cache = a_cache(100)
     for number in range(50):
         cache.sent((*range(90), 1000 + number), LATER)
@@ -69,7 +69,7 @@ def test_what_prompts_share_is_not_listed_without_bound():
     cache.check()
 
 
-def test_a_prompt_longer_than_the_cache_counts_with_its_beginning():
+def test_too_long_prompt_counts_with_its_beginning():
     chains, cache = a_cache(16)
 
     cache.sent(range(100), LATER)
@@ -77,7 +77,7 @@ def test_a_prompt_longer_than_the_cache_counts_with_its_beginning():
     assert chains.runs(range(100)) == [(16, 1)]
 
 
-def test_what_nobody_sent_for_the_time_is_gone():
+def test_unsent_prompts_expire():
     chains, cache = a_cache(100)
     cache.sent((1, 2), LATER)
     cache.sent((3,), Nanos(LATER + SECOND))
@@ -89,7 +89,7 @@ def test_what_nobody_sent_for_the_time_is_gone():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bounds_hold_whatever_is_sent(seed):
+def test_limits_hold_for_any_prompts(seed):
     rng = random.Random(seed)
     chains = RadixTree()
     caches = [AssumedCache(chains, 1 << number, rng.randrange(1, 30)) for number in range(3)]
@@ -102,14 +102,14 @@ def test_bounds_hold_whatever_is_sent(seed):
             cache.expire(Nanos(step - 20))
         for each in caches:
             each.check()
-            assert each._listed <= MAX_LISTED_FACTOR * each._capacity
+            assert each.listed <= MAX_LISTED_FACTOR * each.capacity
         chains.check([chain for each in caches for chain in each.chains()])
     for cache in caches:
         cache.clear()
     assert len(chains) == 0
 
 
-def test_a_prompt_goes_where_it_went_until_its_time_has_passed():
+def test_prompt_returns_to_its_worker_until_expiry():
     router = RouterMachineDriver()
     for name in ("a", "b"):
         joined = a_joined_worker(name, Role.BOTH)

@@ -1,4 +1,4 @@
-"""What was believed to be cached against what workers report."""
+"""Predicted cached tokens, compared with those that workers report."""
 
 import pytest
 from hypothesis import given
@@ -27,14 +27,14 @@ HIT, MISS = CacheComparison(320, 256, 256, 256), CacheComparison(320, 256, 0, 0)
         ((96, 95, 64, 32), CacheComparison(96, 64, 64, 64)),  # the last token is always computed, and with it its block
         ((96, 96, 95, 32), CacheComparison(96, 64, 64, 64)),
         ((1, 0, 0, 32), CacheComparison(1, 0, 0, 0)),
-        ((0, -1, 0, 32), CacheComparison(0, 0, 0, 0)),  # no prompt that we know of, and one token to compute
+        ((0, -1, 0, 32), CacheComparison(0, 0, 0, 0)),  # an unknown prompt, and one token to compute
     ],
 )
-def test_whole_blocks_before_the_last_token_are_compared(told, compared):
+def test_comparison_uses_whole_blocks_before_last_token(told, compared):
     assert compare(*told) == compared
 
 
-def test_precision_and_recall_are_those_of_the_tokens():
+def test_precision_and_recall_are_computed_from_tokens():
     both = compare(320, 256, 128, 32) + compare(320, 64, 128, 32)
 
     assert (both.precision, both.recall) == (192 / 320, 192 / 256)
@@ -42,34 +42,34 @@ def test_precision_and_recall_are_those_of_the_tokens():
     assert (CacheComparison().precision, CacheComparison().recall, CacheComparison().hit_rate_error) == (1, 1, 0)
 
 
-def test_a_cache_drifts_once_and_is_right_again_once():
-    truth = CacheAccuracy(Knowledge.EXACT)
+def test_drift_and_recovery_are_reported_once():
+    accuracy = CacheAccuracy(Knowledge.EXACT)
     for _ in range(WINDOW):
-        assert not truth.note(HIT)
+        assert not accuracy.note(HIT)
 
-    changes = [truth.note(MISS) for _ in range(WINDOW)]
+    changes = [accuracy.note(MISS) for _ in range(WINDOW)]
     assert changes.count(True) == 1
-    assert truth.drifting
-    changes = [truth.note(HIT) for _ in range(WINDOW)]
+    assert accuracy.drifting
+    changes = [accuracy.note(HIT) for _ in range(WINDOW)]
 
     assert changes.count(True) == 1
-    assert not truth.drifting
+    assert not accuracy.drifting
 
 
-def test_a_few_misses_are_no_drift():
-    truth = CacheAccuracy(Knowledge.EXACT)
+def test_few_misses_are_no_drift():
+    accuracy = CacheAccuracy(Knowledge.EXACT)
 
-    assert not any(truth.note(MISS) for _ in range(ENOUGH - 1))
-    assert truth.note(MISS)
+    assert not any(accuracy.note(MISS) for _ in range(ENOUGH - 1))
+    assert accuracy.note(MISS)
 
 
 @given(st.lists(st.tuples(st.integers(1, 999), st.integers(0, 999), st.integers(0, 999)), max_size=200))
-def test_the_recent_sum_is_that_of_the_window(prompts):
-    truth = CacheAccuracy(Knowledge.EXACT)
+def test_recent_sum_equals_the_window(prompts):
+    accuracy = CacheAccuracy(Knowledge.EXACT)
     for prompt, predicted, reported in prompts:
-        truth.note(compare(prompt, predicted, reported, 32))
-        truth.check()
-        assert 0 <= truth.recent.agreed <= min(truth.recent.predicted, truth.recent.reported)
+        accuracy.note(compare(prompt, predicted, reported, 32))
+        accuracy.check()
+        assert 0 <= accuracy.recent.agreed <= min(accuracy.recent.predicted, accuracy.recent.reported)
 
 
 # In the router
@@ -89,7 +89,7 @@ def ask(router: RouterMachineDriver, number: int, *, cached_blocks: int) -> list
     return [command for command in told if isinstance(command, CacheDriftChanged)]
 
 
-def test_what_a_worker_reports_is_compared_once_a_request():
+def test_worker_report_is_compared_once_per_request():
     router = a_warm_router()
 
     ask(router, 1, cached_blocks=3)
@@ -100,7 +100,7 @@ def test_what_a_worker_reports_is_compared_once_a_request():
     assert (exact.workers, exact.prompts, exact.total) == (1, 2, CacheComparison(200, 192, 128, 128))
 
 
-def test_a_cache_that_parts_from_the_index_raises_one_alarm():
+def test_cache_drift_raises_one_alarm():
     router = a_warm_router()
 
     alarms = [alarm for number in range(40) for alarm in ask(router, number, cached_blocks=0)]
@@ -110,7 +110,7 @@ def test_a_cache_that_parts_from_the_index_raises_one_alarm():
     assert router.machine.snapshot().knowledge[0].drifting == 1
 
 
-def test_hits_that_nobody_predicted_raise_the_alarm_too():
+def test_unpredicted_hits_raise_the_alarm():
     router = a_warm_router(blocks=0)
 
     alarms = [alarm for number in range(40) for alarm in ask(router, number, cached_blocks=3)]
@@ -118,7 +118,7 @@ def test_hits_that_nobody_predicted_raise_the_alarm_too():
     assert [alarm.recall for alarm in alarms] == [0.0]
 
 
-def test_the_prefill_worker_is_compared_and_the_decode_worker_is_not():
+def test_only_the_prefill_worker_is_compared():
     router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE))
     work = the(Dispatch, router.send(an_arrival(tokens=700)))
     assert work.start.phase is Phase.PREFILL
@@ -128,7 +128,7 @@ def test_the_prefill_worker_is_compared_and_the_decode_worker_is_not():
     assert router.machine.snapshot().knowledge[0].total == CacheComparison(700, 0, 0, 0)
 
 
-def test_servers_that_tell_nothing_else_are_compared_by_their_own_tokens():
+def test_external_server_is_compared_by_its_own_tokens():
     router = RouterMachineDriver()
     router.send(
         WorkerJoined(
@@ -151,7 +151,7 @@ def test_servers_that_tell_nothing_else_are_compared_by_their_own_tokens():
     )
 
 
-def test_metrics_show_the_mode_and_how_wrong_it_is():
+def test_metrics_show_knowledge_and_accuracy():
     router = a_warm_router()
     ask(router, 1, cached_blocks=1)
 

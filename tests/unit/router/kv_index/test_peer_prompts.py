@@ -1,4 +1,4 @@
-"""What several routers tell each other of prompts: requests that begin alike meet by whichever routers they come."""
+"""Announced prompts: requests that begin alike meet on one worker, whichever routers they use."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
-from fleet.router.kv_index import peer_prompts as foretold
+from fleet.router.kv_index import peer_prompts
 from fleet.router.kv_index.cache_accuracy import Knowledge
 from fleet.router.kv_index.peer_prompts import (
     MAX_ANNOUNCED_KEYS,
@@ -32,7 +32,7 @@ WORKERS = tuple((f"w{number}", Role.BOTH) for number in range(16))
 
 
 class Told(RouterMachineDriver):
-    """One of several routers, which tells the others."""
+    """One of several routers, which announces its prompts to the others."""
 
     def tell(self, *others: RouterMachineDriver) -> None:
         name = str(id(self))
@@ -42,7 +42,7 @@ class Told(RouterMachineDriver):
             other.send(PeerReserved(replica=name, booked=self.machine.booked()))
 
     def place(self, name: str, tokens: bytes) -> tuple[Dispatch, int]:
-        """The work, and prompt tokens that are taken to be computed."""
+        """Place a prompt; return the dispatch and the prompt tokens to compute."""
         work = the(Dispatch, self.send(an_arrival(request_id=name, tokens=tokens, sampling=GREEDY)))
         (placed,) = self.machine.explain(RequestId(name)).placements
         return work, placed.prefill_tokens
@@ -54,7 +54,7 @@ def routers(count: int, *workers: tuple[str, Role], **settings) -> list[Told]:
 
 
 def believing(count: int, workers: int) -> list[Told]:
-    """Routers of workers that tell nothing of their caches."""
+    """Return routers whose workers do not report their caches."""
     found = [Told(seed=seed, policy="smg", replicas_listen="unix:r" if count > 1 else "") for seed in range(count)]
     for router in found:
         for number in range(workers):
@@ -72,8 +72,8 @@ def others_of(one: Told, among: Sequence[Told]) -> list[Told]:
 
 
 @pytest.mark.parametrize(("count", "own"), [(1, 0), (1, 64), (2, 0), (2, 64), (4, 0)])
-def test_a_prompt_that_one_router_has_sent_is_computed_once_by_whichever_routers_the_next_come(count, own):
-    """Eight siblings of 4,000 tokens, before any engine has told of them. Without telling each router computes it once."""
+def test_prompt_is_computed_once_across_routers(count, own):
+    """Eight siblings of 4,000 tokens arrive before any engine has reported. Without announcements each router computes the prompt once."""
     several = routers(count)
     full = []
     for number in range(8):
@@ -85,7 +85,7 @@ def test_a_prompt_that_one_router_has_sent_is_computed_once_by_whichever_routers
     assert full == [True] + 7 * [False]
 
 
-def test_a_prefill_worker_that_computes_a_prompt_is_found_by_other_routers_too():
+def test_peers_find_the_prefill_worker_of_a_prompt():
     workers = (*((f"p{number}", Role.PREFILL) for number in range(4)), ("d", Role.DECODE))
     one, other = routers(2, *workers)
     work, _ = one.place("r1", a_prompt(2000))
@@ -93,11 +93,11 @@ def test_a_prefill_worker_that_computes_a_prompt_is_found_by_other_routers_too()
 
     assert work.worker_id.startswith("p")
     again, tokens = other.place("r2", a_prompt(2000) + a_prompt(600, first=90_000))
-    assert (again.worker_id, tokens) == (work.worker_id, 2600 - 60 * 32)  # of 62 blocks, as far as there are marks
+    assert (again.worker_id, tokens) == (work.worker_id, 2600 - 60 * 32)  # blocks of 62, as far as marks tell
 
 
 @pytest.mark.parametrize("how", ["ended", "cancelled", "left"])
-def test_what_is_over_or_was_told_by_a_router_that_is_gone_is_not_coming_any_more(how):
+def test_finished_or_orphaned_peer_prompts_do_not_count(how):
     one, other = routers(2)
     work, _ = one.place("r1", a_prompt(2000))
     one.tell(other)
@@ -114,7 +114,7 @@ def test_what_is_over_or_was_told_by_a_router_that_is_gone_is_not_coming_any_mor
     assert other.place("r3", a_prompt(2000))[1] == 2000
 
 
-def test_a_worker_that_comes_again_has_nothing_coming_and_what_is_over_then_is_nobodys():
+def test_rejoined_worker_starts_without_peer_prompts():
     one, other = routers(2, ("w0", Role.BOTH), ("w1", Role.BOTH))
     work, _ = one.place("r1", a_prompt(2000))
     one.tell(other)
@@ -126,7 +126,7 @@ def test_a_worker_that_comes_again_has_nothing_coming_and_what_is_over_then_is_n
     one.tell(other)
 
 
-def test_a_worker_that_leaves_the_router_that_told_is_over_for_the_others():
+def test_worker_leaving_the_announcing_router_ends_its_prompts():
     one, other = routers(2, ("w0", Role.BOTH))
     one.place("r1", a_prompt(2000))
     one.tell(other)
@@ -136,7 +136,7 @@ def test_a_worker_that_leaves_the_router_that_told_is_over_for_the_others():
     assert other.place("r2", a_prompt(2000))[1] == 2000
 
 
-def test_nothing_is_told_of_short_prompts_of_what_is_cached_and_by_a_router_that_is_alone():
+def test_short_or_cached_prompts_are_not_announced():
     (alone,) = routers(1)
     one, _ = routers(2)
     for router in (alone, one):
@@ -149,7 +149,7 @@ def test_nothing_is_told_of_short_prompts_of_what_is_cached_and_by_a_router_that
     assert (len(told.keys), over) == (len(marks(range(2000 // 32))), [])
 
 
-def test_what_ended_before_it_was_told_is_not_told():
+def test_prompt_ended_before_announcement_is_not_announced():
     one, _ = routers(2)
     work, _ = one.place("r1", a_prompt(2000))
     one.step(work, 1, finish=Finish.STOP)
@@ -157,7 +157,7 @@ def test_what_ended_before_it_was_told_is_not_told():
     assert one.machine.prompts.news() == ([], [])
 
 
-def test_a_router_that_is_reached_between_two_tellings_is_told_what_the_others_know_and_then_the_news():
+def test_late_peer_gets_known_prompts_then_news():
     one, early, late = routers(3)
     known, _ = one.place("r1", a_prompt(2000))
     one.tell(early)
@@ -165,15 +165,15 @@ def test_a_router_that_is_reached_between_two_tellings_is_told_what_the_others_k
     late.send(PeerPlaced(replica=str(id(one)), placed=tuple(one.machine.prompts.latest())))
     assert late.place("r3", a_prompt(2000))[1] < 2000
 
-    one.step(brief, 1, finish=Finish.STOP)  # before it is told
+    one.step(brief, 1, finish=Finish.STOP)  # before it is announced
     one.step(known, 1, finish=Finish.STOP)
     one.tell(early, late)
 
     assert late.place("r4", a_prompt(2000, first=5000))[1] == 2000
-    assert not any(late.machine._roster[f"w{number}"].foretold.chains() for number in range(len(WORKERS)))
+    assert not any(late.machine.registry[f"w{number}"].peer_prompts.chains() for number in range(len(WORKERS)))
 
 
-def test_what_is_told_twice_is_there_once():
+def test_prompt_announced_twice_counts_once():
     one, other = routers(2)
     work, _ = one.place("r1", a_prompt(2000))
     one.tell(other)
@@ -184,9 +184,9 @@ def test_what_is_told_twice_is_there_once():
     assert other.place("r2", a_prompt(2000))[1] == 2000
 
 
-def test_of_one_router_so_many_are_told_and_kept_at_most(monkeypatch):
+def test_announced_prompts_per_router_are_bounded(monkeypatch):
     prompts = PromptAnnouncements()
-    monkeypatch.setattr(foretold, "MAX_ANNOUNCED_PROMPTS", 3)
+    monkeypatch.setattr(peer_prompts, "MAX_ANNOUNCED_PROMPTS", 3)
     numbers = [prompts.placed(W, range(number, number + 40)) for number in range(5)]
     assert numbers == [1, 2, 3, None, None]
     prompts.over(2)
@@ -197,14 +197,14 @@ def test_of_one_router_so_many_are_told_and_kept_at_most(monkeypatch):
     router = routers(2)[0]
     placed = tuple(PlacedPrompt(worker_id=WorkerId("w0"), number=number, keys=(number,)) for number in range(1, 9))
     router.send(PeerPlaced(replica="o", placed=placed))
-    assert len(router.machine._roster["w0"].foretold.chains()) == 3
+    assert len(router.machine.registry["w0"].peer_prompts.chains()) == 3
 
 
 # Marks.
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 3000))
-def test_marks_know_eight_ninths_of_what_two_prompts_have_in_common_and_all_if_they_are_the_same(common, one, other):
+def test_marks_find_eight_ninths_of_a_common_prefix(common, one, other):
     first, second = ((*range(common), *range(start, start + more)) for start, more in ((10_000, one), (20_000, other)))
     chains = RadixTree()
     chains.add(ChainHolder(1), marks(first))
@@ -216,7 +216,7 @@ def test_marks_know_eight_ninths_of_what_two_prompts_have_in_common_and_all_if_t
     assert len(marks(first)) <= 16 + 8 * 9
 
 
-def test_what_is_known_of_a_worker_by_itself_counts_where_that_is_more():
+def test_own_knowledge_counts_if_it_is_deeper():
     chains = RadixTree()
     for bit, blocks in ((1, 4), (2, 12), (4, 8)):
         chains.add(ChainHolder(bit), marks(range(blocks)))
@@ -224,11 +224,11 @@ def test_what_is_known_of_a_worker_by_itself_counts_where_that_is_more():
     assert deeper([(6, 0b1001), (10, 0b10)], chains, range(16)) == [(6, 0b1001), (8, 0b100), (12, 0b10)]
 
 
-# Workers that tell nothing.
+# Workers that do not report their caches.
 
 
 def hit_rate(count: int, *, told: bool = True) -> float:
-    """Of 12 conversations of 7 turns over 8 workers, each turn by a router that is drawn: what was sent there already, in blocks."""
+    """Return the share of cached blocks for 12 conversations of 7 turns over 8 workers; each turn uses a random router."""
     several = believing(count, 8)
     dice = random.Random(5)
     sent: dict[str, set[bytes]] = {}
@@ -249,7 +249,7 @@ def hit_rate(count: int, *, told: bool = True) -> float:
     return found / blocks
 
 
-def test_several_routers_of_workers_that_tell_nothing_find_as_much_as_one():
+def test_peers_share_assumed_caches():
     alone = hit_rate(1)
     assert alone > 0.7
     assert hit_rate(4, told=False) < alone - 0.15, "so that telling is no accident"
@@ -257,7 +257,7 @@ def test_several_routers_of_workers_that_tell_nothing_find_as_much_as_one():
     assert min(hit_rate(2), hit_rate(4)) > alone - 0.01
 
 
-def test_what_was_sent_to_a_worker_is_believed_though_the_router_that_sent_it_is_gone():
+def test_assumed_cache_outlives_the_announcing_router():
     one, other = believing(2, 4)
     work, _ = one.place("r1", a_prompt(2000))
     one.tell(other)
@@ -267,13 +267,13 @@ def test_what_was_sent_to_a_worker_is_believed_though_the_router_that_sent_it_is
     assert (again.worker_id, tokens) == (work.worker_id, 2000 - 31 * 64)
 
 
-def test_of_a_long_prompt_the_beginning_is_told_and_of_many_the_latest(monkeypatch):
+def test_announcements_keep_beginnings_and_latest_prompts(monkeypatch):
     prompts = PromptAnnouncements()
     prompts.sent(W, range(MAX_ANNOUNCED_KEYS + 5))
     ((told,), _) = prompts.news()
     assert told == PlacedPrompt(worker_id=W, keys=tuple(range(MAX_ANNOUNCED_KEYS)))
 
-    monkeypatch.setattr(foretold, "MAX_SENT_PROMPTS", 2)
+    monkeypatch.setattr(peer_prompts, "MAX_SENT_PROMPTS", 2)
     prompts = PromptAnnouncements()
     for number in range(5):
         prompts.sent(W, (number,))
@@ -281,7 +281,7 @@ def test_of_a_long_prompt_the_beginning_is_told_and_of_many_the_latest(monkeypat
     assert prompts.news() == ([], [])
 
 
-def test_a_prompt_without_a_full_block_is_not_told():
+def test_prompt_without_full_block_is_not_announced():
     one, _ = believing(2, 4)
     one.place("r1", a_prompt(10))
 

@@ -1,4 +1,4 @@
-"""The prefix index against a brute-force oracle, and what it promises about memory."""
+"""The prefix index, compared with a brute-force oracle, and its memory bounds."""
 
 import random
 import tracemalloc
@@ -24,7 +24,7 @@ def an_index(**held: list[int]) -> PrefixIndex:
     return index
 
 
-def test_each_holder_is_credited_with_its_own_leading_blocks():
+def test_each_holder_gets_its_own_leading_blocks():
     index = an_index(a=[1, 2, 3], b=[1], c=[1, 2, 3, 4, 5])
 
     assert index.longest([1, 2, 3, 4, 9]) == {A: 3, B: 1, C: 4}
@@ -37,27 +37,27 @@ def test_blocks_behind_a_hole_do_not_count():
     assert index.longest([1, 2, 3, 4, 5, 6, 7, 8]) == {A: 3, B: 3}
 
 
-def test_a_hole_of_one_holder_does_not_shorten_the_run_of_another():
+def test_hole_of_one_holder_does_not_affect_another():
     index = an_index(a=list(range(100)), b=list(range(100)))
     index.removed(A, [50])
 
     assert index.longest(list(range(100))) == {A: 50, B: 100}
 
 
-def test_a_run_that_ended_does_not_go_on_behind_a_hole_of_everybody():
+def test_run_does_not_continue_behind_a_common_hole():
     index = an_index(a=[1, 4], b=[1, 2, 4])
 
     assert index.longest([1, 2, 3, 4]) == {A: 1, B: 2}
 
 
-def test_a_prompt_nobody_has_begun_has_no_holders():
+def test_unknown_prompt_has_no_holders():
     index = an_index(a=[2, 3])
 
     assert index.longest([1, 2, 3]) == {}
     assert index.longest([]) == {}
 
 
-def test_a_dead_holder_leaves_nothing_behind_and_its_bit_is_used_again():
+def test_removed_holder_frees_blocks_and_bit():
     index = an_index(a=[1, 2], b=[2, 3])
 
     index.remove(A)
@@ -70,7 +70,7 @@ def test_a_dead_holder_leaves_nothing_behind_and_its_bit_is_used_again():
     index.check()
 
 
-def test_hundreds_of_restarts_do_not_lengthen_the_masks():
+def test_restarts_do_not_lengthen_the_masks():
     index = an_index(a=[1])
     for restart in range(300):
         holder = engine_cache_holder(WorkerId(f"restart-{restart}"))
@@ -78,10 +78,10 @@ def test_hundreds_of_restarts_do_not_lengthen_the_masks():
         index.stored(holder, [1])
         index.remove(holder)
 
-    assert max(index._holders) <= 2
+    assert max(index.holders) <= 2
 
 
-def test_a_holder_is_not_believed_to_hold_more_than_it_has_room_for():
+def test_holder_never_exceeds_its_capacity():
     index = PrefixIndex()
     index.add(A, capacity=3)
 
@@ -94,7 +94,7 @@ def test_a_holder_is_not_believed_to_hold_more_than_it_has_room_for():
     assert index.held_by(A) == 3
 
 
-def test_blocks_stored_twice_count_once():
+def test_block_stored_twice_counts_once():
     index = an_index(a=[1, 2])
 
     index.stored(A, [1, 2])
@@ -105,7 +105,7 @@ def test_blocks_stored_twice_count_once():
     index.check()
 
 
-def test_memory_returns_to_baseline_when_all_holders_have_left():
+def test_memory_is_freed_when_all_holders_leave():
     rng = random.Random(7)
     index = PrefixIndex()
     tracemalloc.start()
@@ -131,8 +131,8 @@ BYTES_A_BLOCK = 400
 """That one worker holds: two table entries and an integer, and what tables and sets have spare just after they have grown."""
 
 
-def test_a_day_of_churn_stays_under_its_cap_and_leaves_nothing():
-    """Caches that are always full, turned over by the hour, and a worker in four that restarts each hour."""
+def test_day_of_churn_stays_within_memory_cap():
+    """Caches are always full and turn over each hour, and a quarter of the workers restart each hour."""
     rng = random.Random(5)
     workers, capacity = [engine_cache_holder(WorkerId(f"w{number}")) for number in range(4)], 1_500
     tracemalloc.start()
@@ -168,13 +168,13 @@ def test_a_day_of_churn_stays_under_its_cap_and_leaves_nothing():
     assert left < max(peaks) / 100
 
 
-def test_keys_are_the_first_eight_bytes_of_the_hashes():
+def test_block_keys_are_the_first_eight_hash_bytes():
     hashes = chain(a_prompt(96), 32)
 
     assert keys_of(hashes) == tuple(int.from_bytes(name[:8], "little") for name in hashes)
 
 
-def test_a_worker_and_a_store_of_one_name_are_different_holders():
+def test_worker_and_store_of_one_name_are_distinct_holders():
     assert engine_cache_holder(WorkerId("x")) != store_tier_holder(StoreId("x"), "")
 
 
@@ -183,7 +183,7 @@ HOLDERS = st.sampled_from([Holder(name) for name in "abcd"])
 
 
 class IndexEqualsOracle(RuleBasedStateMachine):
-    """A dictionary of sets is the oracle. Few keys and holders, so that runs, holes and recycled bits meet often."""
+    """The oracle is a dictionary of sets. Few keys and holders make runs, holes and reused bits meet often."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class IndexEqualsOracle(RuleBasedStateMachine):
         assert len(self.index) == len(set().union(*self.oracle.values()))
 
     def longest(self, prompt: list[int]) -> dict[Holder, int]:
-        """However many keys are worth a bisection, the answer is the same."""
+        """Check that the answer does not depend on the bisection threshold."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fleet.router.kv_index.prefix_index.WORTH_BISECTING", 1)
             bisected = self.index.longest(prompt)

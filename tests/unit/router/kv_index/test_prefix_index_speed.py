@@ -1,7 +1,7 @@
-"""The index against a plain reference on a public trace: the same answers, for a known part of the work.
+"""The index against a plain reference on a public trace: the same answers with a known amount of work.
 
-Work is counted in steps of the interpreter, which are the same on every machine and however busy it is; of what C does in one
-step, processor time tells, more coarsely.
+Work is counted in bytecode steps of the interpreter, which are the same on every machine under any load. Processor time, which is
+less precise, covers the work that C code does in one step.
 """
 
 import sys
@@ -22,7 +22,7 @@ def done() -> list[IndexOperation]:
 
 
 def steps(index: MeasuredIndex) -> int:
-    """Of the interpreter, for what `done` does to an index."""
+    """Return the interpreter steps of `done` on an index."""
     counted = 0
 
     def count(frame, event, argument):
@@ -46,7 +46,7 @@ def steps(index: MeasuredIndex) -> int:
     return counted
 
 
-def test_the_trace_tries_hits_on_several_workers_and_removals():
+def test_trace_has_shared_hits_and_removals():
     assert sum(bool(each.removed) for each in done()) > 50
     index = ReferenceIndex()
     for each in done():
@@ -54,7 +54,7 @@ def test_the_trace_tries_hits_on_several_workers_and_removals():
     assert sum(len(index.longest(each.asked)) > 1 for each in done()) > 50
 
 
-def test_it_answers_as_the_reference_does():
+def test_index_equals_the_reference_on_a_trace():
     index, reference = PrefixIndex(), ReferenceIndex()
     for number in range(WORKERS):
         index.add(f"worker/{number}", CAPACITY)
@@ -67,13 +67,13 @@ def test_it_answers_as_the_reference_does():
     assert index.overflowed == 0
 
 
-def test_it_takes_no_more_steps_than_it_did():
+def test_index_needs_no_more_bytecode_steps_than_recorded():
     share = steps(PrefixIndex()) / steps(ReferenceIndex())
 
     assert share < 1.1 * STEPS_OF_REFERENCE
 
 
-def test_it_takes_less_processor_time_than_the_reference():
+def test_index_is_faster_than_the_reference():
     def ratio() -> float:
         ours, changes = replay(PrefixIndex(), done(), WORKERS, CAPACITY)
         plain, plain_changes = replay(ReferenceIndex(), done(), WORKERS, CAPACITY)

@@ -1,4 +1,4 @@
-"""Chains against a list of all that was added."""
+"""The radix tree, compared with a list of all added chains."""
 
 import gc
 import random
@@ -12,7 +12,7 @@ from fleet.router.kv_index.radix_tree import JOIN_ABOVE, Chain, ChainHolder, Rad
 
 HOLDERS = 4
 
-# A prompt is a path through a small tree, so that many begin alike; a key is the path so far.
+# A prompt is a path through a small tree, so many prompts begin alike; a key is the path so far.
 prompts = st.lists(st.integers(0, 1), max_size=9)
 
 
@@ -30,7 +30,7 @@ def leading(chains: list[Chain], holder: ChainHolder, keys: tuple[int, ...]) -> 
     history=st.lists(st.tuples(st.integers(0, HOLDERS - 1), prompts, st.booleans(), st.integers(0, 100)), max_size=40),
     asked=prompts,
 )
-def test_who_has_how_much_is_what_a_look_at_every_chain_says(many, history, asked):
+def test_leading_blocks_equal_a_scan_of_all_chains(many, history, asked):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subject, "JOIN_ABOVE", many)
         chains = RadixTree()
@@ -63,24 +63,24 @@ def test_who_has_how_much_is_what_a_look_at_every_chain_says(many, history, aske
         assert len(chains) == 0
 
 
-def test_a_prompt_that_nobody_shares_is_one_entry_however_long_it_is():
+def test_unshared_prompt_is_one_node():
     chains, holder = RadixTree(), ChainHolder(1)
 
     chains.add(holder, range(1000))
 
-    assert (len(chains._pieces), holder.blocks) == (1, 1000)
+    assert (len(chains.nodes), holder.blocks) == (1, 1000)
 
 
 def divided(chains: RadixTree, holders: list[ChainHolder], keys: tuple[int, ...]) -> list[Chain]:
-    """A chain, and one for each of its beginnings."""
+    """Add a chain, and one for each of its beginnings."""
     return [chains.add(holders[end % len(holders)], keys[:end]) for end in range(len(keys), 0, -1)]
 
 
-def test_what_was_divided_by_chains_that_are_gone_is_whole_again():
+def test_nodes_split_by_removed_chains_are_joined():
     chains, holders = RadixTree(), [ChainHolder(1), ChainHolder(2)]
     keys = tuple(range(1, 1001))
     whole, *beginnings = divided(chains, holders, keys)
-    assert len(chains._pieces) == 1000
+    assert len(chains.nodes) == 1000
     random.Random(5).shuffle(beginnings)
 
     for beginning in beginnings:
@@ -89,40 +89,40 @@ def test_what_was_divided_by_chains_that_are_gone_is_whole_again():
     chains.remove(passing)
 
     chains.check([whole])
-    assert len(chains._pieces) < 20
+    assert len(chains.nodes) < 20
     assert chains.runs(keys) == [(1000, whole.holder.bit)]
     chains.remove(whole)
-    assert (len(chains), chains._pieces, [holder.blocks for holder in holders]) == (0, {}, [0, 0])
+    assert (len(chains), chains.nodes, [holder.blocks for holder in holders]) == (0, {}, [0, 0])
 
 
-def test_what_some_end_in_stays_divided():
+def test_node_where_a_chain_ends_stays_split():
     chains, holder = RadixTree(), ChainHolder(1)
     keys = tuple(range(1, 101))
     there = divided(chains, [holder], keys)
-    while len(there) > 50:  # those that end in the first half
+    while len(there) > 50:  # the chains that end in the first half
         chains.remove(there.pop())
 
     chains.remove(chains.add(holder, keys))
 
     chains.check(there)
-    assert sorted(piece.start for piece in chains._pieces.values()) == [0, *range(51, 100)]
+    assert sorted(node.start for node in chains.nodes.values()) == [0, *range(51, 100)]
 
 
-def test_who_comes_and_goes_where_its_holder_has_been_changes_nothing_further_up():
+def test_known_prefix_changes_no_upper_nodes():
     chains, holders = RadixTree(), [ChainHolder(1), ChainHolder(2)]
     keys = tuple(range(1, 101))
     whole = divided(chains, holders, keys)[0]
-    last, counted = whole.last, [(piece, piece.count) for piece in chains._pieces.values()]
+    last, counted = whole.last, [(node, node.count) for node in chains.nodes.values()]
 
     again = chains.add(whole.holder, keys)
 
-    assert {piece.start for piece, count in counted if piece.count != count} == {99}
+    assert {node.start for node, count in counted if node.count != count} == {99}
     assert again.last is last
     chains.remove(again)
-    assert all(piece.count == count for piece, count in counted)
+    assert all(node.count == count for node, count in counted)
 
 
-def test_a_chain_that_is_gone_leaves_nothing_to_collect():
+def test_removed_chain_leaves_no_garbage_cycles():
     chains, holder = RadixTree(), ChainHolder(1)
     stays = chains.add(holder, (1, 2, 3))
     gc.collect()
@@ -136,10 +136,10 @@ def test_a_chain_that_is_gone_leaves_nothing_to_collect():
     chains.remove(stays)
 
 
-def test_keys_that_collide_break_nothing():
+def test_colliding_keys_break_nothing():
     chains, one, other = RadixTree(), ChainHolder(1), ChainHolder(2)
     first = chains.add(one, (1, 2, 3))
-    second = chains.add(other, (9, 1, 2))  # as if 1 and 2 stood for other blocks as well
+    second = chains.add(other, (9, 1, 2))  # the keys 1 and 2 stand for other blocks as well
     third = chains.add(one, (2, 1))
     chains.runs((1, 2, 3)), chains.runs((9, 2, 1)), chains.runs((2, 9))
 
@@ -156,7 +156,7 @@ collisions = st.lists(st.integers(0, 4), max_size=6)  # keys that stand for seve
 @given(
     st.lists(st.tuples(st.integers(0, HOLDERS - 1), collisions, st.booleans(), st.integers(0, 100)), max_size=40),
 )
-def test_however_keys_collide_nothing_is_left_of_chains_that_are_gone(history):
+def test_removed_chains_with_colliding_keys_leave_nothing(history):
     chains = RadixTree()
     holders = [ChainHolder(1 << number) for number in range(HOLDERS)]
     there: list[Chain] = []
@@ -174,5 +174,5 @@ def test_however_keys_collide_nothing_is_left_of_chains_that_are_gone(history):
     for chain in there:
         chains.remove(chain)
 
-    assert (len(chains), chains._pieces) == (0, {})
+    assert (len(chains), chains.nodes) == (0, {})
     assert [holder.blocks for holder in holders] == [0] * HOLDERS

@@ -1,4 +1,4 @@
-"""The native costs against their numpy twin, to the last bit."""
+"""Native costs, compared with their numpy twin to the last bit."""
 
 import math
 import random
@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from fleet.router import candidates as quantity
+from fleet.router import policy as quantity
 from fleet.router.native import costs, twin
 
 native = pytest.mark.skipif(not costs.BUILT, reason="not built")
@@ -26,7 +26,7 @@ def a_table(rng: random.Random, workers: int) -> np.ndarray:
 
 @native
 @pytest.mark.parametrize("workers", [1, 2, 7, 64, 513])
-def test_costs_are_those_of_the_twin_bit_for_bit(workers):
+def test_native_costs_equal_the_twin_bit_for_bit(workers):
     rng = random.Random(workers)
     for _ in range(30):
         table = a_table(rng, workers)
@@ -38,13 +38,15 @@ def test_costs_are_those_of_the_twin_bit_for_bit(workers):
         costs.fleet_costs(table, found, 1000, *weights, *switches)
 
         assert expected.tobytes() == found.tobytes()
-        table = table[:, [*range(workers), rng.randrange(workers)]]  # one of them twice, so that there may be two
+        table = table[
+            :, [*range(workers), rng.randrange(workers)]
+        ]  # one of them twice, so that there may be two lowest costs
         twins = twin.fleet_lowest(table, 1000, *weights, *switches)
         assert costs.fleet_lowest(np.ascontiguousarray(table), 1000, *weights, *switches) == twins
 
 
 @native
-def test_the_lowest_are_those_of_the_twin():
+def test_native_lowest_equals_the_twin():
     rng = random.Random(0)
     for _ in range(100):
         values = np.array([rng.choice([1.0, 1.0, 2.5, -3.0, 1e300]) for _ in range(rng.randrange(1, 80))])
@@ -53,14 +55,14 @@ def test_the_lowest_are_those_of_the_twin():
 
 @pytest.mark.parametrize("module", [costs, twin])
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")], [float("-inf"), 1.0]])
-def test_costs_that_are_no_numbers_are_refused(module, values):
+def test_non_finite_costs_are_refused(module, values):
     with pytest.raises(ValueError, match="costs must be finite"):
         module.lowest(np.array(values))
 
 
 @pytest.mark.parametrize("module", [costs, twin])
 @pytest.mark.parametrize(("workers", "prompt_tokens"), [(0, 1), (3, math.inf), (70, math.nan)])
-def test_costs_of_workers_that_are_no_numbers_are_refused(module, workers, prompt_tokens):
+def test_non_finite_worker_values_are_refused(module, workers, prompt_tokens):
     weights = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="costs must be finite"):
         module.fleet_lowest(np.ones((quantity.QUANTITIES, workers)), prompt_tokens, *weights, False, True, False)
@@ -68,7 +70,7 @@ def test_costs_of_workers_that_are_no_numbers_are_refused(module, workers, promp
 
 @native
 @pytest.mark.parametrize("shape", [(quantity.QUANTITIES - 1, 4), (quantity.QUANTITIES, 3), (1, 4)])
-def test_a_table_of_another_shape_is_refused(shape):
+def test_table_of_wrong_shape_is_refused(shape):
     with pytest.raises(ValueError, match="17 quantities"):
         costs.fleet_costs(np.zeros(shape), np.empty(4), 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, True, True, False)
     if shape[0] != quantity.QUANTITIES:
@@ -77,7 +79,7 @@ def test_a_table_of_another_shape_is_refused(shape):
 
 
 @native
-def test_what_workers_have_is_spread_as_the_twin_does_it():
+def test_native_spread_equals_the_twin():
     rng = random.Random(0)
     for _ in range(300):
         places, workers = rng.randrange(1, 200), rng.randrange(1, 130)
@@ -92,7 +94,7 @@ def test_what_workers_have_is_spread_as_the_twin_does_it():
 
 
 @native
-def test_what_live_requests_hold_is_spread_as_the_twin_does_it():
+def test_native_spread_live_equals_the_twin():
     rng = random.Random(0)
     for _ in range(300):
         workers = rng.randrange(1, 130)
@@ -112,7 +114,7 @@ def test_what_live_requests_hold_is_spread_as_the_twin_does_it():
 
 
 @pytest.mark.parametrize("module", [costs, twin])
-def test_one_worker_at_its_limit_is_enough_for_not_all_to_have_room(module):
+def test_all_have_room_is_false_with_one_full_worker(module):
     table = np.zeros((quantity.QUANTITIES, 70))
     table[quantity.LIMIT] = 3
     table[quantity.REQUESTS] = 2
@@ -124,7 +126,7 @@ def test_one_worker_at_its_limit_is_enough_for_not_all_to_have_room(module):
 
 
 @native
-def test_names_of_blocks_are_those_of_the_twin():
+def test_native_block_keys_equal_the_twin():
     rng = random.Random(0)
     for _ in range(200):
         size = 4 * rng.randrange(1, 70)
@@ -137,13 +139,13 @@ def test_names_of_blocks_are_those_of_the_twin():
 
 @pytest.mark.parametrize("module", [costs, twin])
 @pytest.mark.parametrize("size", [-4, 0, 8])
-def test_factors_of_another_length_are_refused(module, size):
+def test_factors_of_wrong_length_are_refused(module, size):
     with pytest.raises(ValueError, match="a factor of 8 bytes"):
         module.block_keys(bytes(64), size, bytes(8))
 
 
-def test_the_rows_of_the_c_source_are_those_of_the_table():
-    """The enumeration in costs.c against the constants that Python uses."""
+def test_c_row_numbers_equal_the_python_ones():
+    """Compare the enumeration in costs.c with Python's constants."""
     from pathlib import Path
 
     source = Path(costs.__file__).with_name("costs.c").read_text()

@@ -1,4 +1,4 @@
-"""From how many tokens on a prompt is handed over, when that is learned."""
+"""Prefill break-even: from how many uncached tokens on a prompt is handed over, when that is learned."""
 
 import random
 
@@ -15,10 +15,10 @@ from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, d
 
 
 def learned(milliseconds: float, samples: int = MIN_SAMPLES) -> PrefillBreakEven:
-    crossover = PrefillBreakEven()
+    break_even = PrefillBreakEven()
     for _ in range(samples):
-        crossover.handed_over(Nanos(int(milliseconds * MILLISECOND)))
-    return crossover
+        break_even.handed_over(Nanos(int(milliseconds * MILLISECOND)))
+    return break_even
 
 
 @pytest.mark.parametrize(
@@ -32,28 +32,28 @@ def learned(milliseconds: float, samples: int = MIN_SAMPLES) -> PrefillBreakEven
         (40, 0.0, 4, 512),
     ],
 )
-def test_it_is_where_holding_others_up_costs_as_much_as_a_hand_off(milliseconds, token_seconds, requests, tokens):
+def test_break_even_equates_delay_and_handoff(milliseconds, token_seconds, requests, tokens):
     assert learned(milliseconds).min_tokens(token_seconds, requests, 512) == tokens
 
 
 @pytest.mark.parametrize(("constant", "tokens"), [(8192, LEAST_TOKENS), (16, 16)])
-def test_until_enough_has_been_seen_no_constant_keeps_prompts_from_being_handed_over(constant, tokens):
+def test_prompts_are_handed_over_until_enough_is_measured(constant, tokens):
     assert learned(40, MIN_SAMPLES - 1).min_tokens(1e-4, 1, constant) == tokens
 
 
 @pytest.mark.parametrize("begin", [1, 10_000])
-def test_from_a_wrong_start_it_comes_within_a_tenth_of_what_is_true(begin):
+def test_estimate_converges_within_a_tenth(begin):
     """The first sample is wrong by orders of magnitude; the others scatter by a quarter around 40 ms."""
     rng = random.Random(1)
-    crossover = learned(begin, samples=1)
+    break_even = learned(begin, samples=1)
     for _ in range(100):
-        crossover.handed_over(Nanos(int(rng.uniform(30, 50) * MILLISECOND)))
+        break_even.handed_over(Nanos(int(rng.uniform(30, 50) * MILLISECOND)))
 
-    assert crossover.min_tokens(1e-4, 1, 512) == pytest.approx(400, rel=0.1)
+    assert break_even.min_tokens(1e-4, 1, 512) == pytest.approx(400, rel=0.1)
 
 
-def test_a_router_learns_it_from_its_requests_and_tells_what_it_went_by():
-    """200 ms a hand-off, 1 ms a prompt token, nobody held up: 200 tokens are the same either way."""
+def test_router_learns_and_reports_the_break_even():
+    """With 200 ms for a handoff, 1 ms for a prompt token and no delayed request, both ways cost the same at 200 tokens."""
     router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
     sampling = Sampling(temperature=0.0, max_tokens=2)
     for number in range(MIN_SAMPLES):
@@ -75,18 +75,18 @@ def test_a_router_learns_it_from_its_requests_and_tells_what_it_went_by():
     assert (placed.why, placed.min_tokens) == (PlacementReason.PROMPT_LONG_UNCACHED, 200)
 
 
-@pytest.mark.parametrize(("second_hand", "phase"), [(False, Phase.PREFILL), (True, Phase.AGGREGATED)])
-def test_what_teaches_nothing_is_not_handed_over_to_be_measured(second_hand, phase):
+@pytest.mark.parametrize(("external", "phase"), [(False, Phase.PREFILL), (True, Phase.AGGREGATED)])
+def test_external_request_is_not_handed_over_to_measure(external, phase):
     router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
 
-    work = the(Dispatch, router.send(an_arrival(tokens=a_prompt(200), second_hand=second_hand)))
+    work = the(Dispatch, router.send(an_arrival(tokens=a_prompt(200), external=external)))
 
     assert work.start.phase is phase
 
 
 @pytest.mark.parametrize("learning", [False, True])
-def test_what_it_would_decide_is_reported_whether_it_counts_or_not(learning):
-    """As above, with eight requests on the decode worker: an eighth of 200 tokens is less than the least that is concluded."""
+def test_break_even_is_reported_even_if_unused(learning):
+    """With eight requests on the decode worker, an eighth of 200 tokens is below the lower bound."""
     router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=learning)
     nothing = router.machine.remote_prefill()
     assert (nothing.learned, nothing.handoffs, nothing.workers[0].min_tokens) == (learning, 0, None)

@@ -1,4 +1,4 @@
-"""Scores and choices against the rules that fleet.router.placement.decision states."""
+"""Costs and decisions, compared with the rules of `fleet.router.placement.decision`."""
 
 import itertools
 import random
@@ -10,11 +10,11 @@ from msgspec import structs
 from fleet.core.errors import Reason
 from fleet.core.ids import StoreId, WorkerId
 from fleet.core.roles import KvPath, Placement, Role
-from fleet.router.candidates import PlacementRequest
+from fleet.router.placement.candidate_table import common_path
 from fleet.router.placement.decision import DecisionExplanation, PlacementReason
 from fleet.router.placement.eligibility import IneligibleReason
 from fleet.router.placement.rejection import Rejection, WaitForRoom
-from fleet.router.placement.topology import common_path
+from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from tests.support.builders import BLOCK_TOKENS, a_description
 from tests.support.router.candidate_tables import CandidateRow, a_candidate, decide, score
@@ -28,15 +28,15 @@ BOTH_PATHS = (KvPath.STORE, KvPath.DIRECT)
 
 
 def placed(
-    asked: PlacementRequest, *standings: CandidateRow, settings: RouterSettings = SETTINGS, seed: int = 0
+    demand: PlacementRequest, *rows: CandidateRow, settings: RouterSettings = SETTINGS, seed: int = 0
 ) -> DecisionExplanation:
-    outcome = decide(asked, standings, settings, random.Random(seed))
+    outcome = decide(demand, rows, settings, random.Random(seed))
     assert isinstance(outcome, DecisionExplanation), outcome
     return outcome
 
 
-def refused(asked: PlacementRequest, *standings: CandidateRow) -> Rejection:
-    outcome = decide(asked, standings, SETTINGS, random.Random(0))
+def refused(demand: PlacementRequest, *rows: CandidateRow) -> Rejection:
+    outcome = decide(demand, rows, SETTINGS, random.Random(0))
     assert isinstance(outcome, Rejection), outcome
     return outcome
 
@@ -58,13 +58,13 @@ def refused(asked: PlacementRequest, *standings: CandidateRow) -> Rejection:
         ({"backlog_tokens": 16, "requests": 1, "active_blocks": 100}, 10.5 + 110 + 1),
     ],
 )
-def test_the_cost_is_counted_in_blocks(fields, cost):
+def test_cost_is_counted_in_blocks(fields, cost):
     terms = score(a_candidate(prompt_tokens=320, **fields), 320, SETTINGS)
 
     assert terms.cost == pytest.approx(cost, abs=1e-9)
 
 
-def test_a_worker_with_hits_in_slower_tiers_beats_a_cold_one_and_loses_to_a_hot_one():
+def test_slower_tier_hit_ranks_between_hot_and_cold():
     cold, on_disk, in_memory, hot = (
         a_candidate(name, prompt_tokens=320, **{tier: 8} if tier else {})
         for name, tier in (("cold", ""), ("disk", "below_blocks"), ("memory", "store_blocks"), ("hot", "engine_blocks"))
@@ -74,7 +74,7 @@ def test_a_worker_with_hits_in_slower_tiers_beats_a_cold_one_and_loses_to_a_hot_
         assert placed(PlacementRequest(prompt_tokens=320), worse, better).decode == better.worker_id
 
 
-def test_a_credit_above_one_eats_into_the_backlog_but_not_below_zero():
+def test_credit_above_one_never_makes_cost_negative():
     generous = structs.replace(SETTINGS, engine_hit_credit=3.0)
     hot = a_candidate(prompt_tokens=320, engine_blocks=10, backlog_tokens=320, new_blocks=0)
 
@@ -82,41 +82,39 @@ def test_a_credit_above_one_eats_into_the_backlog_but_not_below_zero():
     assert score(structs.replace(hot, backlog_tokens=3200), 320, generous).cost == 110 - 30
 
 
-def test_terms_add_up_to_the_cost():
+def test_cost_terms_add_up_to_the_cost():
     terms = score(a_candidate(engine_blocks=1, store_blocks=1, requests=2, backlog_tokens=50), 100, SETTINGS)
 
     assert terms.parts == {"prefill": (50 + 100) / 32, "credit": -1.75, "others": 0.0, "decode": 4.0, "requests": 2.0}
     assert sum(terms.parts.values()) == terms.cost
 
 
-def test_a_hit_in_the_engine_beats_one_in_the_store_beats_none():
-    asked = PlacementRequest(prompt_tokens=320)
+def test_engine_hit_beats_store_hit_beats_none():
+    demand = PlacementRequest(prompt_tokens=320)
     engine = a_candidate("engine", prompt_tokens=320, engine_blocks=8)
     store = a_candidate("store", prompt_tokens=320, store_blocks=8)
     cold = a_candidate("cold", prompt_tokens=320)
 
-    assert placed(asked, cold, store, engine).decode == "engine"
-    assert placed(asked, cold, store).decode == "store"
+    assert placed(demand, cold, store, engine).decode == "engine"
+    assert placed(demand, cold, store).decode == "store"
 
 
 def test_equal_workers_get_equal_shares():
-    """Within five per cent of uniform, wherever they stand in the list."""
-    standings = [a_candidate(f"d{number}") for number in range(4)]
+    """The shares are within five per cent of uniform, wherever a worker is in the list."""
+    rows = [a_candidate(f"d{number}") for number in range(4)]
     rng = random.Random(4)
 
-    choices = Counter(
-        decide(PlacementRequest(prompt_tokens=100), standings, SETTINGS, rng).decode for _ in range(10_000)
-    )
+    choices = Counter(decide(PlacementRequest(prompt_tokens=100), rows, SETTINGS, rng).decode for _ in range(10_000))
 
     assert set(choices) == {f"d{number}" for number in range(4)}
     assert all(abs(count - 2500) <= 125 for count in choices.values()), choices
 
 
-# Who is a candidate.
+# Candidates.
 
 
-def test_draining_failed_full_and_small_workers_are_passed_over_with_the_cause():
-    standings = [
+def test_ineligible_workers_are_skipped_with_a_reason():
+    rows = [
         a_candidate("draining", draining=True),
         a_candidate("failed", failed=True),
         a_candidate("full", requests=16, max_running=16),
@@ -125,7 +123,7 @@ def test_draining_failed_full_and_small_workers_are_passed_over_with_the_cause()
         a_candidate("good", requests=15, max_running=16),
     ]
 
-    decision = placed(PlacementRequest(prompt_tokens=100), *standings)
+    decision = placed(PlacementRequest(prompt_tokens=100), *rows)
 
     assert decision.decode == "good"
     assert dict(decision.unfit) == {
@@ -137,7 +135,7 @@ def test_draining_failed_full_and_small_workers_are_passed_over_with_the_cause()
     }
 
 
-def test_a_prefill_worker_gets_no_whole_request():
+def test_prefill_worker_gets_no_aggregated_request():
     decision = placed(
         PlacementRequest(prompt_tokens=100), a_candidate("p", Role.PREFILL), a_candidate("d", requests=10)
     )
@@ -146,7 +144,7 @@ def test_a_prefill_worker_gets_no_whole_request():
 
 
 @pytest.mark.parametrize(
-    ("standings", "reason", "field"),
+    ("rows", "reason", "field"),
     [
         ([], Reason.NO_WORKER, ""),
         ([a_candidate("p", Role.PREFILL)], Reason.NO_WORKER, ""),
@@ -155,13 +153,13 @@ def test_a_prefill_worker_gets_no_whole_request():
         ([a_candidate("d", max_model_len=50)], Reason.TOO_LARGE, "prompt"),
     ],
 )
-def test_each_cause_of_no_candidate_has_its_own_refusal(standings, reason, field):
-    refusal = refused(PlacementRequest(prompt_tokens=100), *standings)
+def test_each_missing_candidate_has_its_own_rejection(rows, reason, field):
+    refusal = refused(PlacementRequest(prompt_tokens=100), *rows)
 
     assert (refusal.reason, refusal.field) == (reason, field)
 
 
-def test_a_request_waits_when_all_who_could_serve_it_are_full():
+def test_request_waits_when_all_able_workers_are_full():
     full = a_candidate("full", requests=16)
     small = a_candidate("small", max_model_len=50)
 
@@ -177,7 +175,7 @@ def test_a_request_waits_when_all_who_could_serve_it_are_full():
     ("prompt", "hit_blocks", "hit", "prefill_load"),
     list(itertools.product((100, 511, 512, 513, 1000, 4000), (0, 1, 15, 16, 31), ("engine", "store"), (0, 15, 16))),
 )
-def test_the_choice_between_one_worker_and_a_pair_equals_the_rule(prompt, hit_blocks, hit, prefill_load):
+def test_split_decision_equals_the_stated_rule(prompt, hit_blocks, hit, prefill_load):
     hit_blocks = min(hit_blocks, prompt // BLOCK_TOKENS)
     decode = a_candidate("d", prompt_tokens=prompt, max_model_len=8192, **{f"{hit}_blocks": hit_blocks})
     prefill = a_candidate("p", Role.PREFILL, prompt_tokens=prompt, max_model_len=8192, requests=prefill_load)
@@ -216,22 +214,22 @@ LONG = PlacementRequest(prompt_tokens=1000)
         ([a_candidate("b", Role.BOTH, prompt_tokens=1000, requests=9)], PlacementReason.PROMPT_LONG_UNCACHED),
     ],
 )
-def test_a_long_prompt_goes_to_a_pair_unless_a_named_reason_forbids(others, why):
+def test_long_prompt_goes_to_a_pair_unless_forbidden(others, why):
     decision = placed(LONG, a_candidate("d", prompt_tokens=1000), *others)
 
     assert decision.why is why
     assert (decision.prefill is not None) == (why is PlacementReason.PROMPT_LONG_UNCACHED)
 
 
-def test_workers_that_do_everything_prefill_for_each_other_only_when_asked():
-    standings = [a_candidate("b1", Role.BOTH), a_candidate("b2", Role.BOTH, requests=5)]
+def test_both_role_workers_pair_only_on_demand():
+    rows = [a_candidate("b1", Role.BOTH), a_candidate("b2", Role.BOTH, requests=5)]
 
-    assert placed(LONG, *standings).why is PlacementReason.NO_PREFILL_WORKER
-    asked = placed(structs.replace(LONG, placement=Placement.DISAGGREGATED), *standings)
-    assert (asked.decode, asked.prefill) == ("b1", "b2")
+    assert placed(LONG, *rows).why is PlacementReason.NO_PREFILL_WORKER
+    demand = placed(structs.replace(LONG, placement=Placement.DISAGGREGATED), *rows)
+    assert (demand.decode, demand.prefill) == ("b1", "b2")
 
 
-def test_the_least_loaded_prefill_worker_is_taken_by_what_it_has_to_compute():
+def test_prefill_worker_with_least_work_is_chosen():
     decode = a_candidate("d", prompt_tokens=1000)
     busy = a_candidate("busy", Role.PREFILL, backlog_tokens=3000)
     warm = a_candidate("warm", Role.PREFILL, backlog_tokens=500, engine_blocks=20)
@@ -244,22 +242,22 @@ def test_the_least_loaded_prefill_worker_is_taken_by_what_it_has_to_compute():
     assert [terms.worker_id for terms in decision.prefill_candidates] == ["busy", "warm", "cold"]
 
 
-# What clients ask for.
+# Demands of clients.
 
 
-def test_an_override_decides_and_says_so():
+def test_client_demand_decides_and_is_the_reason():
     short = PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED)
-    standings = (a_candidate("d"), a_candidate("p", Role.PREFILL))
+    rows = (a_candidate("d"), a_candidate("p", Role.PREFILL))
 
-    pair = placed(short, *standings)
-    alone = placed(structs.replace(LONG, placement=Placement.AGGREGATED), *standings)
+    pair = placed(short, *rows)
+    alone = placed(structs.replace(LONG, placement=Placement.AGGREGATED), *rows)
 
     assert (pair.prefill, pair.why) == ("p", PlacementReason.ASKED_BY_CLIENT)
     assert (alone.prefill, alone.why) == (None, PlacementReason.ASKED_BY_CLIENT)
 
 
 @pytest.mark.parametrize(
-    ("standings", "asked", "reason", "field"),
+    ("rows", "demand", "reason", "field"),
     [
         (
             [a_candidate("d")],
@@ -287,35 +285,35 @@ def test_an_override_decides_and_says_so():
         ),
     ],
 )
-def test_an_override_that_nobody_can_meet_is_refused_naming_the_field(standings, asked, reason, field):
-    refusal = refused(asked, *standings)
+def test_impossible_demand_is_rejected_with_its_field(rows, demand, reason, field):
+    refusal = refused(demand, *rows)
 
     assert (refusal.reason, refusal.field) == (reason, field)
 
 
-def test_a_pair_that_was_asked_for_waits_for_busy_prefill_workers():
-    asked = PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED)
-    standings = [a_candidate("d"), a_candidate("p", Role.PREFILL, requests=16)]
+def test_demanded_pair_waits_for_busy_prefill_workers():
+    demand = PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED)
+    rows = [a_candidate("d"), a_candidate("p", Role.PREFILL, requests=16)]
 
-    assert decide(asked, standings, SETTINGS, random.Random(0)) == WaitForRoom()
+    assert decide(demand, rows, SETTINGS, random.Random(0)) == WaitForRoom()
 
 
-def test_a_pair_that_was_asked_for_is_found_behind_a_cheaper_worker_without_partner():
-    asked = PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED)
+def test_demanded_pair_skips_workers_without_partner():
+    demand = PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED)
     lonely = a_candidate("lonely", fingerprint="other")
     paired = a_candidate("paired", requests=9)
 
-    decision = placed(asked, lonely, paired, a_candidate("p", Role.PREFILL))
+    decision = placed(demand, lonely, paired, a_candidate("p", Role.PREFILL))
 
     assert decision.decode == "paired"
     assert dict(decision.unfit) == {WorkerId("lonely"): IneligibleReason.NO_PAIR}
 
 
-# Ways for the blocks.
+# KV paths.
 
 
 @pytest.mark.parametrize(
-    ("prefer_direct", "asked", "prefill_paths", "decode_paths", "path"),
+    ("prefer_direct", "demand", "prefill_paths", "decode_paths", "path"),
     [
         (False, None, BOTH_PATHS, BOTH_PATHS, KvPath.STORE),
         (True, None, BOTH_PATHS, BOTH_PATHS, KvPath.DIRECT),
@@ -328,12 +326,12 @@ def test_a_pair_that_was_asked_for_is_found_behind_a_cheaper_worker_without_part
         (False, None, (), (), None),
     ],
 )
-def test_the_way_is_the_preferred_one_of_those_both_can_go(prefer_direct, asked, prefill_paths, decode_paths, path):
+def test_pair_uses_the_preferred_common_kv_path(prefer_direct, demand, prefill_paths, decode_paths, path):
     settings = RouterSettings(prefer_direct=prefer_direct)
     prefill = a_description(kv_paths=prefill_paths)
     decode = a_description(kv_paths=decode_paths)
 
-    assert common_path(prefill, decode, asked, settings) is path
+    assert common_path(prefill, decode, demand, settings) is path
 
 
 def test_workers_of_two_generations_do_not_pair():
@@ -344,13 +342,13 @@ def test_workers_of_two_generations_do_not_pair():
     assert common_path(old, new, None, RouterSettings()) is None
 
 
-def test_two_workers_without_a_store_have_no_way_through_it():
+def test_workers_without_a_store_have_no_store_path():
     lone = a_description(store_id=None)
 
     assert common_path(lone, lone, None, SETTINGS) is None
 
 
-def test_layouts_that_differ_make_no_pair_whatever_the_way():
+def test_different_fingerprints_never_pair():
     prefill = a_description(fingerprint="a", kv_paths=BOTH_PATHS)
 
     assert common_path(prefill, a_description(fingerprint="b", kv_paths=BOTH_PATHS), None, SETTINGS) is None

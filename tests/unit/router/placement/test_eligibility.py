@@ -1,4 +1,4 @@
-"""Who may serve a request, and what a client is told when nobody may."""
+"""Eligibility: which workers may serve a request, and the rejection if none may."""
 
 import random
 
@@ -8,10 +8,10 @@ from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Placement, Role
 from fleet.core.work import LoraAdapter
-from fleet.router.candidates import PlacementRequest
 from fleet.router.placement.decision import DecisionExplanation
 from fleet.router.placement.eligibility import IneligibleReason
 from fleet.router.placement.rejection import Rejection, RejectionCause, WaitForRoom
+from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from tests.support.router.candidate_tables import a_candidate, decide
 
@@ -21,8 +21,8 @@ P = a_candidate("p", Role.PREFILL)
 D = a_candidate("d")
 
 
-def outcome(asked: dict, *standings):
-    return decide(PlacementRequest(**{"prompt_tokens": 100, **asked}), standings, SETTINGS, random.Random(0))
+def outcome(demand: dict, *rows):
+    return decide(PlacementRequest(**{"prompt_tokens": 100, **demand}), rows, SETTINGS, random.Random(0))
 
 
 IMPOSSIBLE = [
@@ -79,36 +79,36 @@ OF_THOSE_THAT_MAY_BE_CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize(("cause", "asked", "standings", "reason", "field"), IMPOSSIBLE)
-def test_each_cause_has_a_code_of_its_own(cause, asked, standings, reason, field):
-    refused = outcome(asked, *standings)
+@pytest.mark.parametrize(("cause", "demand", "rows", "reason", "field"), IMPOSSIBLE)
+def test_each_rejection_has_its_cause(cause, demand, rows, reason, field):
+    refused = outcome(demand, *rows)
 
     assert isinstance(refused, Rejection)
     assert (refused.cause, refused.reason, refused.field) == (cause, reason, field)
     assert refused.message
 
 
-@pytest.mark.parametrize(("cause", "asked"), OF_THOSE_THAT_MAY_BE_CHOSEN)
-def test_the_cause_is_that_of_those_that_may_be_chosen_whatever_is_asked_besides(cause, asked):
-    refused = outcome({**asked, "among": (WorkerId("d"),)}, D, E)
+@pytest.mark.parametrize(("cause", "demand"), OF_THOSE_THAT_MAY_BE_CHOSEN)
+def test_cause_ignores_workers_outside_the_allowed_list(cause, demand):
+    refused = outcome({**demand, "among": (WorkerId("d"),)}, D, E)
 
     assert isinstance(refused, Rejection)
     assert refused.cause is cause
 
 
-def test_a_pin_on_the_only_worker_which_may_not_be_chosen_is_unfit():
+def test_pin_outside_the_allowed_list_is_unfit():
     refused = outcome({"pin": WorkerId("d"), "among": (WorkerId("x"),)}, D)
 
     assert isinstance(refused, Rejection)
     assert refused.cause is RejectionCause.PIN_UNFIT
 
 
-def test_every_code_is_tried():
+def test_every_cause_is_tested():
     assert {cause for cause, *_ in IMPOSSIBLE} == set(RejectionCause)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "demand",
     [
         {},
         {"pin": WorkerId("full")},
@@ -117,30 +117,30 @@ def test_every_code_is_tried():
         {"bound": WorkerId("full"), "must_keep": True},
     ],
 )
-def test_who_is_only_busy_is_waited_for(asked):
+def test_request_waits_if_a_worker_is_only_busy(demand):
     full = a_candidate("full", requests=16, labels=("gold",))
 
-    assert outcome(asked, full) == WaitForRoom(frozenset({WorkerId("full")}))
+    assert outcome(demand, full) == WaitForRoom(frozenset({WorkerId("full")}))
 
 
-def test_a_pin_goes_before_any_cost_and_the_others_are_told_why_not():
+def test_pin_overrides_cost_and_is_explained():
     placed = outcome({"pin": WorkerId("slow")}, a_candidate("slow", requests=9), D)
 
     assert isinstance(placed, DecisionExplanation)
     assert (placed.decode, dict(placed.unfit)) == ("slow", {"d": IneligibleReason.NOT_PINNED})
 
 
-def test_only_those_that_may_be_chosen_are_and_so_are_their_partners():
-    slow, asked = a_candidate("slow", requests=9), {"prompt_tokens": 2000}
+def test_allowed_list_limits_both_workers_of_a_pair():
+    slow, demand = a_candidate("slow", requests=9), {"prompt_tokens": 2000}
 
-    alone = outcome({**asked, "among": (WorkerId("slow"),)}, slow, D, P)
-    paired = outcome({**asked, "among": (WorkerId("p"), WorkerId("slow"))}, slow, D, P, a_candidate("q", Role.PREFILL))
+    alone = outcome({**demand, "among": (WorkerId("slow"),)}, slow, D, P)
+    paired = outcome({**demand, "among": (WorkerId("p"), WorkerId("slow"))}, slow, D, P, a_candidate("q", Role.PREFILL))
 
     assert (alone.decode, alone.prefill, dict(alone.unfit)) == ("slow", None, {"d": IneligibleReason.NOT_AMONG})
     assert (paired.decode, paired.prefill) == ("slow", "p")
 
 
-def test_a_form_goes_to_workers_that_keep_it_however_busy_they_are():
+def test_structured_output_goes_to_supporting_workers():
     keeps = a_candidate("k", requests=9, keeps_forms=True)
 
     placed = outcome({"form": True}, D, keeps)
@@ -152,17 +152,17 @@ def test_a_form_goes_to_workers_that_keep_it_however_busy_they_are():
     )
 
 
-def test_a_pair_keeps_a_form_on_both_sides():
-    asked = {"form": True, "prompt_tokens": 2000}
+def test_both_workers_of_a_pair_support_structured_output():
+    demand = {"form": True, "prompt_tokens": 2000}
     keeps = a_candidate("k", keeps_forms=True)
 
-    alone, paired = (outcome(asked, keeps, a_candidate("p", Role.PREFILL, keeps_forms=both)) for both in (False, True))
+    alone, paired = (outcome(demand, keeps, a_candidate("p", Role.PREFILL, keeps_forms=both)) for both in (False, True))
 
     assert (alone.decode, alone.prefill) == ("k", None)
     assert (paired.decode, paired.prefill) == ("k", "p")
 
 
-def test_labels_are_all_needed():
+def test_worker_needs_all_demanded_labels():
     both = a_candidate("both", requests=9, labels=("gold", "eu"))
     placed = outcome({"labels": ("gold", "eu")}, both, a_candidate("one", labels=("gold",)), D)
 

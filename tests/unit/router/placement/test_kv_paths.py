@@ -1,4 +1,4 @@
-"""Workers whose blocks lie differently: which ways they have in common, and what that costs."""
+"""Workers with different block layouts: their common KV paths, and the cost of converting blocks."""
 
 import msgspec
 import pytest
@@ -38,16 +38,16 @@ def a_worker(kv, **fields):
         (None, AT_REST, KvPath.STORE),
     ],
 )
-def test_blocks_that_lie_differently_take_the_way_through_the_store(prefill, decode, path):
+def test_different_layouts_use_the_store_path(prefill, decode, path):
     assert common_path(a_worker(prefill), a_worker(decode), None, SETTINGS) is path
 
 
-def test_blocks_that_lie_differently_have_no_way_without_a_store():
+def test_different_layouts_have_no_path_without_a_store():
     assert common_path(a_worker(NHD, store_id=None), a_worker(AT_REST, store_id=None), None, SETTINGS) is None
     assert common_path(a_worker(NHD), a_worker(AT_REST), KvPath.DIRECT, SETTINGS) is None
 
 
-def test_what_has_to_be_converted_counts_for_less_than_what_lies_as_it_is_needed():
+def test_conversion_lowers_the_hit_credit():
     router = RouterMachineDriver(conversion_cost=0.25, store_hit_credit=0.75)
     router.join("plain", kv=AT_REST)
     router.join("converts", kv=NHD)
@@ -63,7 +63,7 @@ def test_what_has_to_be_converted_counts_for_less_than_what_lies_as_it_is_needed
     assert credits_ == {"plain": 7.5, "converts": 5.0}
 
 
-def test_work_that_a_worker_refuses_since_blocks_differ_is_counted():
+def test_kv_mismatch_rejections_are_counted():
     router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
     work = the(Dispatch, router.send(an_arrival()))
 
@@ -72,7 +72,7 @@ def test_work_that_a_worker_refuses_since_blocks_differ_is_counted():
     assert router.machine.snapshot().counters.kv_mismatches == 1
 
 
-def test_the_session_of_a_request_goes_with_its_work():
+def test_dispatch_carries_the_session():
     router = RouterMachineDriver(("d1", Role.DECODE))
 
     assert dispatched(router.send(an_arrival(session="agent-7"))).session == "agent-7"

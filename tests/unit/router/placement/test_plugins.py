@@ -1,4 +1,4 @@
-"""Policies from other packages: found by name, and replaced by the default one when they fail."""
+"""Policy plug-ins: found by name, and replaced by the default policy when they fail."""
 
 import random
 import threading
@@ -12,12 +12,12 @@ from msgspec import Struct
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import RequestId
 from fleet.core.roles import Phase, Role
-from fleet.router.candidates import PlacementRequest
 from fleet.router.machine import RouterMachine
 from fleet.router.placement import plugins as router_policies
 from fleet.router.placement.plugins import GuardedPolicy, open_policy, policy_catalogue
 from fleet.router.placement.policies.built_in import BUILT_IN, policy
 from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from tests.support.builders import a_joined_worker, an_arrival
 from tests.support.router.candidate_tables import a_candidate, candidates_of
@@ -31,7 +31,7 @@ class Last(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     bonus: float = 1.0
 
-    def costs(self, asked, candidates, phase, /):
+    def costs(self, request, candidates, phase, /):
         return -self.bonus * np.arange(len(candidates), dtype=np.float64)
 
 
@@ -63,10 +63,10 @@ class Misbehaving:
         self.act = act
         self.itemise = itemise or raising
 
-    def choose(self, asked, candidates, phase, chance, /):
+    def choose(self, request, candidates, phase, rng, /):
         return self.act(candidates), self
 
-    def costs(self, asked, candidates, phase, /):
+    def costs(self, request, candidates, phase, /):
         return self.itemise(candidates)
 
 
@@ -92,13 +92,13 @@ def choose(chosen: GuardedPolicy) -> str:
     return candidates.worker_ids[place]
 
 
-def test_our_policies_are_there_without_any_entry_point(monkeypatch):
+def test_built_in_policies_need_no_entry_point(monkeypatch):
     found(monkeypatch)
 
     assert policy_catalogue().policies == BUILT_IN.policies
 
 
-def test_an_installed_policy_is_used_with_its_parameters_and_explained(monkeypatch):
+def test_installed_policy_is_used_and_explained(monkeypatch):
     found(monkeypatch, last=f"{__name__}:LastPolicy")
     settings = RouterSettings(policy="last", policies={"last": {"bonus": 2.0}}, policy_budget_ms=5000)
     machine = RouterMachine(settings, random.Random(0), open_policy(settings))
@@ -111,7 +111,7 @@ def test_an_installed_policy_is_used_with_its_parameters_and_explained(monkeypat
     assert machine.snapshot().counters.policy_fallbacks == 0
 
 
-def test_an_installed_scorer_can_be_composed(monkeypatch):
+def test_installed_scorer_can_be_composed(monkeypatch):
     found(monkeypatch, last=f"{__name__}:Last")
     parts = {"scorers": [{"name": "last", "weight": 3.0, "parameters": {"bonus": 2.0}}, {"name": "requests"}]}
     settings = RouterSettings(policy="composed", policies={"composed": parts}, policy_budget_ms=5000)
@@ -122,7 +122,7 @@ def test_an_installed_scorer_can_be_composed(monkeypatch):
     assert choose(chosen) == "d2"
 
 
-def test_what_is_ours_is_not_guarded(monkeypatch):
+def test_built_in_policies_are_not_guarded(monkeypatch):
     found(monkeypatch)
     composed = {"composed": {"scorers": [{"name": "prefix"}]}}
 
@@ -130,14 +130,14 @@ def test_what_is_ours_is_not_guarded(monkeypatch):
     assert not isinstance(open_policy(RouterSettings(policy="composed", policies=composed)), GuardedPolicy)
 
 
-def test_a_name_of_ours_keeps_its_meaning(monkeypatch):
+def test_built_in_name_keeps_its_meaning(monkeypatch):
     found(monkeypatch, dynamo=f"{__name__}:LastPolicy")
 
     assert policy_catalogue().policies["dynamo"] is BUILT_IN.policies["dynamo"]
 
 
 @pytest.mark.parametrize("value", [f"{__name__}:NO_STRUCT", f"{__name__}:missing"])
-def test_an_entry_point_that_is_no_plug_in_is_refused_by_name(monkeypatch, value):
+def test_invalid_entry_point_is_refused_by_name(monkeypatch, value):
     found(monkeypatch, bad=value)
 
     with pytest.raises(ConfigurationRefused, match=r"entry point bad of fleet\.policies"):
@@ -148,14 +148,14 @@ def test_an_entry_point_that_is_no_plug_in_is_refused_by_name(monkeypatch, value
     ("act", "cause"),
     [(raising, "raised"), (lambda _: 2, "nobody"), (lambda _: -1, "nobody"), (lambda _: "d1", "nobody")],
 )
-def test_a_policy_that_fails_is_replaced_for_this_decision_and_counted(act, cause):
+def test_failing_policy_is_replaced_and_counted(act, cause):
     chosen = guarded(act)
 
     assert [choose(chosen) for _ in range(3)] == ["d1"] * 3
     assert chosen.fallbacks == {cause: 3}
 
 
-def test_a_policy_that_hangs_costs_its_budget_once_and_is_asked_again_when_it_is_back():
+def test_hanging_policy_costs_its_budget_once():
     release = threading.Event()
     hangs = guarded(lambda _: release.wait() and 1, budget_seconds=0.02)
 
@@ -169,7 +169,7 @@ def test_a_policy_that_hangs_costs_its_budget_once_and_is_asked_again_when_it_is
         assert time.monotonic() < deadline
 
 
-def test_a_policy_gets_copies_and_cannot_change_what_is_decided_on():
+def test_policy_gets_copies_of_the_data():
     candidates = candidates_of(STANDINGS, RouterSettings())
     before = candidates.columns.copy()
 
@@ -178,7 +178,7 @@ def test_a_policy_gets_copies_and_cannot_change_what_is_decided_on():
     assert (candidates.columns == before).all()
 
 
-def test_the_machine_counts_and_explains_who_decided():
+def test_machine_counts_fallback_decisions():
     machine = RouterMachine(RouterSettings(), random.Random(0), guarded(raising))
     machine.handle(a_joined_worker("d1", Role.BOTH), START)
 
@@ -201,7 +201,7 @@ def test_the_machine_counts_and_explains_who_decided():
     ],
     ids=["raises", "too few", "no array", "no number", "words", "nothing to name"],
 )
-def test_terms_that_cannot_be_had_leave_the_rest_of_an_explanation(itemise):
+def test_missing_cost_terms_leave_the_explanation(itemise):
     machine = RouterMachine(RouterSettings(), random.Random(0), guarded(lambda _: 0, itemise=itemise))
     machine.handle(a_joined_worker("d1", Role.BOTH), START)
     machine.handle(an_arrival(), START)
@@ -211,7 +211,7 @@ def test_terms_that_cannot_be_had_leave_the_rest_of_an_explanation(itemise):
     assert (placed.policy, placed.decode, placed.candidates[0].parts) == ("misbehaving", "d1", {})
 
 
-def test_terms_that_do_not_come_hold_the_router_up_for_no_longer_than_a_decision():
+def test_late_cost_terms_delay_by_the_budget_only():
     """A gateway's request asks for them too, for those who come next; and whoever explains keeps all streams waiting."""
     release = threading.Event()
     machine = RouterMachine(
@@ -225,16 +225,16 @@ def test_terms_that_do_not_come_hold_the_router_up_for_no_longer_than_a_decision
     release.set()
 
 
-def test_an_index_of_numpy_names_a_worker_too():
+def test_numpy_index_names_a_candidate():
     chosen = guarded(lambda candidates: np.argmax(candidates.columns[0] * 0 + np.arange(len(candidates))))
 
     assert choose(chosen) == "d2"
     assert not chosen.fallbacks
 
 
-def test_costs_that_are_no_numbers_are_replaced_for_this_decision_and_counted():
+def test_non_finite_costs_are_replaced_and_counted():
     class Nowhere(Struct, frozen=True):
-        def costs(self, asked, candidates, phase, /):
+        def costs(self, request, candidates, phase, /):
             return np.full(len(candidates), np.nan)
 
     chosen = GuardedPolicy(Pipeline("nowhere", scorers=[("nowhere", 1.0, Nowhere())]), policy("fleet", {}), 1.0)

@@ -1,4 +1,4 @@
-"""What the router's machine does with requests that find no room: who waits, who is refused, who is next."""
+"""Admission by the router's machine: which requests wait without room, which are rejected, and which are next."""
 
 import random
 
@@ -24,7 +24,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=8)
 
 
 class Busy(RouterMachineDriver):
-    """One worker with room for one request, which is taken by a request called "running"."""
+    """A worker with room for one request, which a request called "running" takes."""
 
     def __init__(self, **settings):
         super().__init__(oversubscribe=1.0, **settings)
@@ -36,7 +36,7 @@ class Busy(RouterMachineDriver):
         return self.send(an_arrival(request_id=name, tenant=tenant, sampling=GREEDY, **fields))
 
     def finish(self):
-        """End what runs; the next one starts."""
+        """End the running request, so the next one starts."""
         commands = self.step(self.work, 1, finish=Finish.STOP)
         if started := [command for command in commands if isinstance(command, Dispatch)]:
             (self.work,) = started
@@ -47,7 +47,7 @@ class Busy(RouterMachineDriver):
 
 
 def a_paced_router(**settings):
-    """A router whose one worker has been seen to take a request of ten tokens each second; nobody waits yet."""
+    """Return a router whose only worker has taken a request of ten tokens each second; no request waits yet."""
     router = Busy(**settings)
     for number in range(EVIDENCE + 1):
         router.arrive(f"warm{number}")
@@ -57,7 +57,7 @@ def a_paced_router(**settings):
     return router
 
 
-def test_tenants_that_flood_the_queue_lose_their_own_places():
+def test_flooding_tenant_loses_its_own_requests():
     router = Busy(max_queued=4)
     for number in range(4):
         router.arrive(f"flood{number}", "flood")
@@ -72,7 +72,7 @@ def test_tenants_that_flood_the_queue_lose_their_own_places():
     assert router.served.index("modest") <= 1
 
 
-def test_tenants_take_turns_by_weight_while_requests_wait():
+def test_queued_tenants_are_served_by_weight():
     router = Busy(tenants={"gold": TenantSettings(weight=2.0)})
     for number in range(12):
         router.arrive(f"gold{number}", "gold")
@@ -83,8 +83,8 @@ def test_tenants_take_turns_by_weight_while_requests_wait():
 
 
 @pytest.mark.parametrize(("priority_seconds", "seconds"), [(0.0, 1), (5.0, 15), (10.0, 30)])
-def test_who_has_a_low_priority_waits_as_long_as_the_difference_is_worth_and_no_longer(priority_seconds, seconds):
-    """One that comes each second, three steps higher, and is served in a second: there is always one of them."""
+def test_low_priority_waits_only_for_the_priority_seconds(priority_seconds, seconds):
+    """A request three steps higher arrives each second and is served in a second, so there is always one of them."""
     router = Busy(priority_seconds=priority_seconds)
     router.arrive("low")
     for second in range(100):
@@ -97,7 +97,7 @@ def test_who_has_a_low_priority_waits_as_long_as_the_difference_is_worth_and_no_
     assert second + 1 == seconds
 
 
-def test_a_request_that_would_wait_longer_than_the_limit_is_refused_at_once_with_a_hint():
+def test_request_with_too_long_predicted_wait_is_rejected():
     router = a_paced_router(max_queue_seconds=2.5)
     router.arrive("next")
     for number in range(2):
@@ -110,7 +110,7 @@ def test_a_request_that_would_wait_longer_than_the_limit_is_refused_at_once_with
     assert 2_500 <= refusal.retry_after_ms <= 3_500
 
 
-def test_who_has_to_go_for_another_model_is_told_when_there_is_room_for_its_own():
+def test_retry_hint_of_dropped_request_is_of_its_own_model():
     router = a_paced_router()
     router.send(ThresholdsChanged(thresholds=structs.replace(router.machine.thresholds(), max_queued=4)))
     for number in range(4):
@@ -125,7 +125,7 @@ def test_who_has_to_go_for_another_model_is_told_when_there_is_room_for_its_own(
     assert 2500 <= refusal.retry_after_ms <= 4500
 
 
-def test_what_goes_before_others_is_not_refused_for_their_sake():
+def test_high_priority_request_ignores_the_backlog_behind_it():
     router = a_paced_router(max_queue_seconds=2.5)
     router.arrive("next")
     for number in range(2):
@@ -141,7 +141,7 @@ def test_what_goes_before_others_is_not_refused_for_their_sake():
     assert router.served[-3:] == ["late", "urgent", "next"]
 
 
-def test_a_wait_is_told_by_what_leaves_and_not_by_what_of_it_was_cached():
+def test_predicted_wait_counts_cached_tokens_of_departures():
     """All but 32 of 3,200 tokens are in the worker's cache; a request leaves each second."""
     prompt = a_prompt(3200)
     router = Busy(max_queue_seconds=4.5)
@@ -158,7 +158,7 @@ def test_a_wait_is_told_by_what_leaves_and_not_by_what_of_it_was_cached():
     assert 3500 <= the(Reject, router.arrive("late", tokens=prompt)).retry_after_ms <= 5500
 
 
-def test_a_request_that_would_wait_past_its_deadline_is_refused_at_once():
+def test_request_that_would_miss_its_deadline_is_rejected():
     router = a_paced_router()
     for number in range(4):
         router.arrive(f"waits{number}")
@@ -172,7 +172,7 @@ def test_a_request_that_would_wait_past_its_deadline_is_refused_at_once():
     assert not router.arrive("loose", deadline=loose)
 
 
-def test_without_evidence_of_the_pace_a_request_waits_and_its_deadline_ends_it():
+def test_request_waits_until_its_deadline_without_evidence():
     router = Busy()
     deadline = Nanos(router.now + 50 * MILLISECOND)
     assert not router.arrive("hopeful", deadline=deadline)
@@ -180,13 +180,13 @@ def test_without_evidence_of_the_pace_a_request_waits_and_its_deadline_ends_it()
     assert the(Reject, router.send(RouterTicked())).reason is Reason.DEADLINE_PASSED
 
 
-def test_a_request_whose_worker_was_lost_keeps_its_place_when_the_queue_is_full():
+def test_request_of_lost_worker_stays_in_a_full_queue():
     router = Busy(max_queued=1)
     router.join("d2", Role.DECODE, max_running=1)
     second = the(Dispatch, router.arrive("second"))
     router.step(second, 7)
     router.arrive("waits")
-    router.leave("d2")  # "second" waits again, as one too many
+    router.leave("d2")  # "second" waits again, and there is one too many
 
     refusal = the(Reject, router.arrive("new"))
 
@@ -195,7 +195,7 @@ def test_a_request_whose_worker_was_lost_keeps_its_place_when_the_queue_is_full(
     assert router.served == ["second"]
 
 
-def test_thresholds_that_are_set_count_for_the_next_request_and_read_back():
+def test_changed_thresholds_apply_to_the_next_request():
     router = Busy(max_queued=1)
     router.arrive("a")
     tuned = structs.replace(router.machine.thresholds(), max_queued=2)
@@ -207,7 +207,7 @@ def test_thresholds_that_are_set_count_for_the_next_request_and_read_back():
     assert the(Reject, router.arrive("c")).reason is Reason.QUEUE_FULL
 
 
-def test_a_higher_limit_moves_who_waits_at_once_and_survives_workers_that_leave_and_join():
+def test_raised_limit_moves_queue_and_survives_rejoin():
     router = Busy(max_queued=9)
     for name in "abcd":
         router.arrive(name)
@@ -219,7 +219,7 @@ def test_a_higher_limit_moves_who_waits_at_once_and_survives_workers_that_leave_
     assert [command.start.request_id.partition("#")[0] for command in joined] == ["c", "d"]
 
 
-# Who waits for workers of its own.
+# Requests that wait for particular workers.
 
 ADA = LoraAdapter(ModelName("ada"))
 PARTICULAR = [
@@ -234,7 +234,7 @@ PARTICULAR = [
 
 
 def a_half_busy_router() -> tuple[RouterMachineDriver, Dispatch]:
-    """Of two workers, one has an adapter, a label, more room for prompts, a partner, a session, and as much as it can do."""
+    """Return a router with two workers. One is full and has a LoRA adapter, a label, more room, a partner and a session."""
     router = RouterMachineDriver(oversubscribe=1.0, session_affinity="hard")
     router.join("other", max_running=2, max_model_len=2000, fingerprint="of its own")
     description = a_description(worker_id="busy", max_running=1)
@@ -246,7 +246,7 @@ def a_half_busy_router() -> tuple[RouterMachineDriver, Dispatch]:
 
 
 @pytest.mark.parametrize("particular", PARTICULAR)
-def test_who_waits_for_a_worker_that_is_busy_holds_up_nobody_who_can_go_elsewhere(particular):
+def test_request_for_a_busy_worker_delays_no_other(particular):
     router, running = a_half_busy_router()
     assert not router.send(an_arrival(request_id="waits", sampling=GREEDY, **particular))
     assert not router.send(an_arrival(request_id="waits too", sampling=GREEDY, **particular))
@@ -264,8 +264,8 @@ def test_who_waits_for_a_worker_that_is_busy_holds_up_nobody_who_can_go_elsewher
 @pytest.mark.parametrize(
     ("go", "refused"), [("leave", {"first", "pinned", "tried"}), ("drain", {"pinned", "tried", "bound"})]
 )
-def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_busy_the_others_are(go, refused):
-    """The request that ran there has to keep its session, too, and ends it: the next one waits with the others."""
+def test_pinned_request_is_rejected_when_its_worker_leaves(go, refused):
+    """The running request is bound to its session too, and ends it: the next one waits with the others."""
     router, _ = a_half_busy_router()
     router.send(an_arrival(request_id="tried", sampling=GREEDY, pin=WorkerId("busy"), labels=("gold",)))
     for name in ("plain", "more", "waits"):
@@ -279,16 +279,16 @@ def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_busy_the_ot
 
 
 def asked_of(router: RouterMachineDriver, monkeypatch) -> list[str]:
-    """Requests that are tried, from now on."""
+    """Return the requests that are tried from now on."""
     asked = []
-    choose = router.machine._chooser.choose
+    choose = router.machine.placer.choose
     monkeypatch.setattr(
-        router.machine._chooser, "choose", lambda live, *rest: asked.append(live.id) or choose(live, *rest)
+        router.machine.placer, "choose", lambda live, *rest: asked.append(live.id) or choose(live, *rest)
     )
     return asked
 
 
-def test_however_many_wait_for_one_worker_nobody_is_tried_when_another_has_room(monkeypatch):
+def test_blocked_groups_are_not_tried_for_other_workers(monkeypatch):
     router, running = a_half_busy_router()
     for number in range(100):
         router.send(an_arrival(request_id=f"waits{number}", sampling=GREEDY, pin=WorkerId("busy")))
@@ -304,7 +304,7 @@ def test_however_many_wait_for_one_worker_nobody_is_tried_when_another_has_room(
     assert asked == ["last", "waits0"]
 
 
-def test_after_anything_that_may_let_others_serve_them_those_with_one_wish_are_tried_once(monkeypatch):
+def test_one_group_is_tried_once_after_each_change(monkeypatch):
     router, _ = a_half_busy_router()
     for number in range(100):
         router.send(an_arrival(request_id=f"waits{number}", sampling=GREEDY, pin=WorkerId("busy")))
@@ -315,7 +315,7 @@ def test_after_anything_that_may_let_others_serve_them_those_with_one_wish_are_t
     assert asked == ["waits0"]
 
 
-def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
+def test_failed_tries_per_event_are_bounded(monkeypatch):
     monkeypatch.setattr(waiting_module, "MAX_FIRST_TRIES", 3)
     router = RouterMachineDriver(("free", Role.DECODE), oversubscribe=1.0)
     count = MAX_FAILED_TRIES + 8
@@ -335,7 +335,7 @@ def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
 
 
 def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[RouterMachineDriver, int]:
-    """Workers with one place each, that is taken; one waits for each of them, by name."""
+    """Return a router whose workers have one occupied place each; one request waits for each of them by name."""
     router, count = RouterMachineDriver(oversubscribe=1.0, **settings), 3 * MAX_FAILED_TRIES
     for number in range(count):
         pin = WorkerId(f"w{number}")
@@ -346,8 +346,8 @@ def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[RouterMachineD
 
 
 @pytest.mark.parametrize("happens", ["nothing", "anything"])
-def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn(monkeypatch, happens):
-    """Whether those before it are known to wait in vain, or have to be tried again each time."""
+def test_group_behind_many_others_gets_a_turn(monkeypatch, happens):
+    """The groups before it are either known to be blocked, or have to be tried each time."""
     monkeypatch.setattr(waiting_module, "MAX_FIRST_TRIES", 0)
     router, count = a_router_with_more_wishes_than_are_tried()
     router.join("free", max_running=1)
@@ -366,13 +366,13 @@ def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn(monkeypatch, hap
     assert the(Dispatch, moved).start.request_id.partition("#")[0] == "last"
 
 
-def test_who_waits_for_the_worker_that_has_room_gets_it_however_many_before_it_wait_for_others():
+def test_request_for_the_free_worker_passes_blocked_groups():
     router = RouterMachineDriver(oversubscribe=1.0)
     count = 3 * MAX_FAILED_TRIES
     for number in range(count):
         router.join(f"w{number}", max_running=1)
     sent = []
-    for name in ("runs", "waits"):  # who waits came when nobody had room, and was not tried
+    for name in ("runs", "waits"):  # the waiting request came when no worker had room, and was not tried
         for number in range(count):
             pin = WorkerId(f"w{number}")
             sent += router.send(an_arrival(request_id=f"{name}{number}", sampling=GREEDY, pin=pin))
@@ -382,7 +382,7 @@ def test_who_waits_for_the_worker_that_has_room_gets_it_however_many_before_it_w
     assert (moved.start.request_id.partition("#")[0], moved.worker_id) == (f"waits{count - 1}", f"w{count - 1}")
 
 
-def test_who_waits_gets_a_worker_that_joins_however_many_before_it_wait_for_others():
+def test_request_for_a_joining_worker_passes_blocked_groups():
     router, _ = a_router_with_more_wishes_than_are_tried()
     labelled = [
         structs.replace(a_description(worker_id=f"new{number}", max_running=1), labels=("new",)) for number in (1, 2)
@@ -396,7 +396,7 @@ def test_who_waits_gets_a_worker_that_joins_however_many_before_it_wait_for_othe
     assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("labelled2", "new2")
 
 
-def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_many_wait_for_others():
+def test_request_of_a_leaving_worker_is_rejected_behind_others():
     router, count = a_router_with_more_wishes_than_are_tried()
 
     gone = router.send(WorkerDraining(worker_id=WorkerId(f"w{count - 1}")))
@@ -404,7 +404,7 @@ def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_many_wait_f
     assert the(Reject, gone).request_id == f"waits{count - 1}"
 
 
-def test_a_long_prompt_holds_up_no_short_one_with_a_long_answer_where_caches_are_small():
+def test_long_prompt_does_not_block_short_prompt_in_small_caches():
     router = RouterMachineDriver(oversubscribe=1.0)
     router.join("small", max_running=1, kv_blocks=2000 // BLOCK_TOKENS)
     router.join("busy", max_running=1)
@@ -419,7 +419,7 @@ def test_a_long_prompt_holds_up_no_short_one_with_a_long_answer_where_caches_are
     assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("short", "small")
 
 
-def test_however_many_have_failed_on_the_worker_that_is_free_they_hold_up_nobody_who_can_go_there():
+def test_failed_requests_do_not_block_their_free_worker():
     router = RouterMachineDriver(oversubscribe=1.0)
     router.join("fails", max_running=1)
     router.join("busy", max_running=1)
@@ -435,7 +435,7 @@ def test_however_many_have_failed_on_the_worker_that_is_free_they_hold_up_nobody
     assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("last", "fails")
 
 
-def test_who_lost_its_worker_and_may_go_to_another_does_not_stand_for_those_who_may_not():
+def test_retried_request_is_in_a_group_of_its_own():
     router = RouterMachineDriver(oversubscribe=1.0)
     for name, labels in (("lost", ("gold",)), ("busy", ("gold",)), ("plain", ())):
         description = structs.replace(a_description(worker_id=name, max_running=1), labels=labels)
@@ -453,15 +453,15 @@ def test_who_lost_its_worker_and_may_go_to_another_does_not_stand_for_those_who_
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_worker_idles_while_somebody_waits_whom_it_could_serve(seed):
-    """Three workers with one place each; requests that want one of them or any, of three tenants; ends and cancellations."""
+def test_no_worker_idles_while_it_could_serve_a_queued_request(seed):
+    """Three workers with one place each serve requests of three tenants, for one worker or for any, with ends and cancellations."""
     dice = random.Random(seed)
     router = RouterMachineDriver(oversubscribe=1.0, max_queued=1000, max_queue_seconds=1e6)
     names = ["w0", "w1", "w2"]
     for name in names:
         router.join(name, max_running=1)
     running: dict[str, Dispatch] = {}  # by worker
-    waiting: dict[str, str] = {}  # the worker that is wanted, by request
+    waiting: dict[str, str] = {}  # the demanded worker, by request
 
     def note(commands):
         for command in commands:

@@ -1,4 +1,4 @@
-"""The waiting room: order, fairness, who has to go, and what it says about waiting."""
+"""The admission queue: order, fairness, dropped requests, and predicted waits."""
 
 import random
 from itertools import count
@@ -14,7 +14,7 @@ NOBODY: dict[str, float] = {}
 
 
 class Room:
-    """A waiting room with a clock, that checks itself after each step."""
+    """An admission queue with a clock; it checks itself after each step."""
 
     def __init__(self, weights=NOBODY, *, priority_seconds=10.0, size_seconds=0.0):
         self.room = AdmissionQueue(weights)
@@ -48,7 +48,7 @@ class Room:
         return [self.serve() for _ in range(len(self.room))]
 
 
-def test_without_priorities_and_sizes_who_came_first_is_served_first():
+def test_first_come_first_served_by_default():
     room = Room()
     for name in "abc":
         room.add(name, tokens=300 - 100 * "abc".index(name))
@@ -56,7 +56,7 @@ def test_without_priorities_and_sizes_who_came_first_is_served_first():
     assert room.serve_all() == ["a", "b", "c"]
 
 
-def test_a_higher_priority_goes_first():
+def test_higher_priority_goes_first():
     room = Room()
     room.add("low")
     room.now += SECOND
@@ -64,21 +64,21 @@ def test_a_higher_priority_goes_first():
     assert room.serve_all() == ["high", "low"]
 
 
-def test_a_low_priority_is_served_in_bounded_time_however_many_high_ones_come():
+def test_low_priority_is_served_in_bounded_time():
     room = Room(priority_seconds=10.0)
     room.add("low", priority=0)
     served = None
     for second in range(100):
         room.now = Nanos(second * SECOND)
         room.add(f"high{second}", priority=3)
-        room.add(f"more{second}", priority=3)  # two come for each that is served
+        room.add(f"more{second}", priority=3)  # two requests arrive for each one that is served
         if room.serve() == "low":
             served = second
             break
-    assert served == pytest.approx(60, abs=2)  # it stands 30 s of arrivals behind, served at half their pace
+    assert served == pytest.approx(60, abs=2)  # it is 30 s of arrivals behind, and half of them are served in that time
 
 
-def test_where_priority_is_worth_very_much_it_is_strict():
+def test_very_large_priority_seconds_are_strict():
     room = Room(priority_seconds=1e6)
     room.add("low")
     room.now += 3600 * SECOND
@@ -87,7 +87,7 @@ def test_where_priority_is_worth_very_much_it_is_strict():
 
 
 @pytest.mark.parametrize("seconds", [1e300, float("inf")])
-def test_no_priority_is_worth_too_much_to_be_reckoned_with(seconds):
+def test_huge_priority_seconds_do_not_overflow(seconds):
     room = Room(priority_seconds=seconds, size_seconds=seconds)
     room.add("plain", tokens=0)
     room.add("high", priority=100, tokens=0)
@@ -96,7 +96,7 @@ def test_no_priority_is_worth_too_much_to_be_reckoned_with(seconds):
     assert room.serve_all() == ["higher", "high", "plain", "long"]
 
 
-def test_where_size_counts_the_shorter_go_first_and_the_longest_still_goes_in_bounded_time():
+def test_size_seconds_prefer_short_prompts_within_bounds():
     room = Room(size_seconds=10.0)
     room.add("long", tokens=6000)
     for second in range(200):
@@ -105,11 +105,11 @@ def test_where_size_counts_the_shorter_go_first_and_the_longest_still_goes_in_bo
         room.add(f"other{second}", tokens=10)
         if room.serve() == "long":
             break
-    assert 100 < second < 130  # 60 s of arrivals, served at half their pace
+    assert 100 < second < 130  # 60 s of arrivals, of which half are served in that time
 
 
-def test_tenants_share_what_is_computed_by_their_weights():
-    """Within 5 % of the weights, whatever the sizes and however many requests each has."""
+def test_tenants_share_computation_by_weight():
+    """The shares are within 5 % of the weights, for any sizes and numbers of requests."""
     weights = {"gold": 3.0, "silver": 2.0}
     room = Room(weights)
     dice = random.Random(5)
@@ -130,7 +130,7 @@ def test_tenants_share_what_is_computed_by_their_weights():
     assert shares["other"] == pytest.approx(1 / 6, rel=0.05)
 
 
-def test_a_tenant_that_was_idle_gets_its_share_from_now_on_and_nothing_for_the_past():
+def test_idle_tenant_earns_no_credit():
     room = Room()
     for number in range(100):
         room.add(f"a{number}", "a")
@@ -142,7 +142,7 @@ def test_a_tenant_that_was_idle_gets_its_share_from_now_on_and_nothing_for_the_p
     assert abs(served.count("a") - served.count("b")) <= 1
 
 
-def test_a_tenant_cannot_overtake_another_by_its_priorities():
+def test_priorities_do_not_overtake_other_tenants():
     room = Room()
     for number in range(10):
         room.add(f"a{number}", "a", priority=100)
@@ -151,7 +151,7 @@ def test_a_tenant_cannot_overtake_another_by_its_priorities():
     assert served.count("b") == 5
 
 
-def test_a_busy_model_holds_nobody_up_who_wants_another():
+def test_queue_of_a_model_does_not_delay_another():
     room = Room()
     room.add("here")
     room.add("there", model=ModelName("other"))
@@ -159,34 +159,34 @@ def test_a_busy_model_holds_nobody_up_who_wants_another():
     assert room.serve() == "here"
 
 
-def test_when_the_room_is_full_the_newest_of_the_tenant_with_most_waiting_goes():
+def test_full_queue_drops_newest_of_largest_tenant():
     room = Room()
     for number in range(5):
         room.now += SECOND
         room.add(f"flood{number}", "flood")
     room.add("modest", "modest")
-    assert room.room.supernumerary() == "flood4"
+    assert room.room.request_to_drop() == "flood4"
 
 
-def test_a_weight_makes_room_for_more():
+def test_tenant_weight_allows_more_waiting_tokens():
     room = Room({"large": 10.0})
     for number in range(5):
         room.add(f"large{number}", "large")
     room.add("small0", "small")
-    assert room.room.supernumerary() == "small0"
+    assert room.room.request_to_drop() == "small0"
 
 
-def test_a_request_that_was_placed_before_does_not_have_to_go():
+def test_previously_placed_request_is_not_dropped():
     room = Room()
     room.add("old")
     room.now += SECOND
     room.add("again", stays=True)
-    assert room.room.supernumerary() == "old"
+    assert room.room.request_to_drop() == "old"
     room.room.discard(RequestId("old"))
-    assert room.room.supernumerary() is None
+    assert room.room.request_to_drop() is None
 
 
-def test_nothing_is_said_about_waiting_without_evidence():
+def test_no_wait_prediction_without_evidence():
     room = Room()
     for number in range(EVIDENCE + 1):
         room.add(f"r{number}")
@@ -200,7 +200,7 @@ def test_nothing_is_said_about_waiting_without_evidence():
     assert room.room.seconds_to_wait(MODEL, "", room.now) == pytest.approx(1.0)
 
 
-def test_the_wait_is_the_backlog_over_the_pace_and_a_light_tenant_waits_for_its_share_only():
+def test_predicted_wait_is_backlog_over_departure_rate():
     room = Room()
     for number in range(EVIDENCE + 40):
         room.add(f"r{number}", "heavy")
@@ -213,7 +213,7 @@ def test_the_wait_is_the_backlog_over_the_pace_and_a_light_tenant_waits_for_its_
     assert room.room.seconds_to_wait(MODEL, "third", room.now) == 0
 
 
-def test_the_wait_grows_while_nobody_leaves():
+def test_predicted_wait_grows_without_departures():
     room = Room()
     for number in range(EVIDENCE + 10):
         room.add(f"r{number}")
@@ -225,10 +225,10 @@ def test_the_wait_grows_while_nobody_leaves():
     assert room.room.seconds_to_wait(MODEL, "", room.now) > 10 * before
 
 
-def test_the_room_remembers_nobody_who_left_long_ago():
+def test_queue_forgets_departed_tenants():
     room = Room()
     for number in range(2000):
         room.add(f"r{number}", f"tenant{number}")
         room.serve()
-    (queue,) = room.room._queues.values()
-    assert len(queue._clocks) < 200
+    (queue,) = room.room.queues.values()
+    assert len(queue.clocks) < 200

@@ -1,4 +1,4 @@
-"""Prompts that wait for their worker in its lane: who goes when, and that nothing is left behind."""
+"""Prefill queues: the order in which prompts are sent, and that nothing is left behind."""
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
@@ -22,7 +22,7 @@ def enter(lanes: PrefillQueues, name: str, tokens: int, rank: int = 0, worker: W
     return False
 
 
-def test_a_worker_gets_prompts_until_it_has_enough_to_compute():
+def test_worker_gets_prompts_up_to_the_window():
     lanes = PrefillQueues(WINDOW)
 
     went = [enter(lanes, name, 60) for name in ("r1", "r2", "r3")]
@@ -32,7 +32,7 @@ def test_a_worker_gets_prompts_until_it_has_enough_to_compute():
     lanes.check()
 
 
-def test_the_lowest_rank_goes_first_when_there_is_room():
+def test_lowest_position_goes_first():
     lanes = PrefillQueues(WINDOW)
     enter(lanes, "r1", 500)
     enter(lanes, "r2", 80, rank=9)
@@ -46,7 +46,7 @@ def test_the_lowest_rank_goes_first_when_there_is_room():
     lanes.check()
 
 
-def test_lanes_of_workers_are_apart():
+def test_prefill_queues_of_workers_are_independent():
     lanes = PrefillQueues(WINDOW)
     enter(lanes, "r1", 500, worker=W1)
     enter(lanes, "r2", 500, worker=W1)
@@ -56,7 +56,7 @@ def test_lanes_of_workers_are_apart():
     assert lanes.next() is None
 
 
-def test_without_a_window_all_go_at_once():
+def test_zero_window_sends_all_prompts_at_once():
     lanes = PrefillQueues(0)
 
     assert all(enter(lanes, f"r{number}", 10_000) for number in range(1, 9))
@@ -64,7 +64,7 @@ def test_without_a_window_all_go_at_once():
     lanes.check()
 
 
-def test_what_leaves_a_lane_without_having_gone_frees_nothing():
+def test_unsent_prompt_frees_no_window_tokens():
     lanes = PrefillQueues(WINDOW)
     enter(lanes, "r1", 500)
     enter(lanes, "r2", 10)
@@ -93,11 +93,11 @@ def prompt_of(work: Dispatch) -> int:
 
 
 def sent_with(commands) -> list[int]:
-    """Lengths of the prompts that went, in their order."""
+    """Return the lengths of the sent prompts, in order."""
     return [prompt_of(each) for each in commands if isinstance(each, Dispatch)]
 
 
-def test_a_short_prompt_overtakes_a_long_one_that_has_not_gone():
+def test_short_prompt_overtakes_a_queued_long_one():
     router = a_router()
     (running,) = arrive(router, "r1", 400, first=1)
     assert arrive(router, "r2", 600, first=10_000) == []
@@ -106,10 +106,10 @@ def test_a_short_prompt_overtakes_a_long_one_that_has_not_gone():
 
     went = router.step(running, 7)
 
-    assert sent_with(went) == [40, 600]  # forty tokens leave room for one more
+    assert sent_with(went) == [40, 600]  # forty tokens leave room for another prompt
 
 
-def test_a_long_prompt_is_overtaken_by_those_that_come_soon_after_it_only():
+def test_long_prompt_is_overtaken_only_for_a_while():
     router = a_router(prefill_size_seconds=10.0)  # 600 tokens more are 6 seconds
     (running,) = arrive(router, "r1", 400, first=1)
     arrive(router, "r2", 640, first=10_000)
@@ -121,7 +121,7 @@ def test_a_long_prompt_is_overtaken_by_those_that_come_soon_after_it_only():
     assert sent_with(went) == [640]
 
 
-def test_a_higher_priority_goes_first_in_a_lane():
+def test_higher_priority_goes_first_in_the_prefill_queue():
     router = a_router(prefill_size_seconds=0.0)
     (running,) = arrive(router, "r1", 400, first=1)
     arrive(router, "r2", 50, first=10_000)
@@ -132,7 +132,7 @@ def test_a_higher_priority_goes_first_in_a_lane():
     assert sent_with(went) == [60, 50]
 
 
-def test_what_waits_in_a_lane_is_booked_on_its_worker():
+def test_queued_prompt_is_reserved_on_its_worker():
     router = a_router()
     arrive(router, "r1", 400, first=1)
     arrive(router, "r2", 200, first=10_000)
@@ -142,7 +142,7 @@ def test_what_waits_in_a_lane_is_booked_on_its_worker():
     assert (requests, prefill_tokens) == (2, 600)
 
 
-def test_nobody_is_told_to_stop_what_was_never_sent():
+def test_cancelling_an_unsent_prompt_sends_nothing():
     router = a_router()
     (running,) = arrive(router, "r1", 400, first=1)
     arrive(router, "r2", 200, first=10_000)
@@ -154,7 +154,7 @@ def test_nobody_is_told_to_stop_what_was_never_sent():
     assert router.booked("d1")[0] == 1
 
 
-def test_the_lane_moves_on_when_work_that_had_gone_is_cancelled():
+def test_cancelling_a_sent_prompt_moves_the_queue():
     router = a_router()
     arrive(router, "r1", 400, first=1)
     arrive(router, "r2", 200, first=10_000)
@@ -162,7 +162,7 @@ def test_the_lane_moves_on_when_work_that_had_gone_is_cancelled():
     assert sent_with(router.cancel("r1")) == [200]
 
 
-def test_what_waited_for_a_lost_worker_goes_to_another():
+def test_prompt_queued_for_a_lost_worker_moves():
     router = a_router()
     arrive(router, "r1", 400, first=1)
     arrive(router, "r2", 200, first=10_000)
@@ -176,7 +176,7 @@ def test_what_waited_for_a_lost_worker_goes_to_another():
     assert {each.worker_id for each in went} == {"d2"}
 
 
-def test_a_prefill_worker_has_a_lane_too_and_a_hand_off_waits_for_nobody():
+def test_handoff_skips_the_prefill_queue():
     router = RouterMachineDriver(
         ("p1", Role.PREFILL),
         ("d1", Role.DECODE),
@@ -191,7 +191,7 @@ def test_a_prefill_worker_has_a_lane_too_and_a_hand_off_waits_for_nobody():
     assert [command.worker_id for command in went if isinstance(command, Dispatch)] == ["d1", "p1"]
 
 
-def test_a_request_that_only_ends_does_not_hold_up_others():
+def test_only_end_request_does_not_fill_the_window():
     router = a_router()
 
     went = [arrive(router, f"r{number}", 400, first=1000 * number, only_end=True) for number in range(1, 5)]

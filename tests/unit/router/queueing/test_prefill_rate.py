@@ -1,4 +1,4 @@
-"""The pace at which a worker computes prompts, and the requests that are refused because of it."""
+"""Prefill rate of a worker, and the rejections that follow from it."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ def a_pace(tokens=1000, seconds=1.0, times=10):
     return pace, Nanos(now)
 
 
-def test_nothing_is_said_before_there_is_evidence():
+def test_no_prediction_without_evidence():
     pace, now = a_pace(times=EVIDENCE - 1)
     assert pace.seconds_to_wait(1000, 1000, now) is None
     pace.computed(1000, Nanos(now + SECOND))
@@ -35,14 +35,14 @@ def test_nothing_is_said_before_there_is_evidence():
 @given(
     tokens=st.integers(100, 10_000), seconds=st.floats(0.01, 10), sent=st.integers(0, 10**5), held=st.integers(0, 10**6)
 )
-def test_a_steady_pace_is_told_as_it_is(tokens, seconds, sent, held):
+def test_steady_rate_is_predicted_exactly(tokens, seconds, sent, held):
     pace, now = a_pace(tokens, seconds)
     told = pace.seconds_to_wait(sent, held, now)
     assert told is not None
     assert abs(told - (sent + held) / tokens * seconds) <= 0.01 * told + 1e-6
 
 
-def test_time_spent_on_a_long_prompt_counts_for_it_and_not_against_the_pace():
+def test_elapsed_time_of_current_prompt_is_subtracted():
     pace, now = a_pace()
     later = Nanos(now + 5 * SECOND)
     assert 9.9 < pace.seconds_to_wait(8000, 2000, now) < 10.1
@@ -50,7 +50,7 @@ def test_time_spent_on_a_long_prompt_counts_for_it_and_not_against_the_pace():
     assert 1.9 < pace.seconds_to_wait(8000, 2000, Nanos(now + 60 * SECOND)) < 2.1, "what is held has not begun"
 
 
-def test_idle_time_is_no_pace():
+def test_idle_time_does_not_lower_the_rate():
     pace, now = a_pace()
     pace.idle()
     pace.busy(Nanos(now + 1000 * SECOND))
@@ -61,7 +61,7 @@ def test_idle_time_is_no_pace():
 
 
 class Lane(RouterMachineDriver):
-    """Workers of a thousand tokens a second each, as the router has seen them to be."""
+    """A router whose workers have computed a thousand tokens a second."""
 
     def __init__(self, workers=1, **settings):
         super().__init__(*((f"d{n}", Role.DECODE) for n in range(workers)), prefill_window_tokens=WINDOW, **settings)
@@ -72,17 +72,17 @@ class Lane(RouterMachineDriver):
     def ask(self, tokens, **fields):
         self.count += 1
         prompt = bytes(4 * tokens - 4) + self.count.to_bytes(4, "little")
-        prompt = self.count.to_bytes(4, "little") + prompt[4:]  # nobody shares a block
+        prompt = self.count.to_bytes(4, "little") + prompt[4:]  # no two prompts share a block
         return self.send(an_arrival(request_id=f"r{self.count}", tokens=prompt, sampling=GREEDY, **fields))
 
     def serve(self, commands, seconds):
-        """Have the worker compute a prompt; returns what goes there next."""
+        """Let the worker compute a prompt; return the next prompt that is sent to it."""
         work = the(Dispatch, commands)
         self.now = Nanos(self.now + int(seconds * SECOND))
         return self.step(work, 1, 2, finish=Finish.LENGTH)
 
 
-def test_who_would_wait_too_long_in_a_lane_is_refused_at_once():
+def test_too_long_prefill_queue_rejects_at_once():
     router = Lane(max_queue_seconds=3.5)
     answers = [router.ask(1000) for _ in range(6)]
 
@@ -95,7 +95,7 @@ def test_who_would_wait_too_long_in_a_lane_is_refused_at_once():
     assert the(Reject, answers[5])
 
 
-def test_who_has_priority_is_not_refused_for_those_behind():
+def test_high_priority_ignores_prompts_behind_it():
     router = Lane(max_queue_seconds=3.5)
     for _ in range(6):
         router.ask(1000)
@@ -103,7 +103,7 @@ def test_who_has_priority_is_not_refused_for_those_behind():
     assert not router.ask(1000, priority=1)
 
 
-def test_who_would_be_late_for_its_deadline_in_a_lane_is_refused():
+def test_prefill_queue_wait_past_deadline_rejects():
     router = Lane()
     for _ in range(4):
         router.ask(1000)
@@ -112,14 +112,14 @@ def test_who_would_be_late_for_its_deadline_in_a_lane_is_refused():
     assert not router.ask(1000, deadline=Nanos(router.now + 20 * SECOND))
 
 
-def test_who_need_not_wait_in_a_lane_is_never_refused_for_it():
-    """However slow the worker is: it is sent as much ahead as keeps it busy."""
+def test_request_without_prefill_wait_is_not_rejected():
+    """Even a slow worker is sent enough prompts to keep it busy."""
     router = Lane(max_queue_seconds=0.1)
     router.ask(500)
     assert the(Dispatch, router.ask(500))
 
 
-def test_a_router_that_has_seen_nothing_refuses_nobody_for_its_wait():
+def test_no_rejection_before_the_rate_is_known():
     router = RouterMachineDriver(("d1", Role.DECODE), prefill_window_tokens=WINDOW, max_queue_seconds=0.1)
     for number in range(20):
         assert not [
@@ -127,7 +127,7 @@ def test_a_router_that_has_seen_nothing_refuses_nobody_for_its_wait():
         ]
 
 
-def test_the_lane_of_a_worker_that_came_back_is_measured_anew():
+def test_rejoined_worker_is_measured_anew():
     router = Lane(max_queue_seconds=0.5)
     router.leave("d0")
     router.join("d0", incarnation="2")

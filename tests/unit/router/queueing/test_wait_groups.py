@@ -1,4 +1,4 @@
-"""Requests that wait and want the same are looked at as one, and that makes no difference to who is served when."""
+"""Wait groups: trying queued requests as groups does not change which request is served when."""
 
 import random
 from itertools import count
@@ -20,9 +20,9 @@ from fleet.router.messages import (
     WorkerDraining,
     WorkerJoined,
 )
+from fleet.router.placement.candidate_table import WorkerSizes
 from fleet.router.placement.decision import Decision, decide
 from fleet.router.placement.rejection import Rejection
-from fleet.router.placement.topology import WorkerSizes
 from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS
 from fleet.router.sessions import SessionBinding
@@ -35,7 +35,7 @@ WORKERS = [WorkerId(f"w{number}") for number in range(5)]
 
 
 class World:
-    """A room, and workers with some places each. A wish is the workers that it may go to."""
+    """A queue, and workers with some places each. A group is the set of workers that a request may use."""
 
     def __init__(self, *, one_by_one: bool) -> None:
         self.room = AdmissionQueue({"a": 3.0, "b": 0.5})
@@ -47,9 +47,9 @@ class World:
 
     def arrives(self, request_id: RequestId, meant: frozenset[WorkerId], now: Nanos, **fields) -> None:
         self.meant[request_id] = meant
-        wish = (meant, request_id) if self._one_by_one else meant
+        wait_key = (meant, request_id) if self._one_by_one else meant
         busy = meant if not self._one_by_one and not self._roomy(meant) else UNKNOWN_WORKERS
-        self.room.add(QueuedRequest(request_id=request_id, model=MODEL, wish=wish, **fields), now, busy)
+        self.room.add(QueuedRequest(request_id=request_id, model=MODEL, wait_key=wait_key, **fields), now, busy)
 
     def _roomy(self, meant: frozenset[WorkerId]) -> list[WorkerId]:
         return [worker_id for worker_id in WORKERS if worker_id in meant and self.free[worker_id]]
@@ -75,7 +75,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_who_is_served_and_when_is_as_if_everybody_were_looked_at(seed):
+def test_grouping_does_not_change_the_service_order(seed):
     dice = random.Random(seed)
     together, apart = worlds = World(one_by_one=False), World(one_by_one=True)
     known = [frozenset(dice.sample(WORKERS, dice.randrange(1, 4))) for _ in range(6)]
@@ -99,14 +99,14 @@ def test_who_is_served_and_when_is_as_if_everybody_were_looked_at(seed):
             for world in worlds:
                 world.has_room(worker_id, places, now, None)
         assert together.served == apart.served
-        assert together.room.supernumerary() == apart.room.supernumerary()
+        assert together.room.request_to_drop() == apart.room.request_to_drop()
         assert together.room.seconds_to_wait(MODEL, "a", now, 50) == apart.room.seconds_to_wait(MODEL, "a", now, 50)
         together.room.check()
     assert len(together.served) > 30
 
 
-def test_however_many_wait_for_somebody_busy_they_are_looked_at_once_or_not_at_all():
-    """Ten thousand of many tenants that wait for one worker; another one has room now and again, for one who comes last."""
+def test_blocked_group_is_tried_at_most_once():
+    """Ten thousand requests of many tenants wait for one worker; another worker has room at times, for a request behind them."""
     world, looked = World(one_by_one=False), []
     busy, free = WORKERS[:2]
     for number in range(10_000):
@@ -114,8 +114,8 @@ def test_however_many_wait_for_somebody_busy_they_are_looked_at_once_or_not_at_a
         world.arrives(RequestId(f"r{number}"), frozenset({busy}), Nanos(0), **fields)
     fields = {"tenant": "last", "rank": 0, "seq": 10_000, "tokens": 1}
     world.arrives(RequestId("last"), frozenset({free}), Nanos(0), **fields)
-    heads = world.room._queues[MODEL].heads
-    world.room._queues[MODEL].heads = lambda: (looked.append(each) or each for each in heads())
+    heads = world.room.queues[MODEL].heads
+    world.room.queues[MODEL].heads = lambda: (looked.append(each) or each for each in heads())
 
     world.has_room(free, 1, Nanos(0), 32)
     assert world.served == ["last"]
@@ -126,7 +126,7 @@ def test_however_many_wait_for_somebody_busy_they_are_looked_at_once_or_not_at_a
     assert len(looked) == 2
 
 
-def test_a_tenant_with_many_wishes_has_its_requests_in_their_order():
+def test_tenant_with_many_groups_keeps_its_order():
     world = World(one_by_one=False)
     for number, worker_id in enumerate(WORKERS[:3] * 3):
         world.arrives(RequestId(f"r{number}"), frozenset({worker_id}), Nanos(0), rank=9 - number, seq=number, tokens=1)
@@ -137,13 +137,13 @@ def test_a_tenant_with_many_wishes_has_its_requests_in_their_order():
     assert world.served == ["r6", "r3", "r0", "r7", "r4", "r1", "r8", "r5", "r2"]
 
 
-# With a router around it.
+# Tests with a whole router.
 
 ADAPTERS = LoraAdapter(ModelName("ada")), LoraAdapter(ModelName("bob"))
 
 
 def a_router_with_small_and_large(**settings) -> tuple[RouterMachineDriver, Dispatch, Dispatch]:
-    """A worker for 320 tokens and one for more, with a place each that is taken; what runs there."""
+    """Return a router with a worker for 320 tokens and a larger one, each with one occupied place, and the running requests."""
     router = RouterMachineDriver(oversubscribe=1.0, **settings)
     router.join("small", max_running=1, kv_blocks=320 // BLOCK_TOKENS)
     router.join("large", max_running=1)
@@ -157,7 +157,7 @@ def who(commands) -> tuple[str, str]:
     return work.start.request_id.partition("#")[0], work.worker_id
 
 
-def test_a_long_prompt_holds_up_no_shorter_one_of_about_its_length():
+def test_long_prompt_does_not_block_a_slightly_shorter_one():
     router, on_small, _ = a_router_with_small_and_large()
     for name, tokens in (("long", 500), ("short", 300)):
         assert not router.send(an_arrival(request_id=name, tokens=a_prompt(tokens), sampling=GREEDY))
@@ -165,7 +165,7 @@ def test_a_long_prompt_holds_up_no_shorter_one_of_about_its_length():
     assert who(router.step(on_small, 7, finish=Finish.STOP)) == ("short", "small")
 
 
-def test_who_waits_is_told_apart_by_the_lengths_of_workers_that_came_later():
+def test_groups_split_by_sizes_of_later_workers():
     router, on_small, on_large = a_router_with_small_and_large()
     router.step(on_small, 7, finish=Finish.STOP)
     for name, tokens in (("long", 3000), ("middle", 1000)):
@@ -173,7 +173,7 @@ def test_who_waits_is_told_apart_by_the_lengths_of_workers_that_came_later():
 
     assert who(router.join("middle", max_running=1, max_model_len=2000)) == ("middle", "middle")
     router.leave("small")
-    router.leave("middle")  # now all fit everybody who is left
+    router.leave("middle")  # now all requests fit all remaining workers
     assert who(router.step(on_large, 7, finish=Finish.STOP)) == ("long", "large")
 
 
@@ -215,19 +215,19 @@ def an_arrival_of_any_kind(dice: random.Random, request_id: str):
 
 def could_be_served(router: RouterMachineDriver, request_id: str) -> bool:
     machine = router.machine
-    live = machine._live[request_id]
-    asked = machine._chooser._asked(live, router.now)
-    standings, settings = machine._roster.standings(live), machine._settings
-    outcome = decide(asked, standings, machine._policy, settings, random.Random(0))
-    if isinstance(outcome, Rejection) and live.failures:  # then any worker is better than none
-        asked = structs.replace(asked, placement=Placement.AUTO, kv_path=None, pin=None)
-        outcome = decide(asked, standings, machine._policy, settings, random.Random(0))
+    live = machine.live_requests[request_id]
+    request = machine.placer.with_session(live, router.now)
+    candidate_table, settings = machine.registry.candidate_table(live), machine.settings
+    outcome = decide(request, candidate_table, machine.policy, settings, random.Random(0))
+    if isinstance(outcome, Rejection) and live.failures:  # after a failure any worker is better than none
+        request = structs.replace(request, placement=Placement.AUTO, kv_path=None, pin=None)
+        outcome = decide(request, candidate_table, machine.policy, settings, random.Random(0))
     return isinstance(outcome, Decision)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_nobody_waits_whom_somebody_could_serve_whatever_has_changed(seed):
-    """Requests of all kinds; workers of all kinds that come, go, drain, fail and are booked by others."""
+def test_no_request_waits_for_available_capacity(seed):
+    """Requests of all kinds; workers that join, leave, drain, fail and are reserved by peers."""
     dice, incarnations = random.Random(seed), count()
     router = RouterMachineDriver(oversubscribe=1.0, max_queued=25, max_queue_seconds=1e6, session_affinity="hard")
     running: dict[str, Dispatch] = {}
@@ -240,7 +240,7 @@ def test_nobody_waits_whom_somebody_could_serve_whatever_has_changed(seed):
         note(router.send(a_worker(dice, worker_id, next(incarnations))))
     for step in range(200):
         router.now = Nanos(router.now + SECOND // 10)
-        running = {name: work for name, work in running.items() if router.machine._works.get(name) is not None}
+        running = {name: work for name, work in running.items() if router.machine.attempts.get(name) is not None}
         kind = dice.random()
         if kind < 0.55:
             note(router.send(an_arrival_of_any_kind(dice, f"r{step}")))
@@ -254,7 +254,7 @@ def test_nobody_waits_whom_somebody_could_serve_whatever_has_changed(seed):
                 note(router.step(work, 7, finish=Finish.LENGTH, handoff=handed))
             else:
                 note(router.step(work, 7, finish=Finish.STOP))
-        elif kind < 0.89 and (waiting := router.machine._waiting.ids()):
+        elif kind < 0.89 and (waiting := router.machine.queue.ids()):
             note(router.cancel(dice.choice(waiting)))
         elif kind < 0.93:
             note(router.send(a_worker(dice, dice.choice(WORKERS), next(incarnations))))
@@ -272,6 +272,6 @@ def test_nobody_waits_whom_somebody_could_serve_whatever_has_changed(seed):
         else:
             tuned = structs.replace(router.machine.thresholds(), oversubscribe=dice.choice([1.0, 2.0]))
             note(router.send(ThresholdsChanged(thresholds=tuned)))
-        assert not [each for each in router.machine._waiting.ids() if could_be_served(router, each)], step
-        gated += any(queue.wishes.gates for queue in router.machine._waiting._queues.values())
+        assert not [each for each in router.machine.queue.ids() if could_be_served(router, each)], step
+        gated += any(queue.groups.blockages for queue in router.machine.queue.queues.values())
     assert gated > 5

@@ -1,4 +1,4 @@
-"""Adapters: who serves them, and where requests for them go."""
+"""LoRA adapters: which workers serve them, and where requests for them go."""
 
 import pytest
 from msgspec import structs
@@ -38,7 +38,7 @@ class Fleet(RouterMachineDriver):
         return the(Dispatch, self.ask(request_id, adapter, **fields)).worker_id
 
 
-def test_a_request_goes_where_its_adapter_is_loaded():
+def test_request_goes_where_its_lora_is_loaded():
     fleet = Fleet()
     for worker_id in ("d1", "d2", "d3"):
         fleet.join_with(worker_id, ADA, BOB)
@@ -49,7 +49,7 @@ def test_a_request_goes_where_its_adapter_is_loaded():
     assert {fleet.placed(f"b{number}", BOB) for number in range(8)} == {"d3"}
 
 
-def test_where_none_has_it_a_worker_with_a_slot_loads_it_and_keeps_it():
+def test_unloaded_lora_goes_to_a_worker_with_a_free_slot():
     fleet = Fleet()
     for worker_id in ("d1", "d2", "d3"):
         fleet.join_with(worker_id, ADA, BOB)
@@ -62,7 +62,7 @@ def test_where_none_has_it_a_worker_with_a_slot_loads_it_and_keeps_it():
     assert fleet.placed("r2", ADA) == "d2", "before the worker has said that it is loaded"
 
 
-def test_where_no_slot_is_free_one_of_them_drops_another_adapter():
+def test_without_free_slot_any_able_worker_is_used():
     fleet = Fleet()
     fleet.join_with("d1", ADA, BOB)
     fleet.loaded("d1", "bob")
@@ -70,7 +70,7 @@ def test_where_no_slot_is_free_one_of_them_drops_another_adapter():
     assert fleet.placed("r1", ADA) == "d1"
 
 
-def test_when_the_batches_of_all_who_have_it_are_full_another_loads_it():
+def test_full_batches_make_another_worker_load_the_lora():
     fleet = Fleet()
     fleet.join_with("d1", ADA, max_running=2)
     fleet.join_with("d2", ADA, max_running=2)
@@ -79,7 +79,7 @@ def test_when_the_batches_of_all_who_have_it_are_full_another_loads_it():
     assert [fleet.placed(f"r{number}", ADA) for number in range(3)] == ["d1", "d1", "d2"]
 
 
-def test_only_workers_that_have_the_adapter_are_candidates_and_the_others_say_why():
+def test_workers_without_the_lora_are_ineligible():
     fleet = Fleet(("d1", Role.DECODE))
     fleet.join_with("d2", BOB)
     fleet.join_with("d3", LoraAdapter(ADA.name, "2"))
@@ -97,7 +97,7 @@ def test_only_workers_that_have_the_adapter_are_candidates_and_the_others_say_wh
     }
 
 
-def test_an_adapter_that_nobody_has_is_refused_by_name():
+def test_unavailable_lora_is_rejected_by_name():
     fleet = Fleet(("d1", Role.DECODE))
 
     refused = the(Reject, fleet.ask("r1", ADA))
@@ -107,7 +107,7 @@ def test_an_adapter_that_nobody_has_is_refused_by_name():
     assert fleet.machine.snapshot().counters.impossible == {RejectionCause.NO_ADAPTER: 1}
 
 
-def test_requests_without_an_adapter_go_anywhere():
+def test_request_without_lora_goes_to_any_worker():
     fleet = Fleet()
     fleet.join_with("d1", ADA)
     fleet.join_with("d2")
@@ -116,7 +116,7 @@ def test_requests_without_an_adapter_go_anywhere():
     assert {fleet.placed(f"r{number}", None) for number in range(8)} == {"d1", "d2"}
 
 
-def test_a_pair_has_the_adapter_on_both_sides():
+def test_both_workers_of_a_pair_have_the_lora():
     fleet = Fleet(("p0", Role.PREFILL), ("d0", Role.DECODE))
     fleet.join_with("p1", ADA, role=Role.PREFILL)
     fleet.join_with("p2", ADA, role=Role.PREFILL)
@@ -129,7 +129,7 @@ def test_a_pair_has_the_adapter_on_both_sides():
     assert fleet.machine.decision("r1").decode == "d1"
 
 
-def test_an_adapters_blocks_are_no_hit_for_another_nor_for_the_model():
+def test_lora_blocks_give_no_hit_to_other_models():
     fleet = Fleet()
     fleet.join_with("d1", ADA, BOB, slots=2)
     prompt = a_prompt(100)
@@ -145,21 +145,21 @@ def test_an_adapters_blocks_are_no_hit_for_another_nor_for_the_model():
     assert uncached == {"a": 4, "b": 100, "none": 100}
 
 
-def test_the_books_of_adapters_follow_the_requests():
+def test_lora_reservations_follow_the_requests():
     fleet = Fleet()
     fleet.join_with("d1", ADA)
     fleet.join_with("d2", ADA)
     work = the(Dispatch, fleet.ask("r1", ADA))
     other = "d2" if work.worker_id == "d1" else "d1"
 
-    fleet.leave(work.worker_id)  # the machine checks its books after each event
+    fleet.leave(work.worker_id)  # the machine checks its reservations after each event
     fleet.join_with(work.worker_id, ADA)
     assert fleet.placed("r2", ADA) == other
 
     fleet.send(LoadReported(worker_id=WorkerId(other), load=LoadReport(running=0, waiting=0, kv_blocks_used=0)))
 
 
-def test_a_worker_that_ends_a_request_has_its_slot_back():
+def test_ended_request_frees_its_lora_slot():
     fleet = Fleet()
     fleet.join_with("d1", ADA, BOB)
     fleet.join_with("d2", ADA, BOB)
@@ -167,7 +167,7 @@ def test_a_worker_that_ends_a_request_has_its_slot_back():
 
     fleet.step(work, 1, finish=Finish.STOP)
 
-    assert fleet.machine._roster[work.worker_id].adapters_booked == {}
+    assert fleet.machine.registry[work.worker_id].adapters_booked == {}
 
 
 # Listed as models
@@ -177,7 +177,7 @@ def cards(fleet: Fleet) -> dict[str, tuple[str, str, int]]:
     return {card.name: (card.parent, card.revision, card.workers) for card in fleet.machine.models()}
 
 
-def test_adapters_are_listed_as_models_of_their_parent():
+def test_loras_are_listed_as_models_of_their_base_model():
     fleet = Fleet()
     fleet.join_with("d1", ADA, BOB)
     fleet.join_with("d2", ADA)
@@ -193,7 +193,7 @@ def test_adapters_are_listed_as_models_of_their_parent():
 
 
 @pytest.mark.parametrize("leaving", ["d1", "d2"])
-def test_of_two_revisions_the_one_that_joined_first_counts(leaving):
+def test_first_joined_lora_revision_counts(leaving):
     fleet = Fleet()
     fleet.join_with("d1", ADA)
     fleet.join_with("d2", LoraAdapter(ADA.name, "2"))
@@ -204,7 +204,7 @@ def test_of_two_revisions_the_one_that_joined_first_counts(leaving):
     assert cards(fleet)["ada"] == (MODEL, "2" if leaving == "d1" else "1", 1)
 
 
-def test_a_new_revision_takes_over_when_the_last_worker_of_the_old_one_drains():
+def test_new_lora_revision_takes_over_after_old_workers_drain():
     fleet = Fleet()
     fleet.join_with("d1", ADA)
     fleet.join_with("d2", LoraAdapter(ADA.name, "2"))
@@ -214,7 +214,7 @@ def test_a_new_revision_takes_over_when_the_last_worker_of_the_old_one_drains():
     assert cards(fleet)["ada"] == (MODEL, "2", 1)
 
 
-def test_a_model_goes_before_an_adapter_of_its_name():
+def test_model_hides_a_lora_of_the_same_name():
     fleet = Fleet()
     fleet.join_with("d1", LoraAdapter(ModelName("other")))
     fleet.join_with("x1", model=ModelName("other"))

@@ -1,4 +1,4 @@
-"""What bookings tell placement beyond what the machine's own tests show."""
+"""Reservations: what placement reads from them, beyond what the machine's own tests show."""
 
 import random
 
@@ -9,8 +9,8 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId
 from fleet.core.requests import Sampling
 from fleet.core.roles import Role
-from fleet.router.candidates import ACTIVE_BLOCKS, QUANTITIES, TOKEN_SECONDS
 from fleet.router.kv_index.radix_tree import RadixTree
+from fleet.router.policy import ACTIVE_BLOCKS, QUANTITIES, TOKEN_SECONDS
 from fleet.router.state.reservations import WorkerReservations
 from tests.support.builders import an_arrival
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
@@ -19,16 +19,16 @@ R1 = RequestId("r1")
 START = Nanos(0)
 
 
-def bookings() -> tuple[WorkerReservations, np.ndarray]:
+def reservations() -> tuple[WorkerReservations, np.ndarray]:
     made, column = WorkerReservations(32, RadixTree(), 1), np.zeros(QUANTITIES)
     made.keep_in(column)
     return made, column
 
 
-def test_an_answer_near_its_expected_end_weighs_less_and_never_nothing():
-    """320 tokens expected. What is there grows by a block every 32, what counts shrinks as the rest gets short."""
-    made, column = bookings()
-    made.book(R1, (1, 2), 64, 64, START, expected_tokens=320)
+def test_answer_near_its_end_counts_less_but_at_least_one():
+    """320 tokens are expected. The answer grows by a block every 32 tokens, while the counted share shrinks towards the end."""
+    made, column = reservations()
+    made.reserve(R1, (1, 2), 64, 64, START, expected_tokens=320)
     counted = []
     for _ in range(12):
         made.grown(R1, 32)
@@ -41,17 +41,17 @@ def test_an_answer_near_its_expected_end_weighs_less_and_never_nothing():
     assert column[ACTIVE_BLOCKS] == 0
 
 
-def test_without_an_expectation_each_block_counts():
-    made, column = bookings()
-    made.book(R1, (1, 2), 64, 64, START)
+def test_every_block_counts_without_expected_length():
+    made, column = reservations()
+    made.reserve(R1, (1, 2), 64, 64, START)
     for blocks in range(1, 12):
         made.grown(R1, 32)
         assert column[ACTIVE_BLOCKS] == 2 + blocks
 
 
-def test_growth_and_decay_in_any_order_end_at_zero():
+def test_any_order_of_growth_and_release_ends_at_zero():
     rng = random.Random(3)
-    made, column = bookings()
+    made, column = reservations()
     running: list[RequestId] = []
     for step in range(2000):
         action = rng.randrange(4)
@@ -59,7 +59,7 @@ def test_growth_and_decay_in_any_order_end_at_zero():
             request_id = RequestId(f"r{step}")
             keys = tuple(range(rng.randrange(6)))
             expected = rng.choice([0, 1, 50, 500])
-            made.book(request_id, keys, len(keys) * 32 + rng.randrange(32), 10, START, expected_tokens=expected)
+            made.reserve(request_id, keys, len(keys) * 32 + rng.randrange(32), 10, START, expected_tokens=expected)
             running.append(request_id)
         elif action == 1:
             made.release(running.pop(rng.randrange(len(running))))
@@ -73,24 +73,24 @@ def test_growth_and_decay_in_any_order_end_at_zero():
     assert column.tolist() == [0.0] * QUANTITIES
 
 
-def test_what_a_prompt_token_takes_is_learned_with_the_wait_for_others():
-    made, column = bookings()
-    made.book(R1, (), 1000, 1000, START)
-    made.book(RequestId("r2"), (), 1000, 1000, START)
+def test_token_seconds_include_the_wait_for_other_prompts():
+    made, column = reservations()
+    made.reserve(R1, (), 1000, 1000, START)
+    made.reserve(RequestId("r2"), (), 1000, 1000, START)
 
     made.computed(R1, Nanos(SECOND))  # 1,000 tokens in 1 s
     assert column[TOKEN_SECONDS] == pytest.approx(1e-3)
-    made.computed(RequestId("r2"), Nanos(2 * SECOND))  # behind 1,000 others: the same pace
+    made.computed(RequestId("r2"), Nanos(2 * SECOND))  # behind 1,000 other tokens: the same rate
     assert column[TOKEN_SECONDS] == pytest.approx(1e-3)
-    made.book(RequestId("r3"), (), 10, 10, START)
-    made.computed(RequestId("r3"), Nanos(SECOND))  # a short one says nothing about tokens
+    made.reserve(RequestId("r3"), (), 10, 10, START)
+    made.computed(RequestId("r3"), Nanos(SECOND))  # a short prompt says nothing about the time per token
     assert column[TOKEN_SECONDS] == pytest.approx(1e-3)
-    made.book(RequestId("r4"), (), 1000, 1000, START)
+    made.reserve(RequestId("r4"), (), 1000, 1000, START)
     made.computed(RequestId("r4"), Nanos(5 * SECOND))
     assert column[TOKEN_SECONDS] == pytest.approx(2e-3), "a quarter of the newest"
 
 
-def test_a_request_that_says_how_long_its_answer_gets_is_charged_for_what_is_left():
+def test_expected_length_reduces_the_reserved_blocks():
     router = RouterMachineDriver(("d1", Role.BOTH))
     arrival = an_arrival(tokens=64, sampling=Sampling(max_tokens=500), expected_tokens=64)
     work = the(Dispatch, router.send(arrival))
@@ -98,6 +98,6 @@ def test_a_request_that_says_how_long_its_answer_gets_is_charged_for_what_is_lef
     for token in range(64):
         router.step(work, token)
 
-    (pool,) = router.machine._roster._pools.values()
-    assert pool._columns[ACTIVE_BLOCKS, 0] == 3  # of the prompt, and one
+    (pool,) = router.machine.registry.tables.values()
+    assert pool.columns[ACTIVE_BLOCKS, 0] == 3  # blocks of the prompt, and one
     assert router.booked("d1")[1] == 4

@@ -1,4 +1,4 @@
-"""The table of a pool against what a loop over its workers would say."""
+"""The worker table, compared with a loop over its workers."""
 
 import random
 
@@ -8,7 +8,7 @@ from fleet.core.ids import StoreId, WorkerId
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import KvRemoved, KvStored
-from fleet.router import candidates as quantity
+from fleet.router import policy as quantity
 from fleet.router.kv_index.prefix_index import engine_cache_holder, store_tier_holder
 from fleet.router.messages import KvChanged, StoreChanged, WorkerDraining
 from fleet.router.state.live_requests import LiveRequest
@@ -23,15 +23,15 @@ FINGERPRINTS = ("even", "odd")
 
 
 def by_hand(router: RouterMachineDriver, live: LiveRequest) -> list[list[float]]:
-    """Per worker: backlog, active, requests, live, new, engine, coming, store and below blocks."""
-    roster = router.machine._roster
+    """Return for each worker: backlog, active, requests, live, new, engine, coming, store and below blocks."""
+    registry = router.machine.registry
     found = []
-    for worker in roster.serving(live.arrived.model):
-        description, bookings = worker.description, worker.bookings
+    for worker in registry.serving(live.arrived.model):
+        description, reservations = worker.description, worker.reservations
         keys = live.keys(description.block_tokens)
-        leading = roster.index.longest(keys)
+        leading = registry.index.longest(keys)
         engine = leading.get(engine_cache_holder(description.worker_id), 0)
-        held = {key for chain in bookings.chains() for key in chain.keys}
+        held = {key for chain in reservations.chains() for key in chain.keys}
         held_for_requests = next((depth for depth, key in enumerate(keys) if key not in held), len(keys))
         memory = below = 0
         if description.store_id is not None and KvPath.STORE in description.kv_paths:
@@ -42,9 +42,9 @@ def by_hand(router: RouterMachineDriver, live: LiveRequest) -> list[list[float]]
         there = max(engine, held_for_requests)
         found.append(
             [
-                bookings.prefill_tokens,
-                bookings.blocks,
-                len(bookings),
+                reservations.prefill_tokens,
+                reservations.blocks,
+                len(reservations),
                 held_for_requests,
                 blocks_for(live.prompt_tokens, description.block_tokens) - held_for_requests,
                 engine,
@@ -70,8 +70,8 @@ LOOKED_AT = [
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_table_says_what_a_loop_over_the_workers_would(seed):
-    """Workers of two block sizes, layouts and stores; caches with holes; requests that come, grow and go."""
+def test_worker_table_equals_a_loop_over_workers(seed):
+    """Workers have two block sizes, layouts and stores, and caches with holes; requests arrive, grow and end."""
     rng = random.Random(seed)
     router = RouterMachineDriver(remote_prefill_min_tokens=256, oversubscribe=8.0)
     works: list[Dispatch] = []
@@ -108,14 +108,14 @@ def test_the_table_says_what_a_loop_over_the_workers_would(seed):
                 arrival = an_arrival(request_id=f"r{step}", tokens=prompt, sampling=Sampling(max_tokens=64))
                 works += [command for command in router.send(arrival) if isinstance(command, Dispatch)]
         probe = LiveRequest(arrived=an_arrival(tokens=a_prompt(32 * 18 + 5)), seq=0, since=START)
-        standings = router.machine._roster.standings(probe)
-        assert standings.columns[LOOKED_AT].T.tolist() == by_hand(router, probe)
-        names = [worker.description.worker_id for worker in router.machine._roster.serving(probe.arrived.model)]
-        assert list(standings.members.worker_ids) == names
+        candidate_table = router.machine.registry.candidate_table(probe)
+        assert candidate_table.columns[LOOKED_AT].T.tolist() == by_hand(router, probe)
+        names = [worker.description.worker_id for worker in router.machine.registry.serving(probe.arrived.model)]
+        assert list(candidate_table.topology.worker_ids) == names
     assert works, "the history placed something"
 
 
-def test_what_a_decision_was_made_on_does_not_change_afterwards():
+def test_data_of_a_decision_never_changes():
     router = RouterMachineDriver(("d1", Role.BOTH), ("d2", Role.BOTH))
     router.send(an_arrival(request_id="r1", tokens=320))
     before = router.machine.explain("r1")
@@ -128,23 +128,23 @@ def test_what_a_decision_was_made_on_does_not_change_afterwards():
     assert router.machine.explain("r1") == before
 
 
-def test_bits_are_used_again_so_that_masks_stay_short():
+def test_bits_are_reused():
     router = RouterMachineDriver(("stays", Role.BOTH))
     for number in range(300):
         router.join(f"w{number}", Role.BOTH)
         router.leave(f"w{number}")
 
-    (pool,) = router.machine._roster._pools.values()
+    (pool,) = router.machine.registry.tables.values()
 
     assert isinstance(pool, WorkerTable)
     assert pool.take_bit() == 2
 
 
-def test_nothing_is_held_for_requests_that_are_over():
+def test_ended_requests_hold_nothing():
     router = RouterMachineDriver(("d1", Role.BOTH), ("d2", Role.BOTH))
     for number in range(8):
         router.send(an_arrival(request_id=f"r{number}", tokens=a_prompt(320) + a_prompt(64, first=1000 * number)))
-    (pool,) = router.machine._roster._pools.values()
+    (pool,) = router.machine.registry.tables.values()
     assert len(pool.chains) > 10
 
     router.leave("d1")

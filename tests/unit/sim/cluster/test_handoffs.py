@@ -6,7 +6,7 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.roles import KvPath
 from fleet.core.work import Handoff
-from fleet.sim.cluster.handoffs import LEASE, Handoffs, TransferEndpoint, params
+from fleet.sim.cluster.handoffs import LEASE, Handoffs, TransferEndpoint, handoff_params
 from fleet.sim.cluster.network import Network
 from fleet.sim.engine.attempts import EngineLimits, Job
 from fleet.sim.engine.virtual_engine import VirtualEngine
@@ -63,7 +63,7 @@ class Pair:
             prefill_worker=PREFILL,
             fingerprint="",
             num_tokens=95,
-            params=params(RequestId("a#1")),
+            params=handoff_params(RequestId("a#1")),
         )
         self.handoffs.take(DECODE, job, handoff)
 

@@ -11,7 +11,8 @@ from fleet.core.roles import Phase, Role
 from fleet.router.messages import Arrived, Dispatch, StoreChanged
 from fleet.sim.cluster.faults import NodeLost, RoleFlip, StoreLost
 from fleet.sim.cluster.network import LinkName, Network
-from fleet.sim.cluster.node_store import AttachedWorker, NodeStore, SimulatedTier, StoreProfile, TierChange, TierProfile
+from fleet.sim.cluster.node_store import AttachedWorker, NodeStore, StoreProfile, TierChange
+from fleet.sim.cluster.store_tiers import SimulatedTier, TierProfile
 from fleet.sim.kernel import Kernel
 from kvstore.eviction.policies import policy as named
 from kvstore.eviction.trace_replay import TraceRequest, replay

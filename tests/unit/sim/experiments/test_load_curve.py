@@ -10,12 +10,12 @@ import pytest
 from msgspec import structs
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.sim.experiments.load_curve import ENOUGH, FURTHER, MOST_FURTHER, LoadPoint, load_curve, tries
+from fleet.sim.experiments.load_curve import ENOUGH, FURTHER, MOST_FURTHER, LoadPoint, load_curve, load_runs
 from fleet.sim.results.history import History
 from fleet.sim.results.outcomes import Slo
 from fleet.sim.run_plan import run_scenario
 from fleet.sim.scenario import Scenario, SimulatedPoolSection
-from fleet.sim.workload.traffic import DrawnWorkload
+from fleet.sim.workload.drawn import DrawnWorkload
 from tests.support.sim.model_configs import LLAMA_70B
 
 
@@ -82,7 +82,7 @@ def the_child(others):
 def test_what_was_expected_and_not_asked_for_ends_with_the_block(endless, tmp_path):
     others = multiprocessing.active_children()
 
-    with tries(endless, tmp_path, 2) as run:
+    with load_runs(endless, tmp_path, 2) as run:
         run.expect((1.0, 2.0))
         child = the_child(others)
 
@@ -93,7 +93,7 @@ def test_a_load_whose_process_is_killed_is_refused(endless, tmp_path):
     killer = threading.Thread(target=lambda others: the_child(others).kill(), args=(multiprocessing.active_children(),))
 
     def asked():
-        with tries(endless, tmp_path, 2) as run:
+        with load_runs(endless, tmp_path, 2) as run:
             run.expect((1.0,))
             killer.start()
             run.at(1.0)

@@ -6,7 +6,8 @@ import pytest
 from msgspec import structs
 
 from fleet.core.clock import MILLISECOND, Nanos
-from fleet.sim.results.outcomes import RESOLUTION, EndedRequest, Quantiles, RequestSums, Slo
+from fleet.sim.results.outcomes import EndedRequest, RequestSums, Slo
+from fleet.sim.results.quantiles import RESOLUTION, Quantiles
 
 
 def ended(ttft_ms: float, tpot_ms: float, tokens: int = 11) -> EndedRequest:

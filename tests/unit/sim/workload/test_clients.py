@@ -10,8 +10,9 @@ from fleet.recording.traces import TraceSession, TraceTurn
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import EndedRequest, RunOutcome
 from fleet.sim.run import RunPlan, simulate
-from fleet.sim.workload.clients import ClosedClients, OpenClients, SessionClients, begin
-from fleet.sim.workload.traffic import DrawnWorkload, requests_of, sessions_of
+from fleet.sim.workload.clients import ClosedClients, OpenClients, SessionClients, start_clients
+from fleet.sim.workload.drawn import DrawnWorkload
+from fleet.sim.workload.traffic import requests_of, sessions_of
 from kvstore.eviction.trace_replay import TraceRequest
 from tests.support.sim.worlds import BLOCK, a_plan, a_pool, a_world
 
@@ -62,7 +63,9 @@ def test_of_a_million_users_only_those_come_who_find_something_to_send():
     world, ended = a_world(kernel, a_plan())
     requests = iter([a_request(number) for number in range(4)])
 
-    clients = begin(ClosedClients(users=1 << 20, ramp_seconds=float(1 << 20)), kernel, world, requests, ended.append)
+    clients = start_clients(
+        ClosedClients(users=1 << 20, ramp_seconds=float(1 << 20)), kernel, world, requests, ended.append
+    )
 
     assert kernel.run() < 100
     assert len(ended) == 4

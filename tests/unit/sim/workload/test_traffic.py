@@ -9,7 +9,8 @@ import pytest
 
 from fleet.core.clock import SECOND
 from fleet.core.errors import ConfigurationRefused
-from fleet.sim.workload.traffic import DrawnWorkload, RecordedWorkload, request_count, requests_of, sessions_of
+from fleet.sim.workload.drawn import DrawnWorkload
+from fleet.sim.workload.traffic import RecordedWorkload, request_count, requests_of, sessions_of
 from tests.support.sim.traces import AGENTIC, CONVERSATION, agentic, conversation
 
 DATA = CONVERSATION.parent
@@ -110,7 +111,7 @@ def test_a_wrong_row_is_refused_when_it_is_reached(tmp_path):
 
 
 def test_sessions_of_a_trace_that_knows_none_are_refused():
-    with pytest.raises(ConfigurationRefused, match=r"clients\.kind: .* \(mooncake\) knows no sessions"):
+    with pytest.raises(ConfigurationRefused, match=r"clients\.kind: .* \(mooncake\) has no sessions"):
         sessions_of(recorded(), DATA, block_tokens=512, seed=1)
 
 

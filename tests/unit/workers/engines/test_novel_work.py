@@ -18,7 +18,7 @@ def that_has_done(*kinds: Sampling) -> NovelWork:
     return novel
 
 
-def test_the_first_request_of_an_engine_is_new_until_it_brings_tokens():
+def test_first_request_is_novel_until_it_yields_tokens():
     novel = NovelWork()
     novel.begun(A, GREEDY, loads=False)
     assert novel
@@ -43,7 +43,7 @@ def test_the_first_request_of_an_engine_is_new_until_it_brings_tokens():
         Sampling(temperature=0, min_tokens=1),
     ],
 )
-def test_what_takes_other_kernels_is_new(sampling):
+def test_request_with_other_kernels_is_novel(sampling):
     novel = that_has_done(GREEDY)
 
     novel.begun(B, sampling, loads=False)
@@ -51,7 +51,7 @@ def test_what_takes_other_kernels_is_new(sampling):
     assert novel
 
 
-def test_an_adapter_to_load_is_new_each_time():
+def test_adapter_load_is_novel_each_time():
     novel = that_has_done(GREEDY)
 
     novel.begun(B, GREEDY, loads=True)
@@ -59,7 +59,7 @@ def test_an_adapter_to_load_is_new_each_time():
     assert novel
 
 
-def test_a_request_that_ended_without_tokens_proves_nothing():
+def test_request_without_tokens_proves_nothing():
     novel = NovelWork()
     novel.begun(A, GREEDY, loads=False)
     novel.ended(A)

@@ -2,7 +2,8 @@
 
 from kvstore.block import HashAlgorithm, chain
 from tests.support.builders import token_bytes
-from workers.store.evacuation_priority import RecentPrompt, RecentPrompts, by_evacuation_priority
+from workers.ports import RecentPrompt
+from workers.store.evacuation_priority import RecentPrompts, by_evacuation_priority
 
 BLOCK = 4
 SALT = b"s" * 32
@@ -21,7 +22,7 @@ def ordered(prompts, cached=()):
     return by_evacuation_priority(prompts, cached, block_tokens=BLOCK, algorithm=HashAlgorithm.SHA256_128)
 
 
-def test_prefixes_that_many_prompts_share_come_first_then_the_latest_and_no_block_before_its_beginning():
+def test_shared_then_recent_prefixes_come_first_in_chain_order():
     first, second, third = tokens(1, 2, 3), tokens(1, 4), tokens(9, 8)
 
     found = ordered([RecentPrompt(first, b""), RecentPrompt(third, b""), RecentPrompt(second, b"")])
@@ -37,14 +38,14 @@ def test_the_same_tokens_of_two_tenants_are_two_chains():
     assert found == [*names(prompt, SALT), *names(prompt)]
 
 
-def test_what_no_prompt_began_with_comes_last_and_nothing_twice():
+def test_blocks_of_no_prompt_come_last_and_none_twice():
     prompt = tokens(1, 2)
     answers = [b"a" * 16, b"b" * 16]
 
     assert ordered([RecentPrompt(prompt, b"")], [names(prompt)[0], *answers]) == [*names(prompt), *answers]
 
 
-def test_the_latest_prompts_are_kept_and_no_more_than_their_bytes():
+def test_newest_prompts_are_kept_within_the_byte_limit():
     kept = RecentPrompts(most_bytes=3 * len(tokens(1)))
     for number in range(5):
         kept.note(tokens(number), b"")

@@ -7,8 +7,9 @@ from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Rejected
 from kvstore.eviction.session_pauses import LEAST_SEEN
 from tests.support.builders import a_prompt, a_start, some_progress, token_bytes
+from workers.ports import PinChain, UnpinChain
 from workers.store import session_pins as holds
-from workers.store.session_pins import PinChain, SessionPinPolicy, UnpinChain, store_session_name
+from workers.store.session_pins import SessionPinPolicy, store_session_name
 
 LONGEST = Nanos(100 * SECOND)
 PROMPT = a_prompt(40)
@@ -43,7 +44,7 @@ class Worker:
         return hold
 
 
-def test_a_session_that_ends_holds_its_prompt_and_all_of_the_answer_that_was_computed():
+def test_ended_attempt_pins_prompt_and_computed_answer():
     worker = Worker()
     work = worker.begin(salt=b"s" * 32)
     worker.hear(work, 7)
@@ -56,7 +57,7 @@ def test_a_session_that_ends_holds_its_prompt_and_all_of_the_answer_that_was_com
     assert hold == PinChain(session=name, tokens=tokens, salt=b"s" * 32, lasting=LONGEST)
 
 
-def test_however_work_ends_that_gave_tokens_its_chain_is_held():
+def test_attempt_with_tokens_pins_its_chain_however_it_ends():
     for finish in Finish:
         worker = Worker()
         work = worker.begin()
@@ -65,7 +66,7 @@ def test_however_work_ends_that_gave_tokens_its_chain_is_held():
         assert [type(each) for each in worker.hear(work, finish=finish)] == [PinChain]
 
 
-def test_work_without_tokens_or_without_a_session_and_prefill_work_hold_nothing():
+def test_attempt_without_tokens_or_session_pins_nothing():
     worker = Worker()
 
     assert worker.hear(worker.begin(), finish=Finish.CANCELLED) == []
@@ -76,7 +77,7 @@ def test_work_without_tokens_or_without_a_session_and_prefill_work_hold_nothing(
     assert worker.hear(rejected, 7, finish=Finish.STOP) == []
 
 
-def test_a_session_that_goes_on_releases_its_hold_with_its_first_tokens_and_only_then():
+def test_pin_ends_with_the_first_tokens_of_the_next_attempt():
     worker = Worker()
     worker.turn(0, 1)
     work = worker.begin(5)
@@ -86,7 +87,7 @@ def test_a_session_that_goes_on_releases_its_hold_with_its_first_tokens_and_only
     assert worker.hear(work, 8, now=8) == []
 
 
-def test_a_hold_lasts_as_long_as_most_pauses_did():
+def test_pin_lasts_as_long_as_most_pauses_did():
     worker = Worker()
     now = 0.0
     for _ in range(LEAST_SEEN + 1):
@@ -96,19 +97,19 @@ def test_a_hold_lasts_as_long_as_most_pauses_did():
     assert at(10) <= worker.turn(now, now + 1).lasting <= at(10 * 1.25)
 
 
-def test_no_hold_lasts_longer_than_the_longest():
+def test_no_pin_lasts_longer_than_the_limit():
     worker = Worker()
 
     assert {worker.turn(turn * 1000, turn * 1000 + 1).lasting for turn in range(2 * LEAST_SEEN)} == {LONGEST}
 
 
-def test_tenants_do_not_share_a_name():
+def test_tenants_do_not_share_a_store_session():
     names = {store_session_name("agent", salt) for salt in (b"", b"a" * 32, b"b" * 32)}
 
     assert len(names) == 3
 
 
-def test_sessions_are_forgotten_when_there_are_too_many(monkeypatch):
+def test_oldest_sessions_are_forgotten_above_the_limit(monkeypatch):
     monkeypatch.setattr(holds, "MAX_SESSIONS", 3)
     worker = Worker()
     for index in range(10):

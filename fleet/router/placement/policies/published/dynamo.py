@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's cost function, in KV blocks, as release 1.6 ships it.
+"""NVIDIA Dynamo's cost function in KV blocks, as release 1.6 ships it.
 
 Source: lib/kv-router/src/scheduling/selector/default.rs.
 
@@ -9,11 +9,11 @@ Source: lib/kv-router/src/scheduling/selector/default.rs.
            + unique decode blocks, with those that the prompt would add
            + decode_active_request_weight · active requests
 
-and the choice by temperature: see `Softmax`. Its prefill workers are scored the same, without the decode term. The store's memory
-counts as host memory, tiers below it as disk.
+The choice is by temperature (`Softmax`). Dynamo's prefill workers are scored the same without the decode term. The store's memory
+counts as host memory, and tiers below it as disk.
 
-What is done otherwise: the decode worker of a pair is chosen as if it did everything, where Dynamo goes by its load alone; and answers
-count as they grow, which Dynamo can and by default does not.
+Two things differ: the decode worker of a pair is chosen as if it did everything, while Dynamo goes by its load alone; and answers
+count as they grow, which is an option in Dynamo.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest
 from fleet.router.placement.policies.pickers import Softmax
 from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import Candidates, Floats, PlacementRequest
 
 
 class DynamoCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,15 +37,15 @@ class DynamoCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill_load_scale: float = 1.0
     decode_active_request_weight: float = 0.0
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
-        parts = self.parts(asked, candidates, phase)
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+        parts = self.parts(request, candidates, phase)
         return sum(parts.values(), start=np.zeros(len(candidates)))
 
-    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         block = candidates.block_tokens
-        prefill = (candidates.backlog_tokens + asked.prompt_tokens) / block
+        prefill = (candidates.backlog_tokens + request.prompt_tokens) / block
         excess = (candidates.backlog_tokens - candidates.backlog_tokens.min()) / block
-        prompt_blocks = np.ceil(asked.prompt_tokens / block)
+        prompt_blocks = np.ceil(request.prompt_tokens / block)
         decay = 1 / (1 + self.overlap_score_credit_decay * excess / prompt_blocks)
         credit = (
             self.overlap_score_credit * decay * candidates.engine_blocks

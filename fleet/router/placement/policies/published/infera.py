@@ -1,9 +1,9 @@
-"""AMD Infera's cost (AMD-AGI/Infera v0.1), with its weight for workers that do whole requests.
+"""AMD Infera's cost (AMD-AGI/Infera v0.1), with its weight for aggregated workers.
 
     cost = weight × (prompt blocks - hits)  +  distinct blocks of requests in flight  +  recent
 
-*recent* is the sum of the blocks that a worker did not have when it was picked, times 0.97 for every pick since, by whomever: so a
-worker that has just been given much is spared before any load shows it. Its weight is 20 for prefill workers, 2 for decode workers.
+*recent* is the sum of the blocks that a worker did not hold when it was picked, times 0.97 for every later pick of any worker. So a
+worker that has just been given much is spared before its load shows it. The weight is 20 for prefill workers and 2 for decode workers.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,12 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.placement.policies.pickers import lowest
-from fleet.router.policy import PlacementPolicy
+from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource
 
-FADES = 0.97  # a pick; half is left after 23
+FADES = 0.97  # factor for each pick; half is left after 23 picks
 PREFILL_WEIGHT = 20.0
-NOTHING = 1e-3  # blocks, and less
+NOTHING = 1e-3  # blocks; smaller values are forgotten
 
 
 class RecentMisses:
@@ -28,30 +27,30 @@ class RecentMisses:
 
     def __init__(self, weight: float):
         self._weight = weight
-        self._recent: dict[str, float] = {}
+        self.recent: dict[str, float] = {}
 
     def choose(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> tuple[int, PlacementPolicy]:
-        parts = self.costs(asked, candidates, phase)
-        place = lowest(sum(parts.values(), start=np.zeros(len(candidates))), chance)
-        faded = {worker_id: left * FADES for worker_id, left in self._recent.items() if left * FADES > NOTHING}
+        parts = self.costs(request, candidates, phase)
+        place = lowest(sum(parts.values(), start=np.zeros(len(candidates))), rng)
+        faded = {worker_id: left * FADES for worker_id, left in self.recent.items() if left * FADES > NOTHING}
         worker_id = candidates.worker_ids[place]
-        missed = float(self._missed(asked, candidates)[place])
+        missed = float(self._missed(request, candidates)[place])
         faded[worker_id] = faded.get(worker_id, 0.0) + max(1.0, missed)
-        self._recent = faded
+        self.recent = faded
         return place, self
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         weight = PREFILL_WEIGHT if phase is Phase.PREFILL else self._weight
         return {
-            "missed": weight * self._missed(asked, candidates),
+            "missed": weight * self._missed(request, candidates),
             "active": candidates.active_blocks.copy(),
-            "recent": np.array([self._recent.get(worker_id, 0.0) for worker_id in candidates.worker_ids]),
+            "recent": np.array([self.recent.get(worker_id, 0.0) for worker_id in candidates.worker_ids]),
         }
 
-    def _missed(self, asked: PlacementRequest, candidates: Candidates) -> Floats:
-        blocks = np.ceil(asked.prompt_tokens / candidates.block_tokens)
+    def _missed(self, request: PlacementRequest, candidates: Candidates) -> Floats:
+        blocks = np.ceil(request.prompt_tokens / candidates.block_tokens)
         missed: Floats = np.maximum(0.0, blocks - candidates.engine_blocks)
         return missed
 

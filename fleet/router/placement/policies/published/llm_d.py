@@ -1,37 +1,34 @@
-"""llm-d's default scorers.
-
-Source: llm-d-router v0.10, pkg/plugins/scorer. Each is between 0 and 1, and higher is better there.
+"""llm-d's default scorers (llm-d-router v0.10, pkg/plugins/scorer). Each score is between 0 and 1, and higher is better in llm-d.
 
     queue   (most waiting - waiting) / (most - least), over the candidates; weight 2
     kv      1 - share of the KV cache in use; weight 2
     prefix  leading blocks of the prompt in the engine / blocks of the prompt; weight 3
 
-The total is the weighted sum, and the highest wins, ties shuffled. As costs they are weight × (1 - score), which orders the same.
-Waiting are the requests beyond the batch.
+The highest weighted sum wins, and ties are shuffled. Here they are costs, weight × (1 - score), which order the candidates alike.
+Requests beyond the batch count as waiting.
 """
 
 import numpy as np
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest
 from fleet.router.placement.policies.pipeline import Pipeline
-from fleet.router.policy import Scorer
+from fleet.router.policy import Candidates, Floats, PlacementRequest, Scorer
 
 
 class LlmDQueue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """llm-d's queue scorer: the shortest queue 0, the longest 1."""
+    """llm-d's queue scorer: the shortest queue costs 0, the longest 1."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         waiting = np.maximum(0.0, candidates.requests - candidates.max_running)
         low, high = waiting.min(), waiting.max()
         return np.zeros(len(candidates)) if low == high else (waiting - low) / (high - low)
 
 
 class LlmDKvUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """llm-d's KV utilisation scorer: the share in use."""
+    """llm-d's KV utilisation scorer: the share of the KV cache in use."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         used: Floats = np.minimum(1.0, candidates.active_blocks / candidates.kv_blocks)
         return used
 
@@ -39,8 +36,8 @@ class LlmDKvUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class LlmDPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """llm-d's prefix scorer: the share of the prompt that the engine does not hold."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
-        blocks = np.ceil(asked.prompt_tokens / candidates.block_tokens)
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+        blocks = np.ceil(request.prompt_tokens / candidates.block_tokens)
         missing: Floats = 1 - np.minimum(1.0, candidates.engine_blocks / blocks)
         return missing
 

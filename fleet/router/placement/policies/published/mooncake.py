@@ -5,9 +5,9 @@ For each prefill instance, with the longest match of all instances at hand:
     if longest / own < balancing_threshold:  TTFT = queue + prefill(prompt, own)
     else:                                    the missing blocks are fetched, TTFT = transfer + queue + prefill(prompt, longest)
 
-*queue* is the sum of the queued prefills; the paper fits prefill and transfer times offline, here they are a number of seconds
-a token each (`prefill_seconds_per_token`, `quadratic_seconds` for attention, and `transfer_seconds_per_token`). Its decode
-instance is the least loaded that keeps the time between tokens; with one worker for both, load is not looked at.
+*queue* is the sum of the queued prefills. The paper fits prefill and transfer times offline; here they are seconds for each
+token (`prefill_seconds_per_token`, `quadratic_seconds` for attention, and `transfer_seconds_per_token`). Mooncake's decode
+instance is the least loaded one that keeps the time between tokens; here one worker does both, and its load is ignored.
 """
 
 from collections.abc import Mapping
@@ -16,38 +16,38 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest
 from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import Candidates, Floats, PlacementRequest
 
 
 class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The algorithm's TTFT, in seconds."""
+    """The TTFT of the algorithm in seconds."""
 
     balancing_threshold: float = 4.0
     prefill_seconds_per_token: float = 1e-4
     quadratic_seconds: float = 1e-9
     transfer_seconds_per_token: float = 1.3e-5
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
-        parts = self.parts(asked, candidates, phase)
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+        parts = self.parts(request, candidates, phase)
         return sum(parts.values(), start=np.zeros(len(candidates)))
 
-    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
-        own = np.minimum(candidates.engine_blocks * candidates.block_tokens, asked.prompt_tokens)
+    def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
+        own = np.minimum(candidates.engine_blocks * candidates.block_tokens, request.prompt_tokens)
         longest = own.max()
         fetching = (longest > own) & (longest >= self.balancing_threshold * own)
         prefix = np.where(fetching, longest, own)
-        uncached = asked.prompt_tokens - prefix
+        uncached = request.prompt_tokens - prefix
         return {
             "transfer": np.where(fetching, (longest - own) * self.transfer_seconds_per_token, 0.0),
             "queue": candidates.backlog_tokens * self.prefill_seconds_per_token,
             "prefill": uncached * self.prefill_seconds_per_token
-            + self.quadratic_seconds * (asked.prompt_tokens**2 - prefix**2),
+            + self.quadratic_seconds * (request.prompt_tokens**2 - prefix**2),
         }
 
 
 class Mooncake(MooncakeTime, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Mooncake's conductor: the least time to the first token, fetching the longest match where it is much longer."""
+    """Mooncake's conductor: the least time to the first token; it fetches the longest match where that is much longer."""
 
     def policy(self) -> Pipeline:
         return Pipeline("mooncake", scorers=[("ttft", 1.0, self)])

@@ -4,36 +4,37 @@
     explore, elsewhere:                                       of all workers, the one of least cost
 
     cost    = load + evicted + prefill, in seconds of that worker
-    load    = over the requests that it got in the last `window_seconds`: prefill(what it had not) + decode(answer)
-    evicted = over the prefixes that have to make room: prefill(their tokens) × the share of its requests of the window that had them
-    prefill = prefill(tokens of this prompt that it has not)
+    load    = over the requests that it got in the last `window_seconds`: prefill(uncached part) + decode(answer)
+    evicted = over the prefixes that have to make room: prefill(their tokens) × the share of its requests of the window with them
+    prefill = prefill(uncached tokens of this prompt)
 
-After that, the paper's two adjustments of what would be exploited, in its order:
+Then follow the paper's two adjustments of an exploiting choice, in its order:
 
 1. Rebalancing. While the most loaded worker has more than `imbalance` times the load of the least loaded one, requests that would
-   exploit it go to that one instead, which computes the prefix and has it from then on. Not before there have been 50 requests a worker.
-2. Copies. Where that is not so, and the queue of a prefix at its worker has doubled (its mean over the later half of the window is twice
-   that over the earlier half), the least loaded worker that has none gets a copy: this request computes it. From then on requests with
-   that prefix go to whichever of its workers costs the least, also where another one has a longer match. It ends when the copy has had
+   exploit it go to the least loaded one, which computes the prefix and holds it from then on. It begins after 50 requests for each worker.
+2. Copies. Otherwise, if the queue of a prefix at its worker has doubled (its mean over the later half of the window is twice
+   the mean over the earlier half), the least loaded worker without the prefix gets a copy: this request computes it. From then on requests
+   with that prefix go to the cheapest of its workers, also where another one has a longer match. This ends when the copy has had
    no request for a window.
 
 Before exploring comes the paper's third rule: a worker whose load is decoding by more than `decode_share` has computing to spare, and the
-request goes there. The paper gives neither that ratio's formula nor the bound, and its code has no such rule: by default it never applies.
+request goes there. The paper gives neither a formula for that ratio nor the bound, and its code has no such rule: by default it never
+applies.
 
 The window, `imbalance`, the 50 requests and the halves are those of the code (WukLab/preble, global_scheduler_with_time.py).
 
-What the interface of policies does not say, and what is done instead:
+The interface of policies lacks some of the rule's inputs. They are replaced as follows:
 
-- When first tokens came, by which the code measures queues: no policy hears of a request after it has been placed. Taken instead: the
-  prompt tokens booked at the worker and not computed, with its own, at the time of placement. Prefill times being proportional to
-  tokens, these double when queueing does.
-- How long answers were, of which the paper takes a worker's mean: they count as long as they may become, as in the code at first.
-- The tree of prompts: known are the first block's key and how many leading blocks each worker has. So the worker "with the longest node"
-  is that with the longest match; a subtree are all prompts with one first block, split between its copies request by request.
-- Times are fitted offline in the paper; here they are a number of seconds a token each, and `quadratic_seconds` for attention.
-- The decode worker of a pair is given the prompt's time as well: it is chosen as if it did everything.
+- First tokens: the code measures queues by their times, but no policy hears of a request after its placement. Instead the
+  uncomputed prompt tokens reserved on the worker count, with the request's own, at the time of placement. Prefill times are proportional
+  to tokens, so these double when queueing does.
+- Lengths of answers: the paper takes a worker's mean. Here an answer counts with its longest length, as in the code at first.
+- The tree of prompts: the key of the first block and the leading blocks of each worker are known. So the worker "with the longest node"
+  is the one with the longest match, and a subtree is all prompts with one first block, split between its copies request by request.
+- Times: the paper fits them offline. Here they are seconds for each token, and `quadratic_seconds` for attention.
+- Pairs: the decode worker is charged with the prompt's time as well, because it is chosen as if it did everything.
 
-The order of requests inside a worker (section 3.3) is not a router's.
+The order of requests inside a worker (section 3.3) is outside a router's control.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,16 +44,15 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource, Rows
 from fleet.router.placement.policies.pickers import lowest
 from fleet.router.placement.policies.published.preble_window import RequestWindow
-from fleet.router.policy import PlacementPolicy
+from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource, Rows
 
-BALANCED_AFTER = 50  # requests a worker
+BALANCED_AFTER = 50  # requests for each worker
 
 
 class PrebleTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the rule goes by."""
+    """The parameters of the rule."""
 
     window_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 180.0
     imbalance: Annotated[float, Meta(ge=1)] = 1.5
@@ -63,133 +63,137 @@ class PrebleTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ExploitExplore:
-    """The rule with its window. A policy of its own, since it changes with every choice."""
+    """The rule with its window. It is a policy of its own, because it changes with every choice."""
 
     name = "preble"
 
     def __init__(self, times: PrebleTimes):
         self._times = times
-        self._window = RequestWindow(times.window_seconds)
+        self.window = RequestWindow(times.window_seconds)
 
     def choose(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> tuple[int, PlacementPolicy]:
-        self._window.fade(asked.now)
-        matched = _matched(asked, candidates)
-        if _exploits(asked, matched):
-            place = self._exploited(asked, candidates, matched, chance)
+        self.window.fade(request.now)
+        matched = _matched(request, candidates)
+        if _exploits(request, matched):
+            place = self._exploited(request, candidates, matched, rng)
         elif (decoding := self._decoding(candidates)) is not None:
             place = decoding
         else:
-            place = lowest(self._cost(asked, candidates, matched, range(len(candidates))), chance)
-        self._note(asked, candidates, place, float(matched[place]), phase)
+            place = lowest(self._cost(request, candidates, matched, range(len(candidates))), rng)
+        self._note(request, candidates, place, float(matched[place]), phase)
         return place, self
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
-        """Of exploring; the other rules are by cases, and their terms do not add up to anything."""
-        matched = _matched(asked, candidates)
-        if _exploits(asked, matched) or self._decoding(candidates) is not None:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
+        """Return the terms of exploring; the other rules decide by cases, so there are no terms to add up."""
+        matched = _matched(request, candidates)
+        if _exploits(request, matched) or self._decoding(candidates) is not None:
             return {}
-        return self._parts(asked, candidates, matched, range(len(candidates)))
+        return self._parts(request, candidates, matched, range(len(candidates)))
 
-    def _exploited(self, asked: PlacementRequest, candidates: Candidates, matched: Floats, chance: RandomSource) -> int:
-        key, names = asked.first_key, candidates.worker_ids
+    def _exploited(self, request: PlacementRequest, candidates: Candidates, matched: Floats, rng: RandomSource) -> int:
+        key, names = request.first_key, candidates.worker_ids
         owners = self._owners(key, candidates, matched)
-        place = int(owners[lowest(self._cost(asked, candidates, matched, owners.tolist()), chance)])
+        place = int(owners[lowest(self._cost(request, candidates, matched, owners.tolist()), rng)])
         loads = self._loads(candidates)
         if self._unbalanced(loads, place):
-            return lowest(loads, chance)
-        prefix = self._window.prefix(names[place], key)
+            return lowest(loads, rng)
+        prefix = self.window.prefix(names[place], key)
         others = np.setdiff1d(np.arange(len(names)), owners)
         if prefix is None or not prefix.tokens.doubled() or not len(others):
             return place
-        copy = int(others[lowest(loads[others], chance)])
-        self._window.note_copy(key, names[place], names[copy])
+        copy = int(others[lowest(loads[others], rng)])
+        self.window.note_copy(key, names[place], names[copy])
         return copy
 
     def _owners(self, key: int, candidates: Candidates, matched: Floats) -> Rows:
-        """Places of those with the longest match, and with a copy that was made on purpose."""
+        """Return the places of workers with the longest match, and of workers with a copy made on purpose."""
         owning = matched == matched.max()
         for place, worker_id in enumerate(candidates.worker_ids):
-            prefix = self._window.prefix(worker_id, key)
+            prefix = self.window.prefix(worker_id, key)
             if prefix is not None and prefix.is_copy:
                 owning[place] = True
         owners: Rows = owning.nonzero()[0]
         return owners
 
     def _unbalanced(self, loads: Floats, place: int) -> bool:
-        """Whether it is the most loaded of all, and by too much."""
+        """Return whether a worker is the most loaded one, and by too much."""
         return bool(
-            self._window.given >= BALANCED_AFTER * len(loads)
+            self.window.given >= BALANCED_AFTER * len(loads)
             and loads[place] == loads.max()
             and loads[place] > self._times.imbalance * loads.min()
         )
 
     def _decoding(self, candidates: Candidates) -> int | None:
-        """The place of the one whose load is decoding the most, if that is by more than the bound."""
+        """Return the place of the worker with the largest decoding share, if that is above the bound."""
         if self._times.decode_share >= 1:
             return None
-        recent = [self._window.recent.get(worker_id) for worker_id in candidates.worker_ids]
+        recent = [self.window.recent.get(worker_id) for worker_id in candidates.worker_ids]
         shares = [each.decode / each.seconds if each is not None and each.seconds > 0 else 0.0 for each in recent]
         most = max(shares)
         return shares.index(most) if most > self._times.decode_share else None
 
-    def _cost(self, asked: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]) -> Floats:
-        parts = self._parts(asked, candidates, matched, places)
+    def _cost(
+        self, request: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]
+    ) -> Floats:
+        parts = self._parts(request, candidates, matched, places)
         return sum(parts.values(), start=np.zeros(len(places)))
 
     def _parts(
-        self, asked: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]
+        self, request: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]
     ) -> Mapping[str, Floats]:
-        """Algorithm 2, for some of the candidates."""
+        """Return the terms of algorithm 2 for some of the candidates."""
         names = candidates.worker_ids
         matched = matched[places]
-        missed = asked.prompt_tokens - matched
+        missed = request.prompt_tokens - matched
         capacity = (candidates.kv_blocks * candidates.block_tokens)[places]
         evicted = [
-            sum(self._prefill(held, held) * share for held, share in self._window.evicted(names[place], tokens, room))
+            sum(self._prefill(held, held) * share for held, share in self.window.evicted(names[place], tokens, room))
             for place, tokens, room in zip(places, missed.tolist(), capacity.tolist(), strict=True)
         ]
         prefill: Floats = self._times.prefill_seconds_per_token * missed + self._times.quadratic_seconds * (
-            asked.prompt_tokens**2 - matched**2
+            request.prompt_tokens**2 - matched**2
         )
         return {"load": self._loads(candidates)[places], "evicted": np.array(evicted, dtype=float), "prefill": prefill}
 
     def _loads(self, candidates: Candidates) -> Floats:
-        recent = self._window.recent
+        recent = self.window.recent
         return np.array([recent[name].seconds if name in recent else 0.0 for name in candidates.worker_ids])
 
     def _prefill(self, missed: float, prompt: float) -> float:
         times = self._times
         return times.prefill_seconds_per_token * missed + times.quadratic_seconds * (prompt**2 - (prompt - missed) ** 2)
 
-    def _note(self, asked: PlacementRequest, candidates: Candidates, place: int, matched: float, phase: Phase) -> None:
-        missed = asked.prompt_tokens - matched
+    def _note(
+        self, request: PlacementRequest, candidates: Candidates, place: int, matched: float, phase: Phase
+    ) -> None:
+        missed = request.prompt_tokens - matched
         decoding = phase is not Phase.PREFILL
-        self._window.note(
-            asked.now,
+        self.window.note(
+            request.now,
             candidates.worker_ids[place],
-            asked.first_key,
+            request.first_key,
             missed=missed,
             ahead=float(candidates.backlog_tokens[place]),
-            prefill=self._prefill(missed, asked.prompt_tokens),
-            decode=self._times.decode_seconds_per_token * asked.answer_tokens if decoding else 0.0,
+            prefill=self._prefill(missed, request.prompt_tokens),
+            decode=self._times.decode_seconds_per_token * request.answer_tokens if decoding else 0.0,
             capacity=float(candidates.kv_blocks[place] * candidates.block_tokens[place]),
         )
 
 
-def _matched(asked: PlacementRequest, candidates: Candidates) -> Floats:
-    """Leading tokens of the prompt that each has."""
-    matched: Floats = np.minimum(candidates.engine_blocks * candidates.block_tokens, asked.prompt_tokens)
+def _matched(request: PlacementRequest, candidates: Candidates) -> Floats:
+    """Return the leading tokens of the prompt that each worker holds."""
+    matched: Floats = np.minimum(candidates.engine_blocks * candidates.block_tokens, request.prompt_tokens)
     return matched
 
 
-def _exploits(asked: PlacementRequest, matched: Floats) -> bool:
-    return bool(2 * matched.max() > asked.prompt_tokens)
+def _exploits(request: PlacementRequest, matched: Floats) -> bool:
+    return bool(2 * matched.max() > request.prompt_tokens)
 
 
 class Preble(PrebleTimes, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Preble's E2: where most of the prompt is cached, else the least load, eviction and prefill, in seconds."""
+    """Preble's E2: the worker that holds most of the prompt, else the least load, eviction and prefill in seconds."""
 
     def policy(self) -> ExploitExplore:
         return ExploitExplore(self)

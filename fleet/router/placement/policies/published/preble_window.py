@@ -1,10 +1,10 @@
-"""What Preble's rule remembers: the requests of the last minutes, by worker and by prefix.
+"""Request window of Preble's rule: the requests of the last minutes, by worker and by prefix.
 
-1. A request counts with the worker that it was sent to, for as long as the window; of more than `MAX_REQUESTS` the oldest go sooner.
-2. A prefix is known by the key of its first block. The first prompt with one that a worker computes is the node that later ones share;
-   what each of those adds is a leaf of its own, which nobody shares.
-3. A worker's nodes stand in the order in which they were used: the first ones are what it evicts next.
-4. What a worker had is forgotten with the last of its requests: nobody shared it in the window, so nothing is lost with it.
+1. A request counts for its worker as long as the window lasts; beyond `MAX_REQUESTS` the oldest ones go earlier.
+2. A prefix is identified by the key of its first block. The first prompt with it that a worker computes is the node that later ones
+   share; what each of them adds is a leaf that nobody shares.
+3. A worker's nodes are kept in the order of their use: the first ones are the next that it evicts.
+4. A worker's prefixes are forgotten with the last of its requests: nobody shared them in the window, so nothing is lost.
 """
 
 from collections import deque
@@ -21,29 +21,29 @@ MAX_EVICTED = 64  # nodes, in one estimate
 
 
 class WindowTokens:
-    """Of prompts that had to be computed before first answers: those ahead, and the own ones. Whole numbers, so that sums are exact."""
+    """Prompt tokens to compute before first answers, of earlier requests and the own one. They are whole numbers, so sums are exact."""
 
     __slots__ = ("earlier", "earlier_requests", "later", "later_requests")
 
     def __init__(self) -> None:
-        self.earlier = self.later = 0.0  # in each half of the window
+        self.earlier = self.later = 0.0  # sums of each half of the window
         self.earlier_requests = self.later_requests = 0
 
     def doubled(self) -> bool:
-        """Whether the mean of the later half is twice that of the earlier one or more; not if either had no request."""
+        """Return whether the mean of the later half is at least twice that of the earlier half; False if either half is empty."""
         if not self.earlier_requests or not self.later_requests:
             return False
         return self.later * self.earlier_requests >= 2 * self.earlier * self.later_requests
 
 
 class CachedPrefix:
-    """One of a worker's prefixes, as long as requests of the window have it."""
+    """One prefix on a worker, as long as requests of the window have it."""
 
     __slots__ = ("is_copy", "requests", "tokens")
 
     def __init__(self) -> None:
         self.requests = 0
-        self.is_copy = False  # made on purpose
+        self.is_copy = False  # a copy that was made on purpose
         self.tokens = WindowTokens()
 
 
@@ -52,15 +52,15 @@ class WindowRequest(Struct, frozen=True, kw_only=True):
 
     at: Nanos
     worker_id: WorkerId
-    key: int  # of the prompt's first block; 0: it has none
+    key: int  # key of the prompt's first block; 0: there is none
     prefill: float  # seconds
     decode: float  # seconds
     waited: float  # tokens
-    tokens: WindowTokens  # that these are counted in
+    tokens: WindowTokens  # the sums that include these tokens
 
 
 class WorkerWindow:
-    """What one worker got in the window, and what of it should be in its cache."""
+    """The requests of one worker in the window, and what its cache should hold of them."""
 
     __slots__ = ("decode", "held", "nodes", "prefill", "prefixes", "requests")
 
@@ -69,7 +69,7 @@ class WorkerWindow:
         self.prefill = 0.0  # seconds
         self.decode = 0.0  # seconds
         self.prefixes: dict[int, CachedPrefix] = {}  # by key
-        self.nodes: dict[int, float] = {}  # tokens: by key where others may share them, below 0 where nobody does
+        self.nodes: dict[int, float] = {}  # tokens by key if others may share the node, by a negative number otherwise
         self.held = 0.0  # tokens of all nodes
 
     @property
@@ -77,7 +77,7 @@ class WorkerWindow:
         return self.prefill + self.decode
 
     def uses(self, key: int) -> bool:
-        """Whether the beginning of that key is there; then it has been used just now."""
+        """Return whether the worker has the node with this key, and mark it as used."""
         tokens = self.nodes.pop(key, None)
         if tokens is None:
             return False
@@ -85,7 +85,7 @@ class WorkerWindow:
         return True
 
     def keep(self, node: int, tokens: float, capacity: float) -> None:
-        """Note what is computed now; what there is no room for goes."""
+        """Add a computed node and evict the oldest ones that no longer fit."""
         self.held += tokens - self.nodes.pop(node, 0.0)
         self.nodes[node] = tokens
         while self.held > capacity and len(self.nodes) > 1:
@@ -93,21 +93,21 @@ class WorkerWindow:
 
 
 class RequestWindow:
-    """All requests of so many seconds, an earlier and a later half of them."""
+    """All requests of the last seconds, in an earlier and a later half."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
         self._earlier: deque[WindowRequest] = deque()
         self._later: deque[WindowRequest] = deque()
         self.recent: dict[WorkerId, WorkerWindow] = {}
-        self.given = 0  # requests since start
+        self.given = 0  # requests since the start
 
     def prefix(self, worker_id: WorkerId, key: int) -> CachedPrefix | None:
         recent = self.recent.get(worker_id)
         return None if recent is None else recent.prefixes.get(key)
 
     def note_copy(self, key: int, source: WorkerId, copy: WorkerId) -> None:
-        """The source's queue is looked at afresh from now on; the request that makes the copy is noted next."""
+        """Reset the source's queue measurement, and mark the copy; the request that makes the copy is noted next."""
         self.recent[source].prefixes[key].tokens = WindowTokens()
         self.recent.setdefault(copy, WorkerWindow()).prefixes.setdefault(key, CachedPrefix()).is_copy = True
 
@@ -126,18 +126,18 @@ class RequestWindow:
         """Count a request.
 
         Args:
-            now: When.
-            worker_id: Where it goes.
-            key: Of its first block; 0: it has none.
-            missed: Tokens that are to be computed.
-            ahead: Tokens of others that are to be computed before.
-            prefill: Seconds of the worker.
-            decode: Seconds of the worker.
+            now: The instant.
+            worker_id: The worker.
+            key: The key of its first block; 0: there is none.
+            missed: Tokens to compute.
+            ahead: Tokens of other requests to compute before.
+            prefill: Seconds of prefill on the worker.
+            decode: Seconds of decoding on the worker.
             capacity: Tokens that the worker's cache holds.
         """
         recent = self.recent.setdefault(worker_id, WorkerWindow())
         prefix = recent.prefixes.setdefault(key, CachedPrefix()) if key else CachedPrefix()
-        waited = ahead + max(1.0, missed)  # the last token is computed anyway: it yields the first answer
+        waited = ahead + max(1.0, missed)  # the last token is always computed, because it yields the first answer
         tokens = prefix.tokens
         given = WindowRequest(
             at=now, worker_id=worker_id, key=key, prefill=prefill, decode=decode, waited=waited, tokens=tokens
@@ -155,11 +155,11 @@ class RequestWindow:
             recent.keep(node, missed, capacity)
 
     def evicted(self, worker_id: WorkerId, tokens: float, capacity: float) -> Iterator[tuple[float, float]]:
-        """What goes when so many tokens are added: tokens of each node, and the share of the worker's requests that had it."""
+        """Yield the tokens of each node that new tokens would evict, and the share of the worker's requests that had it."""
         recent = self.recent.get(worker_id)
         if recent is None:
             return
-        oldest = self.given - len(self._earlier) - len(self._later)  # the last request that counts no more
+        oldest = self.given - len(self._earlier) - len(self._later)  # the number of the last request outside the window
         short = recent.held + tokens - capacity
         for node, held in islice(recent.nodes.items(), MAX_EVICTED):
             if short <= 0:
@@ -173,7 +173,7 @@ class RequestWindow:
             short -= held
 
     def fade(self, now: Nanos) -> None:
-        """Forget what is older than the window, or too much."""
+        """Forget requests that are older than the window, or too many."""
         half = now - self._seconds / 2 * SECOND
         oldest = now - self._seconds * SECOND
         while self._later and self._later[0].at < half:

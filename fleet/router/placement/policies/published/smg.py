@@ -4,7 +4,7 @@
     else, if the longest match is more than `match_threshold` of the prompt: the worker that has it
     else:                                                                     the worker with the smallest tree
 
-Its *tree* is what the router itself has sent to a worker; here that is counted in blocks that were new there. Copies of the rule in
+A *tree* is what the router itself has sent to a worker; here it is counted in blocks that were new there. Copies of the rule in
 SGLang and vllm-router have other defaults: a threshold of 0.3, 64 requests and a factor of 1.5.
 """
 
@@ -13,15 +13,15 @@ from math import isfinite
 import numpy as np
 from msgspec import Struct
 
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.placement.policies.pickers import lowest
 from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
-MAX_TREE_BLOCKS = 10_000  # its cap on a tree; beyond, all are as large as each other
+MAX_TREE_BLOCKS = 10_000  # SMG's cap on a tree; larger trees count as equal
 
 
 class CacheAware:
-    """Remembers the trees' sizes."""
+    """The rule with the sizes of the trees."""
 
     def __init__(self, match_threshold: float, balance_abs: int, balance_rel: float):
         self._match_threshold = match_threshold
@@ -29,26 +29,26 @@ class CacheAware:
         self._balance_rel = balance_rel
         self._trees: dict[str, float] = {}
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
-        place = self._choice(asked, candidates, chance)
-        prompt = float(np.ceil(asked.prompt_tokens / candidates.block_tokens[place]))
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
+        place = self._choice(request, candidates, rng)
+        prompt = float(np.ceil(request.prompt_tokens / candidates.block_tokens[place]))
         worker_id = candidates.worker_ids[place]
         new = prompt - float(candidates.engine_blocks[place])
-        if len(self._trees) > 2 * len(candidates) + 64:  # of workers that have left
+        if len(self._trees) > 2 * len(candidates) + 64:  # forget workers that have left
             known = set(candidates.worker_ids)
             self._trees = {name: size for name, size in self._trees.items() if name in known}
         self._trees[worker_id] = min(MAX_TREE_BLOCKS, self._trees.get(worker_id, 0.0) + max(0.0, new))
         return place
 
-    def _choice(self, asked: PlacementRequest, candidates: Candidates, chance: RandomSource) -> int:
+    def _choice(self, request: PlacementRequest, candidates: Candidates, rng: RandomSource) -> int:
         requests = candidates.requests
         most, least = float(requests.max()), float(requests.min())
         if most - least > self._balance_abs and most > self._balance_rel * least:
-            return lowest(requests.copy(), chance)
-        matched = candidates.engine_blocks * candidates.block_tokens / asked.prompt_tokens
+            return lowest(requests.copy(), rng)
+        matched = candidates.engine_blocks * candidates.block_tokens / request.prompt_tokens
         if matched.max() > self._match_threshold:
-            return lowest(-matched, chance)
-        return lowest(np.array([self._trees.get(worker_id, 0.0) for worker_id in candidates.worker_ids]), chance)
+            return lowest(-matched, rng)
+        return lowest(np.array([self._trees.get(worker_id, 0.0) for worker_id in candidates.worker_ids]), rng)
 
 
 class Smg(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

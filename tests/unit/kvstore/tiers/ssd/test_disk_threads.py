@@ -13,13 +13,13 @@ KIB = 1 << 10
 
 
 @pytest.fixture
-def crew():
-    crew = DiskThreads("test", 3, MonotonicClock())
-    yield crew
-    crew.close()
+def disk_threads():
+    disk_threads = DiskThreads("test", 3, MonotonicClock())
+    yield disk_threads
+    disk_threads.close()
 
 
-def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(crew):
+def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(disk_threads):
     running, most, done, lock = set(), [0], [], threading.Lock()
 
     def job(number):
@@ -36,7 +36,7 @@ def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(crew):
         return act
 
     calls = [
-        threading.Thread(target=crew.run, args=([job((call, n)) for n in range(10)], deadline_in()))
+        threading.Thread(target=disk_threads.run, args=([job((call, n)) for n in range(10)], deadline_in()))
         for call in range(4)
     ]
     for call in calls:
@@ -48,31 +48,31 @@ def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(crew):
     assert 2 <= most[0] <= 3
 
 
-def test_a_single_job_is_done_by_the_caller(crew):
+def test_a_single_job_is_done_by_the_caller(disk_threads):
     threads = []
 
-    crew.run([lambda scratch: threads.append(threading.current_thread())], deadline_in())
+    disk_threads.run([lambda scratch: threads.append(threading.current_thread())], deadline_in())
 
     assert threads == [threading.current_thread()]
 
 
-def test_after_the_deadline_nothing_begins(crew):
+def test_after_the_deadline_nothing_begins(disk_threads):
     done = []
 
-    crew.run([lambda scratch: done.append(1)] * 5, deadline_in(-1))
+    disk_threads.run([lambda scratch: done.append(1)] * 5, deadline_in(-1))
 
     assert done == []
 
 
 def test_what_has_begun_is_waited_for_beyond_the_deadline():
     clock, gate, done = ShiftedClock(), HoldPoint(), []
-    crew = DiskThreads("test", 2, clock)
+    disk_threads = DiskThreads("test", 2, clock)
 
     def hang(scratch):
         gate()
         done.append(1)
 
-    caller = threading.Thread(target=crew.run, args=([hang, hang, hang], deadline_in()))
+    caller = threading.Thread(target=disk_threads.run, args=([hang, hang, hang], deadline_in()))
     caller.start()
     gate.wait()
     clock.advance(3600)
@@ -82,10 +82,10 @@ def test_what_has_begun_is_waited_for_beyond_the_deadline():
     caller.join(60)
 
     assert 1 <= len(done) <= 2, "the third had not begun"
-    crew.close()
+    disk_threads.close()
 
 
-def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(crew):
+def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(disk_threads):
     gate, ended = HoldPoint(), []
 
     def slow(scratch):
@@ -97,10 +97,10 @@ def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(crew):
         raise LookupError("injected")
 
     with pytest.raises(LookupError):
-        crew.run([slow, bad], deadline_in())
+        disk_threads.run([slow, bad], deadline_in())
 
     assert ended == [1]
-    crew.run([lambda scratch: ended.append(2)], deadline_in())
+    disk_threads.run([lambda scratch: ended.append(2)], deadline_in())
     assert ended == [1, 2]
 
 

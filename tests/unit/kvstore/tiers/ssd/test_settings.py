@@ -10,9 +10,9 @@ from kvstore.tiers.ssd.settings import SsdSettings, footprint
     [
         ({"directories": ()}, "directories: at least one"),
         ({"directories": ("kv",)}, r"directories\[0\]: 'kv' is not an absolute path"),
-        ({"directories": ("/a", "/b", "/a")}, "directories: one is named twice"),
+        ({"directories": ("/a", "/b", "/a")}, "directories: a directory is listed twice"),
         ({"segment_bytes": 100_000}, "segment_bytes: 100000 is not a multiple of 4096"),
-        ({"capacity_bytes": 1 << 20, "segment_bytes": 1 << 20}, "capacity_bytes: 1048576 a directory"),
+        ({"capacity_bytes": 1 << 20, "segment_bytes": 1 << 20}, "capacity_bytes: 1048576 bytes per directory"),
         ({"directories": ("/a", "/b"), "capacity_bytes": 300 << 20}, "capacity_bytes: .* use at least 541"),
     ],
 )

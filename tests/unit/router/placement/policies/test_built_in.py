@@ -1,4 +1,4 @@
-"""Policies against their published formulas, and the choices that follow from them."""
+"""Built-in policies: their published formulas, and the choices that follow from them."""
 
 import heapq
 import itertools
@@ -15,10 +15,10 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Phase, Role
 from fleet.core.work import KvStored
-from fleet.router.candidates import PlacementRequest
 from fleet.router.messages import Arrived, KvChanged, WorkerStepped
 from fleet.router.placement.policies.built_in import BUILT_IN, parameters, policy
 from fleet.router.placement.policies.pickers import Softmax
+from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from kvstore.block import chain
 from tests.support.builders import BLOCK_TOKENS, a_prompt, an_arrival, some_progress
@@ -30,14 +30,14 @@ SETTINGS = RouterSettings(policies={"fleet": ALONE})
 ASKED = PlacementRequest(prompt_tokens=320)
 
 
-def costs(name: str, asked: PlacementRequest, *standings, phase: Phase = Phase.AGGREGATED, **fields) -> list[float]:
-    parts = policy(name, fields).costs(asked, candidates_of(standings, SETTINGS), phase)
+def costs(name: str, request: PlacementRequest, *rows, phase: Phase = Phase.AGGREGATED, **fields) -> list[float]:
+    parts = policy(name, fields).costs(request, candidates_of(rows, SETTINGS), phase)
     return np.sum(list(parts.values()), axis=0).tolist()
 
 
-def choice(name: str, asked: PlacementRequest, *standings, rng: random.Random | None = None, **fields) -> str:
-    candidates = candidates_of(standings, SETTINGS)
-    place, _ = policy(name, fields).choose(asked, candidates, Phase.AGGREGATED, rng or random.Random(0))
+def choice(name: str, request: PlacementRequest, *rows, rng: random.Random | None = None, **fields) -> str:
+    candidates = candidates_of(rows, SETTINGS)
+    place, _ = policy(name, fields).choose(request, candidates, Phase.AGGREGATED, rng or random.Random(0))
     return candidates.worker_ids[place]
 
 
@@ -98,8 +98,8 @@ GOLDEN = [
 """Worked out by hand from the docstring of `fleet.router.placement.policies.fleet`, in fractions: blocks of 32, batch of 16."""
 
 
-def test_decoding_weighs_less_than_prefill_so_that_a_shared_prefix_stays_together():
-    """A worker with all of the prompt and two requests that use it is better than an idle one without anything."""
+def test_low_decode_weight_keeps_shared_prefix_together():
+    """A worker with the whole prompt and two requests that use it is better than an idle one without anything."""
     settings = RouterSettings()
     cold = score(a_candidate(prompt_tokens=2048), 2048, settings)
     warm = score(
@@ -109,7 +109,7 @@ def test_decoding_weighs_less_than_prefill_so_that_a_shared_prefix_stays_togethe
     assert warm.cost == pytest.approx(64 - 60 + 4 * 0.3 * 2 + 68 * 0.3 + 2)
 
 
-PRICES = [  # workers in all, of these computing prompts now, requests on this one; price of its work
+PRICES = [  # workers, computing workers, requests on this worker; price of its work
     (1, 0, 0, 0.0),
     (1, 1, 0, 1.0),
     (4, 0, 0, 0.0),
@@ -122,21 +122,21 @@ PRICES = [  # workers in all, of these computing prompts now, requests on this o
 
 
 @pytest.mark.parametrize(("workers", "busy", "requests", "price"), PRICES)
-def test_work_has_a_price_that_grows_with_the_share_of_workers_that_compute(workers, busy, requests, price):
-    """By hand from rule 4 of `fleet.router.placement.policies.fleet`: a prompt of ten blocks, of which six have to be computed."""
-    standings = [
+def test_price_of_work_grows_with_computing_workers(workers, busy, requests, price):
+    """The numbers follow from rule 4 of `fleet.router.placement.policies.fleet`: a prompt of ten blocks, six of them to be computed."""
+    rows = [
         a_candidate(
             f"w{place}", prompt_tokens=320, engine_blocks=4, backlog_tokens=32 * (place < busy), requests=requests
         )
         for place in range(workers)
     ]
-    parts = policy("fleet", {}).costs(ASKED, candidates_of(standings, SETTINGS), Phase.AGGREGATED)
+    parts = policy("fleet", {}).costs(ASKED, candidates_of(rows, SETTINGS), Phase.AGGREGATED)
 
     assert parts["others"].tolist() == pytest.approx([6 * price] * workers)
 
 
-def test_a_busy_cluster_waits_for_the_worker_that_has_the_prefix_and_an_idle_one_computes_it_again():
-    """The same two workers: one has 8 of 10 blocks and 12 blocks to compute before it, the other nothing of either."""
+def test_busy_cluster_waits_for_prefix_and_idle_one_recomputes():
+    """One worker has 8 of 10 blocks and 12 blocks to compute before; the other has neither."""
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=8, backlog_tokens=32 * 12)
     cold = a_candidate("cold", prompt_tokens=320)
     others = [a_candidate(f"busy{place}", prompt_tokens=320, backlog_tokens=32 * 100) for place in range(6)]
@@ -146,8 +146,8 @@ def test_a_busy_cluster_waits_for_the_worker_that_has_the_prefix_and_an_idle_one
     assert choice("fleet", ASKED, warm, cold, *others, others_weight=0.0) == "cold"
 
 
-def test_work_goes_where_it_holds_up_fewer_streams():
-    """Of two that have to compute as much, and have the same to compute before it."""
+def test_prefill_goes_where_it_delays_fewer_streams():
+    """Both workers have to compute the same, and have the same backlog."""
     few = a_candidate("few", prompt_tokens=320, requests=1)
     many = a_candidate("many", prompt_tokens=320, requests=8)
     apart = {"running_request_blocks": 0.0, "decode_weight": 0.0}
@@ -158,7 +158,7 @@ def test_work_goes_where_it_holds_up_fewer_streams():
 
 
 @pytest.mark.parametrize(("fields", "cost"), GOLDEN)
-def test_the_cost_is_that_of_the_golden_table(fields, cost):
+def test_fleet_cost_equals_the_reference_table(fields, cost):
     fields = dict(fields)
     prompt = fields.pop("prompt", 320)
     phase = Phase.PREFILL if fields.pop("prefill", False) else Phase.AGGREGATED
@@ -166,13 +166,13 @@ def test_the_cost_is_that_of_the_golden_table(fields, cost):
 
     terms = score(standing, prompt, SETTINGS, phase=phase)
     alone = candidates_of([standing], SETTINGS)
-    hot_path = policy("fleet", ALONE)._scorers[0][2].costs(PlacementRequest(prompt_tokens=prompt), alone, phase)
+    hot_path = policy("fleet", ALONE).scorers[0][2].costs(PlacementRequest(prompt_tokens=prompt), alone, phase)
 
     assert terms.cost == pytest.approx(cost, abs=1e-9)
     assert hot_path[0] == pytest.approx(cost, abs=1e-9), "what is explained is what was decided on"
 
 
-def test_a_credit_above_one_is_cut_off_at_zero_and_eats_into_the_backlog():
+def test_credit_above_one_reduces_backlog_down_to_zero():
     hot = a_candidate(prompt_tokens=320, engine_blocks=10, new_blocks=0, backlog_tokens=320)
     generous = RouterSettings(engine_hit_credit=3.0)
 
@@ -183,10 +183,10 @@ def test_a_credit_above_one_is_cut_off_at_zero_and_eats_into_the_backlog():
     )
 
 
-def test_explained_terms_are_what_was_decided_on_for_any_mixture():
+def test_explained_terms_match_the_decision_for_any_weights():
     rng = random.Random(5)
     for _ in range(50):
-        standings = [
+        rows = [
             a_candidate(
                 f"w{number}",
                 prompt_tokens=2048,
@@ -201,14 +201,14 @@ def test_explained_terms_are_what_was_decided_on_for_any_mixture():
             )
             for number in range(12)
         ]
-        asked = PlacementRequest(prompt_tokens=2048, bound=WorkerId("w3"))
-        candidates = candidates_of(standings, SETTINGS)
-        decided = policy("fleet", {})._scorers[0][2].costs(asked, candidates, Phase.AGGREGATED)
+        request = PlacementRequest(prompt_tokens=2048, bound=WorkerId("w3"))
+        candidates = candidates_of(rows, SETTINGS)
+        decided = policy("fleet", {}).scorers[0][2].costs(request, candidates, Phase.AGGREGATED)
 
-        assert costs("fleet", asked, *standings) == pytest.approx(decided.tolist(), abs=1e-9)
+        assert costs("fleet", request, *rows) == pytest.approx(decided.tolist(), abs=1e-9)
 
 
-def test_a_block_is_only_fetched_for_what_it_takes_less_than_computing_it():
+def test_fetch_credit_is_limited_to_the_saved_time():
     """Hardware that computes a block in a fifth of the time gains nothing from a transfer that takes a quarter of it."""
     fast = a_candidate("fast", prompt_tokens=320, prefill_speed=5.0, store_blocks=8)
     slow = a_candidate("slow", prompt_tokens=320, store_blocks=8)
@@ -218,19 +218,19 @@ def test_a_block_is_only_fetched_for_what_it_takes_less_than_computing_it():
 
 
 @pytest.mark.parametrize("backlog", [0, 640])
-def test_by_default_the_faster_the_tier_of_a_hit_the_better(backlog):
+def test_faster_tier_of_a_hit_wins_by_default(backlog):
     tiers = ("", "below_blocks", "store_blocks", "engine_blocks")
-    standings = [
+    rows = [
         a_candidate(f"w{tier}", prompt_tokens=320, backlog_tokens=backlog, **{tier: 8} if tier else {})
         for tier in tiers
     ]
 
-    cold, below, memory, hot = costs("fleet", ASKED, *standings)
+    cold, below, memory, hot = costs("fleet", ASKED, *rows)
     assert cold > below > memory > hot
-    assert choice("fleet", ASKED, *standings) == "wengine_blocks"
+    assert choice("fleet", ASKED, *rows) == "wengine_blocks"
 
 
-def test_twice_as_fast_hardware_takes_twice_the_backlog():
+def test_twice_as_fast_worker_takes_twice_the_backlog():
     fast = a_candidate("fast", backlog_tokens=1000, prefill_speed=2.0)
     slow = a_candidate("slow", backlog_tokens=500)
 
@@ -238,7 +238,7 @@ def test_twice_as_fast_hardware_takes_twice_the_backlog():
     assert choice("fleet", ASKED, a_candidate("slow", backlog_tokens=100), fast, **ALONE) == "slow"
 
 
-def test_a_first_token_in_time_goes_before_a_lower_cost():
+def test_first_token_goal_goes_before_lower_cost():
     hot = a_candidate("hot", engine_blocks=10, backlog_tokens=0, token_seconds=1.0)
     quick = a_candidate("quick", backlog_tokens=64, token_seconds=0.001)
 
@@ -250,7 +250,7 @@ def test_a_first_token_in_time_goes_before_a_lower_cost():
     )
 
 
-def test_a_session_and_a_temperature_count_in_the_choice_as_in_the_costs():
+def test_session_and_temperature_apply_in_choice_and_costs():
     here, there = a_candidate("here", requests=1), a_candidate("there")
     assert choice("fleet", ASKED, here, there, **ALONE) == "there"
     bound = PlacementRequest(prompt_tokens=320, session="s", bound=WorkerId("here"))
@@ -281,19 +281,19 @@ def test_a_session_and_a_temperature_count_in_the_choice_as_in_the_costs():
         ({"coming_blocks": 8}, {}, 20),
     ],
 )
-def test_dynamos_cost_is_the_published_one(fields, parameters, cost):
+def test_dynamo_cost_matches_its_formula(fields, parameters, cost):
     (found,) = costs("dynamo", ASKED, a_candidate(prompt_tokens=320, **fields), **parameters)
 
     assert found == pytest.approx(cost, abs=1e-9)
 
 
-def test_dynamos_prefill_workers_are_scored_without_what_decodes_there():
+def test_dynamo_prefill_cost_has_no_decode_term():
     busy = a_candidate("busy", prompt_tokens=320, backlog_tokens=64, engine_blocks=4, active_blocks=100, requests=3)
 
     assert costs("dynamo", ASKED, busy, phase=Phase.PREFILL) == [2 + 10 - 4]
 
 
-def test_dynamos_credit_decays_with_the_backlog_beyond_the_least():
+def test_dynamo_credit_decays_with_excess_backlog():
     hot = a_candidate("hot", prompt_tokens=320, engine_blocks=10, backlog_tokens=32 * 10 + 64)
     idle = a_candidate("idle", prompt_tokens=320, backlog_tokens=64)
 
@@ -306,8 +306,8 @@ def test_dynamos_credit_decays_with_the_backlog_beyond_the_least():
 
 
 @pytest.mark.parametrize("temperature", [0.2, 1.0, 3.0])
-def test_temperature_draws_as_the_min_max_softmax_says(temperature):
-    """Chi-square, 5 degrees of freedom; 20.5 is exceeded by one fair run in a thousand."""
+def test_softmax_draws_with_its_published_probabilities(temperature):
+    """A chi-square test with 5 degrees of freedom; one fair run in a thousand exceeds 20.5."""
     values = np.array([3.0, 4.0, 5.0, 5.0, 9.0, 13.0])
     weights = [math.exp(-(value - 3) / (10 * temperature)) for value in values]
     expected = [20_000 * weight / sum(weights) for weight in weights]
@@ -317,7 +317,7 @@ def test_temperature_draws_as_the_min_max_softmax_says(temperature):
     assert sum((drawn[place] - count) ** 2 / count for place, count in enumerate(expected)) < 20.5
 
 
-def test_temperature_zero_takes_the_lowest_and_equal_costs_are_drawn_uniformly():
+def test_zero_temperature_takes_lowest_and_draws_ties():
     rng = random.Random(2)
     assert {Softmax().pick(np.array([2.0, 1.0, 3.0]), ASKED, None, rng) for _ in range(100)} == {1}
     for temperature in (0.0, 1.0):
@@ -325,11 +325,11 @@ def test_temperature_zero_takes_the_lowest_and_equal_costs_are_drawn_uniformly()
         assert all(abs(drawn[place] - 2500) <= 125 for place in range(4)), drawn
 
 
-def test_a_temperature_too_low_for_a_float_takes_the_lowest():
+def test_underflowing_temperature_takes_the_lowest():
     assert Softmax(temperature=5e-324).pick(np.array([0.2, 0.1, 0.3]), ASKED, None, random.Random(0)) == 1
 
 
-def test_round_robin_takes_turns_whoever_comes_and_goes():
+def test_round_robin_takes_turns_across_joins_and_leaves():
     turns = policy("round_robin", {})
 
     def pick(*names: str) -> str:
@@ -341,7 +341,7 @@ def test_round_robin_takes_turns_whoever_comes_and_goes():
     assert [pick("a", "b", "c", "d") for _ in range(4)] == ["d", "a", "b", "c"]
 
 
-def test_random_is_uniform():
+def test_random_policy_is_uniform():
     chosen = policy("random", {})
     candidates = candidates_of([a_candidate(f"d{number}", requests=number) for number in range(4)], SETTINGS)
     rng = random.Random(3)
@@ -351,8 +351,8 @@ def test_random_is_uniform():
     assert all(abs(drawn[place] - 2500) <= 125 for place in range(4)), drawn
 
 
-def test_two_choices_take_the_less_loaded_of_a_uniform_pair():
-    """Of four, the least loaded is in half of all pairs, the next wins two of six, and the most loaded never."""
+def test_two_choices_takes_less_loaded_of_uniform_pair():
+    """Of four workers, the least loaded is in half of all pairs, the next wins two of six, and the most loaded never wins."""
     chosen = policy("p2c", {})
     loads = (2, 3, 0, 1)
     candidates = candidates_of([a_candidate(f"d{load}", requests=load) for load in loads], SETTINGS)
@@ -365,22 +365,22 @@ def test_two_choices_take_the_less_loaded_of_a_uniform_pair():
     assert drawn[3] == 0
 
 
-def test_the_least_loaded_has_the_fewest_requests_whatever_it_holds():
+def test_least_loaded_ignores_cached_blocks():
     assert (
         choice("least_loaded", ASKED, a_candidate("hot", requests=2, engine_blocks=9), a_candidate("cold", requests=1))
         == "cold"
     )
 
 
-def test_consistent_hash_keeps_keys_in_place_but_never_overloads():
+def test_consistent_hash_keeps_keys_within_load_bound():
     names = [f"w{number}" for number in range(8)]
     keys = [random.Random(number).getrandbits(64) for number in range(400)]
 
-    def owners(members) -> dict[int, str]:
+    def owners(topology) -> dict[int, str]:
         ring = policy("consistent_hash", {})
-        candidates = candidates_of([a_candidate(name) for name in members], SETTINGS)
+        candidates = candidates_of([a_candidate(name) for name in topology], SETTINGS)
         return {
-            key: members[
+            key: topology[
                 ring.choose(
                     PlacementRequest(prompt_tokens=9, first_key=key), candidates, Phase.AGGREGATED, random.Random(0)
                 )[0]
@@ -408,10 +408,10 @@ def test_consistent_hash_keeps_keys_in_place_but_never_overloads():
     # With bounded loads, one key alone fills nobody beyond 1.25 times the average.
     ring, requests = policy("consistent_hash", {"load_factor": 1.25}), [0] * 8
     for _ in range(80):
-        standings = [a_candidate(name, requests=count) for name, count in zip(names, requests, strict=True)]
+        rows = [a_candidate(name, requests=count) for name, count in zip(names, requests, strict=True)]
         place, _ = ring.choose(
             PlacementRequest(prompt_tokens=9, first_key=7),
-            candidates_of(standings, SETTINGS),
+            candidates_of(rows, SETTINGS),
             Phase.AGGREGATED,
             random.Random(0),
         )
@@ -419,15 +419,15 @@ def test_consistent_hash_keeps_keys_in_place_but_never_overloads():
     assert max(requests) <= math.ceil(1.25 * 80 / 8)
 
 
-def test_sticky_stays_where_the_session_is_while_it_can():
+def test_sticky_keeps_the_session_while_worker_has_room():
     bound = PlacementRequest(prompt_tokens=320, session="s", bound=WorkerId("busy"))
 
     assert choice("sticky", bound, a_candidate("idle"), a_candidate("busy", requests=9)) == "busy"
     assert choice("sticky", bound, a_candidate("idle"), a_candidate("other", requests=9)) == "idle"
 
 
-def test_mooncakes_rule_fetches_where_the_longest_match_is_much_longer():
-    """FAST '25, Algorithm 1, with 0.1 ms a token for prefill, 0.01 ms for a transfer, no attention term, threshold 4."""
+def test_mooncake_fetches_a_much_longer_match():
+    """FAST '25, Algorithm 1, with 0.1 ms of prefill and 0.01 ms of transfer for each token, no attention term, threshold 4."""
     parameters = {
         "balancing_threshold": 4.0,
         "prefill_seconds_per_token": 1e-4,
@@ -445,7 +445,7 @@ def test_mooncakes_rule_fetches_where_the_longest_match_is_much_longer():
     assert choice("mooncake", ASKED, best, near, far, cold, **parameters) == "cold"
 
 
-def test_llm_ds_scores_are_the_published_ones():
+def test_llm_d_scores_match_their_formulas():
     """Costs are weight x (1 - score): queue 2, KV utilisation 2, prefix 3."""
     queued = a_candidate("queued", prompt_tokens=320, requests=20, max_running=16, engine_blocks=10, active_blocks=512)
     half = a_candidate("half", prompt_tokens=320, requests=18, max_running=16, engine_blocks=5, active_blocks=256)
@@ -457,7 +457,7 @@ def test_llm_ds_scores_are_the_published_ones():
 
 
 @pytest.mark.parametrize("name", BUILT_IN.policies)
-def test_every_policy_places_every_request_and_can_explain_it(name):
+def test_every_policy_places_and_explains_every_request(name):
     router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.BOTH), ("p1", Role.PREFILL), policy=name)
     for number in range(20):
         request_id = f"r{number}"
@@ -478,7 +478,7 @@ def test_every_policy_places_every_request_and_can_explain_it(name):
 
 
 def placements(router: RouterMachineDriver, *, prefix: int, requests: int, own: int = 64) -> list[tuple[str, int]]:
-    """Worker and prompt tokens to compute, of requests that begin alike and arrive at once."""
+    """Return worker and prompt tokens to compute, for requests that begin alike and arrive at once."""
     found = []
     for number in range(requests):
         tail = a_prompt(own, first=100_000 * (number + 1))
@@ -490,8 +490,8 @@ def placements(router: RouterMachineDriver, *, prefix: int, requests: int, own: 
 
 
 @pytest.mark.parametrize(("requests", "full_prefills"), [(2, 1), (8, 1), (16, 1), (32, 2), (64, 4)])
-def test_siblings_that_arrive_together_compute_their_prompt_a_few_times_only(requests, full_prefills):
-    """Before any cache has told of it. Sixteen idle workers; without foresight there would be one each."""
+def test_simultaneous_siblings_compute_their_prompt_few_times(requests, full_prefills):
+    """No cache has reported anything. On sixteen idle workers each sibling would go to a worker of its own."""
     router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(16)))
 
     found = placements(router, prefix=1024, requests=requests, own=0)
@@ -500,8 +500,8 @@ def test_siblings_that_arrive_together_compute_their_prompt_a_few_times_only(req
     assert max(Counter(worker for worker, _ in found).values()) <= 20, "and no batch is filled far beyond its size"
 
 
-def test_a_prefix_that_is_hot_spreads_over_more_workers_the_more_requests_there_are():
-    """One hot prefix, from 4 to 64 at once; each further copy costs one prefill, so hits stay near all."""
+def test_hot_prefix_spreads_with_the_number_of_requests():
+    """One hot prefix with 4 to 64 requests at once; each further copy costs one prefill, so almost all requests hit."""
     reach, hit_rates = [], []
     for requests in (4, 16, 32, 64):
         router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(8)))
@@ -521,9 +521,9 @@ def test_a_prefix_that_is_hot_spreads_over_more_workers_the_more_requests_there_
 
 
 def spread_at(rate: float) -> tuple[int, float]:
-    """Workers that got requests, and the share of requests that found the prefix: one prefix, ten seconds at a rate.
+    """Return the workers that got requests, and the share of requests that found the prefix, after ten seconds at a rate.
 
-    Eight workers with batches of 16, of which one has the prefix; each computes 5,000 tokens a second, one prompt after the other,
+    Eight workers with batches of 16, one of which has the prefix; each computes 5,000 tokens a second, one prompt after the other,
     and answers for a second.
     """
     router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(8)))
@@ -559,8 +559,8 @@ def spread_at(rate: float) -> tuple[int, float]:
     return len({worker_id for worker_id, _ in found}), sum(hit for _, hit in found) / len(found)
 
 
-def test_a_hot_prefix_at_a_rising_rate_spreads_to_as_many_workers_as_it_needs_and_hits_stay():
-    """A batch of 16 serves about 16 a second: from there on each more of these takes one worker more, and one prefill."""
+def test_hot_prefix_spreads_as_needed_and_keeps_hits():
+    """A batch of 16 serves about 16 requests a second; each further 16 need one more worker and one prefill."""
     measured = {rate: spread_at(rate) for rate in (1, 8, 16, 32, 64, 96)}
 
     workers = [count for count, _ in measured.values()]
@@ -571,7 +571,7 @@ def test_a_hot_prefix_at_a_rising_rate_spreads_to_as_many_workers_as_it_needs_an
         assert hit_rate >= 1 - (count - 1) / (10 * rate), measured
 
 
-def test_cold_requests_are_not_drawn_to_the_worker_with_a_hot_prefix():
+def test_cold_requests_avoid_the_worker_with_a_hot_prefix():
     router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(4)))
     placements(router, prefix=1024, requests=8)
 
@@ -593,14 +593,14 @@ def test_cold_requests_are_not_drawn_to_the_worker_with_a_hot_prefix():
         ("composed", {"scorers": [{"name": "luck"}]}, "router.policies.composed.scorers: 'luck' is not one of fleet"),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused_naming_the_setting(name, fields, message):
+def test_invalid_policy_is_refused_with_the_setting(name, fields, message):
     with pytest.raises(ConfigurationRefused) as refused:
         policy(name, fields)
 
     assert str(refused.value).startswith(message)
 
 
-def test_settings_name_the_policy_and_only_its_parameters_count():
+def test_only_parameters_of_the_chosen_policy_count():
     settings = RouterSettings(
         policy="dynamo", policies={"dynamo": {"router_temperature": 1.0}, "fleet": {"nonsense": 1}}
     )
@@ -608,21 +608,21 @@ def test_settings_name_the_policy_and_only_its_parameters_count():
     assert policy(settings.policy, parameters(settings)).name == "dynamo"
 
 
-def test_a_composed_policy_is_the_weighted_sum_of_its_parts():
+def test_composed_policy_is_the_weighted_sum_of_its_parts():
     fields = {
         "scorers": [{"name": "requests", "weight": 2.0}, {"name": "prefix", "weight": 3.0}],
         "filters": [{"name": "session"}],
         "picker": {"name": "softmax", "parameters": {"temperature": 0.0}},
     }
-    standings = [a_candidate("a", prompt_tokens=320, requests=1, engine_blocks=10), a_candidate("b", prompt_tokens=320)]
+    rows = [a_candidate("a", prompt_tokens=320, requests=1, engine_blocks=10), a_candidate("b", prompt_tokens=320)]
 
-    assert costs("composed", ASKED, *standings, **fields) == pytest.approx([2, 3])
-    assert choice("composed", ASKED, *standings, **fields) == "a"
-    assert choice("composed", PlacementRequest(prompt_tokens=320, bound=WorkerId("b")), *standings, **fields) == "b"
+    assert costs("composed", ASKED, *rows, **fields) == pytest.approx([2, 3])
+    assert choice("composed", ASKED, *rows, **fields) == "a"
+    assert choice("composed", PlacementRequest(prompt_tokens=320, bound=WorkerId("b")), *rows, **fields) == "b"
 
 
-def test_the_order_of_workers_does_not_matter_to_a_policy_without_ties():
-    standings = [a_candidate(f"d{number}", requests=number) for number in range(4)]
+def test_worker_order_does_not_matter_without_ties():
+    rows = [a_candidate(f"d{number}", requests=number) for number in range(4)]
 
-    for order in itertools.permutations(standings):
+    for order in itertools.permutations(rows):
         assert decide(ASKED, order, SETTINGS, random.Random(0)).decode == "d0"

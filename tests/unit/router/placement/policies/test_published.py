@@ -1,4 +1,4 @@
-"""Rules of other routers that choose by cases or remember what they chose, by hand from their published form."""
+"""Rules of other routers that decide by cases or remember their choices, compared with figures from their published form."""
 
 import random
 
@@ -8,9 +8,9 @@ import pytest
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import Phase
-from fleet.router.candidates import PlacementRequest
 from fleet.router.placement.policies.built_in import policy
 from fleet.router.placement.policies.published import preble_window
+from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from tests.support.router.candidate_tables import a_candidate, candidates_of
 
@@ -19,22 +19,22 @@ ASKED = PlacementRequest(prompt_tokens=320)
 
 
 class Router:
-    """One policy, asked again and again."""
+    """One policy that is asked repeatedly."""
 
     def __init__(self, name: str, **parameters):
         self.policy = policy(name, parameters)
 
-    def pick(self, *standings, asked: PlacementRequest = ASKED) -> str:
-        candidates = candidates_of(standings, SETTINGS)
-        place, _ = self.policy.choose(asked, candidates, Phase.AGGREGATED, random.Random(0))
+    def pick(self, *rows, request: PlacementRequest = ASKED) -> str:
+        candidates = candidates_of(rows, SETTINGS)
+        place, _ = self.policy.choose(request, candidates, Phase.AGGREGATED, random.Random(0))
         return candidates.worker_ids[place]
 
 
 # AIBrix.
 
 
-def test_aibrix_takes_the_longest_match_among_those_that_are_not_busier_than_others():
-    """Requests 0, 2 and 4: mean 2, deviation 1.63; the bound is 3.63."""
+def test_aibrix_takes_longest_match_of_calm_workers():
+    """Requests 0, 2 and 4 have mean 2 and deviation 1.63; the bound is 3.63."""
     idle = a_candidate("idle", prompt_tokens=320, engine_blocks=1)
     calm = a_candidate("calm", prompt_tokens=320, engine_blocks=5, requests=2)
     busy = a_candidate("busy", prompt_tokens=320, engine_blocks=9, requests=4)
@@ -43,7 +43,7 @@ def test_aibrix_takes_the_longest_match_among_those_that_are_not_busier_than_oth
     assert Router("aibrix", deviations=2.0).pick(idle, calm, busy) == "busy"
 
 
-def test_aibrix_takes_the_fewest_requests_when_they_are_far_apart_and_among_equal_matches():
+def test_aibrix_takes_fewest_requests_when_unbalanced():
     full = a_candidate("full", prompt_tokens=320, engine_blocks=10, requests=9)
     empty = a_candidate("empty", prompt_tokens=320)
     some = a_candidate("some", prompt_tokens=320, engine_blocks=10, requests=1)
@@ -64,22 +64,22 @@ def test_aibrix_takes_the_fewest_requests_when_they_are_far_apart_and_among_equa
     ("most", "least", "chosen"),
     [(33, 1, "warm"), (34, 1, "idle"), (40, 7, "idle"), (400, 367, "warm"), (440, 399, "idle")],
 )
-def test_smg_looks_at_requests_alone_when_they_are_apart_by_number_and_by_factor(most, least, chosen):
-    """More than 32, and more than 1.1 times."""
+def test_smg_takes_fewest_requests_when_unbalanced(most, least, chosen):
+    """The difference is more than 32, and the factor more than 1.1."""
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=10, requests=most, max_running=1000)
     idle = a_candidate("idle", prompt_tokens=320, requests=least, max_running=1000)
 
     assert Router("smg").pick(warm, idle) == chosen
 
 
-def test_smg_takes_a_match_of_more_than_half_the_prompt_and_else_whoever_was_sent_least_that_was_new():
+def test_smg_takes_long_match_or_the_smallest_tree():
     most = a_candidate("most", prompt_tokens=320, engine_blocks=6)
     half = a_candidate("half", prompt_tokens=320, engine_blocks=5)
     cold = a_candidate("cold", prompt_tokens=320)
     router = Router("smg")
 
     assert router.pick(cold, most) == "most"  # four new blocks
-    assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "half"  # five, since it had been sent nothing
+    assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "half"  # five, because it had been sent nothing
     assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "most"  # ten more
     assert router.pick(a_candidate("half", prompt_tokens=320), a_candidate("most", prompt_tokens=320), cold) == "cold"
 
@@ -87,7 +87,7 @@ def test_smg_takes_a_match_of_more_than_half_the_prompt_and_else_whoever_was_sen
 # Infera.
 
 
-def test_inferas_cost_is_missed_blocks_blocks_in_flight_and_what_was_missed_lately():
+def test_infera_cost_matches_its_formula():
     router = Router("infera", weight=2.0)
     first = a_candidate("first", prompt_tokens=320, engine_blocks=4, active_blocks=7)
     second = a_candidate("second", prompt_tokens=320, active_blocks=40)
@@ -104,7 +104,7 @@ def test_inferas_cost_is_missed_blocks_blocks_in_flight_and_what_was_missed_late
     assert parts["missed"].tolist() == [120, 200], "prefill workers weigh 20"
 
 
-def test_infera_spreads_what_comes_one_after_the_other_with_no_load_to_be_seen():
+def test_infera_spreads_sequential_requests_without_load():
     router = Router("infera")
     cold = [a_candidate(f"w{place}", prompt_tokens=320) for place in range(4)]
 
@@ -114,13 +114,13 @@ def test_infera_spreads_what_comes_one_after_the_other_with_no_load_to_be_seen()
     assert picked[4:] == picked[:4], "whose misses have faded most"
 
 
-def test_infera_forgets_workers_whose_misses_have_faded():
+def test_infera_forgets_faded_misses():
     router = Router("infera")
     router.pick(a_candidate("gone", prompt_tokens=320))
     for _ in range(400):
         router.pick(a_candidate("here", prompt_tokens=320, engine_blocks=10))
 
-    assert set(router.policy._recent) == {"here"}
+    assert set(router.policy.recent) == {"here"}
 
 
 # Preble.
@@ -136,156 +136,156 @@ def a_question(
     )
 
 
-def parts(router: Router, *standings, asked: PlacementRequest) -> dict[str, list[float]]:
-    found = router.policy.costs(asked, candidates_of(standings, SETTINGS), Phase.AGGREGATED)
+def parts(router: Router, *rows, request: PlacementRequest) -> dict[str, list[float]]:
+    found = router.policy.costs(request, candidates_of(rows, SETTINGS), Phase.AGGREGATED)
     return {name: costs.tolist() for name, costs in found.items()}
 
 
 @pytest.mark.parametrize(("blocks", "chosen"), [(5, "idle"), (6, "warm")])
-def test_preble_exploits_where_more_is_cached_than_is_not(blocks, chosen):
-    """Of ten blocks, six are more than four; five are not more than five. The one that has them has had 3.2 s of work."""
+def test_preble_exploits_a_mostly_cached_prompt(blocks, chosen):
+    """Of ten blocks, six are more than four; five are not more than five. The worker with the blocks has had 3.2 s of work."""
     router = Router("preble", **TIMES)
-    router.pick(a_candidate("warm", prompt_tokens=3200), asked=a_question(3200))
+    router.pick(a_candidate("warm", prompt_tokens=3200), request=a_question(3200))
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=blocks)
 
-    assert router.pick(warm, a_candidate("idle", prompt_tokens=320), asked=a_question()) == chosen
+    assert router.pick(warm, a_candidate("idle", prompt_tokens=320), request=a_question()) == chosen
 
 
-def test_preble_exploits_the_longest_match_and_of_equal_ones_the_least_loaded():
+def test_preble_exploits_longest_match_then_least_load():
     router = Router("preble", **TIMES)
-    router.pick(a_candidate("busy", prompt_tokens=320), asked=a_question())
+    router.pick(a_candidate("busy", prompt_tokens=320), request=a_question())
     busy, calm, less = (
         a_candidate(name, prompt_tokens=320, engine_blocks=blocks)
         for name, blocks in (("busy", 9), ("calm", 9), ("less", 8))
     )
 
-    assert router.pick(busy, calm, less, asked=a_question()) == "calm"
-    assert router.pick(busy, less, asked=a_question()) == "busy"
+    assert router.pick(busy, calm, less, request=a_question()) == "calm"
+    assert router.pick(busy, less, request=a_question()) == "busy"
 
 
-def test_prebles_load_is_what_a_worker_had_to_compute_and_answers_within_the_window():
-    """320 tokens of which 64 were there, 10 of an answer: 0.256 + 0.1 s; forgotten after three minutes."""
+def test_preble_load_sums_prefill_and_decode_in_the_window():
+    """320 tokens with 64 cached, and 10 tokens of an answer: 0.256 + 0.1 s; forgotten after three minutes."""
     router = Router("preble", **TIMES)
     half = a_candidate("half", prompt_tokens=320, engine_blocks=2)
     cold = a_candidate("cold", prompt_tokens=320)
-    router.pick(half, asked=a_question(answer_tokens=10))
+    router.pick(half, request=a_question(answer_tokens=10))
 
-    soon = parts(router, half, cold, asked=a_question(seconds=179))
+    soon = parts(router, half, cold, request=a_question(seconds=179))
     assert soon["load"] == pytest.approx([0.356, 0])
     assert soon["prefill"] == pytest.approx([0.256, 0.320])
     assert soon["evicted"] == [0, 0]
 
-    router.pick(cold, asked=a_question(seconds=181))
-    later = parts(router, half, cold, asked=a_question(seconds=181))
+    router.pick(cold, request=a_question(seconds=181))
+    later = parts(router, half, cold, request=a_question(seconds=181))
     assert later["load"] == pytest.approx([0, 0.330])
-    assert set(router.policy._window.recent) == {"cold"}
+    assert set(router.policy.window.recent) == {"cold"}
 
 
-def test_preble_explores_by_the_sum_with_attention_of_what_comes_after_the_match():
+def test_preble_explore_cost_includes_attention():
     router = Router("preble", **TIMES | {"quadratic_seconds": 1e-6})
     near = a_candidate("near", prompt_tokens=320, engine_blocks=5)
 
-    found = parts(router, near, a_candidate("cold", prompt_tokens=320), asked=a_question())
+    found = parts(router, near, a_candidate("cold", prompt_tokens=320), request=a_question())
 
     assert found["prefill"] == pytest.approx([0.160 + 1e-6 * (320**2 - 160**2), 0.320 + 1e-6 * 320**2])
 
 
-def test_what_preble_would_evict_weighs_by_those_who_shared_it():
-    """Room for 20 blocks, 10 of them a prompt of key 7 that three of four requests had: 320 ms x 3/4."""
+def test_preble_eviction_weighs_by_sharing_requests():
+    """There is room for 20 blocks, 10 of them a prompt of key 7 that three of four requests had: 320 ms x 3/4."""
     router = Router("preble", **TIMES)
     full = a_candidate("full", prompt_tokens=320, kv_blocks=20)
-    router.pick(full, asked=a_question(key=7))
+    router.pick(full, request=a_question(key=7))
     warm = a_candidate("full", prompt_tokens=320, kv_blocks=20, engine_blocks=10)
-    router.pick(warm, asked=a_question(key=7))
-    router.pick(warm, asked=a_question(key=7))
-    router.pick(full, asked=a_question(key=8))
+    router.pick(warm, request=a_question(key=7))
+    router.pick(warm, request=a_question(key=7))
+    router.pick(full, request=a_question(key=8))
 
-    assert parts(router, full, asked=a_question(320, key=9))["evicted"] == pytest.approx([0.24])
-    assert parts(router, full, asked=a_question(640, key=9))["evicted"] == pytest.approx([0.24 + 0.08])
+    assert parts(router, full, request=a_question(320, key=9))["evicted"] == pytest.approx([0.24])
+    assert parts(router, full, request=a_question(640, key=9))["evicted"] == pytest.approx([0.24 + 0.08])
     roomy = a_candidate("full", prompt_tokens=320, kv_blocks=30)
-    assert parts(router, roomy, asked=a_question(320, key=9))["evicted"] == [0]
+    assert parts(router, roomy, request=a_question(320, key=9))["evicted"] == [0]
 
 
-def test_what_preble_saw_used_again_is_evicted_last_and_what_has_no_room_is_forgotten():
+def test_preble_evicts_least_recently_used_nodes_first():
     router = Router("preble", **TIMES)
     full = a_candidate("full", prompt_tokens=320, kv_blocks=20)
     warm = a_candidate("full", prompt_tokens=320, kv_blocks=20, engine_blocks=10)
     for key, standing in ((7, full), (8, full), (7, warm), (9, full)):
-        router.pick(standing, asked=a_question(key=key))
+        router.pick(standing, request=a_question(key=key))
 
-    assert list(router.policy._window.recent["full"].nodes) == [7, 9], "8 had to go"
+    assert list(router.policy.window.recent["full"].nodes) == [7, 9], "8 had to go"
 
 
-def test_preble_sends_what_would_exploit_the_most_loaded_worker_to_the_least_loaded_one():
-    """More than 1.5 times the load, and only when there have been 50 requests a worker. Warm has 1 s then; cold gets 0.33 s each."""
+def test_preble_rebalances_to_the_least_loaded_worker():
+    """The load is more than 1.5 times the least, after 50 requests for each worker. Warm has 1 s then; cold gets 0.33 s each."""
     router = Router("preble", **TIMES)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=10)
     cold = a_candidate("cold", prompt_tokens=320)
 
-    assert {router.pick(warm, cold, asked=a_question()) for _ in range(100)} == {"warm"}
-    assert [router.pick(warm, cold, asked=a_question()) for _ in range(4)] == ["cold", "cold", "cold", "warm"]
+    assert {router.pick(warm, cold, request=a_question()) for _ in range(100)} == {"warm"}
+    assert [router.pick(warm, cold, request=a_question()) for _ in range(4)] == ["cold", "cold", "cold", "warm"]
 
 
-def test_preble_exploits_at_least_cost_and_not_at_least_load():
+def test_preble_exploits_by_cost_instead_of_load():
     """Tight has 0.33 s and would lose the 320 ms that its only request had; roomy has 0.42 s and loses nothing."""
     router = Router("preble", **TIMES)
     tight = a_candidate("tight", prompt_tokens=640, kv_blocks=15, engine_blocks=11)
     roomy = a_candidate("roomy", prompt_tokens=640, kv_blocks=90, engine_blocks=11)
-    router.pick(a_candidate("tight", kv_blocks=15), asked=a_question(key=7))
-    router.pick(a_candidate("roomy", kv_blocks=90), asked=a_question(key=7, answer_tokens=10))
+    router.pick(a_candidate("tight", kv_blocks=15), request=a_question(key=7))
+    router.pick(a_candidate("roomy", kv_blocks=90), request=a_question(key=7, answer_tokens=10))
 
-    assert router.pick(tight, roomy, asked=a_question(640, key=9)) == "roomy"
-    assert router.pick(tight, asked=a_question(640, key=9)) == "tight"
+    assert router.pick(tight, roomy, request=a_question(640, key=9)) == "roomy"
+    assert router.pick(tight, request=a_question(640, key=9)) == "tight"
 
 
-def test_what_preble_would_evict_weighs_by_requests_of_that_worker_alone():
-    """One of two requests of `full` had key 7, whatever others got: 320 ms x 1/2. Two of three of `busy` had it: 320 ms x 2/3."""
+def test_preble_eviction_counts_only_that_workers_requests():
+    """One of two requests of `full` had key 7: 320 ms x 1/2. Two of three of `busy` had it: 320 ms x 2/3."""
     router = Router("preble", **TIMES)
     full = a_candidate("full", prompt_tokens=320, kv_blocks=20)
     busy = a_candidate("busy", prompt_tokens=320, kv_blocks=20)
     for standing, keys in ((full, (7, 8)), (busy, (7, 8))):
         for key in keys:
-            router.pick(standing, asked=a_question(key=key))
-    router.pick(a_candidate("busy", prompt_tokens=320, kv_blocks=20, engine_blocks=10), asked=a_question(key=7))
+            router.pick(standing, request=a_question(key=key))
+    router.pick(a_candidate("busy", prompt_tokens=320, kv_blocks=20, engine_blocks=10), request=a_question(key=7))
 
-    assert parts(router, full, asked=a_question(key=9))["evicted"] == pytest.approx([0.320 / 2])
-    assert parts(router, busy, asked=a_question(key=9))["evicted"] == pytest.approx([0.320 / 3]), "8 is older there"
-    assert parts(router, busy, asked=a_question(640, key=9))["evicted"] == pytest.approx([0.320 / 3 + 0.320 * 2 / 3])
+    assert parts(router, full, request=a_question(key=9))["evicted"] == pytest.approx([0.320 / 2])
+    assert parts(router, busy, request=a_question(key=9))["evicted"] == pytest.approx([0.320 / 3]), "8 is older there"
+    assert parts(router, busy, request=a_question(640, key=9))["evicted"] == pytest.approx([0.320 / 3 + 0.320 * 2 / 3])
 
 
-def test_what_no_request_of_the_window_had_is_evicted_by_preble_for_nothing():
+def test_preble_evicts_unused_nodes_for_free():
     router = Router("preble", **TIMES)
     full = a_candidate("full", prompt_tokens=320, kv_blocks=20)
-    router.pick(full, asked=a_question())
-    router.pick(full, asked=a_question(seconds=100))
+    router.pick(full, request=a_question())
+    router.pick(full, request=a_question(seconds=100))
 
-    assert parts(router, full, asked=a_question(640))["evicted"] == pytest.approx([0.16 + 0.16])
-    router.pick(a_candidate("other"), asked=a_question(seconds=181))
-    assert parts(router, full, asked=a_question(320))["evicted"] == [0], "the leaf of three minutes ago"
-    assert parts(router, full, asked=a_question(640))["evicted"] == pytest.approx([0.32])
+    assert parts(router, full, request=a_question(640))["evicted"] == pytest.approx([0.16 + 0.16])
+    router.pick(a_candidate("other"), request=a_question(seconds=181))
+    assert parts(router, full, request=a_question(320))["evicted"] == [0], "the leaf of three minutes ago"
+    assert parts(router, full, request=a_question(640))["evicted"] == pytest.approx([0.32])
 
 
 def a_queue(ahead: int, **fields) -> Router:
-    """Key 7 at `warm`, where 32 of its tokens are to be computed: nothing ahead of it in the first half, then so many tokens."""
+    """Queue key 7 at `warm`, with 32 tokens to compute: nothing ahead in the first half, then this many tokens."""
     router = Router("preble", **TIMES | fields)
     for seconds, backlog in ((0, 0), (100, ahead)):
         warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9, backlog_tokens=backlog)
-        router.pick(warm, asked=a_question(key=7, seconds=seconds, answer_tokens=10))
+        router.pick(warm, request=a_question(key=7, seconds=seconds, answer_tokens=10))
     return router
 
 
 @pytest.mark.parametrize(("ahead", "chosen"), [(31, "warm"), (32, "cold")])
-def test_preble_copies_a_prefix_whose_queue_has_doubled(ahead, chosen):
-    """From 32 tokens to 64 and not to 63. To the least loaded of those that have it not."""
+def test_preble_copies_a_prefix_with_doubled_queue(ahead, chosen):
+    """The copy is made from 64 tokens on, not from 63, on the least loaded worker without the prefix."""
     router = a_queue(ahead)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9)
     some = a_candidate("some", prompt_tokens=320)
-    router.pick(some, asked=a_question(320, seconds=100))
+    router.pick(some, request=a_question(320, seconds=100))
 
-    assert router.pick(warm, some, a_candidate("cold"), asked=a_question(key=7, seconds=101)) == chosen
+    assert router.pick(warm, some, a_candidate("cold"), request=a_question(key=7, seconds=101)) == chosen
 
 
-def test_what_preble_copied_is_shared_out_by_cost_until_nobody_asks_for_the_copy():
+def test_preble_copy_shares_requests_until_unused():
     """Warm has 2 x 0.132 s; the copy is 0.42 s, and has three blocks less of the prompt, 96 ms."""
     router = a_queue(32)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9)
@@ -293,64 +293,66 @@ def test_what_preble_copied_is_shared_out_by_cost_until_nobody_asks_for_the_copy
     copy = a_candidate("cold", prompt_tokens=320, engine_blocks=6)
     question = a_question(key=7, seconds=101, answer_tokens=10)
 
-    assert router.pick(warm, cold, asked=question) == "cold"
-    assert [router.pick(warm, copy, asked=question) for _ in range(3)] == ["warm", "warm", "cold"]
-    assert router.pick(warm, copy, asked=a_question(key=8, seconds=101)) == "warm", "another prefix, the longest match"
+    assert router.pick(warm, cold, request=question) == "cold"
+    assert [router.pick(warm, copy, request=question) for _ in range(3)] == ["warm", "warm", "cold"]
+    assert router.pick(warm, copy, request=a_question(key=8, seconds=101)) == "warm", (
+        "another prefix, the longest match"
+    )
 
-    router.pick(cold, asked=a_question(key=9, seconds=200))
+    router.pick(cold, request=a_question(key=9, seconds=200))
     late = a_question(key=7, seconds=282, answer_tokens=1000)
-    assert [router.pick(warm, copy, asked=late) for _ in range(2)] == ["warm", "warm"]
+    assert [router.pick(warm, copy, request=late) for _ in range(2)] == ["warm", "warm"]
 
 
-def test_preble_looks_at_a_queue_afresh_after_a_copy():
+def test_preble_resets_queue_measurement_after_a_copy():
     router = a_queue(32)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9)
     cold = [a_candidate(name, prompt_tokens=320) for name in ("one", "two")]
     question = a_question(key=7, seconds=101, answer_tokens=10)
 
-    assert router.pick(warm, *cold, asked=question) in ("one", "two")
-    assert router.pick(warm, *cold, asked=question) == "warm"
+    assert router.pick(warm, *cold, request=question) in ("one", "two")
+    assert router.pick(warm, *cold, request=question) == "warm"
 
 
-def test_preble_copies_nothing_while_it_moves_load():
+def test_preble_makes_no_copy_while_rebalancing():
     router = a_queue(320)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9)
     some, cold = (a_candidate(name, prompt_tokens=320) for name in ("some", "cold"))
     for _ in range(148):
-        router.pick(warm, asked=a_question(key=8, seconds=100))
+        router.pick(warm, request=a_question(key=8, seconds=100))
 
-    assert router.pick(warm, some, cold, asked=a_question(key=7, seconds=101)) in ("some", "cold")
-    assert not any(recent.prefixes[7].is_copy for recent in router.policy._window.recent.values())
+    assert router.pick(warm, some, cold, request=a_question(key=7, seconds=101)) in ("some", "cold")
+    assert not any(recent.prefixes[7].is_copy for recent in router.policy.window.recent.values())
 
 
-def test_preble_explores_where_decoding_prevails_if_told_from_when_on():
+def test_preble_explores_decode_heavy_worker_if_configured():
     """Decoding is 1 s of 1.32 s of `talks`, 0.1 s of 0.42 s of `reads`."""
     talks, reads = (a_candidate(name, prompt_tokens=320) for name in ("talks", "reads"))
 
     def chosen(**fields) -> str:
         router = Router("preble", **TIMES | fields)
-        router.pick(talks, asked=a_question(answer_tokens=100))
-        router.pick(reads, asked=a_question(answer_tokens=10))
-        assert bool(parts(router, talks, reads, asked=a_question())) == (not fields or fields["decode_share"] > 0.76)
-        return router.pick(talks, reads, asked=a_question())
+        router.pick(talks, request=a_question(answer_tokens=100))
+        router.pick(reads, request=a_question(answer_tokens=10))
+        assert bool(parts(router, talks, reads, request=a_question())) == (not fields or fields["decode_share"] > 0.76)
+        return router.pick(talks, reads, request=a_question())
 
     assert chosen() == "reads", "which has less load"
     assert chosen(decode_share=0.77) == "reads"
     assert chosen(decode_share=0.75) == "talks"
 
 
-def test_of_too_many_requests_preble_forgets_the_oldest(monkeypatch):
+def test_preble_window_drops_the_oldest_requests(monkeypatch):
     monkeypatch.setattr(preble_window, "MAX_REQUESTS", 2)
     router = Router("preble", **TIMES)
     one = a_candidate("one", prompt_tokens=320)
     for key in (7, 8, 9, 9):
-        router.pick(one, asked=a_question(key=key))
+        router.pick(one, request=a_question(key=key))
 
-    assert {key: prefix.requests for key, prefix in router.policy._window.recent["one"].prefixes.items()} == {
+    assert {key: prefix.requests for key, prefix in router.policy.window.recent["one"].prefixes.items()} == {
         8: 1,
         9: 2,
     }
-    assert parts(router, one, asked=a_question())["load"] == pytest.approx([3 * 0.33])
+    assert parts(router, one, request=a_question())["load"] == pytest.approx([3 * 0.33])
 
 
 @pytest.mark.parametrize(
@@ -367,12 +369,12 @@ def test_of_too_many_requests_preble_forgets_the_oldest(monkeypatch):
         ("composed", {"scorers": [{"name": "mooncake", "parameters": {"quadratic_seconds": 1e308}}]}),
     ],
 )
-def test_parameters_that_cannot_be_are_refused(name, parameters):
+def test_invalid_parameters_are_refused(name, parameters):
     with pytest.raises(ConfigurationRefused, match=name):
         policy(name, parameters)
 
 
-def test_costs_of_rules_by_cases_are_not_told_as_if_they_were_sums():
+def test_rules_by_cases_explain_no_cost_terms():
     candidates = candidates_of([a_candidate("a"), a_candidate("b")], SETTINGS)
 
     for name in ("smg", "aibrix"):

@@ -87,7 +87,7 @@ some_starts = st.lists(
 
 @settings(deadline=None)
 @given(some_starts, st.integers(16, 40), st.integers(1, 4), st.integers(1, 16))
-def test_tokens_do_not_depend_on_the_batch_the_chunks_the_cache_or_the_pool(starts, blocks, places, budget):
+def test_tokens_do_not_depend_on_batch_chunks_cache_or_pool(starts, blocks, places, budget):
     engine = Engine(blocks=blocks, max_running=places, max_batched_tokens=budget)
 
     engine.run(*starts)
@@ -114,7 +114,7 @@ def test_removing_at_any_time_frees_everything(starts, data):
     assert engine.batch.load == LoadReport(running=0, waiting=0, kv_blocks_used=0)
 
 
-def test_a_repeated_prompt_is_taken_from_the_cache_except_for_its_last_token():
+def test_repeated_prompt_is_cached_except_for_its_last_token():
     engine = Engine()
     engine.run(a_start(request_id="first", tokens=16))
 
@@ -172,7 +172,7 @@ def test_higher_priority_goes_first_then_arrival():
     assert engine.order == ["high", "first", "second", "low"]
 
 
-def test_nobody_overtakes_a_request_that_waits_for_blocks():
+def test_no_request_overtakes_one_that_waits_for_blocks():
     engine = Engine(blocks=8)
     engine.add(
         a_start(request_id="running", tokens=20, sampling=Sampling(max_tokens=8, temperature=0, ignore_eos=True))
@@ -190,7 +190,7 @@ def test_nobody_overtakes_a_request_that_waits_for_blocks():
     assert engine.order == ["running", "large", "small"]
 
 
-def test_a_long_prompt_is_computed_in_chunks_while_others_decode():
+def test_long_prompt_is_computed_in_chunks_beside_decoding():
     engine = Engine(max_batched_tokens=8)
     engine.add(
         a_start(request_id="decoding", tokens=4, sampling=Sampling(max_tokens=30, temperature=0, ignore_eos=True))
@@ -213,7 +213,7 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_decode():
         (Sampling(max_tokens=1000, temperature=0, ignore_eos=True), Finish.LENGTH, 54),
     ],
 )
-def test_generation_ends_at_max_tokens_or_at_the_models_length(sampling, finish, length):
+def test_generation_ends_at_max_tokens_or_model_length(sampling, finish, length):
     tokens, ended = alone(a_start(tokens=10, sampling=sampling))
 
     assert (len(tokens), ended) == (length, finish)

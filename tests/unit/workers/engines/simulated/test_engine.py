@@ -33,7 +33,7 @@ async def test_an_engine_is_ready_at_once():
         assert engine.facts.kv_blocks == 64
 
 
-async def test_the_vocabulary_and_the_end_of_sequence_come_from_the_model_folder(tmp_path):
+async def test_vocabulary_and_eos_come_from_the_model_folder(tmp_path):
     config = {"vocab_size": 600, "eos_token_id": [7, 8], "hidden_size": 256}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     told = settings(model_dir=str(tmp_path), simulated={"eos_probability": 0.2})
@@ -46,7 +46,7 @@ async def test_the_vocabulary_and_the_end_of_sequence_come_from_the_model_folder
         assert max(tokens) < 600
 
 
-async def test_a_folder_without_config_is_fine_and_a_broken_one_is_refused(tmp_path):
+async def test_folder_without_config_works_and_broken_config_fails(tmp_path):
     async with open_engine(settings(model_dir=str(tmp_path))):
         pass
     (tmp_path / "config.json").write_text('{"vocab_size": "many"}')
@@ -55,7 +55,7 @@ async def test_a_folder_without_config_is_fine_and_a_broken_one_is_refused(tmp_p
             pass
 
 
-async def test_an_address_to_lend_blocks_at_that_cannot_be_had_is_refused():
+async def test_unusable_direct_listen_address_is_refused():
     told = settings(kv_paths=(KvPath.DIRECT,), simulated={"direct_listen": "192.0.2.1:1"})
     with pytest.raises(ConfigurationRefused, match=r"simulated\.direct_listen"):
         async with open_engine(told):
@@ -67,7 +67,7 @@ async def test_an_address_to_lend_blocks_at_that_cannot_be_had_is_refused():
     [((KvPath.STORE,), ()), ((KvPath.STORE, KvPath.DIRECT), (KvPath.DIRECT,))],
     ids=["store", "both"],
 )
-async def test_an_engine_starts_without_a_store_that_does_not_answer(monkeypatch, kv_paths, left):
+async def test_engine_starts_without_an_unreachable_store(monkeypatch, kv_paths, left):
     monkeypatch.setattr("workers.engines.simulated.store.CONNECT_SECONDS", 0.2)
     told = settings(store="127.0.0.1:1", kv_paths=kv_paths)
     async with open_engine(told) as engine, driven_engines(engine) as (one,):
@@ -77,7 +77,7 @@ async def test_an_engine_starts_without_a_store_that_does_not_answer(monkeypatch
         assert len(tokens) == 5
 
 
-async def test_what_the_caller_raises_leaves_as_it_is():
+async def test_callers_exception_passes_unchanged():
     with pytest.raises(KeyError, match="mine"):
         async with open_engine(settings()):
             raise KeyError("mine")

@@ -8,7 +8,7 @@ from workers.engines.simulated.lora_slots import LoraSlots
 NAMES = st.sampled_from("abcd")
 
 
-def test_an_adapter_that_is_there_need_not_be_loaded():
+def test_loaded_adapter_is_not_loaded_again():
     slots = LoraSlots(2)
 
     assert slots.hold("a")
@@ -19,7 +19,7 @@ def test_an_adapter_that_is_there_need_not_be_loaded():
     assert slots.loads == 1
 
 
-def test_the_one_idle_longest_makes_room():
+def test_adapter_idle_longest_is_replaced():
     slots = LoraSlots(2)
     for name in "ab":
         slots.hold(name)
@@ -30,7 +30,7 @@ def test_the_one_idle_longest_makes_room():
     assert slots.loaded == ("c", "b")
 
 
-def test_who_finds_all_slots_held_waits():
+def test_request_waits_while_all_slots_are_held():
     slots = LoraSlots(1)
     slots.hold("a")
 

@@ -101,7 +101,7 @@ TestPool = Pool.TestCase
 TestPool.settings = hypothesis_settings(deadline=None, stateful_step_count=50)
 
 
-def test_the_idle_block_released_longest_ago_goes_first_and_a_chain_loses_its_tail():
+def test_idle_block_released_first_is_evicted_tail_before_head():
     memory = BlockMemory(3, 8)
     chain = [memory.allocate() for _ in range(3)]
     for block, name in zip(chain, NAMES, strict=False):
@@ -113,7 +113,7 @@ def test_the_idle_block_released_longest_ago_goes_first_and_a_chain_loses_its_ta
     assert memory.find(NAMES[:3]) == chain[:2]
 
 
-def test_events_that_nobody_fetches_are_folded_into_a_dump():
+def test_unfetched_events_become_a_dump():
     memory = BlockMemory(2, 8)
     for number in range(100):
         block = memory.allocate()

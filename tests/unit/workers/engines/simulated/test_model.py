@@ -37,7 +37,7 @@ def next_tokens(model: SimulatedModel, blocks: list[bytes]) -> list[int]:
 
 
 @given(block=st.integers(0, 3), byte=st.integers(0, BLOCK_BYTES - 1), bit=st.integers(0, 7))
-def test_one_flipped_bit_anywhere_changes_what_follows(block, byte, bit):
+def test_one_flipped_bit_changes_what_follows(block, byte, bit):
     model = a_model()
     blocks = some_blocks(model)
     wrong = bytearray(blocks[block])
@@ -100,7 +100,7 @@ def test_a_seed_chooses_other_tokens_and_always_the_same():
     assert drawn(temperature=0.0, seed=1) == drawn(temperature=0.0, seed=2), "greedy is greedy"
 
 
-def test_the_end_of_sequence_comes_as_often_as_told_and_only_where_it_may():
+def test_eos_comes_at_its_probability_and_only_where_allowed():
     model = a_model(eos_probability=0.25)
     tails = [random.Random(number).randbytes(8) for number in range(2000)]
 
@@ -111,7 +111,7 @@ def test_the_end_of_sequence_comes_as_often_as_told_and_only_where_it_may():
     assert not any(draw.ends or draw.token == 2 for draw in held_back)
 
 
-def test_log_probabilities_are_as_many_as_asked_for_and_fall():
+def test_logprobs_have_the_requested_number_and_fall():
     logprobs = a_model().logprobs(7, 3)
 
     assert logprobs.top_ids[0] == 7

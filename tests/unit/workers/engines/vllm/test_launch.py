@@ -44,13 +44,13 @@ def test_an_ordinary_model_may_use_the_store(fields):
         ({"ranks": 3}, "vllm.extra_args.tensor_parallel_size: 8 heads cannot be shared out among 3 ranks"),
     ],
 )
-def test_a_model_whose_blocks_the_store_cannot_hold_is_refused_by_its_reason(fields, said):
+def test_model_that_the_store_cannot_hold_is_refused(fields, said):
     with pytest.raises(ConfigurationRefused, match=f"^{said}"):
         vllm_launch.check_model(a_config(**fields))
 
 
 @pytest.mark.parametrize("size", [0, -1, "two", None])
-def test_a_number_of_ranks_that_is_none_is_refused_by_name(size):
+def test_invalid_number_of_ranks_is_refused_by_name(size):
     settings = WorkerSettings(
         worker_id=WorkerId("w"),
         role=Role.BOTH,

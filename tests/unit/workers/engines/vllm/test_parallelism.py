@@ -15,7 +15,7 @@ def a_worker(extra=None, **fields):
     return msgspec.convert(told, WorkerSettings)
 
 
-def test_a_node_is_told_its_rank_and_where_the_ranks_meet():
+def test_node_gets_its_rank_and_the_meeting_address():
     assert vllm_spread.arguments(a_worker({"tensor_parallel_size": 2})) == {
         "nnodes": 2,
         "node_rank": 1,
@@ -26,7 +26,7 @@ def test_a_node_is_told_its_rank_and_where_the_ranks_meet():
     }
 
 
-def test_an_engine_on_one_node_is_told_nothing_of_it():
+def test_engine_on_one_node_gets_no_group_arguments():
     assert vllm_spread.arguments(a_worker(group=None)) == {}
 
 
@@ -46,8 +46,8 @@ def test_whole_engines_to_a_node_or_whole_nodes_to_an_engine(nodes, tensor, pipe
         ({}, "group.nodes: 1 engines .* of 1 ranks each cannot be shared out evenly among 2 nodes"),
         ({"extra": {"tensor_parallel_size": 3}}, "group.nodes: 1 engines"),
         ({"extra": {"data_parallel_size": 3, "tensor_parallel_size": 2}}, "group.nodes: 3 engines"),
-        ({"extra": {"nnodes": 2, "tensor_parallel_size": 2}}, "vllm.extra_args.nnodes: is for `group` to say"),
-        ({"extra": {"data_parallel_rank": 1}}, "vllm.extra_args.data_parallel_rank: is for `group` to say"),
+        ({"extra": {"nnodes": 2, "tensor_parallel_size": 2}}, "vllm.extra_args.nnodes: is set by `group`"),
+        ({"extra": {"data_parallel_rank": 1}}, "vllm.extra_args.data_parallel_rank: is set by `group`"),
         (
             {"extra": {"distributed_executor_backend": "ray"}},
             "vllm.extra_args.distributed_executor_backend: must be mp",
@@ -60,6 +60,6 @@ def test_whole_engines_to_a_node_or_whole_nodes_to_an_engine(nodes, tensor, pipe
         ({"extra": {"data_parallel_size": True}}, "vllm.extra_args.data_parallel_size: must be at least 1, not True"),
     ],
 )
-def test_what_cannot_be_spread_so_is_refused_by_name(fields, said):
+def test_impossible_spread_is_refused_by_name(fields, said):
     with pytest.raises(ConfigurationRefused, match=f"^{said}"):
         vllm_spread.check(a_worker(**fields))

@@ -12,7 +12,7 @@ def paced(*plans: tuple[float, int]) -> PrefillSpeed:
     return pace
 
 
-def test_nothing_measured_is_guessed():
+def test_speed_is_a_default_before_any_measurement():
     assert paced().seconds(100) == pytest.approx(100 * UNKNOWN_SECONDS_A_TOKEN)
 
 
@@ -21,11 +21,11 @@ def test_a_step_lasts_until_the_second_plan_after_it():
 
 
 @pytest.mark.parametrize("plans", [[(0, 10), (1, 1), (2, 1)], [(0, 1000), (1, 0), (2, 1)], [(0, 1000), (1, 1), (9, 0)]])
-def test_small_steps_and_idle_ones_say_nothing(plans):
+def test_small_and_idle_steps_do_not_count(plans):
     assert paced(*plans).seconds(1) == UNKNOWN_SECONDS_A_TOKEN
 
 
-def test_the_best_of_late_counts():
+def test_best_recent_sample_counts():
     slow = paced((0, 100), (1, 1), (2, 1), (10, 100), (11, 1), (11.5, 1))
     assert slow.seconds(100) == pytest.approx(1.5)
     for index in range(SAMPLES):

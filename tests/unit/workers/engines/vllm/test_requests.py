@@ -39,7 +39,7 @@ def handed_off(path: KvPath):
         (stats(engine=64), PromptBlockCounts(engine=2)),
     ],
 )
-def test_what_is_cached_beyond_the_engine_came_from_the_store(tokens, counts):
+def test_cached_tokens_beyond_the_engine_count_as_store(tokens, counts):
     assert counts_at_start(an_attempt(fresh_prompt(200)), tokens, BLOCK) == counts
 
 
@@ -51,17 +51,17 @@ def test_what_is_cached_beyond_the_engine_came_from_the_store(tokens, counts):
         (stats(), PromptBlockCounts()),
     ],
 )
-def test_what_was_pulled_counts_as_pulled(tokens, counts):
+def test_pulled_tokens_count_as_direct(tokens, counts):
     assert counts_at_start(handed_off(KvPath.DIRECT), tokens, BLOCK) == counts
 
 
-def test_what_the_store_gave_after_a_pull_had_failed_counts_as_of_the_store():
+def test_store_blocks_after_a_failed_pull_count_as_store():
     assert counts_at_start(handed_off(KvPath.DIRECT), stats(engine=32, store=160), BLOCK) == PromptBlockCounts(
         engine=1, store=5
     )
 
 
-def test_numbers_that_nobody_has_corrected_count_as_of_the_way_that_the_hand_off_names():
+def test_uncorrected_counts_follow_the_handoffs_kv_path():
     tokens = Stats(0, 128, 128)  # as vLLM sets them at admission
 
     assert counts_at_start(handed_off(KvPath.DIRECT), tokens, BLOCK) == PromptBlockCounts(direct=4)

@@ -10,7 +10,7 @@ def pulse_of(reader: StepReader) -> Pulse:
     return reader.pulse(working=True, novel=False)
 
 
-def test_what_one_end_counts_the_other_sees(tmp_path):
+def test_reader_sees_the_counters_steps(tmp_path):
     counter = StepCounter(step_file(tmp_path, 0))
     reader = StepReader(step_file(tmp_path, 0))
     assert pulse_of(reader) == Pulse(steps=0, tokens=0, working=True)
@@ -20,7 +20,7 @@ def test_what_one_end_counts_the_other_sees(tmp_path):
     assert pulse_of(reader) == Pulse(steps=1, tokens=2048, working=True)
 
 
-def test_the_size_of_a_step_that_may_still_run_counts(tmp_path):
+def test_larger_of_two_overlapping_steps_counts(tmp_path):
     counter = StepCounter(step_file(tmp_path, 0))
     reader = StepReader(step_file(tmp_path, 0))
 
@@ -33,6 +33,6 @@ def test_the_size_of_a_step_that_may_still_run_counts(tmp_path):
     assert pulse_of(reader).tokens == 4
 
 
-def test_an_engine_that_nobody_counts_for_has_no_reader(tmp_path):
+def test_engine_without_counter_has_no_reader(tmp_path):
     with pytest.raises(FileNotFoundError):
         StepReader(step_file(tmp_path, 1))

@@ -122,7 +122,7 @@ def test_whole_blocks_are_claimed_and_never_the_last_token(tokens, claimed):
     assert world.planner.look_up(request, 0) == claimed
 
 
-def test_only_what_the_engine_does_not_have_itself_is_claimed():
+def test_blocks_in_the_engines_cache_are_not_claimed():
     world = World()
     request = a_request(20)
     world.hold(request, 4)
@@ -133,7 +133,7 @@ def test_only_what_the_engine_does_not_have_itself_is_claimed():
     assert (load.first, load.block_ids) == (1, [101, 102, 103])
 
 
-def test_a_look_up_is_salted():
+def test_match_uses_the_salt():
     world = World()
     request = a_request(9, cache_salt="ab" * 32)
     world.hold(request, 2)
@@ -144,7 +144,7 @@ def test_a_look_up_is_salted():
     assert world.planner.look_up(salted, 0) == 8
 
 
-def test_a_request_that_waits_for_room_asks_once_in_a_while():
+def test_request_that_waits_for_room_matches_rarely():
     world = World()
     request = a_request(9)
     world.hold(request, 2)
@@ -159,7 +159,7 @@ def test_a_request_that_waits_for_room_asks_once_in_a_while():
     assert world.step(request, 0).releases == [1], "the older lease is given back"
 
 
-def test_a_claim_that_is_not_used_is_given_back():
+def test_unused_claim_is_returned():
     world = World()
     refused, cancelled = a_request(9, "refused"), a_request(9, "cancelled")
     world.hold(refused, 2)
@@ -171,7 +171,7 @@ def test_a_claim_that_is_not_used_is_given_back():
     assert world.step(refused, 0).releases == [1, 2]
 
 
-def test_what_became_full_is_offered_once():
+def test_full_block_is_offered_once():
     world = World()
     request = a_request(10)
     world.admit(request)
@@ -198,7 +198,7 @@ def test_chunks_of_a_prompt_are_offered_as_they_become_full():
     assert [save.block_ids for save in world.step(request, 7).deferred] == [[101, 102]]
 
 
-def test_tokens_that_are_not_known_yet_fill_no_block():
+def test_unknown_tokens_fill_no_block():
     world = World()
     request = a_request(7)
     world.admit(request)
@@ -209,7 +209,7 @@ def test_tokens_that_are_not_known_yet_fill_no_block():
     assert [save.block_ids for save in world.step(request, 1).deferred] == [[101]]
 
 
-def test_what_the_store_holds_is_not_offered():
+def test_block_in_the_store_is_not_offered():
     world = World()
     request = a_request(14)
     world.hold(request, 2)
@@ -220,7 +220,7 @@ def test_what_the_store_holds_is_not_offered():
     assert [save.block_ids for save in world.step(request, 6).deferred] == [[102]]
 
 
-def test_a_second_request_offers_nothing_that_was_offered_lately():
+def test_recently_offered_block_is_not_offered_again():
     world = World()
     first, second = a_request(10, "first"), a_request(10, "second")
     world.admit(first)
@@ -231,7 +231,7 @@ def test_a_second_request_offers_nothing_that_was_offered_lately():
     assert world.step(second, 2).deferred == []
 
 
-def test_what_was_offered_is_remembered_within_bounds():
+def test_offered_blocks_are_remembered_within_bounds():
     world = World(remember=1)
     first, second = a_request(10, "first"), a_request(10, "second")
     world.admit(first)
@@ -241,7 +241,7 @@ def test_what_was_offered_is_remembered_within_bounds():
     assert [save.block_ids for save in world.step(second, 10).deferred] == [[100, 101]]
 
 
-def test_work_that_hands_off_offers_its_whole_chain_at_once_whatever_was_offered_before():
+def test_handoff_offers_its_whole_chain_urgently():
     world = World()
     first = a_request(12, "first")
     world.admit(first)
@@ -256,7 +256,7 @@ def test_work_that_hands_off_offers_its_whole_chain_at_once_whatever_was_offered
     assert work.deferred == []
 
 
-def test_work_that_hands_off_offers_nothing_when_the_store_has_it_all():
+def test_handoff_offers_nothing_if_the_store_has_all():
     world = World()
     handing = a_request(12, kv_transfer_params={HANDOFF: True})
     world.hold(handing, 3)
@@ -266,7 +266,7 @@ def test_work_that_hands_off_offers_nothing_when_the_store_has_it_all():
     assert world.step(handing, 4).urgent == []
 
 
-def test_a_block_that_could_not_be_loaded_is_computed_and_offered_again_and_not_asked_for_twice():
+def test_failed_load_is_computed_and_offered_not_matched_again():
     world = World()
     request = a_request(17)
     world.hold(request, 4)
@@ -282,7 +282,7 @@ def test_a_block_that_could_not_be_loaded_is_computed_and_offered_again_and_not_
     assert world.planner.finished(request) == PromptBlockCounts(engine=1)
 
 
-def test_counts_say_where_the_blocks_came_from():
+def test_counts_show_where_blocks_came_from():
     world = World()
     request = a_request(21)
     world.hold(request, 4)
@@ -296,7 +296,7 @@ def test_counts_say_where_the_blocks_came_from():
 @pytest.mark.parametrize(
     ("good", "tiers"), [(3, {"cpu": 1, "ssd": 2}), (2, {"cpu": 1, "ssd": 1}), (1, {"cpu": 1}), (0, {})]
 )
-def test_counts_say_which_tier_of_the_store_had_the_blocks(good, tiers):
+def test_counts_show_the_stores_tiers(good, tiers):
     """Those from below are the last ones of the four that matched, of which the engine has the first."""
     world = World()
     request = a_request(21)
@@ -320,7 +320,7 @@ def test_a_preempted_request_reports_its_first_admission():
     assert world.planner.finished(request) == PromptBlockCounts(store=2, tiers={"cpu": 2})
 
 
-def test_blocks_pulled_by_another_connector_are_counted_and_not_asked_for():
+def test_directly_pulled_blocks_count_and_are_not_matched():
     world = World()
     params = {"do_remote_prefill": True}
     request = a_request(10, kv_transfer_params=params)
@@ -337,7 +337,7 @@ def test_blocks_pulled_by_another_connector_are_counted_and_not_asked_for():
 
 
 @pytest.mark.parametrize(("invalid", "failed", "direct"), [({101}, set(), 1), (set(), {"r"}, 0)])
-def test_blocks_that_could_not_be_pulled_do_not_count(invalid, failed, direct):
+def test_failed_direct_pull_does_not_count(invalid, failed, direct):
     world = World()
     request = a_request(10, kv_transfer_params={"do_remote_prefill": True})
     world.admit(request)
@@ -347,7 +347,7 @@ def test_blocks_that_could_not_be_pulled_do_not_count(invalid, failed, direct):
     assert world.planner.finished(request) == PromptBlockCounts(direct=direct)
 
 
-def test_without_a_store_nothing_is_offered_and_the_engines_own_blocks_count():
+def test_without_a_store_only_engine_blocks_count():
     world = World(with_store=False)
     request = a_request(10)
 
@@ -356,7 +356,7 @@ def test_without_a_store_nothing_is_offered_and_the_engines_own_blocks_count():
     assert world.planner.finished(request) == PromptBlockCounts(engine=1)
 
 
-def test_a_request_waits_for_blocks_on_their_way_and_asks_without_patience_after():
+def test_request_waits_once_for_promotion():
     world = World()
     request = a_request(20)
     world.hold(request, 1)
@@ -375,7 +375,7 @@ def test_a_request_waits_for_blocks_on_their_way_and_asks_without_patience_after
     assert world.step(request, 0).releases == [LeaseId(1)], "the lease on the beginning, once there is another"
 
 
-def test_a_request_waits_no_longer_than_computing_would_take():
+def test_wait_for_promotion_is_limited_by_compute_time():
     world = World()
     for seconds in (0.0, 1.0, 1.1):  # 100 tokens in a second
         world.seconds = seconds
@@ -392,7 +392,7 @@ def test_a_request_waits_no_longer_than_computing_would_take():
     assert world.max_wait[1:] == [0, 0], "it has waited once"
 
 
-def test_a_request_that_ends_while_it_waits_leaves_no_lease():
+def test_request_that_ends_while_waiting_leaves_no_lease():
     world = World()
     request = a_request(20)
     world.hold(request, 1)
@@ -404,7 +404,7 @@ def test_a_request_that_ends_while_it_waits_leaves_no_lease():
     assert world.planner.plan({}, lambda _: []).releases == [LeaseId(1)]
 
 
-def test_the_store_begins_to_bring_up_what_a_queued_request_will_ask_for():
+def test_queued_request_is_prefetched():
     world = World()
     running, queued = a_request(40, "running", first=1000), a_request(20, "queued")
     world.below |= set(names(queued)[:4])
@@ -422,7 +422,7 @@ def test_the_store_begins_to_bring_up_what_a_queued_request_will_ask_for():
     assert len(world.fetched) == 1, "once a request"
 
 
-def test_time_in_the_queue_takes_no_patience_from_a_request():
+def test_queue_time_does_not_shorten_the_wait_for_promotion():
     world = World()
     running, queued = a_request(40, "running", first=1000), a_request(20, "queued")
     world.below |= set(names(queued)[:4])
@@ -435,7 +435,7 @@ def test_time_in_the_queue_takes_no_patience_from_a_request():
     assert world.max_wait[-1] > 0
 
 
-def test_a_request_whose_turn_comes_at_once_asks_once():
+def test_request_scheduled_at_once_is_matched_once():
     world = World()
     request = a_request(20)
     world.planner.arrived(request)
@@ -446,7 +446,7 @@ def test_a_request_whose_turn_comes_at_once_asks_once():
 
 
 @pytest.mark.parametrize("fields", [{"num_tokens": 4}, {"kv_transfer_params": {"do_remote_prefill": True}}])
-def test_nothing_is_fetched_that_a_queued_request_would_not_take_from_the_store(fields):
+def test_prefetch_skips_requests_that_would_not_load(fields):
     world = World()
     world.planner.arrived(a_request(**{"num_tokens": 20, **fields}))
 
@@ -455,7 +455,7 @@ def test_nothing_is_fetched_that_a_queued_request_would_not_take_from_the_store(
     assert world.fetched == []
 
 
-def test_a_long_queue_is_fetched_for_a_few_requests_a_step_and_a_cancelled_one_not_at_all():
+def test_prefetch_is_limited_in_each_step():
     world = World()
     requests = [a_request(20, f"{number}", first=100 * number) for number in range(MAX_QUEUED + 1)]
     for request in requests:
@@ -469,7 +469,7 @@ def test_a_long_queue_is_fetched_for_a_few_requests_a_step_and_a_cancelled_one_n
     assert world.planner.finished(requests[1]) == PromptBlockCounts(), "forgotten like any other"
 
 
-def test_the_lease_of_a_claim_that_several_ranks_read_is_given_back_when_all_are_through():
+def test_claim_of_several_ranks_is_returned_by_the_last():
     world = World(ranks=2)
     request = a_request(20)
     world.hold(request, 4)
@@ -483,7 +483,7 @@ def test_the_lease_of_a_claim_that_several_ranks_read_is_given_back_when_all_are
     assert world.step(request, 0).releases == []
 
 
-def test_so_is_that_of_a_request_that_is_cancelled_meanwhile():
+def test_cancelled_claim_of_several_ranks_is_returned():
     world = World(ranks=2)
     request, other = a_request(20), a_request(9, "other", first=100)
     world.hold(request, 4)
@@ -497,7 +497,7 @@ def test_so_is_that_of_a_request_that_is_cancelled_meanwhile():
     assert world.step(other, 0).releases == [load.match.lease_id]
 
 
-def test_one_rank_gives_it_back_by_itself():
+def test_claim_of_one_rank_is_returned_by_the_rank():
     world = World()
     request = a_request(20)
     world.hold(request, 4)
@@ -509,7 +509,7 @@ def test_one_rank_gives_it_back_by_itself():
     assert world.step(request, 0).releases == []
 
 
-def test_steps_are_numbered_so_that_all_ranks_call_their_saves_alike():
+def test_steps_are_numbered_for_all_ranks():
     world = World()
     request = a_request(20)
 

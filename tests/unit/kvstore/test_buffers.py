@@ -1,11 +1,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.buffer_runs import IOV_MAX, BufferRun
+from kvstore.buffers import IOV_MAX, BufferRun
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 50), st.data())
-def test_whatever_the_system_takes_at_a_time_all_of_it_comes_once_and_in_order(sizes, limit, data):
+def test_all_bytes_come_once_and_in_order(sizes, limit, data):
     whole = bytes(index % 251 for index in range(sum(sizes)))
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     run = BufferRun(memoryview(whole)[end - size : end] for end, size in zip(ends, sizes, strict=True))
@@ -21,7 +21,7 @@ def test_whatever_the_system_takes_at_a_time_all_of_it_comes_once_and_in_order(s
     assert run.front(limit) == []
 
 
-def test_no_more_buffers_than_the_system_takes():
+def test_front_returns_at_most_iov_max_buffers():
     run = BufferRun(memoryview(b"x") for _ in range(IOV_MAX + 5))
 
     assert len(run.front(run.left)) == IOV_MAX

@@ -1,0 +1,105 @@
+"""Selected requests: they are placed and reserved like others, but their proxies send them."""
+
+import asyncio
+from collections.abc import Callable
+
+from fleet.core.errors import RequestRejected
+from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.core.requests import Finish
+from fleet.core.roles import Phase
+from fleet.core.work import Handoff, Progress, Start
+from fleet.router.messages import Complete, Emit, StartedOver, WorkerStepped, request_of
+from fleet.router.placement.decision import Decision
+from fleet.router.ports import Workers
+
+TOKEN = 0  # stands for each token of an answer, which only the proxy knows
+
+Holder = tuple[str, ModelName]
+"""The caller that holds leases, and the model of their workers."""
+
+
+class SelectedRequest:
+    """One selected request. Implements `fleet.router.server.RequestListener`."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        lease_seconds: float,
+        end: Callable[["SelectedRequest"], None],
+        holder: "Holder | None",
+    ) -> None:
+        self.request_id = request_id
+        self.holder = holder
+        self.lease_seconds = lease_seconds
+        self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.work: tuple[WorkerId, Start] | None = None
+        self.decode = WorkerId("")  # the decode worker that the caller knows
+        self._end = end
+        self._handed_over = False
+        self._answered = 0  # reported tokens
+        self._lease: asyncio.TimerHandle | None = None
+
+    def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
+        if isinstance(item, RequestRejected) and not self.placed.done():
+            self.placed.set_exception(item)
+        elif not isinstance(item, Emit):
+            self._end(self)
+
+    def begun(self, worker_id: WorkerId, start: Start) -> None:
+        """Record that the router has placed the request, or continues it."""
+        as_told = self._handed_over and worker_id == self.decode  # else the decode worker was lost meanwhile
+        lost = self.work is not None and not as_told
+        self.work, self._handed_over = (worker_id, start), False
+        if lost:
+            # later, because the machine is in the middle of a decision
+            asyncio.get_running_loop().call_soon(self._end, self)
+        elif not self.placed.done():
+            self.placed.set_result(None)
+
+    def renew(self) -> None:
+        self.stop_lease()
+        self._lease = asyncio.get_running_loop().call_later(self.lease_seconds, self._end, self)
+
+    def stop_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+
+    def prefilled(self, decision: Decision) -> WorkerStepped | None:
+        """Return the event with which its prefill worker would have finished; None if there is none, or it was sent."""
+        assert self.work is not None
+        worker_id, start = self.work
+        if start.phase is not Phase.PREFILL:
+            return None
+        self._handed_over = True
+        assert decision.kv_path is not None, "there is a way between the workers of a pair"
+        handoff = Handoff(kv_path=decision.kv_path, prefill_worker=worker_id, fingerprint="", num_tokens=0)
+        done = Progress(request_id=start.request_id, token_ids=(TOKEN,), finish=Finish.LENGTH, handoff=handoff)
+        return WorkerStepped(worker_id=worker_id, progress=(done,))
+
+    def answered(self, tokens: int) -> WorkerStepped:
+        """Return the progress that the answering worker would have reported, limited to the tokens that were asked for."""
+        assert self.work is not None
+        worker_id, start = self.work
+        told = min(tokens, start.sampling.max_tokens - self._answered)
+        self._answered += told
+        progress = Progress(request_id=start.request_id, token_ids=(TOKEN,) * told)
+        return WorkerStepped(worker_id=worker_id, progress=(progress,))
+
+
+class SelectionAwareWorkers:
+    """Workers to which selected requests are not sent. Implements `fleet.router.ports.Workers`."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.bookings: dict[RequestId, SelectedRequest] = {}
+
+    def start(self, worker_id: WorkerId, start: Start) -> None:
+        booking = self.bookings.get(request_of(start.request_id)) if self.bookings else None
+        if booking is None:
+            self._workers.start(worker_id, start)
+        else:
+            booking.begun(worker_id, start)
+
+    def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
+        if request_of(request_id) not in self.bookings:
+            self._workers.cancel(worker_id, request_id)

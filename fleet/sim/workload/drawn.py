@@ -1,0 +1,185 @@
+"""Drawn workloads: requests and sessions that a seeded generator makes.
+
+Arrivals are a Poisson process, evenly spaced, or gamma-distributed, or their rate swings over a day or jumps in bursts. Prompts may
+begin with one of a few shared prefixes, the n-th 1/n as often as the first (Zipf), like system prompts. Requests may be turns of
+conversations, each of which begins with everything that was said before.
+"""
+
+from bisect import bisect
+from collections.abc import Iterator
+from itertools import accumulate
+from math import cos, pi
+from random import Random
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.recording.trace_rows import LONGEST_PROMPT
+from fleet.recording.traces import TraceSession, TraceTurn
+from kvstore.block import blocks_for
+from kvstore.eviction.trace_replay import TraceRequest
+
+Positive = Annotated[float, Meta(ge=1e-9, le=1e9)]
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+
+
+class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="drawn"):
+    """Requests drawn at random."""
+
+    requests: Count = 10_000
+    rate: Positive = 1.0
+    """Mean number of requests per second."""
+
+    arrivals: Literal["poisson", "even", "gamma", "day", "bursts"] = "poisson"
+    """How arrivals are distributed: at random; at equal distances; at random with gaps that vary by `variation`; at random with a rate
+    that swings between a quarter of the mean and 1.75 times the mean; or at random with a higher rate in bursts."""
+
+    variation: Annotated[float, Meta(ge=1e-3, le=100)] = 2.0
+    """gamma: standard deviation of a gap divided by its mean. 1 is poisson; more means burstier."""
+
+    day_seconds: Positive = 86_400.0
+    """day: length of one swing."""
+
+    burst_seconds: Positive = 10.0
+    burst_every_seconds: Positive = 60.0
+    burst_factor: Annotated[float, Meta(gt=1, le=1000)] = 5.0
+    """bursts: length of a burst, time between the starts of two bursts, and the rate in a burst divided by the rate outside."""
+
+    prompt_tokens: Count = 2048
+    output_tokens: Count = 256
+    spread: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Lengths are evenly distributed up to this share of the mean below and above it."""
+
+    prefixes: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    """Number of shared prefixes."""
+
+    prefix_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Length of each shared prefix; longer prompts continue with tokens of their own."""
+
+    turns: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Mean number of turns of a conversation. With more than one, clients must be of kind `sessions`. `rate` still counts requests."""
+
+    turn_tokens: Count = 256
+    """Tokens that each later turn adds to everything that was said before."""
+
+    think_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
+    """Mean time from an answer to the next turn; exponentially distributed."""
+
+    def __post_init__(self) -> None:
+        later = (self.turns - 1) * (self.turn_tokens + self.output_tokens) if self.turns > 1 else 0
+        if (longest := self.prompt_tokens + later) > LONGEST_PROMPT:
+            raise ValueError(f"prompt_tokens: {longest:,}, with all turns, are more than {LONGEST_PROMPT:,}")
+        if self.arrivals == "bursts" and not self.burst_seconds < self.burst_every_seconds:
+            raise ValueError(
+                f"burst_seconds: {self.burst_seconds:g} is not less than burst_every_seconds, {self.burst_every_seconds:g}"
+            )
+
+
+def drawn_requests(workload: DrawnWorkload, block_tokens: int, random: Random) -> Iterator[TraceRequest]:
+    prompts = _Prompts(workload, block_tokens, random)
+    now = 0.0
+    for _ in range(workload.requests):
+        now += _gap(workload, workload.rate, now, random)
+        tokens, names = prompts.first()
+        yield TraceRequest(Nanos(round(now * SECOND)), tokens, names, prompts.answer())
+
+
+def drawn_sessions(workload: DrawnWorkload, block_tokens: int, random: Random) -> Iterator[TraceSession]:
+    prompts = _Prompts(workload, block_tokens, random)
+    now, left, number = 0.0, workload.requests, 0
+    while left:
+        number += 1
+        now += _gap(workload, workload.rate / workload.turns, now, random)
+        count = min(left, _length(workload.turns, workload.spread, random))
+        left -= count
+        tokens, names = prompts.first()
+        answer = prompts.answer()
+        turns = [TraceTurn(TraceRequest(Nanos(0), tokens, names, answer, number))]
+        for index in range(1, count):
+            added = _length(workload.turn_tokens, workload.spread, random)
+            tokens, names = prompts.grown(tokens, names, answer + added)
+            answer = prompts.answer()
+            gap = random.expovariate(1 / workload.think_seconds) if workload.think_seconds else 0.0
+            request = TraceRequest(Nanos(0), tokens, names, answer, number)
+            turns.append(TraceTurn(request, (index - 1,), Nanos(round(gap * SECOND))))
+        yield TraceSession(tuple(turns), Nanos(round(now * SECOND)))
+
+
+class _Prompts:
+    """Draws lengths and block names."""
+
+    def __init__(self, workload: DrawnWorkload, block_tokens: int, random: Random):
+        self._workload = workload
+        self._block_tokens = block_tokens
+        self._random = random
+        self._shared_blocks = workload.prefix_tokens // block_tokens
+        self._weights = list(accumulate(1 / rank for rank in range(1, workload.prefixes + 1)))
+        # Names of shared blocks are below all others.
+        self._names = workload.prefixes * blocks_for(workload.prefix_tokens, block_tokens)
+
+    def first(self) -> tuple[int, tuple[int, ...]]:
+        """Return tokens and blocks of a prompt that begins a conversation."""
+        tokens = _length(self._workload.prompt_tokens, self._workload.spread, self._random)
+        blocks = blocks_for(tokens, self._block_tokens)
+        common = min(blocks, self._shared_blocks) if self._workload.prefixes else 0
+        prefix: tuple[int, ...] = ()
+        if common:
+            weights = self._weights
+            prefix_number = bisect(weights, self._random.random() * weights[-1], 0, len(weights) - 1)
+            first = prefix_number * self._shared_blocks
+            prefix = tuple(range(first, first + common))
+        return tokens, prefix + self._new(blocks - common)
+
+    def grown(self, tokens: int, names: tuple[int, ...], more: int) -> tuple[int, tuple[int, ...]]:
+        """Return tokens and blocks of a prompt that continues another one."""
+        kept = names[: tokens // self._block_tokens]
+        tokens += more
+        return tokens, kept + self._new(blocks_for(tokens, self._block_tokens) - len(kept))
+
+    def answer(self) -> int:
+        return _length(self._workload.output_tokens, self._workload.spread, self._random)
+
+    def _new(self, blocks: int) -> tuple[int, ...]:
+        first = self._names
+        self._names += blocks
+        return tuple(range(first, self._names))
+
+
+def _gap(workload: DrawnWorkload, rate: float, now: float, random: Random) -> float:
+    """Return the seconds from now to the next arrival."""
+    match workload.arrivals:
+        case "even":
+            return 1 / rate
+        case "poisson":
+            return random.expovariate(rate)
+        case "gamma":
+            squared = workload.variation**2
+            return random.gammavariate(1 / squared, squared / rate)
+        case "day" | "bursts":  # thinning: draw at the highest rate, and drop arrivals in proportion to the lower rate
+            gap, highest = 0.0, _highest(workload, rate)
+            while True:
+                gap += random.expovariate(highest)
+                if random.random() * highest < _rate(workload, rate, now + gap):
+                    return gap
+
+
+def _highest(workload: DrawnWorkload, rate: float) -> float:
+    return 1.75 * rate if workload.arrivals == "day" else _outside(workload, rate) * workload.burst_factor
+
+
+def _rate(workload: DrawnWorkload, rate: float, now: float) -> float:
+    """Return the rate at one instant, where `rate` is the mean."""
+    if workload.arrivals == "day":
+        return rate * (1 - 0.75 * cos(2 * pi * now / workload.day_seconds))
+    bursting = now % workload.burst_every_seconds < workload.burst_seconds
+    return _outside(workload, rate) * (workload.burst_factor if bursting else 1.0)
+
+
+def _outside(workload: DrawnWorkload, rate: float) -> float:
+    """Return the rate between bursts."""
+    return rate / (1 + (workload.burst_factor - 1) * workload.burst_seconds / workload.burst_every_seconds)
+
+
+def _length(mean: int, spread: float, random: Random) -> int:
+    return max(1, round(mean * (1 + spread * (2 * random.random() - 1))))

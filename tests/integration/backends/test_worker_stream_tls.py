@@ -174,14 +174,14 @@ def test_both_ends_log_why_there_is_no_stream(ours, theirs, secret, other_secret
     async def play():
         router, worker, at_router, at_worker = REFUSALS[case]
         async with a_worker(credentials(worker)) as address, a_router(address, credentials(router)) as heard:
-            await until(lambda: at_router in said(caplog, "worker stream ended"), 20)
-            await until(lambda: at_worker in said(caplog, "stream refused"), 20)
+            await until(lambda: at_router in logged_causes(caplog, "worker stream ended"), 20)
+            await until(lambda: at_worker in logged_causes(caplog, "stream refused"), 20)
             assert heard.is_empty()
 
     run(play())
 
 
-def said(caplog, message):
+def logged_causes(caplog, message):
     return "; ".join(each.cause for each in caplog.records if each.getMessage() == message)
 
 
@@ -198,7 +198,7 @@ async def test_silent_connections_give_way_to_the_router(secret, caplog):
             writer.transport.abort()
 
     assert cut == [b""] * MAX_UNPROVEN
-    assert "it had proven nothing when newer ones came" in said(caplog, "stream refused")
+    assert "it had proven nothing when newer ones came" in logged_causes(caplog, "stream refused")
 
 
 class Echo:
@@ -214,7 +214,7 @@ class Echo:
 
 
 @asynccontextmanager
-async def a_door(secret):
+async def an_authenticating_listener(secret):
     """Run a listener that accepts peers with the secret and then records their messages."""
     door = StreamAuthenticator(worker_identity("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
     async with open_server("listen", "127.0.0.1:0", Echo, door=door) as address:
@@ -225,7 +225,7 @@ async def test_new_connection_does_not_cut_a_finishing_proof(secret):
     """Let the proof and the newcomer arrive in the same turn of the event loop."""
     identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     prover, other = Prover(identity, TO_WORKERS), Prover(identity, TO_WORKERS)
-    async with a_door(secret) as address:
+    async with an_authenticating_listener(secret) as address:
         host, port = address.rsplit(":", 1)
         peer = await a_peer(address)
         peer.say(prover.opening)
@@ -245,7 +245,7 @@ async def test_new_connection_does_not_cut_a_finishing_proof(secret):
 
 async def test_silent_connections_of_one_host_end_each_other(secret):
     prover = Prover(router_identity("worker_credentials", Credentials(secret_file=secret)), TO_WORKERS)
-    async with a_door(secret) as address:
+    async with an_authenticating_listener(secret) as address:
         host, port = address.rsplit(":", 1)
         loop = asyncio.get_running_loop()
         peer = a_peer(address)

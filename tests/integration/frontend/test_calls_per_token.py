@@ -47,7 +47,7 @@ class CountedCalls(Struct):
 
 
 @contextmanager
-def counting() -> Iterator[CountedCalls]:
+def count_calls() -> Iterator[CountedCalls]:
     """Count the calls of functions in `fleet` on this thread."""
     counted = CountedCalls()
 
@@ -63,7 +63,7 @@ def counting() -> Iterator[CountedCalls]:
         sys.setprofile(before)
 
 
-async def asked(address: str, model: str, tokens: int, received: asyncio.Semaphore) -> None:
+async def stream_tokens(address: str, model: str, tokens: int, received: asyncio.Semaphore) -> None:
     """Request a stream of that many tokens, and report each arrival."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -99,8 +99,8 @@ async def test_token_of_an_external_backend_takes_few_calls():
     calls = []
     async with a_relay(server, probe_seconds=60.0) as world:
         for tokens in (FEW, FEW, MANY):  # the first run warms up
-            with counting() as counted:
-                await asked(world.http.address, MODEL, tokens, received)
+            with count_calls() as counted:
+                await stream_tokens(world.http.address, MODEL, tokens, received)
             calls.append(counted.calls)
         await world.settled()
     await server.stop()
@@ -114,8 +114,8 @@ async def test_token_of_a_worker_takes_few_calls_to_the_socket(model_dir):
         for tokens in (FEW, FEW, MANY):
             frontends.will_answer("word " * tokens)
             frontends.router.answer = frontends.router.answer[:tokens]
-            with counting() as counted:
-                await asked(frontends.http.address, OWN_MODEL, tokens, asyncio.Semaphore(0))
+            with count_calls() as counted:
+                await stream_tokens(frontends.http.address, OWN_MODEL, tokens, asyncio.Semaphore(0))
             calls.append(counted.calls)
 
     assert (calls[2] - calls[1]) / (MANY - FEW) <= FRONTED
@@ -127,7 +127,7 @@ def test_token_of_a_worker_takes_few_machine_calls():
     assert work.worker_id == WorkerId("d1")
     router.step(work, 5)
     progress = Progress(request_id=work.start.request_id, token_ids=(7,))
-    with counting() as counted:
+    with count_calls() as counted:
         for _ in range(MANY):
             router.machine.handle(WorkerStepped(worker_id=WorkerId("d1"), progress=(progress,)), router.now)
 

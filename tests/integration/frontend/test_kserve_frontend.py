@@ -105,7 +105,9 @@ def outputs_of(response: pb.ModelInferResponse) -> dict[str, list]:
     return {each.name: list(getattr(each.contents, fields[each.datatype])) for each in response.outputs}
 
 
-async def all_of(call: AsyncIterator[pb.ModelStreamInferResponse]) -> dict[str, list[pb.ModelStreamInferResponse]]:
+async def responses_by_request(
+    call: AsyncIterator[pb.ModelStreamInferResponse],
+) -> dict[str, list[pb.ModelStreamInferResponse]]:
     """Return the responses by request id."""
     responses: dict[str, list[pb.ModelStreamInferResponse]] = {}
     async for response in call:
@@ -343,7 +345,7 @@ async def test_an_unknown_model_is_not_found_and_not_ready(frontends, stub):
 async def test_stream_errors_name_their_request_and_retry_hint(frontends, stub):
     frontends.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500, cause="pin_unknown")
 
-    responses = await all_of(stub.ModelStreamInfer([a_message(id="a"), a_message(id="b")]))
+    responses = await responses_by_request(stub.ModelStreamInfer([a_message(id="a"), a_message(id="b")]))
 
     assert responses.keys() == {"a", "b"}
     ((failed,),) = [responses["a"]]
@@ -359,7 +361,7 @@ async def test_worker_lost_midway_ends_its_request_with_an_error(frontends, stub
     frontends.will_answer("the quick brown fox")
     frontends.router.break_after = 2
 
-    responses = (await all_of(stub.ModelStreamInfer([streaming(a_message(id="a"))])))["a"]
+    responses = (await responses_by_request(stub.ModelStreamInfer([streaming(a_message(id="a"))])))["a"]
 
     assert [bool(response.error_message) for response in responses] == [False, False, True]
     assert responses[-1].infer_response.parameters["error_reason"].string_param == "worker_lost"
@@ -557,7 +559,7 @@ async def test_draining_frontend_is_not_ready(frontends, kserve, stub):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.ModelInfer(a_message())
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-    responses = await all_of(stub.ModelStreamInfer([a_message()]))
+    responses = await responses_by_request(stub.ModelStreamInfer([a_message()]))
     assert responses[""][0].infer_response.parameters["error_reason"].string_param == "draining"
 
 

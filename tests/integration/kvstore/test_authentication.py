@@ -104,7 +104,7 @@ async def test_unknown_client_learns_no_open_namespaces():
 
 async def test_captured_proof_opens_no_other_connection():
     async with a_data_plane(SECRET) as (_, address, digest, slot):
-        heard = await asyncio.to_thread(overhear, address, digest, slot)
+        heard = await asyncio.to_thread(capture_request, address, digest, slot)
         reader, writer = await asyncio.open_connection(*address.split(":"))
         opening, proof = heard[: OPENING.size], heard[OPENING.size : OPENING.size + PROOF_BYTES]
 
@@ -186,11 +186,11 @@ def ask(address: str, access: LoadedCredentials, now=unix_seconds, metadata=()) 
         return response.store_id
 
 
-async def first(stream):
+async def first_message(stream):
     return await anext(aiter(stream))
 
 
-async def refusal(address: str, access: LoadedCredentials, **how) -> grpc.RpcError:
+async def rejection(address: str, access: LoadedCredentials, **how) -> grpc.RpcError:
     with pytest.raises(grpc.RpcError) as caught:
         await asyncio.to_thread(ask, address, access, **how)
     return caught.value
@@ -212,34 +212,38 @@ async def test_client_with_the_secret_may_call_sync_or_async():
 )
 async def test_client_without_the_secret_is_rejected_in_every_call(access, says):
     async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
-        error = await refusal(address, access)
+        error = await rejection(address, access)
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert says in error.details()
         async with access.aio_channel(address, ()) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match=says):
-                await first(pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest(), timeout=60))
+                await first_message(pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest(), timeout=60))
             listing = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-                await first(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(listing, timeout=60))
+                await first_message(
+                    reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(listing, timeout=60)
+                )
 
 
 @pytest.mark.parametrize("text", ["garbage", "1.2.3", "-1.00.00"])
 async def test_a_malformed_proof_is_no_proof(text):
     async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
-        error = await refusal(address, LoadedCredentials(), metadata=((PROOF_KEY, text),))
+        error = await rejection(address, LoadedCredentials(), metadata=((PROOF_KEY, text),))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_old_proof_is_rejected_with_a_hint_on_clocks():
     async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
-        error = await refusal(address, LoadedCredentials(secret=SECRET), now=lambda: unix_seconds() - SKEW_SECONDS - 10)
+        error = await rejection(
+            address, LoadedCredentials(secret=SECRET), now=lambda: unix_seconds() - SKEW_SECONDS - 10
+        )
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert "set the clocks" in error.details()
 
 
 async def test_unproven_answer_is_not_believed():
     async with a_control_plane(LoadedCredentials()) as address:
-        error = await refusal(address, LoadedCredentials(secret=SECRET))
+        error = await rejection(address, LoadedCredentials(secret=SECRET))
         assert "not proven" in error.details()
         async with LoadedCredentials(secret=SECRET).aio_channel(address, ()) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="not proven"):
@@ -278,9 +282,9 @@ async def test_missing_or_foreign_certificate_is_rejected(tmp_path):
             load(Credentials(authority=authority.file, **stranger.issue("other"))),
             load(Credentials(authority=stranger.file, **authority.issue("trusts-another"))),
         ):
-            assert (await refusal(address, access)).code() is grpc.StatusCode.UNAVAILABLE
+            assert (await rejection(address, access)).code() is grpc.StatusCode.UNAVAILABLE
     async with a_control_plane(false_node) as address:
-        assert (await refusal(address, client)).code() is grpc.StatusCode.UNAVAILABLE
+        assert (await rejection(address, client)).code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_node_with_only_a_certificate_still_asks_for_the_secret(tmp_path):
@@ -290,7 +294,7 @@ async def test_node_with_only_a_certificate_still_asks_for_the_secret(tmp_path):
     async with a_control_plane(node) as address:
         client = LoadedCredentials(secret=SECRET, authority=(tmp_path / "authority.pem").read_bytes())
         assert await asyncio.to_thread(ask, address, client) == "asked"
-        error = await refusal(address, LoadedCredentials(authority=client.authority))
+        error = await rejection(address, LoadedCredentials(authority=client.authority))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -347,7 +351,7 @@ def test_missing_file_is_named(tmp_path):
         Credentials(certificate="c")
 
 
-def overhear(address: str, digest: bytes, slot: Slot) -> bytes:
+def capture_request(address: str, digest: bytes, slot: Slot) -> bytes:
     """Return the bytes that a client with the secret sends to read a block."""
     heard = bytearray()
     host, _, port = address.rpartition(":")

@@ -129,7 +129,7 @@ def test_truncated_group_number_matches_no_group(parent):
         process.communicate()
 
 
-def ends_killed(left):
+def killed_during_cleanup(left):
     """Kill a run after it has removed a given number of files and folders."""
 
     def count(event, _):
@@ -149,7 +149,7 @@ def ends_killed(left):
 def test_run_killed_during_its_cleanup_counts_as_killed(parent, monkeypatch):
     monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
     for done in range(20):
-        process = multiprocessing.get_context("fork").Process(target=ends_killed, args=(done,))
+        process = multiprocessing.get_context("fork").Process(target=killed_during_cleanup, args=(done,))
         process.start()
         process.join()
         runs = local_runs.local_runs()

@@ -226,8 +226,8 @@ async def test_both_routers_log_why_they_do_not_connect(files, caplog, case):
     listener, caller, at_listener, at_caller = REFUSALS[case]
     address = f"127.0.0.1:{a_free_port()}"
     async with a_router(0, address, (), files(listener)) as router, a_caller(address, files(caller)):
-        await until(lambda: at_listener in said(caplog, "stream refused", "peer router rejected"))
-        await until(lambda: at_caller in said(caplog, "peer router unreachable", "peer router lost"))
+        await until(lambda: at_listener in logged_causes(caplog, "stream refused", "peer router rejected"))
+        await until(lambda: at_caller in logged_causes(caplog, "peer router unreachable", "peer router lost"))
 
         assert "PeerReserved" not in router.events
 
@@ -254,5 +254,5 @@ async def test_unix_socket_of_a_router_is_private():
             await until(lambda: stat.S_IMODE(path.stat().st_mode) == 0o600)
 
 
-def said(caplog, *messages):
+def logged_causes(caplog, *messages):
     return "; ".join(each.cause for each in caplog.records if each.getMessage() in messages)

@@ -38,12 +38,12 @@ class SendingPeer:
         self.over.set()
 
 
-def heard_of(tmp_path, *said, **fields):
+def received_events(tmp_path, *said, **fields):
     """Return what a router receives from a peer that sends these messages and waits for the end or a moment."""
-    return heard(tmp_path, *said, **fields)[0]
+    return received_by_router(tmp_path, *said, **fields)[0]
 
 
-def heard(tmp_path, *said, **fields):
+def received_by_router(tmp_path, *said, **fields):
     """Return the same with the peer prompts."""
 
     async def play():
@@ -71,7 +71,9 @@ def heard(tmp_path, *said, **fields):
 @pytest.mark.parametrize("blocks", [float("nan"), float("inf"), 1e300, -1.0])
 def test_invalid_reservation_numbers_end_the_connection(tmp_path, blocks):
     workers = [pb.WorkerBookings(worker_id="w", requests=1, prefill_tokens=1, blocks=blocks)]
-    assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
+    assert "PeerReserved" not in received_events(
+        tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers))
+    )
 
 
 def test_latest_possible_clock_does_not_silence_a_peer(tmp_path):
@@ -80,19 +82,21 @@ def test_latest_possible_clock_does_not_silence_a_peer(tmp_path):
     sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
     (told,) = encode_sessions(sessions.news())
 
-    assert "PeerReserved" in heard_of(tmp_path, told)
+    assert "PeerReserved" in received_events(tmp_path, told)
 
 
 def test_impossible_clock_ends_the_connection(tmp_path):
     """Guard the clocks of all routers, which would be put forward for ever."""
     binding = pb.SessionBinding(session="s", worker_id="w", stamp=(1 << 64) - 1)
-    assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
+    assert "PeerReserved" not in received_events(
+        tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding]))
+    )
 
 
 @pytest.mark.parametrize("keys", [0, 7, 12, 8 * (MAX_ANNOUNCED_KEYS + 1)])
 def test_invalid_prompt_keys_end_the_connection(tmp_path, keys):
     placed = [pb.PlacedPrompt(worker_id="w", number=1, keys=bytes(keys))]
-    said = heard_of(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
+    said = received_events(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
     assert not {"PeerPlaced", "PeerReserved"} & set(said)
 
 
@@ -102,10 +106,10 @@ def test_prompts_with_a_foreign_secret_are_ignored(tmp_path, private, ours):
     placed = [pb.PlacedPrompt(worker_id="w", number=number, keys=bytes(8)) for number in (0, 1)]
     said = pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed, private=private))
 
-    _, prompts = heard(tmp_path, said, private=5 if private else 0)
+    _, prompts = received_by_router(tmp_path, said, private=5 if private else 0)
 
     assert [each.number for each in prompts] == ([0, 1] if ours else [1])
 
 
 def test_message_of_a_later_version_is_skipped(tmp_path):
-    assert heard_of(tmp_path, pb.ReplicaMessage())[-1] == "PeerReserved"
+    assert received_events(tmp_path, pb.ReplicaMessage())[-1] == "PeerReserved"

@@ -55,7 +55,7 @@ class LoraCluster(Struct):
 
     def loaded(self) -> dict[str, set[str]]:
         """Return the adapters of each worker as the router knows them."""
-        workers = self.machine._roster
+        workers = self.machine.registry
         return {worker.description.worker_id: set(worker.load.adapters) for worker in workers}
 
     async def home_of(self, adapter: str) -> str:

@@ -58,7 +58,7 @@ async def a_cluster_beside(node):
             task.cancel()
 
 
-async def handed_over(cluster) -> bool:
+async def goes_through_store(cluster) -> bool:
     """Return True if a prompt's blocks go through the store from one worker to the other."""
     try:
         _, complete = await cluster.ask(fresh_prompt(320), placement=Placement.DISAGGREGATED)
@@ -74,11 +74,11 @@ async def test_workers_start_beside_a_hung_store_and_join_it_later():
             tokens, complete = await cluster.ask(fresh_prompt(700))
             assert len(tokens) == 12
             assert [phase.phase for phase in complete.kv] == [Phase.AGGREGATED]
-            assert not await handed_over(cluster)
+            assert not await goes_through_store(cluster)
 
             long = cluster.arrival(fresh_prompt(40), sampling=Sampling(temperature=0, max_tokens=400, ignore_eos=True))
             streaming = asyncio.ensure_future(cluster.answer(long, after_first=node.thaw))
-            await until_answered(lambda: handed_over(cluster))
+            await until_answered(lambda: goes_through_store(cluster))
 
             tokens, complete = await streaming
             assert len(tokens) == 400

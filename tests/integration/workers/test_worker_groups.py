@@ -65,14 +65,14 @@ async def a_leader(group, **fields):
         running.cancel()
 
 
-async def by_hand(group, words):
+async def a_raw_connection(group, words):
     """Open a connection to the leader and send this."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(group().leader.rpartition(":")[2]))
     writer.write(words)
     return reader, writer
 
 
-def died(group):
+def end_reason(group):
     """Return the only reason for which a group ended."""
     found = group.subgroup(EngineDied)
     while isinstance(found, BaseExceptionGroup):
@@ -105,18 +105,18 @@ async def test_all_ranks_learn_the_rendezvous_the_start_and_the_end(group):
 
 async def test_leader_starts_when_its_own_ranks_are_present(group):
     async with a_leader(group) as ready:
-        reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
-        assert "other settings than its leader" in await refusal(reader)
+        reader, writer = await a_raw_connection(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
+        assert "other settings than its leader" in await rejection_reason(reader)
         writer.close()
         assert not ready.done()
         async with following(group(1), "same", SystemClock()):
             await ready
-            reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
-            assert "the group has formed" in await refusal(reader)
+            reader, writer = await a_raw_connection(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
+            assert "the group has formed" in await rejection_reason(reader)
             writer.close()
 
 
-async def refusal(reader):
+async def rejection_reason(reader):
     """Return the leader's reason for a rejection."""
     while "why" not in (said := json.loads(await reader.readline())):
         pass
@@ -134,7 +134,7 @@ async def test_late_group_names_its_missing_ranks(group):
     with pytest.raises(BaseExceptionGroup) as ended:
         async with a_leader(group, join_timeout_ms=200) as ready:
             await ready
-    assert died(ended.value) == "of its group of 2 nodes, rank 1 did not come within 0.2 s"
+    assert end_reason(ended.value) == "of its group of 2 nodes, rank 1 did not come within 0.2 s"
 
     with pytest.raises(EngineDied, match=r"^its group did not form within 0.3 s: .*Connect"):
         await follow(group, join_timeout_ms=300)
@@ -154,7 +154,7 @@ async def test_late_group_names_its_missing_ranks(group):
 )
 async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
     async with a_leader(group) as ready:
-        reader, writer = await by_hand(group, words)
+        reader, writer = await a_raw_connection(group, words)
         with suppress(ConnectionError):
             assert b'"begin"' not in await reader.read()
         writer.close()
@@ -166,7 +166,7 @@ async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
 async def test_silent_connections_lock_no_rank_out(group, monkeypatch):
     monkeypatch.setattr(worker_groups, "STRANGERS", 2)
     async with a_leader(group, silence_ms=60_000) as ready, AsyncExitStack() as held:
-        silent = [await by_hand(group, b"") for _ in range(3)]
+        silent = [await a_raw_connection(group, b"") for _ in range(3)]
         for _, writer in silent:
             held.callback(writer.close)
         async with asyncio.timeout(60), following(group(1), "same", SystemClock()):
@@ -200,10 +200,10 @@ async def test_silent_leader_is_given_up(group):
 async def test_silent_rank_ends_the_leader(group):
     with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while a rank is there
         async with a_leader(group, silence_ms=300):
-            reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
+            reader, writer = await a_raw_connection(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
             with closing(writer):
                 await reader.read()  # without an answer
-    assert died(ended.value) == "rank 1 of its group has said nothing for 0.3 s"
+    assert end_reason(ended.value) == "rank 1 of its group has said nothing for 0.3 s"
 
 
 @pytest.fixture

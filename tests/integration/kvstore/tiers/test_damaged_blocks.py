@@ -48,14 +48,14 @@ ROUNDS = 3
 CHANCE = random.Random(15)
 
 
-def with_another_bit(content: bytes) -> bytes:
+def with_random_bit_flipped(content: bytes) -> bytes:
     at = CHANCE.randrange(len(content))
     return content[:at] + bytes([content[at] ^ 1 << CHANCE.randrange(8)]) + content[at + 1 :]
 
 
 DAMAGES = {
     "the same bit of each answer": with_a_flipped_bit,
-    "a bit of each answer": with_another_bit,
+    "a bit of each answer": with_random_bit_flipped,
     "the first bit of each answer": lambda content: bytes([content[0] ^ 128]) + content[1:],
     "half of each answer": lambda content: content[: len(content) // 2],
     "nothing of each answer": lambda content: b"",
@@ -107,7 +107,7 @@ def read(tier: RemoteTier, keys: Sequence[BlockKey] = KEYS) -> int:
     return come
 
 
-def finds(tier: RemoteTier) -> int:
+def found_blocks(tier: RemoteTier) -> int:
     try:
         return tier.find(KEYS, deadline_in())
     except TierFailed:
@@ -162,7 +162,7 @@ def test_s3_circuit_closes_when_answers_are_sound_again(bucket):
         assert tier.status().fenced == 1
         proxy.forwards_unchanged = True
 
-        eventually(lambda: finds(tier) == COUNT)
+        eventually(lambda: found_blocks(tier) == COUNT)
         eventually(lambda: read(tier) == COUNT)
 
         assert tier.status().fenced == 0
@@ -187,14 +187,14 @@ def test_object_damaged_at_rest_stays_while_answers_are_damaged(bucket):
     place = f"fleet/{DIGEST.hex()}/{NAMES[0].hex()}"
     server.client.put_object(Bucket=bucket, Key=place, Body=bytes(8256))
     with (
-        a_damaging_http_proxy(("127.0.0.1", server.port), with_another_bit) as proxy,
+        a_damaging_http_proxy(("127.0.0.1", server.port), with_random_bit_flipped) as proxy,
         an_s3_tier(bucket, proxy.port) as tier,
     ):
         assert read(tier, KEYS[:1]) == 0
         assert objects(bucket) == COUNT
 
 
-REDIS_DAMAGES = {"the same bit of each piece": with_a_flipped_bit, "a bit of each piece": with_another_bit}
+REDIS_DAMAGES = {"the same bit of each piece": with_a_flipped_bit, "a bit of each piece": with_random_bit_flipped}
 
 
 @pytest.mark.parametrize("damage", REDIS_DAMAGES.values(), ids=REDIS_DAMAGES)
@@ -216,7 +216,7 @@ def test_damage_in_transfer_from_redis_deletes_no_value(damage):
         assert len(list(client.scan_iter(f"{prefix}:*", count=1000))) == COUNT
 
         proxy.forwards_unchanged = True
-        eventually(lambda: finds(tier) == COUNT)
+        eventually(lambda: found_blocks(tier) == COUNT)
         eventually(lambda: read(tier) == COUNT)
         assert tier.status().fenced == 0
 

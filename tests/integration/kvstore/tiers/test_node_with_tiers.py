@@ -76,7 +76,7 @@ def stats_of(client: StoreClient) -> Stats:
     return stats
 
 
-def are_kept(client: StoreClient, blocks: int, tier: int = 0) -> None:
+def wait_until_kept(client: StoreClient, blocks: int, tier: int = 0) -> None:
     eventually(lambda: stats_of(client).tiers[tier].blocks >= blocks)
 
 
@@ -92,7 +92,7 @@ def test_block_evicted_from_the_pool_returns_from_disk(tmp_path):
         chains = [a_chain(6, of) for of in "abcd"]
         for index, chain in enumerate(chains, 1):
             assert write(client, chain) == 6
-            are_kept(client, 6 * index)
+            wait_until_kept(client, 6 * index)
         assert in_pool(client, chains[0]) == 0
         for chain in chains:
             assert read(client, chain) == 6
@@ -104,7 +104,7 @@ def test_a_killed_node_finds_its_blocks_on_the_disk_again(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
-            are_kept(client, 6)
+            wait_until_kept(client, 6)
         node.kill()
         node.start()
         with a_client(node) as client:
@@ -118,7 +118,7 @@ def test_match_reports_promoted_blocks_once(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
-            are_kept(client, 6)
+            wait_until_kept(client, 6)
         node.kill()
         node.start()
         with a_client(node) as client:
@@ -133,7 +133,7 @@ def test_promoted_block_evicted_unread_is_new_when_rewritten(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
-            are_kept(client, 6)
+            wait_until_kept(client, 6)
         node.kill()
         node.start()
         with a_client(node) as client:
@@ -150,7 +150,7 @@ def test_without_max_wait_no_lower_tier_is_searched(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
-            are_kept(client, 6)
+            wait_until_kept(client, 6)
         node.kill()
         node.start()
         with a_client(node) as client:
@@ -332,9 +332,9 @@ def test_compressed_and_sealed_blocks_round_trip(tmp_path):
     tiers = [an_ssd(tmp_path, keep="all", codec=codec)]
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node, a_client(node) as client:
         write(client, a_chain(6))
-        are_kept(client, 6)
+        wait_until_kept(client, 6)
         write(client, a_chain(8, "b"))
-        are_kept(client, 14)
+        wait_until_kept(client, 14)
         assert read(client, a_chain(6)) == 6
     plain = block_of(a_chain(6)[0]).tobytes()[:64]
     segments = [path.read_bytes() for path in tmp_path.iterdir() if path.is_file()]
@@ -417,7 +417,7 @@ def test_metrics_are_reported_per_tier(tmp_path):
         a_client(node) as client,
     ):
         write(client, a_chain(3))
-        are_kept(client, 3)
+        wait_until_kept(client, 3)
         client.release(client.match(a_chain(5), lease_seconds=1).lease_id)
         client.match(a_chain(5, "b"), lease_seconds=1)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:

@@ -381,7 +381,7 @@ class LyingNode(pb_grpc.BlockStoreServicer):
 
 
 @contextlib.contextmanager
-def a_liar(data_address: str, slots: int = 1) -> Iterator[str]:
+def a_lying_node(data_address: str, slots: int = 1) -> Iterator[str]:
     with ThreadPoolExecutor(4) as threads:
         server = grpc.server(threads)
         pb_grpc.add_BlockStoreServicer_to_server(LyingNode(data_address, slots), server)
@@ -412,7 +412,11 @@ def replies(kind: str) -> Script:
     "kind", ["garbage", "half a block", "half a block, and silence", "nothing", "an end", "another block"]
 )
 def test_stalled_data_plane_is_a_failure_within_the_deadline(kind):
-    with a_scripted_server(replies(kind)) as port, a_liar(f"127.0.0.1:{port}") as address, a_tier(address) as tier:
+    with (
+        a_scripted_server(replies(kind)) as port,
+        a_lying_node(f"127.0.0.1:{port}") as address,
+        a_tier(address) as tier,
+    ):
         assert tier.find(KEYS[:1], deadline_in(30)) == 1
 
         with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
@@ -422,7 +426,7 @@ def test_stalled_data_plane_is_a_failure_within_the_deadline(kind):
 def test_peer_that_reports_too_many_hits_is_a_failure():
     with (
         a_scripted_server(replies("nothing")) as port,
-        a_liar(f"127.0.0.1:{port}", 3) as address,
+        a_lying_node(f"127.0.0.1:{port}", 3) as address,
         a_tier(address) as tier,
     ):
         for call in (lambda: tier.find(KEYS[:2], deadline_in(2)), lambda: outcomes(tier, KEYS[:2], 2)):

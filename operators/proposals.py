@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import KvPath
 from fleet.core.roles import Role as Work
 from fleet.hardware.gpus import Gpu, gpus
 from fleet.hardware.known_models import SizedModel, model_by_repository, model_from_config
@@ -45,7 +46,6 @@ from operators.api.disagg_deployment import (
     Balance,
     DisaggDeploymentSpec,
     Drain,
-    KvPath,
     KvTransfer,
     Parallelism,
     RoleSpec,

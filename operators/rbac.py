@@ -38,7 +38,7 @@ class RoleRule(Struct, frozen=True, kw_only=True):
     verbs: tuple[str, ...]
 
     own_namespace: bool = False
-    """Whether the right is needed in the operator's namespace, not in those of deployments."""
+    """True if the right is needed in the operator's namespace, not in those of deployments."""
 
     names: tuple[str, ...] = ()
     """Names of the only objects to which the rule applies; empty: all."""

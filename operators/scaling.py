@@ -62,7 +62,7 @@ class RevisionReplicas(Struct, frozen=True, kw_only=True):
 
     @property
     def changing(self) -> bool:
-        """Whether a change is under way that the caller may wait for."""
+        """True if a change is under way that the caller may wait for."""
         return self.leaving > 0 or not self.asked == self.pods == self.ready
 
     @property

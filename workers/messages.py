@@ -59,7 +59,7 @@ class DrainRequested(Struct, frozen=True, kw_only=True):
 class WorkerTicked(Struct, frozen=True, kw_only=True):
     """Time has passed, so deadlines may have passed as well."""
 
-    lent: int = 0  # as in `EngineStepped`
+    lent: int = 0  # the same as in `EngineStepped`
 
 
 class EngineStuck(Struct, frozen=True):

@@ -50,8 +50,8 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     fingerprint: str  # digest of the KV namespace
     kv_paths: tuple[KvPath, ...]
     store_id: StoreId | None = None  # the KV store node that the engine writes to
-    kv: Fingerprint | None = None  # what its blocks mean and how they lie in memory; None: unknown
-    keeps_forms: bool = False  # whether it supports structured output
+    kv: Fingerprint | None = None  # the meaning and the layout of its blocks; None: unknown
+    keeps_forms: bool = False  # true if it supports structured output
     adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that it can load
     adapter_slots: int = 0  # LoRA adapters loaded at a time; 0: all of them
 
@@ -187,7 +187,7 @@ class Outlet(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether the router has not taken earlier messages yet; `RouterSession.flow` is called when it has."""
+        """True if the router has not taken earlier messages yet; `RouterSession.flow` is called when it has."""
         ...
 
     def put(self, message: WorkerMessage) -> None:

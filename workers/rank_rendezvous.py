@@ -58,7 +58,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
 
 class RankRefused(Struct, frozen=True, kw_only=True, tag="refused"):
     why: str
-    again: bool  # whether a later try may succeed
+    again: bool  # true if a later try may succeed
 
 
 class GroupServing(Struct, frozen=True, tag="serving"):

@@ -35,7 +35,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Threads of one CPU engine; 1, so that a prefill and a decode engine can share two cores."""
 
     keeps_forms: bool = True
-    """Whether the engine supports structured output: JSON schemas, regular expressions and grammars. It then loads the
+    """True if the engine supports structured output: JSON schemas, regular expressions and grammars. It then loads the
     model's tokenizer as well, and compiles what clients write. If off, such requests are refused."""
 
     extra_args: dict[str, Any] = {}

@@ -118,8 +118,8 @@ class _Scheduler:
         self._pulse: Pulse | None = None
         self._slowest: list[_Slowest | None] = [None] * SIZES
         self._watched = Nanos(0)
-        self._novel = False  # whether work of a new kind was present when the current step began
-        self._slept = False  # whether more time passed since the last step than counts (rule 6)
+        self._novel = False  # true if work of a new kind was present when the current step began
+        self._slept = False  # true if more time passed since the last step than counts (rule 6)
 
     def look(self, pulse: Pulse, since: Nanos) -> EngineHealth:
         before, self._pulse = self._pulse, pulse

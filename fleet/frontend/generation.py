@@ -97,7 +97,7 @@ class Generation:
         self._clock = clock
         self._tenants = tenants
         self._tenant_secret = tenant_secret
-        self._metrics = metrics
+        self.metrics = metrics
         self._running: set[RequestId] = set()
         self._parents: dict[ModelName, ModelName] = {}  # base model by name of a requested LoRA adapter
         self._threads = threads
@@ -141,7 +141,7 @@ class Generation:
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
         """
-        measured = _RequestTimes(self._clock, self._metrics)
+        measured = _RequestTimes(self._clock, self.metrics)
         if request.id in self._running:
             measured.refused(Reason.INVALID_ARGUMENT)
             raise invalid("request_id", "a running request has the same id; use another one")

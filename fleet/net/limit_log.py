@@ -21,12 +21,7 @@ class ConnectionLimitLog:
         self._tell_at = float("-inf")
 
     def log_changes(self, now: float, listen: str) -> None:
-        """Log how many connections gave way or were refused since the last message, if any.
-
-        Args:
-            now: The present time in seconds by a monotonic clock.
-            listen: The address of the port, for the log.
-        """
+        """Log how many connections gave way or were refused since the last message, if any."""
         table = self._table
         displaced, refused = table.displaced - self._displaced, table.refused - self._refused
         if not (displaced or refused) or now < self._tell_at:

@@ -98,11 +98,7 @@ class _Record(Struct, frozen=True):
 
 
 def read_trace(path: Path, *, live_sessions: int = LIVE_SESSIONS) -> Trace:
-    """Return all requests of a file.
-
-    Args:
-        path: The file.
-        live_sessions: Concurrent sessions, for formats with sessions.
+    """Return all requests of a file, with `live_sessions` concurrent sessions in formats with sessions.
 
     Raises:
         TraceError: The file cannot be read, or a row is malformed.
@@ -210,7 +206,7 @@ def _of_requests(
 
 def _of_recording(path: Path, cut: RowSelection, block_tokens: int) -> TraceFile:
     if not cut.is_whole:
-        raise TraceError(f"{path}: part and sample are of rows, and lines of a recording are events: cut by its time")
+        raise TraceError(f"{path}: part and sample count rows, and the lines of a recording are events: select by time")
     size = recorded_traffic.recorded_block_tokens(path) or block_tokens
     return TraceFile(
         format="recording",
@@ -252,7 +248,7 @@ def _mooncake(path: Path, lines: Iterator[TraceLine], *, ordered: bool) -> Itera
     for number, line in lines:
         row = decode_row(path, number, line, _MooncakeRow)
         if ordered and row.timestamp < latest:
-            raise TraceError(f"{path}:{number}: timestamp: {row.timestamp:g} is before that of the row above")
+            raise TraceError(f"{path}:{number}: timestamp: {row.timestamp:g} is before the row above")
         latest = row.timestamp
         _check_chain(path, number, row.hash_ids, row.input_length, BLOCK_TOKENS)
         yield TraceRequest(Nanos(round(row.timestamp * MILLISECOND)), row.input_length, row.hash_ids, row.output_length)
@@ -280,4 +276,4 @@ def _check_chain(path: Path, number: int, chain: tuple[int, ...], tokens: int, b
     if len(chain) > blocks_for(tokens, block_tokens):
         raise TraceError(f"{path}:{number}: hash_ids: {len(chain)} blocks are more than {tokens} tokens fill")
     if len(set(chain)) < len(chain):
-        raise TraceError(f"{path}:{number}: hash_ids: an id is there twice, so it cannot name a prefix")
+        raise TraceError(f"{path}:{number}: hash_ids: an id occurs twice, so it cannot name a prefix")

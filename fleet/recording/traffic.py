@@ -49,10 +49,7 @@ def recorded_block_tokens(path: Path) -> int | None:
 def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> Iterator[TraceRequest]:
     """Yield requests in the order of their arrival, with times from the start of the recording.
 
-    Args:
-        path: The recording.
-        block_tokens: The block size whose keys are used.
-        chain: Makes names for prompts without recorded keys of that size.
+    `chain` makes names for prompts without recorded keys for blocks of `block_tokens`.
 
     Raises:
         TraceError: A line is malformed.

@@ -1,4 +1,4 @@
-"""Session pins: blocks that waiting sessions keep in the pool, within a limit. Pure.
+"""Session pins: blocks that waiting sessions keep in the pool, within a limit.
 
 Rules:
 

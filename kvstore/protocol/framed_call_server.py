@@ -39,7 +39,6 @@ class FramedCallServer:
     """Server of framed calls; the module lists the rules."""
 
     def __init__(self, acts: Mapping[Method, Act]):
-        """Serve the connections that `take` gets."""
         self._acts = {bytes((method,)): act for method, act in acts.items()}
         self._callers: set[_CallerConnection] = set()
         self.undecodable = 0
@@ -88,7 +87,7 @@ class FramedCallServer:
         connection.send()  # the empty frame accepts the connection
         return caller
 
-    def garbled(self, error: Exception) -> None:
+    def count_invalid(self, error: Exception) -> None:
         """Count and log a connection that brought something other than a request."""
         self.undecodable += 1
         log.warning("local connection cut: not a request", extra={"reason": str(error)})
@@ -115,7 +114,7 @@ class _CallerConnection:
             self.connection.send(*self._server.answer(payload))
             self.connection.flush()  # before the uses are counted, which takes longer than the answer
         except DecodeError as error:
-            self._server.garbled(error)
+            self._server.count_invalid(error)
             self.connection.abort()
             return
         except ConnectionError as error:
@@ -134,7 +133,7 @@ class _CallerConnection:
 
     def lost(self, cause: Exception | None) -> None:
         if isinstance(cause, FrameTooLong):
-            self._server.garbled(cause)
+            self._server.count_invalid(cause)
         self._server.forget(self)  # a client may leave at any time
 
     def cut_if_stalled(self, now: Nanos) -> None:

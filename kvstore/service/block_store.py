@@ -235,7 +235,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             self._note(_ChainUse(digest, hashes, held))
         if max_wait := wire.parse_max_wait(request.patience_ms):
             names = split(hashes)
-            self._savings.told(digest, len(names), seconds(max_wait))
+            self._savings.report(digest, len(names), seconds(max_wait))
             self._hierarchy.prefetch(digest, names, held, max_wait, now, tenant)
             self.settle()  # a tier that finds in memory may answer now
         loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))
@@ -369,6 +369,6 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             (claim if isinstance(command, Claim) else discard)(command.address)
         changes = self._machine.changes()
         for each in changes:
-            self._hierarchy.left(each.digest, each.removed)
+            self._hierarchy.forget_origins(each.digest, each.removed)
             self._hierarchy.offer(each.digest, each.stored, self._clock.now())
         self._watchers.tell([*changes, *self._hierarchy.changes()])

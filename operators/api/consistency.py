@@ -5,7 +5,8 @@ The CEL rules define them; tests compare both on the same samples.
 
 from collections.abc import Iterator
 
-from operators.api.disagg_deployment import DisaggDeploymentSpec, EngineKind, KvPath, RoleSpec, RoleType, ScalingMode
+from fleet.core.roles import KvPath
+from operators.api.disagg_deployment import DisaggDeploymentSpec, EngineKind, RoleSpec, RoleType, ScalingMode
 
 
 def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple[str, str]]:

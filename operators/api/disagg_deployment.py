@@ -5,6 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
+from fleet.core.roles import KvPath
 from operators.api.fields import (
     MODEL_RULES,
     Conditions,
@@ -51,11 +52,6 @@ class EngineKind(StrEnum):
     SIMULATED = "simulated"
 
 
-class KvPath(StrEnum):
-    DIRECT = "direct"
-    STORE = "store"
-
-
 class FailureMode(StrEnum):
     OPEN = "FailOpen"
     CLOSE = "FailClose"
@@ -77,7 +73,7 @@ class Parallelism(Resource, frozen=True):
 
     @property
     def by_heads(self) -> bool:
-        """Whether every rank has whole layers, and all ranks have the same requests."""
+        """True if every rank has whole layers, and all ranks have the same requests."""
         return self.pipeline == self.data == 1
 
     def fits(self, nodes: int) -> bool:

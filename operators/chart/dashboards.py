@@ -1,6 +1,7 @@
-"""Grafana dashboards. Every query is made from the catalogue of metrics: one that does not exist, or has no such label, is an error here.
+"""Grafana dashboards. Every query is checked against the metric catalogue: an unknown metric or label is an error.
 
-Schema version 39 (Grafana 10.4 and later). Namespaces are a variable; Prometheus adds that label to what it scrapes.
+The schema version is 39 (Grafana 10.4 and later). Namespaces are a variable; Prometheus adds that label to scraped
+metrics.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,8 @@ ALIKE = frozenset(
         "fleet_operator_objects",
     }
 )
-"""What every router tells of the same workers and stores, and every operator of the same objects: it counts once, however many tell it."""
+"""Metrics that every router reports about the same workers and stores, and every operator about the same objects: they
+count once."""
 
 COLUMNS, WIDTH, HEIGHT = 3, 8, 7
 
@@ -53,16 +55,16 @@ class Row(Struct, frozen=True):
 
 
 class Queries:
-    """Makes queries and panels about the metrics of one process."""
+    """Makes queries and panels from the metrics of one process."""
 
     def __init__(self, catalogue: Mapping[str, MetricDescription]) -> None:
         self._catalogue = catalogue
 
     def metric(self, name: str, kind: str, by: Iterable[str] = ()) -> MetricDescription:
-        """The metric.
+        """Return a metric.
 
         Raises:
-            LookupError: There is none of that name and kind, or it has not these labels.
+            LookupError: There is no metric of that name and kind, or it does not have these labels.
         """
         found = self._catalogue.get(name)
         if found is None or found.kind != kind:
@@ -72,7 +74,7 @@ class Queries:
         return found
 
     def rate(self, name: str, *by: str, legend: str = "") -> Query:
-        """A second."""
+        """Return the rate per second of a counter."""
         self.metric(name, "counter", by)
         return Query(_summed(by, f"rate({name}_total{{{SCOPE}}}[{WINDOW}])"), legend or _legend(by))
 
@@ -89,14 +91,14 @@ class Queries:
         return Query(f"histogram_quantile({of}, {inner})", f"p{of * 100:g} {_legend(by)}".strip())
 
     def rates(self, title: str, name: str, *by: str, unit: str = "reqps") -> Panel:
-        """A counter, by its labels."""
+        """Return a panel of a counter by its labels."""
         return self.panel(title, name, unit, self.rate(name, *by))
 
     def levels(self, title: str, name: str, *by: str, unit: str = "short") -> Panel:
         return self.panel(title, name, unit, self.level(name, *by))
 
     def times(self, title: str, name: str, *by: str) -> Panel:
-        """The median, and what the slowest have."""
+        """Return a panel with the median and the slowest durations."""
         return self.panel(title, name, "s", *(self.quantile(name, of, *by) for of in (0.5, 0.9, 0.99)))
 
     def panel(self, title: str, name: str, unit: str, *queries: Query) -> Panel:
@@ -104,14 +106,14 @@ class Queries:
 
 
 def share(title: str, meaning: str, part: Query, *whole: Query) -> Panel:
-    """What a part is of the sum of others, from 0 to 1."""
+    """Return a panel of a part's share of a sum, from 0 to 1."""
     total = " + ".join(each.expression for each in whole)
     query = Query(f"{part.expression} / ({total})", part.legend)
     return Panel(title=title, meaning=meaning, unit="percentunit", queries=(query,), most=1.0)
 
 
 def requests() -> dict[str, Any]:
-    """Of routers: requests, times, tokens, workers."""
+    """Return the routers' dashboard: requests, times, tokens, workers."""
     of = Queries(router_metric_descriptions())
     rows = (
         Row(
@@ -228,7 +230,7 @@ def requests() -> dict[str, Any]:
 
 
 def store() -> dict[str, Any]:
-    """Of KV store nodes: tiers, their hits, times and room."""
+    """Return the dashboard of KV store nodes: tiers, their hits, times and free space."""
     of = Queries(store_metric_descriptions())
     tier = ("tier",)
     rows = (
@@ -299,7 +301,7 @@ def store() -> dict[str, Any]:
 
 
 def operator() -> dict[str, Any]:
-    """Of the operator: what it looks after, what it does, how long that takes."""
+    """Return the operator's dashboard: its objects, its actions and their durations."""
     of = Queries(operator_metric_descriptions())
     rows = (
         Row(

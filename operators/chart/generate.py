@@ -1,7 +1,8 @@
-"""The parts of the Helm chart that are made from types: `python -m operators.chart.generate deploy/helm/fleet` writes them.
+"""Generator of the Helm chart: `python -m operators.chart.generate deploy/helm/fleet` writes what comes from types.
 
-Values and their schema come from `operators.chart.values`, custom resource definitions from `operators.chart.crds`, what the operator may
-do from `operators.rbac`, dashboards from `operators.chart.dashboards`. A test holds the chart against what is made here.
+Values and their schema come from `operators.chart.values`, custom resource definitions from `operators.chart.crds`, the
+operator's rights from `operators.rbac`, and dashboards from `operators.chart.dashboards`. A test compares the chart
+with the generated content.
 """
 
 import argparse
@@ -35,11 +36,11 @@ metadata:
 {{- end }}
   labels: {{- include "fleet.labels" (list . "crds") | nindent 4 }}
 """
-"""Of a definition, before its name."""
+"""Metadata of a definition, before its name."""
 
 
 def generated() -> dict[str, str]:
-    """Content of every generated file, by its path in the chart."""
+    """Return the content of every generated file, by its path in the chart."""
     dashboards = {
         f"files/dashboards/{name}.json": f"{msgspec.json.format(msgspec.json.encode(made()), indent=1).decode()}\n"
         for name, made in DASHBOARDS.items()
@@ -55,7 +56,7 @@ def generated() -> dict[str, str]:
 
 
 def values() -> str:
-    """`values.yaml`: every value with what it means and its default."""
+    """Return `values.yaml`: every value with its meaning and its default."""
     lines = [HEADER.replace("the types", "operators/chart/values.py")]
     for each in _lines(Values, Values()):
         if not each.startswith((" ", "#")) and not lines[-1].startswith("#"):
@@ -65,14 +66,14 @@ def values() -> str:
 
 
 def schema() -> Schema:
-    """`values.schema.json`, in the draft that both versions of Helm know."""
+    """Return `values.schema.json`, in the draft that both versions of Helm know."""
     (root, _), parts = msgspec.json.schema_components([Values, OperatorSettings], ref_template="#/definitions/{name}")
     structs = _structs(Values) | _structs(OperatorSettings)
     for name, part in parts.items():
-        for field, text in _documented(structs.get(name)).items():
+        for field, text in documented_fields(structs.get(name)).items():
             part["properties"][field] = {"description": text} | part["properties"][field]
-    # Not the field's type: some settings have no default, since only the chart knows them.
-    parts["Operator"]["properties"]["settings"] |= {"$ref": "#/definitions/OperatorSettings"}
+    # Not the field's type, because only the chart knows the values of settings without a default.
+    parts["OperatorValues"]["properties"]["settings"] |= {"$ref": "#/definitions/OperatorSettings"}
     for owner, names in OWNED.items():
         for name in names:
             del parts[owner]["properties"][name]
@@ -83,7 +84,7 @@ def schema() -> Schema:
 
 
 def _references(node: Any) -> Iterator[str]:
-    """Names of definitions that a schema refers to."""
+    """Yield the names of definitions that a schema refers to."""
     if isinstance(node, dict):
         if "$ref" in node:
             yield node["$ref"].rpartition("/")[2]
@@ -93,7 +94,7 @@ def _references(node: Any) -> Iterator[str]:
 
 
 def rules() -> dict[str, list[dict[str, list[str]]]]:
-    """What the operator's Roles allow: where deployments are, and where it runs itself."""
+    """Return the rules of the operator's Roles: in the namespaces of deployments, and in its own."""
     parts: dict[str, list[dict[str, list[str]]]] = {"deployments": [], "own": []}
     for name, own in (("deployments", False), ("own", True)):
         alike: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
@@ -109,23 +110,23 @@ def rules() -> dict[str, list[dict[str, list[str]]]]:
 
 
 def _definition(made: Schema) -> str:
-    """As a template: installed and kept as the values say."""
+    """Return a definition as a template, which is installed and kept as the values say."""
     text = _yaml(made)
     if "{{" in text:
         raise ConfigurationRefused(
-            f"{made['metadata']['name']}: has two braces in a text, which Helm takes for its own"
+            f"{made['metadata']['name']}: has two braces in a text, which Helm reads as a template"
         )
     head, _, rest = text.partition("metadata:\n")
     return f"{HEADER}\n{{{{- if .Values.crds.install }}}}\n{head}{METADATA}{rest}{{{{- end }}}}\n"
 
 
 def _yaml(value: Any) -> str:
-    # A line of its own for each text, however long: folded ones would look like templates' white space.
+    # Each text gets one line, because folded lines would look like the white space of templates.
     return str(yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False, width=10_000, allow_unicode=True))
 
 
 def _lines(kind: type[Struct], value: Struct) -> Iterator[str]:
-    described = _documented(kind)
+    described = documented_fields(kind)
     for field in msgspec.structs.fields(kind):
         name = field.encode_name
         if text := described.get(name):
@@ -141,7 +142,7 @@ def _lines(kind: type[Struct], value: Struct) -> Iterator[str]:
 
 
 def _structs(of: type[Struct]) -> dict[str, type[Struct]]:
-    """Every Struct that is part of one, by name."""
+    """Return every Struct that is a part of one, by name."""
     found: dict[str, type[Struct]] = {}
 
     def look(info: Any) -> None:
@@ -165,8 +166,8 @@ def _structs(of: type[Struct]) -> dict[str, type[Struct]]:
 
 
 @cache
-def _documented(kind: type[Struct] | None) -> Mapping[str, str]:
-    """Docstrings under the fields of a type and those that it extends, by the fields' names on the wire."""
+def documented_fields(kind: type[Struct] | None) -> Mapping[str, str]:
+    """Return the docstrings of the fields of a type and its bases, by the fields' names on the wire."""
     if kind is None:
         return {}
     wire = {each.name: each.encode_name for each in msgspec.structs.fields(kind)}
@@ -190,7 +191,7 @@ def _own_docstrings(kind: type[Struct]) -> Iterator[tuple[str, str]]:
 
 
 def write(chart: Path) -> None:
-    """Write what is generated into a chart's folder."""
+    """Write the generated files into a chart's folder."""
     for name, content in generated().items():
         path = chart / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +201,7 @@ def write(chart: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m operators.chart.generate",
-        description="Write the parts of the Helm chart that are made from types.",
+        description="Write the parts of the Helm chart that come from types.",
     )
     parser.add_argument("chart", type=Path, help="the chart's folder: deploy/helm/fleet")
     write(parser.parse_args().chart)

@@ -1,4 +1,4 @@
-"""Every metric that a router, a KV store node and the operator have, by name: read from the very objects that make them."""
+"""Metric catalogue: every metric of a router, a KV store node and the operator, read from their objects."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -80,7 +80,7 @@ def operator_metric_descriptions() -> Mapping[str, MetricDescription]:
 def _described(*collected: Iterable[Metric]) -> dict[str, MetricDescription]:
     found: dict[str, MetricDescription] = {}
     for family in (each for families in collected for each in families):
-        declared = getattr(family, "_labelnames", ())  # which have no sample yet
+        declared = getattr(family, "_labelnames", ())  # labels without a sample yet
         sampled = {label for sample in family.samples for label in sample.labels}
         found[family.name] = MetricDescription(
             name=family.name,

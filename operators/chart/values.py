@@ -1,12 +1,15 @@
-"""The values of the Helm chart in deploy/helm/fleet: their one definition. `values.yaml` and `values.schema.json` are made from it.
+"""Values of the Helm chart in deploy/helm/fleet.
+
+They are defined only here; `values.yaml` and its schema are generated from these types.
 
 Rules:
 
-1. What a process is told is its own settings type, under `settings`, with the names that its settings file has. What follows from
-   the chart's other values (`OWNED`) is not among them.
-2. An unknown key is refused by Helm itself, with its path. Open are only the parts that Kubernetes checks: resources, tolerations,
-   affinities and the like.
-3. Nothing secret is a value: values end in ConfigMaps and in Helm's own records. What is secret is named, by Secret and key.
+1. Settings of a process are its own settings type, under `settings`, with the names of its settings file. They leave
+   out what follows from the chart's other values (`OWNED`).
+2. Helm itself refuses an unknown key, with its path. Only the parts that Kubernetes checks are open: resources,
+   tolerations, affinities and similar.
+3. No value is secret, because values end up in ConfigMaps and in Helm's own records. Secrets are named by Secret and
+   key.
 """
 
 from collections.abc import Mapping
@@ -40,18 +43,18 @@ OWNED: Mapping[str, tuple[str, ...]] = {
     "LeaseSettings": ("name", "namespace", "owner"),
     "ProbeSettings": ("keys",),
 }
-"""Settings that follow from the chart's values, or are secret, by type."""
+"""Settings, by type, that follow from the chart's values or are secret."""
 
 
 class _Values(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Spelt as charts are: `pullPolicy`."""
+    """Base of all values, with the spelling of charts: `pullPolicy`."""
 
 
 Texts = dict[str, str]
 Open = dict[str, Any]
 Replicas = Annotated[int, Meta(ge=0, le=1000)]
 Name = Annotated[str, Meta(pattern=r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$")]
-"""Of an object; empty: none."""
+"""Name of an object; empty: none."""
 
 Repository = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9._/:]*[a-z0-9])?$")]
 Tag = Annotated[str, Meta(pattern=r"^([A-Za-z0-9_][-A-Za-z0-9._]{0,127})?$")]
@@ -61,21 +64,23 @@ Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|[MGTPE]i?)?$"
 
 class Crds(_Values, frozen=True):
     install: bool = True
-    """Custom resource definitions come with the release, and change with it. Off: somebody else installs them (`fleet kube crds`)."""
+    """Install and update custom resource definitions with the release. Off: they are installed separately (`fleet kube
+    crds`)."""
 
     keep: bool = True
-    """They stay when the release goes, and with them every DisaggDeployment and what it serves. Off: all of that goes too."""
+    """Keep them, with every DisaggDeployment and what it serves, when the release is removed. Off: all of that is removed
+    too."""
 
     roles: bool = True
-    """With `install`: whoever may view or edit what is in a namespace may do that with these kinds too, by ClusterRoles that Kubernetes adds
-    to its own `view` and `edit`."""
+    """With `install`: ClusterRoles that Kubernetes adds to its own `view` and `edit`, so that whoever has these roles in a
+    namespace may view or edit these kinds too."""
 
 
 class Image(_Values, frozen=True):
     repository: Repository
     tag: Tag = ""
     digest: Digest = ""
-    """Counts more than a tag."""
+    """Takes precedence over a tag."""
 
 
 class PullPolicy(StrEnum):
@@ -86,17 +91,17 @@ class PullPolicy(StrEnum):
 
 class ChartImages(_Values, frozen=True):
     registry: str = ""
-    """Goes before the repositories below, with a path if need be: `registry.example.org/team`."""
+    """Prefix of the repositories below, with a path if needed: `registry.example.org/team`."""
 
     tag: Tag = ""
-    """Of images without a tag of their own; empty: the chart's `appVersion`."""
+    """Tag of images without their own; empty: the chart's `appVersion`."""
 
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
     pull_secrets: tuple[Name, ...] = ()
     router: Image = Image(repository="fleet-router")
     operator: Image = Image(repository="fleet-operator")
     worker_cpu: Image = Image(repository="fleet-worker-cpu")
-    """Of workers for which a DisaggDeployment names no image: without GPUs, on NVIDIA's, on AMD's."""
+    """Images of workers for DisaggDeployments that name none: without GPUs, with NVIDIA's, with AMD's."""
 
     worker_cuda: Image = Image(repository="fleet-worker-cuda")
     worker_rocm: Image = Image(repository="fleet-worker-rocm")
@@ -105,13 +110,13 @@ class ChartImages(_Values, frozen=True):
 class ServiceAccount(_Values, frozen=True):
     create: bool = True
     name: Name = ""
-    """Empty: the component's own name, or `default` where none is made."""
+    """Empty: the component's own name, or `default` if none is created."""
 
     annotations: Texts = {}
 
 
 class Pods(_Values, frozen=True):
-    """What is Kubernetes' own, and goes into pods as it is."""
+    """Kubernetes' own fields, which go into pods unchanged."""
 
     labels: Texts = {}
     annotations: Texts = {}
@@ -124,7 +129,7 @@ class Pods(_Values, frozen=True):
 
 
 class SecretSetting(_Values, frozen=True):
-    """One setting that is in a Secret."""
+    """A setting whose value is in a Secret."""
 
     setting: Annotated[str, Meta(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")]
     name: Annotated[Name, Meta(min_length=1)]
@@ -143,7 +148,7 @@ class ServiceType(StrEnum):
     LOAD_BALANCER = "LoadBalancer"
 
 
-class Service(_Values, frozen=True):
+class ServiceValues(_Values, frozen=True):
     type: ServiceType = ServiceType.CLUSTER_IP
     annotations: Texts = {}
 
@@ -155,7 +160,7 @@ class Ingress(_Values, frozen=True):
     """Empty: every host."""
 
     tls_secret: Name = ""
-    """The Secret with the host's certificate; with cert-manager's annotation the one where that puts it. Empty: no TLS."""
+    """The Secret with the host's certificate; cert-manager, if annotated, writes it there. Empty: no TLS."""
 
     annotations: Texts = {}
 
@@ -165,7 +170,7 @@ class Autoscaling(_Values, frozen=True):
     least: Annotated[int, Meta(ge=1, le=1000)] = 2
     most: Annotated[int, Meta(ge=1, le=1000)] = 8
     cpu_percent: Annotated[int, Meta(ge=1, le=1000)] = 70
-    """Of the CPUs requested in `pods.resources`."""
+    """Percentage of the CPUs requested in `pods.resources`."""
 
 
 class DisruptionBudget(_Values, frozen=True):
@@ -175,30 +180,32 @@ class DisruptionBudget(_Values, frozen=True):
 
 class Routers(_Values, frozen=True):
     enabled: bool = True
-    """Off: routers are those of DisaggDeployments alone."""
+    """Off: only DisaggDeployments have routers."""
 
     replicas: Replicas = 2
-    """Left to the autoscaler where that is enabled."""
+    """The autoscaler sets the number if it is enabled."""
 
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Of each replica, behind one port."""
+    """Processes of each replica, behind one port."""
 
     settings: RouterSettings = RouterSettings()
-    """As in a router's settings file (docs/router.md), `openai_workers` and `tenants` say. With `endpoint_picker`, `{}` at least, gateways
-    ask on port 9002: of the routers' Service where `models` are named, else of `…-routers-picker`."""
+    """Settings of a router's settings file (docs/router.md), such as `openai_workers` and `tenants`. With
+    `endpoint_picker` (`{}` at least), gateways send requests to port 9002: of the routers' Service if `models` are
+    named, else of `…-routers-picker`."""
 
     picker_lease: bool = True
-    """With `endpoint_picker` and no `models`: gateways ask one router at a time, who holds a Lease, since routers do not know what the others
-    have booked. Off: they ask all, on the routers' Service; for a single replica, or to have more of them at the price of worse choices."""
+    """With `endpoint_picker` and no `models`: gateways ask only the router that holds a Lease, because routers do not know
+    each other's reservations. Off: they ask all routers, on the routers' Service; for a single replica, or for several
+    at the price of worse placements."""
 
     secrets: tuple[SecretSetting, ...] = ()
-    """Settings that are in Secrets: `{setting: tenant_secret, name: fleet, key: tenant-secret}`. A key that ends in `.json` holds JSON:
-    `tenants` with their API keys say; any other is a text."""
+    """Settings whose values are in Secrets: `{setting: tenant_secret, name: fleet, key: tenant-secret}`. A key that ends
+    in `.json` holds JSON, such as `tenants` with their API keys; any other holds a text."""
 
     control_secret: Name = ""
-    """Secret whose key `secret` (`openssl rand -hex 32`) workers and operators prove to the routers' control port, 50052. With `tls`, they show
-    certificates as well. Without both the control port is a Unix socket in the pod: workers are found in `discovery`, and
-    `kubectl exec` runs `fleet status`."""
+    """Secret whose key `secret` (`openssl rand -hex 32`) workers and operators prove to the routers' control port, 50052.
+    With `tls` they show certificates as well. Without both, the control port is a Unix socket in the pod: workers are
+    found in `discovery`, and `kubectl exec` runs `fleet status`."""
 
     models_claim: Name = ""
     """A PersistentVolumeClaim with tokenizers, mounted read-only at /models, for folders in `settings.models`."""
@@ -207,14 +214,15 @@ class Routers(_Values, frozen=True):
     """Serve the Open Inference Protocol over gRPC, on port 8001."""
 
     readiness: Readiness = Readiness.AUTO
-    """When a router gets requests. `Serving`: it knows a worker. `Listening`: it answers, if only by refusing. `Auto`: Serving, where
-    `settings` name models or servers; otherwise there may be none yet, and an install that waits would wait for ever."""
+    """When a router gets requests. `Serving`: when it knows a worker. `Listening`: when it answers, even if it only
+    rejects. `Auto`: Serving if `settings` name models or servers; otherwise Listening, because there may be no worker
+    yet, and an install that waits would wait for ever."""
 
     termination_seconds: Annotated[int, Meta(ge=20, le=3600)] = 60
-    """From the word that a pod is to end to its end: 5 for everybody to hear of it, 5 to close, and between them answers that are being
-    streamed are finished."""
+    """The time from the decision to end a pod to its end: 5 s until all senders know, 5 s to close, and in between the
+    answers that are being streamed are finished."""
 
-    service: Service = Service()
+    service: ServiceValues = ServiceValues()
     ingress: Ingress = Ingress()
     autoscaling: Autoscaling = Autoscaling()
     disruption_budget: DisruptionBudget = DisruptionBudget()
@@ -227,23 +235,23 @@ class Scope(StrEnum):
     CLUSTER = "Cluster"
 
 
-class Operator(_Values, frozen=True):
+class OperatorValues(_Values, frozen=True):
     enabled: bool = True
     replicas: Replicas = 2
     """One leads, by a Lease; the others wait."""
 
     scope: Scope = Scope.NAMESPACE
-    """Whose DisaggDeployments it looks after: those of the release's namespace, by a Role, or all, by a ClusterRole."""
+    """Which DisaggDeployments it manages: those of the release's namespace, by a Role, or all, by a ClusterRole."""
 
     create_roles: bool = True
-    """Off: somebody else grants what the operator needs."""
+    """Off: the operator's rights are granted separately."""
 
     settings: Open = {}
-    """As in an operator's settings file: `operators.settings.OperatorSettings`."""
+    """Settings of an operator's settings file: `operators.settings.OperatorSettings`."""
 
     secrets: tuple[SecretSetting, ...] = ()
-    """Settings that are in Secrets, as those of routers: `{setting: probe.keys, name: fleet-probes, key: keys.json}`, where the file says
-    `{"namespace/name": "API key"}` of DisaggDeployments whose routers want one."""
+    """Settings whose values are in Secrets, like those of routers: `{setting: probe.keys, name: fleet-probes, key:
+    keys.json}`, with the file `{"namespace/name": "API key"}` for DisaggDeployments whose routers require a key."""
 
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
@@ -251,7 +259,7 @@ class Operator(_Values, frozen=True):
 
 
 class ExtraEgress(_Values, frozen=True):
-    """Rules as a NetworkPolicy has them, by component."""
+    """Egress rules of a NetworkPolicy, by component."""
 
     routers: tuple[Open, ...] = ()
     operator: tuple[Open, ...] = ()
@@ -261,61 +269,64 @@ class ExtraEgress(_Values, frozen=True):
 
 class Egress(_Values, frozen=True):
     restricted: bool = False
-    """Pods of the release reach nothing but what they need, as far as the values say it: names, the API server, each other and the pods of
-    DisaggDeployments, and what `routers.settings` and `etcd` name, by its port. Off, as charts usually have it: what else pods need is the
-    cluster's own, and what is not allowed just never answers. Before it is set, `extra` has to allow what there is of: the control plane of a
-    service mesh, the hub that routers fetch models from (443), a Redis whose URL is in a Secret, workers and gateways that the values do not
-    name. Pods of DisaggDeployments stay open outwards: they fetch models from wherever those are."""
+    """Pods of the release reach only what they need according to the values: names, the API server, each other, the pods
+    of DisaggDeployments, and the ports in `routers.settings` and `etcd`. Off, as usual in charts: other needs depend on
+    the cluster, and forbidden traffic just never gets an answer. Before you set it, add to `extra` what exists of
+    these: the control plane of a service mesh, the hub from which routers fetch models (443), a Redis whose URL is in a
+    Secret, and workers and gateways that the values do not name. Pods of DisaggDeployments may always connect outwards,
+    because they fetch models from anywhere."""
 
     dns: tuple[Open, ...] = ()
-    """Who answers for names, as a NetworkPolicy names peers; empty: whoever listens on the ports for that, 53 and OpenShift's 5353."""
+    """The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353.
+    The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353."""
 
     api_server: tuple[Open, ...] = ()
-    """Where the API server is: `{ipBlock: {cidr: 10.0.0.1/32}}`. Empty: at any address, on the ports below."""
+    """The API server: `{ipBlock: {cidr: 10.0.0.1/32}}`. Empty: any address, on the ports below."""
 
     api_server_ports: tuple[Annotated[int, Meta(ge=1, le=65535)], ...] = (443, 6443, 8443, 16443)
-    """Of the API server itself, which is not that of its Service: most plug-ins look at where a connection ends."""
+    """Ports of the API server itself, not of its Service: most network plug-ins check where a connection ends."""
 
     extra: ExtraEgress = ExtraEgress()
-    """What is needed besides: a Redis whose URL is in a Secret, and workers and gateways of your own that the values do not name."""
+    """Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name.
+    Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name."""
 
 
 class NetworkPolicy(_Values, frozen=True):
     enabled: bool = True
-    """Routers are open to `clients` on the ports for clients, and to Fleet's own pods on the one for workers; the others only to those
-    who need them."""
+    """Routers admit `clients` on the ports for clients, and Fleet's own pods on the port for workers; other pods admit
+    only those that need them."""
 
     clients: tuple[Open, ...] = ()
-    """Peers as a NetworkPolicy names them; empty: everybody."""
+    """Peers of a NetworkPolicy; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Peers that may read metrics besides `clients`. Empty: everybody may read those of the operator, and whoever may send requests those of
-    routers."""
+    """Peers that may read metrics besides `clients`. Empty: everybody may read the operator's, and whoever may send
+    requests may read the routers'."""
 
     egress: Egress = Egress()
 
 
 class Monitors(_Values, frozen=True):
     enabled: bool = True
-    """PodMonitors for routers and the operator, where the cluster has this kind."""
+    """PodMonitors for routers and the operator, if the cluster has this kind."""
 
     labels: Texts = {}
-    """Such as a Prometheus selects."""
+    """Labels by which a Prometheus selects them."""
 
     interval_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
 
 
 class Alerts(_Values, frozen=True):
     enabled: bool = True
-    """A PrometheusRule for routers that cannot reach the directory of their workers, where the cluster has this kind."""
+    """A PrometheusRule for routers that cannot reach the directory of their workers, if the cluster has this kind."""
 
     labels: Texts = {}
-    """Such as a Prometheus selects."""
+    """Labels by which a Prometheus selects them."""
 
 
 class Dashboards(_Values, frozen=True):
     enabled: bool = True
-    """As ConfigMaps, for Grafana's sidecar."""
+    """Dashboards in ConfigMaps, for Grafana's sidecar."""
 
     labels: Texts = field(default_factory=lambda: {"grafana_dashboard": "1"})
     annotations: Texts = {}
@@ -341,14 +352,14 @@ class Issuer(_Values, frozen=True):
 
 class Tls(_Values, frozen=True):
     source: TlsSource = TlsSource.NONE
-    """Of the certificate that routers show to workers and KV store nodes on other hosts, and of the authority that has to have signed
-    theirs. TLS towards clients is the Ingress', or the Gateway's."""
+    """Source of the certificate that routers show to workers and KV store nodes on other hosts, and of the authority that
+    must have signed theirs. TLS for clients belongs to the Ingress or the Gateway."""
 
     secret: Name = ""
-    """With `source: Secret`: has the keys tls.crt, tls.key and ca.crt."""
+    """With `source: Secret`: a Secret with the keys tls.crt, tls.key and ca.crt."""
 
     issuer: Issuer = Issuer()
-    """With `source: CertManager`."""
+    """With `source: CertManager`: the issuer."""
 
 
 class DiscoverySource(StrEnum):
@@ -362,18 +373,18 @@ class DiscoveryOfWorkers(_Values, frozen=True):
     """Where the release's routers find workers that do not register with them: Leases in this namespace, or etcd."""
 
     cluster: Annotated[str, Meta(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")] = ""
-    """Whose workers: the name of a DisaggDeployment. Empty: the release's name."""
+    """The name of the DisaggDeployment whose workers are used. Empty: the release's name."""
 
 
 class Etcd(_Values, frozen=True):
     endpoints: tuple[Annotated[str, Meta(pattern=r"^[^\s/]+:[0-9]{1,5}$")], ...] = ()
-    """Of the etcd that is there, `host:port` each."""
+    """An existing etcd, each endpoint as `host:port`."""
 
     tls: bool = False
-    """Speak TLS with it, by the certificate that `tls` names."""
+    """Use TLS with the certificate that `tls` names."""
 
     install: bool = False
-    """A small one of the release's own, for trying things out. In production, bring one that is backed up and watched."""
+    """Install a small etcd for trials. For production, use one with backups and monitoring."""
 
     replicas: Literal[1, 3, 5] = 1
     image: Image = Image(repository="quay.io/coreos/etcd", tag="v3.5.21")
@@ -386,19 +397,19 @@ class Etcd(_Values, frozen=True):
 
 class Redis(_Values, frozen=True):
     install: bool = False
-    """A single one of the release's own, in memory, for trying things out; routers keep tenants' limits together in it. In production
-    bring one: its URL is `routers.settings.tenants_redis`, or with a password in it an entry of `routers.secrets`."""
+    """Install a single Redis in memory for trials; routers share tenants' limits in it. For production use your own: its
+    URL is `routers.settings.tenants_redis`, or with a password in it an entry of `routers.secrets`."""
 
     image: Image = Image(repository="valkey/valkey", tag="8.1-alpine")
     memory_mib: Annotated[int, Meta(ge=16, le=1 << 20)] = 256
-    """For what it keeps; the pod may take twice as much."""
+    """Memory for its content; the pod may use twice as much."""
 
     pods: Pods = Pods()
 
 
 class ApiKey(_Values, frozen=True):
     name: Name = ""
-    """Of a Secret; empty: no key is sent."""
+    """Name of a Secret; empty: no key is sent."""
 
     key: str = "api-key"
 
@@ -406,35 +417,35 @@ class ApiKey(_Values, frozen=True):
 class Test(_Values, frozen=True):
     enabled: bool = True
     model: str = ""
-    """`helm test` asks it for a token; empty: it asks for the routers' status."""
+    """`helm test` requests a token of this model; empty: it requests the routers' status."""
 
     api_key: ApiKey = ApiKey()
 
 
 class Values(_Values, frozen=True):
-    """All of them."""
+    """All values of the chart."""
 
     name_override: Name = ""
-    """In place of `fleet` in names and labels."""
+    """Replaces `fleet` in names and labels."""
 
     fullname_override: Name = ""
-    """In place of the release's and the chart's name, at the beginning of every object's name."""
+    """Replaces the release's and the chart's name at the beginning of every object's name."""
 
     labels: Texts = {}
-    """On every object."""
+    """Labels of every object."""
 
     user: Annotated[int, Meta(ge=0)] = 65532
-    """That processes run as; 0: whoever the platform says (OpenShift), never root."""
+    """The user of all processes; 0: the platform chooses (OpenShift), never root."""
 
     restricted_endpoint_slices: bool = False
-    """Whoever writes EndpointSlices, workers with `discovery.source: Kubernetes` and the routers that gateways ask, may also create
-    `endpointslices/restricted`: without that OpenShift may refuse addresses of pods. Off: it is a way to lead traffic past
-    NetworkPolicies where cluster and platform rely on that check."""
+    """Writers of EndpointSlices (workers with `discovery.source: Kubernetes`, and routers that gateways ask) may also
+    create `endpointslices/restricted`; without it OpenShift may refuse addresses of pods. Off by default, because it
+    allows traffic past NetworkPolicies if cluster and platform rely on that check."""
 
     crds: Crds = Crds()
     images: ChartImages = ChartImages()
     routers: Routers = Routers()
-    operator: Operator = Operator()
+    operator: OperatorValues = OperatorValues()
     network_policy: NetworkPolicy = NetworkPolicy()
     monitoring: Monitoring = Monitoring()
     tls: Tls = Tls()
@@ -444,4 +455,4 @@ class Values(_Values, frozen=True):
     test: Test = Test()
 
     global_: Open = field(default_factory=dict, name="global")
-    """Not used here; a chart that contains this one sets it."""
+    """Not used here; a parent chart sets it."""

@@ -35,7 +35,7 @@ from operators.status.deployment import status
 
 SIDES = {RoleType.PREFILL: PairSide.PREFILL, RoleType.DECODE: PairSide.DECODE}
 CONTROLLERS = frozenset({"Deployment", "LeaderWorkerSet", "StatefulSet"})
-MOST_DELETION_COST = 2**31 - 1  # as Kubernetes limits the annotation
+MOST_DELETION_COST = 2**31 - 1  # the limit of Kubernetes
 
 
 class Apply(Struct, frozen=True, tag=True):

@@ -26,7 +26,7 @@ MOST_DOUBLINGS = 16
 class WorkQueue(Generic[Key]):
     def __init__(self, most: int) -> None:
         self.overflown = False
-        """Whether a key was not kept; the caller resets it when it enqueues all keys."""
+        """True if a key was not kept; the caller resets it when it enqueues all keys."""
 
         self._most = most
         self._due: dict[Key, Nanos] = {}

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import KvPath
 from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api.consistency import contradictions
 from operators.api.disagg_deployment import (
@@ -16,7 +17,6 @@ from operators.api.disagg_deployment import (
     Drain,
     EngineKind,
     Gpus,
-    KvPath,
     KvTransfer,
     Parallelism,
     RoleSpec,

@@ -16,11 +16,11 @@ from typing import Any
 from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import KvPath
 from operators.api.disagg_deployment import (
     DisaggDeploymentSpec,
     EngineKind,
     InferencePool,
-    KvPath,
     KvTransfer,
     RoleSpec,
     RoleType,

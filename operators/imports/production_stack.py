@@ -15,10 +15,10 @@ from typing import Any
 from msgspec import Struct, structs
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import KvPath
 from operators.api.disagg_deployment import (
     DisaggDeploymentSpec,
     EngineKind,
-    KvPath,
     KvTransfer,
     RoleSpec,
     RoleType,

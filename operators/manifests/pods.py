@@ -5,7 +5,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from operators.api.disagg_deployment import DisaggDeploymentSpec, KvPath, RoleSpec, RoleType
+from fleet.core.roles import KvPath
+from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, RoleType
 from operators.api.fields import GpuVendor
 from operators.manifests.names import (
     CONTROL,

@@ -5,7 +5,8 @@ from decimal import Decimal
 import msgspec
 
 from fleet.core.hub import parse_repository
-from operators.api.disagg_deployment import EngineKind, KvPath, RoleSpec, RoleType, WatchdogSpec
+from fleet.core.roles import KvPath
+from operators.api.disagg_deployment import EngineKind, RoleSpec, RoleType, WatchdogSpec
 from operators.manifests.names import (
     CONTROL,
     CONTROL_SECRET_KEY,

@@ -33,7 +33,7 @@ SKEW_SECONDS = 5
 
 
 class WorkerRegistration(Struct, frozen=True, kw_only=True):
-    """What is known about one worker."""
+    """The knowledge about one worker."""
 
     pod: str
     warm_blocks: int | None = None

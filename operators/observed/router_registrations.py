@@ -1,4 +1,4 @@
-"""What routers say of their workers, for the operator: by `fleet.v1.Cluster` on the control port of each router."""
+"""Router registrations: reads a router's workers by `fleet.v1.Cluster` on the router's control port."""
 
 import grpc
 

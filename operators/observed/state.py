@@ -109,7 +109,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """Deployments of routers whose role has another name by now."""
 
     registrations_known: bool = False
-    """Whether anybody has reported which workers routers know."""
+    """True if anybody has reported which workers routers know."""
 
     partly: Mapping[str, tuple[str, ...]] = {}
     """Routers that do not know a worker, by pod, for workers that other routers know."""
@@ -118,7 +118,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """Pods of ready routers that have not reported their workers, although others have."""
 
     evidence: ProbeEvidence | None = None
-    """What probes have shown; None: no probes are sent."""
+    """The evidence of probes; None: no probes are sent."""
 
     proved: str = ""
     """Digest of the pods that have answered according to the status."""

@@ -47,7 +47,7 @@ class ProbeTarget(Struct, frozen=True, order=True):
     """The worker that has to answer."""
 
     pair: bool = False
-    """Whether a prefill worker has to compute the prompt."""
+    """True if a prefill worker has to compute the prompt."""
 
 
 class ProbeSubject(Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ class ProbeCompletion(Struct, frozen=True):
     """A completion."""
 
     handed: bool | None = None
-    """Whether the prompt's blocks came from another worker; None: unknown, or not demanded."""
+    """True if the prompt's blocks came from another worker; None: unknown, or not demanded."""
 
 
 class ProbeFailure(Struct, frozen=True):
@@ -117,14 +117,14 @@ class ProbeFailure(Struct, frozen=True):
 
     wants_key: bool = False
     busy: bool = False
-    """Whether a router rejected the probe because it has no room, or because the sender has reached its limit."""
+    """True if a router rejected the probe because it has no room, or because the sender has reached its limit."""
 
     def __str__(self) -> str:
         return f"{self.status} {self.text}" if self.status else self.text
 
 
 class ProbeEvidence(Struct, frozen=True, kw_only=True):
-    """What the probes of one deployment have shown so far."""
+    """Evidence from the probes of one deployment."""
 
     through: frozenset[tuple[str, str, str]] = frozenset()
     """Roles with the digests (`ProbeSubject.around`, `ProbeSubject.pools`) at their last answers."""

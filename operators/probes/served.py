@@ -1,14 +1,19 @@
-"""Probes: requests for a token, sent through the routers of a deployment over HTTP, as its clients send theirs.
+"""Served probes: requests for one token through the routers of a deployment over HTTP, as its clients send them.
 
 Rules:
 
-1. An answer counts when it is a completion of the model by the worker that was asked for, and of a pair when a prefill worker computed the prompt.
-2. Every prompt begins with other words than all before, so that no cache has it, and is long enough to fill a block of most engines.
-3. Of what went wrong the status is told, and the text of a refusal of ours; what else somebody answers may hold anything. No key is told.
-4. A Service leads where anybody who may write Services or EndpointSlices has it lead: nothing that has a key goes there. What is asked for through
-   it has none; where that is answered with 401, the same goes with the key to the address of a router's pod, which only its node can write.
-5. A probe has no right of way: priority counts among requests of one tenant, and one with a key of its own is let in before tenants that
-   have more waiting anyway (`fleet.router.queueing.admission_queue`, rule 4). It says how long it can wait, so that a router without room refuses it at once.
+1. An answer counts if it is a completion of the model by the named worker, and for a pair if a prefill worker computed
+   the prompt.
+2. Every prompt begins with other words than all before it, so that no cache has it, and is long enough to fill a block
+   of most engines.
+3. The status gets the HTTP status of a failure, and the text of a rejection by our router. Other answers may contain
+   anything and are not repeated. No key is ever repeated.
+4. Whoever may write Services or EndpointSlices decides where a Service leads, so no request with a key goes there. A
+   request through the Service has no key. If it is answered with 401, the same request goes with the key to the address
+   of a router's pod, which only the pod's node can write.
+5. A probe has no precedence: priority counts among requests of one tenant, and a tenant of its own is admitted before
+   tenants with more waiting requests anyway (`fleet.router.queueing.admission_queue`, rule 4). It states how long it
+   can wait, so that a router without room rejects it at once.
 """
 
 import asyncio
@@ -28,18 +33,18 @@ from operators.manifests.names import HTTP, host_of
 from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
 
 BUSY = frozenset({Reason.QUEUE_FULL, Reason.RATE_LIMITED})
-"""Of an admission that lets in no more, and not of something that fails."""
+"""Reasons of a router without room, as opposed to a failure."""
 
 PATIENCE = 0.9
-"""Of the deadline: what a router says at its end still comes in time."""
+"""Share of the deadline, so that a router's late rejection still arrives in time."""
 
 LONGEST_ANSWER = 64 << 10
 MOST_CHARACTERS = 200
 NO_SUCH_JSON = (msgspec.MsgspecError, RecursionError)
-"""The second: what is nested a thousand times."""
+"""RecursionError is for JSON that is nested a thousand times."""
 
 WORDS = " ".join(f"and then comes number {number}," for number in range(40))
-"""Some 200 tokens."""
+"""About 200 tokens."""
 
 ELSEWHERE = frozenset({Source.DIRECT, Source.STORE})
 
@@ -56,11 +61,11 @@ class _Phase(Struct, frozen=True):
     origins: tuple[_Origin, ...] = ()
 
 
-class _Fleet(Struct, frozen=True):
+class _ProbeFleet(Struct, frozen=True):
     kv: tuple[_Phase, ...] = ()
 
 
-class _Choice(Struct, frozen=True):
+class _ProbeChoice(Struct, frozen=True):
     text: str
 
 
@@ -69,27 +74,27 @@ class _Usage(Struct, frozen=True):
 
 
 class _CompletionBody(Struct, frozen=True):
-    choices: tuple[_Choice, ...]
+    choices: tuple[_ProbeChoice, ...]
     usage: _Usage
-    fleet: _Fleet = _Fleet()
+    fleet: _ProbeFleet = _ProbeFleet()
 
 
-class _Error(Struct, frozen=True):
+class _ProbeError(Struct, frozen=True):
     code: Reason
     message: str
 
 
 class _Refusal(Struct, frozen=True):
-    error: _Error
+    error: _ProbeError
 
 
 def router_address(host: str) -> str:
-    """Of a pod, by its IP address."""
+    """Return the address of a router's pod by its IP address."""
     return f"[{host}]:{HTTP}" if ":" in host else f"{host}:{HTTP}"
 
 
 def service_address(namespace: str, service: str) -> str:
-    """As pods of any namespace dial it."""
+    """Return a Service's address for pods of any namespace."""
     return f"{host_of(service, namespace)}:{HTTP}"
 
 
@@ -103,14 +108,21 @@ class ServedProbes:
         service: Callable[[str, str], str] = service_address,
         router: Callable[[str], str] = router_address,
     ) -> None:
-        """`keys` are API keys, by `namespace/name` of deployments; the others say where a Service of a namespace, and a pod's IP address, are dialled."""
+        """Create the sender.
+
+        Args:
+            keys: API keys by `namespace/name` of deployments.
+            deadline_seconds: Limit of one probe.
+            service: Returns the address of a Service in a namespace.
+            router: Returns the address of a router by its pod's IP address.
+        """
         self._keys = keys
         self._deadline_seconds = deadline_seconds
         self._service = service
         self._router = router
 
     async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
-        """See `fleet.net.kubernetes.ports`."""
+        """Implement `operators.probes.prober.ProbeSender`."""
         key = self._keys.get(f"{probe.namespace}/{probe.deployment}", "")
         try:
             async with asyncio.timeout(self._deadline_seconds):
@@ -124,7 +136,7 @@ class ServedProbes:
             return ProbeFailure(0, f"no answer within {self._deadline_seconds:g} s")
 
     async def _sent(self, probe: Probe, address: str, key: str) -> ProbeCompletion | ProbeFailure:
-        """One request, on a connection of its own: to whatever is there now. Its deadline is the caller's."""
+        """Send one request on a new connection, so that it reaches the current pods; the caller has a deadline."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         content = msgspec.json.encode(_request(probe, self._deadline_seconds))
         try:
@@ -147,7 +159,7 @@ class ServedProbes:
 
 
 def _request(probe: Probe, seconds: float) -> dict[str, object]:
-    """The first token of a pair comes from the prefill worker: for the other one to take part it has to be two."""
+    """Return the request. A pair needs two tokens, because the prefill worker computes the first one."""
     placement = {"placement": "disaggregated"} if probe.pair else {}
     return {
         "model": probe.model,
@@ -172,7 +184,7 @@ def _answer(probe: Probe, content: bytes) -> ProbeCompletion | ProbeFailure:
     try:
         completion = msgspec.json.decode(content, type=_CompletionBody)
     except NO_SUCH_JSON:
-        return ProbeFailure(HTTPStatus.OK, "what was answered is no completion")
+        return ProbeFailure(HTTPStatus.OK, "the answer is not a completion")
     if not completion.choices or completion.usage.completion_tokens < 1:
         return ProbeFailure(HTTPStatus.OK, "the completion has no token")
     phases = {each.phase: each for each in completion.fleet.kv}
@@ -191,10 +203,10 @@ def _refusal(status: int, content: bytes, key: str) -> ProbeFailure:
     try:
         error = msgspec.json.decode(content, type=_Refusal).error
     except NO_SUCH_JSON:
-        return ProbeFailure(status, "not in words of a router")
+        return ProbeFailure(status, "the answer is not a router's error")
     if status == HTTPStatus.TOO_MANY_REQUESTS and error.code in BUSY:
-        return ProbeFailure(status, error.code, busy=True)  # how long one would wait is otherwise each time
-    # What is not printable may make terminals do things.
+        return ProbeFailure(status, error.code, busy=True)  # without the text, whose waiting time always differs
+    # Unprintable characters may control a terminal.
     text = " ".join("".join(each if each.isprintable() else " " for each in error.message).split())
     if key:
         text = text.replace(key, "(key)")

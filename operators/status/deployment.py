@@ -13,7 +13,8 @@ Rules:
 
 from collections.abc import Iterator, Sequence
 
-from operators.api.disagg_deployment import DisaggDeploymentStatus, KvPath, RoleStatus, RoleType
+from fleet.core.roles import KvPath
+from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleStatus, RoleType
 from operators.api.fields import Condition
 from operators.manifests.names import DesiredDeployment, router_service
 from operators.observed.pod_troubles import UNPLACED

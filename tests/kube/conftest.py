@@ -12,13 +12,13 @@ NEEDED = ("aiohttp", "cel_expr_python", "kubernetes_validate")
 
 
 def pytest_ignore_collect() -> bool | None:
-    """`make kube-test` installs what these tests need; without it there is nothing to collect here."""
+    """Skip this folder where the packages that `make kube-test` installs are missing."""
     return True if any(importlib.util.find_spec(each) is None for each in NEEDED) else None
 
 
 @pytest.fixture(scope="session")
 def address():
-    """Where an API server is. A real one: `kubectl proxy` gives an address that needs no credentials."""
+    """Return the address of an API server; `kubectl proxy` gives one of a real server that needs no credentials."""
     if given := os.environ.get("FLEET_TEST_KUBE_API"):
         yield given
         return
@@ -36,7 +36,7 @@ def api(address):
 
 @pytest.fixture
 def namespace(api):
-    """A namespace of the test's own."""
+    """Create a namespace of the test's own."""
     name = f"fleet-test-{uuid.uuid4().hex[:10]}"
     api.post("/api/v1/namespaces", {"metadata": {"name": name}}).expect(201)
     yield name
@@ -45,7 +45,7 @@ def namespace(api):
 
 @pytest.fixture(scope="session")
 def operated():
-    """Of the tests of the operator: a server with our kinds, a client of it, and nodes that keep pods."""
+    """Run a server with our kinds, a client of it, and simulated nodes, for tests of the operator."""
     from tests.support.kube.api.running import an_api_server
     from tests.support.kube.nodes import Nodes
     from tests.support.kube.operator import install
@@ -58,15 +58,17 @@ def operated():
 
 @pytest.fixture
 def nodes(operated):
-    """As they are at first, whatever a test before has made of them."""
+    """Return the nodes in their initial state, whatever an earlier test has changed."""
     operated[2].reset()
     return operated[2]
 
 
 @pytest.fixture
 def asked(operated, nodes, tmp_path, monkeypatch):
-    """A namespace of the test's own, and what it asks there; faults that it orders are gone afterwards. Statuses are written faster
-    than in earnest."""
+    """Create a namespace of the test's own, and remove the faults that the test ordered afterwards.
+
+    Statuses are written faster than in production.
+    """
     from operators.status import rate_limiter as pace
     from tests.support.kube.operator import AskedRouters
 

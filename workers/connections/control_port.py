@@ -1,4 +1,7 @@
-"""The gRPC port of a worker, for operators: the service `fleet.v1.Worker`, health, reflection. Routers do not call it."""
+"""Control port of a worker for operators: gRPC with the service `fleet.v1.Worker`, health and reflection.
+
+Routers do not use it.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -25,19 +28,20 @@ SERVICE = "fleet.v1.Worker"
 async def serve_control(
     worker: WorkerServer, listen: str, presence: WorkerMembership, access: ControlAccess
 ) -> AsyncIterator[str]:
-    """Listen for operators until left; yields the address, with the port that was chosen.
+    """Listen for operators while the context is open; yield the address with the chosen port.
 
-    Health is SERVING while the worker serves and is registered wherever it was told to be: what a readiness probe asks. The service
-    `liveness` is SERVING as long as the process answers, unless its engine hangs and the process could not end because of that.
+    The health is SERVING while the worker serves and is registered everywhere, for readiness probes. The service
+    `liveness` is SERVING while the process answers, unless its engine hangs and the process could not end because of
+    that.
 
     Args:
-        worker: Its `run` is the caller's affair.
+        worker: The worker, which the caller runs.
         listen: host:port (0: any) or unix:path.
-        presence: Of the worker; ended before a drain.
-        access: What callers have to prove, except for health and reflection.
+        presence: The worker's registrations, which end before a drain.
+        access: The proof that callers need, except for health and reflection.
 
     Raises:
-        ConfigurationRefused: The address is in use or none of this machine; nothing was started.
+        ConfigurationRefused: The address is in use or does not belong to this machine; nothing was started.
     """
 
     async def describe(content: bytes) -> Message:
@@ -67,7 +71,7 @@ async def serve_control(
 
 @asynccontextmanager
 async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[str]:
-    """Health and nothing else, of a rank that another worker leads; yields the address.
+    """Serve only health, for a rank that another worker leads; yield the address.
 
     Raises:
         ConfigurationRefused: As with `serve_control`.

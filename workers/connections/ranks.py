@@ -1,7 +1,7 @@
-"""The words between the processes of one engine: a TCP connection from each rank to the first, with a JSON object a line.
+"""Connections between the ranks of one engine: TCP from each rank to the first, with one JSON object per line.
 
-Who is taken in, and when a group is at an end, is decided in `workers.rank_rendezvous`. Both ends raise `EngineDied` in the body of their context
-when the group is at an end that nobody ordered.
+`workers.rank_rendezvous` decides who joins and when a group ends. Both ends raise `EngineDied` in the body of their
+context if the group ends without an order.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ from workers.settings import GroupSettings
 
 log = logging.getLogger(__name__)
 
-LINE_BYTES = 4096  # of a word; none is longer
-BEATS = 5  # words in the time that makes silence
+LINE_BYTES = 4096  # the longest message
+BEATS = 5  # heartbeats within the time that counts as silence
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.1, 1.0  # between two tries to join
 CONNECT_SECONDS = 5.0
-STRANGERS = 64  # connections that have not said a word; for a further one the oldest is closed
+STRANGERS = 64  # connections without a message yet; a further one closes the oldest
 
 Word = TypeVar("Word")
 
@@ -51,7 +51,7 @@ FROM_LEADER: msgspec.json.Decoder[FromLeader] = msgspec.json.Decoder(FromLeader)
 
 
 class _Gone(Exception):
-    """The other side is; the message says how, as in "rank 1 of its group ..."."""
+    """The other side has gone; the message continues the text "rank 1 of its group ..."."""
 
 
 class Lead:
@@ -59,7 +59,7 @@ class Lead:
 
     def __init__(self, group: GroupSettings, common: str, clock: Clock) -> None:
         self.group = group
-        """What the engine is to be told of it."""
+        """The group's settings for the engine."""
 
         self._roll = RankRendezvous(group, common, clock.now())
         self._clock = clock
@@ -71,48 +71,48 @@ class Lead:
         self._asked = False
 
     def when_asked_to_end(self, call: Callable[[], None]) -> None:
-        """Call it once a rank is told to end, and the whole group is to drain."""
+        """Call `call` when a rank is asked to end, so that the whole group drains."""
         self._on_leaving = call
         if self._asked:
             call()
 
     def serving(self) -> None:
-        """Tell the ranks that the engine is there."""
+        """Tell the ranks that the engine runs."""
         self._tell(GroupServing())
 
     def end(self) -> None:
-        """Tell the ranks that all is done; from now on they may go."""
+        """Tell the ranks that the leader has drained; from now on they may go."""
         self._roll.end()
         self._tell(GroupEnded())
 
     async def formed(self) -> None:
-        """Wait for all ranks, and have everybody begin."""
+        """Wait for all ranks, then let all of them begin."""
         while not self._roll.complete:
             self._joined.clear()
             await self._joined.wait()
-        address = str(self._links[1].get_extra_info("sockname")[0])  # as another host knows this one
+        address = str(self._links[1].get_extra_info("sockname")[0])  # the address by which another host knows this one
         ports = self.group.engine_ports or _free_ports(address)
         begin = Begin(address=address, ports=ports)
         self._roll.begin()
         self.group = told(self.group, begin)
         self._tell(begin)
-        log.info("the group is complete", extra={"nodes": self.group.nodes, "address": address})
+        log.info("worker group complete", extra={"nodes": self.group.nodes, "address": address})
 
     async def listen(self, listening: socket.socket) -> None:
-        """Hear whoever connects, for ever."""
+        """Accept connections for ever."""
         async with asyncio.TaskGroup() as links:
             for number in itertools.count():
                 connection = await _accepted(listening)
                 if len(self._strangers) == STRANGERS:
-                    self._strangers.pop(next(iter(self._strangers))).cancel()  # ranks speak at once
+                    self._strangers.pop(next(iter(self._strangers))).cancel()  # ranks send at once
                 self._strangers[number] = links.create_task(self._hear(number, connection))
-                await asyncio.sleep(0)  # however many come, it begins, and others have their turn
+                await asyncio.sleep(0)  # the new task begins, and other tasks get their turn
 
     async def watch(self) -> None:
-        """Say a few words in the time that makes silence, until the group is at an end.
+        """Send heartbeats until the group ends.
 
         Raises:
-            EngineDied: It is.
+            EngineDied: The group has ended.
         """
         while True:
             self._roll.check()
@@ -125,7 +125,7 @@ class Lead:
                     await self._changed.wait()
 
     async def _hear(self, number: int, connection: socket.socket) -> None:
-        """One that has connected, from its first word to its last."""
+        """Handle a connection from its first message to its end."""
         rank, writer = 0, None
         try:
             try:
@@ -142,29 +142,29 @@ class Lead:
                 del self._links[rank]
                 self._roll.gone(rank, str(gone))
                 self._changed.set()
-                log.info("a rank is gone", extra={"rank": rank, "cause": str(gone)})
+                log.info("engine rank disconnected", extra={"rank": rank, "cause": str(gone)})
         finally:
             if writer is not None:
                 writer.close()
 
     def _taken(self, asked: Join, writer: asyncio.StreamWriter) -> bool:
-        """Whether a rank is in; it is told if not."""
+        """Return whether a rank has joined; a refused rank is told why."""
         if (refused := self._roll.join(asked)) is not None:
             if not refused.again:
-                log.warning("a rank is refused", extra={"cause": refused.why})
+                log.warning("engine rank refused", extra={"cause": refused.why})
             _say(writer, refused)
             return False
         if (former := self._links.get(asked.rank)) is not None:
             former.close()
         self._links[asked.rank] = writer
-        log.info("a rank is there", extra={"rank": asked.rank})
+        log.info("engine rank connected", extra={"rank": asked.rank})
         self._joined.set()
         return True
 
     def _heed(self, word: FromRank) -> None:
         if isinstance(word, RankLeaving) and not self._asked:
             self._asked = True
-            log.info("a rank is told to end, so the group drains")
+            log.info("engine rank asked to end, draining the group")
             if self._on_leaving is not None:
                 self._on_leaving()
 
@@ -175,16 +175,16 @@ class Lead:
 
 @asynccontextmanager
 async def leading(group: GroupSettings, common: str, clock: Clock) -> AsyncIterator[Lead]:
-    """Wait for all other ranks; then lead them while the context is open.
+    """Wait for all other ranks, then lead them while the context is open.
 
     Args:
-        group: Of rank 0.
-        common: What ranks have to have alike (`workers.rank_rendezvous.common_settings_digest`).
-        clock: For deadlines.
+        group: Settings of rank 0.
+        common: The digest of the common settings (`workers.rank_rendezvous.common_settings_digest`).
+        clock: The clock of deadlines.
 
     Raises:
-        ConfigurationRefused: Nobody can listen where it says.
-        EngineDied: Not all came in time, or later one is gone.
+        ConfigurationRefused: The address to listen at cannot be used.
+        EngineDied: A rank did not come in time, or was lost later.
     """
     listening, _ = bind_tcp(group.listen or group.leader)
     listening.setblocking(False)
@@ -205,20 +205,20 @@ class Follow:
 
     def __init__(self, group: GroupSettings, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.group = group
-        """What the engine is to be told of it."""
+        """The group's settings for the engine."""
 
         self.serving = False
-        """Whether the engine is there, as a whole."""
+        """True if the whole engine runs."""
 
         self.over = asyncio.Event()
-        """The leader has drained: time to go."""
+        """Set when the leader has drained, so that this rank may end."""
 
         self._reader = reader
         self._writer = writer
         self._on_serving: Callable[[], None] | None = None
 
     def when_serving(self, call: Callable[[], None]) -> None:
-        """Call it once the engine is there."""
+        """Call `call` once the engine runs."""
         self._on_serving = call
         if self.serving:
             call()
@@ -228,10 +228,10 @@ class Follow:
         _say(self._writer, RankLeaving())
 
     async def hear(self) -> None:
-        """Heed the leader until all is over.
+        """Handle the leader's messages until the group's orderly end.
 
         Raises:
-            EngineDied: It is gone without having said so.
+            EngineDied: The leader has gone without an order.
         """
         while not self.over.is_set():
             try:
@@ -246,7 +246,7 @@ class Follow:
                 self.over.set()
 
     async def beat(self) -> None:
-        """Say a few words in the time that makes silence, for ever."""
+        """Send heartbeats for ever."""
         while True:
             _say(self._writer, RankAlive())
             await asyncio.sleep(_beat_seconds(self.group))
@@ -254,16 +254,16 @@ class Follow:
 
 @asynccontextmanager
 async def following(group: GroupSettings, common: str, clock: Clock) -> AsyncIterator[Follow]:
-    """Join the leader, wait until all are there, and follow it while the context is open.
+    """Join the leader, wait until all ranks have joined, and follow it while the context is open.
 
     Args:
-        group: Of a rank above 0.
-        common: What ranks have to have alike (`workers.rank_rendezvous.common_settings_digest`).
-        clock: For deadlines.
+        group: Settings of a rank above 0.
+        common: The digest of the common settings (`workers.rank_rendezvous.common_settings_digest`).
+        clock: The clock of deadlines.
 
     Raises:
-        ConfigurationRefused: The leader is of another group.
-        EngineDied: The group did not form in time, or the leader is gone.
+        ConfigurationRefused: The leader belongs to another group.
+        EngineDied: The group did not form in time, or the leader has gone.
     """
     reader, writer, begin = await _joined(group, common, clock)
     follow = Follow(told(group, begin), reader, writer)
@@ -282,7 +282,7 @@ async def following(group: GroupSettings, common: str, clock: Clock) -> AsyncIte
 async def _joined(
     group: GroupSettings, common: str, clock: Clock
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Begin]:
-    """Try as often as it takes, until the leader says that all are there."""
+    """Try to join until the leader reports that all ranks have joined."""
     until = Nanos(clock.now() + group.join_timeout_ms * MILLISECOND)
     pause, why = LEAST_PAUSE_SECONDS, "the leader does not answer"
     while (left := (until - clock.now()) / SECOND) > 0:
@@ -290,10 +290,10 @@ async def _joined(
             return await _tried(group, common, left)
         except TimeoutError:
             cause = why  # nothing new
-        except (_Gone, OSError) as error:  # its name is not known yet, nobody listens yet, it begins anew, ...
+        except (_Gone, OSError) as error:  # its name is unknown, nothing listens yet, it restarts, ...
             cause = f"the leader {error}" if isinstance(error, _Gone) else str(error)
         if cause != why:
-            log.info("the group has not formed yet", extra={"leader": group.leader, "cause": cause})
+            log.info("worker group not formed yet", extra={"leader": group.leader, "cause": cause})
             why = cause
         await asyncio.sleep(pause)
         pause = min(2 * pause, MOST_PAUSE_SECONDS)
@@ -319,11 +319,11 @@ async def _tried(
 async def _begun(
     group: GroupSettings, common: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> Begin:
-    """Be taken in, and wait for the others.
+    """Join, and wait for the others.
 
     Raises:
         _Gone: Try again.
-        ConfigurationRefused: Do not.
+        ConfigurationRefused: Do not try again.
     """
     _say(writer, Join(rank=group.rank, nodes=group.nodes, alike=common))
     while True:
@@ -354,10 +354,10 @@ def _beat_seconds(group: GroupSettings) -> float:
 
 
 async def _next(reader: asyncio.StreamReader, words: msgspec.json.Decoder[Word], group: GroupSettings) -> Word:
-    """The next word.
+    """Return the next message.
 
     Raises:
-        _Gone: There is none, for as long as makes silence, or it is no word.
+        _Gone: The other side was silent too long, has closed, or sent an invalid message.
     """
     try:
         async with asyncio.timeout(group.silence_ms / 1000):
@@ -371,17 +371,17 @@ async def _next(reader: asyncio.StreamReader, words: msgspec.json.Decoder[Word],
     try:
         return words.decode(line)
     except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
-        raise _Gone("says what nobody understands; it is of another version") from error
+        raise _Gone("sent an unknown message; it may have another version") from error
 
 
 def _say(writer: asyncio.StreamWriter, word: FromRank | FromLeader) -> None:
-    """Never waits: words are few and short, and who does not read them is taken to be gone."""
+    """Send a message without waiting: messages are few and short, and a side that does not read them counts as lost."""
     if not writer.is_closing():
         writer.write(msgspec.json.encode(word) + b"\n")
 
 
 def _free_ports(address: str) -> tuple[int, ...]:
-    """That were free a moment ago, at an address of this host."""
+    """Return ports of this host's address that were free a moment ago."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     probes = [socket.socket(family, socket.SOCK_STREAM) for _ in range(ENGINE_PORTS)]
     try:

@@ -1,14 +1,15 @@
-"""Streams of frames from routers to a worker: each joins a connection and a `RouterSession` of the worker's server.
+"""Router streams: frames from routers to a worker. Each stream joins a connection and a `RouterSession` of the server.
 
 Rules:
 
-1. Hello comes first, within `HELLO_SECONDS` and once. Who says anything else, or what cannot be parsed, is told why and
-   cut. A piece of work that cannot be understood is rejected, and the stream goes on. Before that, both ends prove who they are
-   where the worker has a secret or certificates (`fleet.net.streams.handshake`).
-2. When the connection is over, for whatever reason, its session is, and so is its work.
-3. A worker whose engine hangs takes no stream any more.
-4. What the worker says is encoded and handed to the connection at once, with no task in between, while the router takes
-   it; a router that does not makes it wait in the session, which is bounded.
+1. Hello comes first, within `HELLO_SECONDS` and once. A stream that begins with anything else, or with bytes that
+   cannot be parsed, is told why and cut. An attempt that cannot be understood is rejected, and the stream goes on.
+   Before hello, both ends prove their identity if the worker has a secret or certificates
+   (`fleet.net.streams.handshake`).
+2. When the connection ends, for any reason, its session and its attempts end too.
+3. A worker whose engine hangs takes no more streams.
+4. The worker's messages are encoded and passed to the connection at once, without a task in between, while the router
+   takes them. For a router that does not, they wait in the session, which is bounded.
 """
 
 import asyncio
@@ -34,10 +35,10 @@ from workers.server import WorkerServer
 log = logging.getLogger(__name__)
 
 HELLO_BYTES = 64 << 10
-"""The longest payload before hello. The first bytes of a TLS handshake announce more."""
+"""The longest payload before hello. The first bytes of a TLS handshake announce a longer one."""
 
 HELLO_SECONDS = 10  # a router says hello with its first packet
-LINGER_SECONDS = 2  # for the last messages of a stream that ends; a router that does not read does not get them
+LINGER_SECONDS = 2  # for the last messages of an ending stream; a router that does not read loses them
 
 UNSECURED = "hello: you want to prove a secret, and this worker has none: set credentials.secret_file of the worker"
 
@@ -49,15 +50,15 @@ HUNG = "its engine hangs, and the process ends"
 async def serve_routers(
     worker: WorkerServer, listen: str, identity: StreamIdentity = OPEN_IDENTITY
 ) -> AsyncIterator[str]:
-    """Listen for routers until left; yields the address, with the port that was chosen.
+    """Listen for routers while the context is open; yield the address with the chosen port.
 
     Args:
-        worker: Its `run` is the caller's affair.
+        worker: The worker, which the caller runs.
         listen: host:port (0: any) or unix:path.
         identity: What both ends prove on connections over TCP.
 
     Raises:
-        ConfigurationRefused: The address is in use or none of this machine; nothing was started.
+        ConfigurationRefused: The address is in use or does not belong to this machine; nothing was started.
     """
     door = None if identity.is_open else StreamAuthenticator(identity, TO_WORKERS, _goodbye, limit=MAX_MESSAGE_BYTES)
     try:
@@ -68,7 +69,7 @@ async def serve_routers(
 
 
 def routers_of(worker: WorkerServer) -> Accept:
-    """Says who hears a router that has connected."""
+    """Return the receiver of a connected router's frames."""
     return lambda connection: _RouterStream(connection, worker)
 
 
@@ -83,17 +84,16 @@ class _RouterStream:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(HELLO_SECONDS, self.end, HELLO_FIRST)
 
-    # What the router does.
-
+    # Called by the connection.
     def received(self, payload: bytes) -> None:
         try:
             message = decode_router_message(pb.RouterMessage.FromString(payload))
         except DecodeError:
-            self.end(UNSECURED if is_opening(payload) else "that is no message of fleet.v1")
+            self.end(UNSECURED if is_opening(payload) else "this is not a message of fleet.v1")
         except MalformedMessage as error:
             told = False
             if error.request_id and self._session is not None:
-                told = self._session.offer(_refusal(error))  # the stream is sound, and so is other work on it
+                told = self._session.offer(_refusal(error))  # the stream and its other attempts go on
             if not told:
                 self.end(str(error))
         else:
@@ -110,8 +110,7 @@ class _RouterStream:
         elif isinstance(cause, FrameTooLong):
             log.warning("stream refused", extra={"cause": str(cause)})
 
-    # What the worker does.
-
+    # Called by the worker.
     @property
     def full(self) -> bool:
         return self._connection.full
@@ -134,7 +133,7 @@ class _RouterStream:
                 self.end(HELLO_FIRST)
                 return
             if self._worker.hung:
-                self.end(HUNG)  # or the router would take it for a worker that has come back
+                self.end(HUNG)  # otherwise the router would believe that the worker has recovered
                 return
             self._timer.cancel()
             self._connection.allow(MAX_MESSAGE_BYTES)

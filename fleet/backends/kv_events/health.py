@@ -35,7 +35,7 @@ ADVICE: Mapping[KvEventAlert, str] = {
     KvEventAlert.ATTENTION_REFUSED: "its layers keep no whole prompts (sliding windows, Mamba): take kv_events out here",
     KvEventAlert.UNREADABLE: "its KV events cannot be read: its version may be too new",
 }
-"""What to do about each alert of an external backend: `kv_events` and `block_tokens` are its settings in the router."""
+"""Advice for each alert of an external backend: `kv_events` and `block_tokens` are its settings in the router."""
 
 REFUSED_ATTENTION = (
     SkipReason.SLIDING_WINDOW,

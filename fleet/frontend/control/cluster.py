@@ -105,7 +105,7 @@ class ClusterService:
             return encode_explanation(explanation)
         if self._others is not None and (explained := await self._others.explained(request_id)) is not None:
             return explained
-        message = f"request_id: {request_id[:100]!r} was not placed here, or others have been since"
+        message = f"request_id: {request_id[:100]!r} was not placed by this router, or its explanation has been dropped for later ones"
         raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="request_id")
 
     async def _tune(self, content: bytes) -> Message:

@@ -63,12 +63,8 @@ class SecretBlockKeys:
     """
 
     def __init__(self, secret: str = "") -> None:
-        """Derive the root of the factors.
-
-        Args:
-            secret: Shared by all processes with equal keys. Empty draws a random root.
-        """
-        # Salts of tenants (`kvstore.block.salt_for`), which others see, are derived from the same secret by SHA-512.
+        """Derive the root of the factors. Processes with the same secret compute equal keys; an empty one draws a random root."""
+        # Salts of tenants (`kvstore.block.tenant_salt`), which others see, are derived from the same secret by SHA-512.
         self._root = hmac.digest(secret.encode(), PURPOSE, "sha512") if secret else secrets.token_bytes(64)
         self.fingerprint = int.from_bytes(self._expanded("fingerprint", 8), "little") if secret else 0
         """64 bits that tell keys of different secrets apart; 0 for random keys."""

@@ -49,22 +49,18 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "") -> str:
-        """Return the conversation as text, up to the start of the assistant's turn.
-
-        Args:
-            messages: Valid messages.
-            tools: Valid JSON list; empty if there are none.
+        """Return the conversation as text, up to the start of the assistant's turn. `tools` is a JSON list, or empty.
 
         Raises:
             RequestRejected: The template cannot render these messages, or would silently drop tools or tool calls
                 (INVALID_ARGUMENT, field ``chat.messages`` or ``chat.tools``).
         """
         if tools and not self._takes_tools:
-            raise invalid("chat.tools", "the model's chat template knows no tools; leave them out")
+            raise invalid("chat.tools", "the model's chat template does not support tools; leave them out")
         for index, message in enumerate(messages):
             if message.tool_calls and not self._takes_calls:
                 field = f"chat.messages[{index}].tool_calls"
-                raise invalid(field, "the model's chat template knows no calls of tools; leave them out")
+                raise invalid(field, "the model's chat template does not support tool calls; leave them out")
         try:
             return self._template.render(
                 messages=[_template_message(message) for message in messages],

@@ -79,8 +79,8 @@ class Http2Server:
 
         Args:
             shared: Whether other processes may listen on the same port.
-            connection_seconds: The time, give or take a tenth, after which a client is asked to reconnect; running
-                calls continue. 0 sets no limit.
+            connection_seconds: The time, give or take a tenth, after which a client is asked to reconnect; 0 sets no
+                limit.
             limits: Limits of connections.
             max_held_bytes: The limit for messages that arrive or are being served; beyond it long messages are refused.
         """
@@ -188,9 +188,9 @@ class Http2Server:
 
     def connection_closed(self, connection: "Http2Connection") -> None:
         self.connections.pop(connection, None)
-        if connection.place is not None:
-            self.table.remove(connection.place)
-            connection.place = None  # break the reference cycle
+        if connection.slot is not None:
+            self.table.remove(connection.slot)
+            connection.slot = None  # break the reference cycle
         if not self.connections:
             self._left.set()
 
@@ -221,7 +221,7 @@ class Http2Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.http = ngh2.Connection(ngh2.Role.SERVER, CONFIGURATION)
         self.calls: dict[int, CallContext] = {}
-        self.place: ConnectionSlot[Http2Connection] | None = None  # None if the table was full
+        self.slot: ConnectionSlot[Http2Connection] | None = None  # None if the table was full
         self._waiting: dict[CallContext, None] = {}  # calls that wait for their callers to read
         self._ending: dict[CallContext, None] = {}  # answered calls whose callers still send
         self._transport: asyncio.Transport
@@ -250,8 +250,8 @@ class Http2Connection(asyncio.Protocol):
         admission = self.server.table.admit(self, address, self.loop.time())
         if admission.displaced is not None:
             admission.displaced.displace()
-        self.place = admission.place
-        if self.place is None:
+        self.slot = admission.slot
+        if self.slot is None:
             self._transport.abort()
             return
         self.server.connections[self] = None
@@ -366,11 +366,7 @@ class Http2Connection(asyncio.Protocol):
             self._transport.close()
 
     def go_away(self, *, at_once: bool = False) -> None:
-        """Ask the client to open another connection.
-
-        Args:
-            at_once: Whether calls that are under way are no longer accepted.
-        """
+        """Ask the client to open another connection; `at_once` refuses further calls immediately."""
         if self._gone:
             return
         with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
@@ -433,8 +429,8 @@ class Http2Connection(asyncio.Protocol):
                         call.receive(event.data, complete=event.end_stream)
                 case RequestReceived():
                     call = CallContext(self, event.stream_id, event.headers, complete=event.end_stream)
-                    if self.place is not None:
-                        self.place.served = True
+                    if self.slot is not None:
+                        self.slot.served = True
                     self.calls[event.stream_id] = call
                     self.server.calls += 1
                     new.append(call)
@@ -461,8 +457,8 @@ class Http2Connection(asyncio.Protocol):
 
     def _note_idle(self) -> None:
         """Note in the table that there are no calls."""
-        if self.place is not None:
-            self.server.table.waits(self.place, WaitingFor.IDLE, self.loop.time())
+        if self.slot is not None:
+            self.server.table.mark_waiting(self.slot, WaitingFor.IDLE, self.loop.time())
 
     def _send_goaway(self) -> None:
         if not self._goaway_sent:

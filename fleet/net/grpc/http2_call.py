@@ -250,7 +250,9 @@ class CallContext:
             and now - self._incoming_since > REQUEST_SECONDS
             and self._rejection is None
         ):
-            self._reject(grpc.StatusCode.DEADLINE_EXCEEDED, f"the message was not whole within {REQUEST_SECONDS:g} s")
+            self._reject(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"the message was not complete within {REQUEST_SECONDS:g} s"
+            )
             self._wake_reader()
         elif self._writer is not None and self._takes_too_little(now) and self.task is not None:
             self.task.cancel()
@@ -308,7 +310,9 @@ class CallContext:
         while len(self._incoming) >= PREFIX.size:
             compressed, size = PREFIX.unpack_from(self._incoming)
             if compressed > (self._encoding != IDENTITY):
-                self._reject(grpc.StatusCode.INTERNAL, "a message is compressed in no way that grpc-encoding names")
+                self._reject(
+                    grpc.StatusCode.INTERNAL, "a message is compressed, and grpc-encoding names no compression"
+                )
                 return
             if size > LONGEST_MESSAGE_BYTES:
                 message = f"the message has {size} bytes, and {LONGEST_MESSAGE_BYTES} are allowed in one"
@@ -321,7 +325,7 @@ class CallContext:
             self._incoming_since = None
             self._hold(MESSAGE_BYTES - PREFIX.size)
         if self._incoming and self._request_complete:
-            self._reject(grpc.StatusCode.INTERNAL, "the last message is not whole")
+            self._reject(grpc.StatusCode.INTERNAL, "the last message is incomplete")
         elif (self._incoming or len(self._messages) > UNREAD_MESSAGES) and self._memory_is_full():
             too_much = encode_status(long_message_rejection())
             self._reject(too_much.code, too_much.details, too_much.trailing_metadata)

@@ -81,7 +81,7 @@ class LeaseLeader:
         with that. The waiting task clears it."""
 
         self.waits = False
-        """Whether another candidate held the Lease when it was last read."""
+        """True if another candidate held the Lease when it was last read."""
 
         self._cluster = cluster
         self._settings = settings
@@ -94,7 +94,7 @@ class LeaseLeader:
         self._led = False
 
     def leads(self) -> bool:
-        """Whether it may act now."""
+        """True if it may act now."""
         return self._election.leads(self._clock.now())
 
     async def run(self) -> Never:

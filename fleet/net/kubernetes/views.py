@@ -54,7 +54,7 @@ class ObjectMetadata(_View, frozen=True):
 
     @property
     def deleted(self) -> bool:
-        """Whether the object is being deleted."""
+        """True if the object is being deleted."""
         return self.deletion_timestamp is not None
 
     @property

@@ -144,7 +144,7 @@ def marks(keys: Keys) -> tuple[int, ...]:
     return marked if _GRID[count - 1] == total else (*marked, keys[-1])
 
 
-def deeper(booked: list[tuple[int, int]], peer_prompts: RadixTree, keys: Keys) -> list[tuple[int, int]]:
+def with_peer_prompts(booked: list[tuple[int, int]], peer_prompts: RadixTree, keys: Keys) -> list[tuple[int, int]]:
     """Return where leading blocks end, by holder bits, with the announced prompts included.
 
     Args:

@@ -26,7 +26,6 @@ from kvstore.clock import Clock, Nanos, seconds
 from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.ssd.disk import Disk, aligned
 from kvstore.tiers.ssd.disk_threads import BATCH_RECORDS, Scratch
-from kvstore.tiers.ssd.failure_log import FailureLog
 from kvstore.tiers.ssd.index import RecordLocation
 from kvstore.tiers.ssd.record_writes import SsdWrite, compose
 from kvstore.tiers.ssd.segments.eviction import Score
@@ -44,7 +43,7 @@ from kvstore.tiers.ssd.segments.record_format import (
 from kvstore.tiers.ssd.segments.recovery import RecoveredSegment, UnreadableSegment
 from kvstore.tiers.ssd.segments.segment import Segment, SegmentState, record_pages
 from kvstore.tiers.ssd.settings import FOLDER_BYTES, SsdSettings, Sync, footprint
-from kvstore.tiers.ssd.state import SsdState
+from kvstore.tiers.ssd.state import FailureLog, SsdState
 
 RESUME_SHARE = 8
 """After a restart, records are appended to a segment if at least 1/RESUME_SHARE of it is free."""

@@ -365,8 +365,6 @@ def test_closed_tier_raises_and_can_be_closed_twice(case: BackingTierCase):
 
 
 def test_held_blocks_outlive_the_tier(case: BackingTierCase):
-    if not case.keeps:
-        pytest.skip("this tier forgets when it is closed")
     tier = case.open(plain)
     keys = keys_of(10)
     put(tier, keys)

@@ -7,18 +7,17 @@ import pytest
 
 from kvstore.messages import Address, BlockKey
 from kvstore.pool.extents import PAGE_BYTES
-from kvstore.tiers.private_memory import PrivateMemoryTier
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain
 
 CAPACITY = 8 * BLOCK_BYTES
 
 
-@pytest.fixture(params=["private", "shared", "shared without memfd"])
+@pytest.fixture(params=["memfd", "temporary file"])
 def tier(request, monkeypatch):
-    if request.param == "shared without memfd":
+    if request.param == "temporary file":
         monkeypatch.delattr(os, "memfd_create")
-    tier = PrivateMemoryTier(CAPACITY) if request.param == "private" else SharedMemoryTier(CAPACITY)
+    tier = SharedMemoryTier(CAPACITY)
     yield tier
     tier.close()
 

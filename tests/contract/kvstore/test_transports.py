@@ -22,7 +22,6 @@ from kvstore.messages import GONE, BlockOutcome, Claim, FetchResult, Slot
 from kvstore.net.unix_sockets import listen
 from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.shared_memory import SharedMemoryTier
-from kvstore.transports.in_process import InProcessTransport
 from kvstore.transports.nixl import NixlOffer, NixlTransport
 from kvstore.transports.nixl_node import NixlNode
 from kvstore.transports.shared_memory import MemoryHandout, SharedMemoryTransport
@@ -135,8 +134,6 @@ class Node:
     def open(self, digest: bytes | None = None):
         digest = digest or self.digest
         match self.kind:
-            case "in process":
-                return InProcessTransport(self.store.machine, self.tier, digest)
             case "shared memory":
                 return SharedMemoryTransport(self.path, digest, BLOCK_BYTES, CLOCK, deadline_in())
             case "tcp":
@@ -201,7 +198,7 @@ def nixl():
         each.close()
 
 
-@pytest.fixture(params=["in process", "shared memory", "tcp", pytest.param("nixl", marks=needs_nixl)])
+@pytest.fixture(params=["shared memory", "tcp", pytest.param("nixl", marks=needs_nixl)])
 def node(request, nixl):
     with a_short_folder() as folder:
         node = Node(request.param, folder, nixl)
@@ -334,8 +331,6 @@ def test_unknown_namespace_is_rejected_before_any_byte_moves(node):
 
 
 def test_no_bytes_move_after_the_deadline(node, transport):
-    if node.kind == "in process":
-        return  # this transport has nothing to wait for
     slots = put_and_publish(node, transport, a_chain(2), [a_block(1), a_block(2)])
 
     assert transport.get(slots, empty_buffers(2), CLOCK.now()) == [BlockOutcome.GONE] * 2
@@ -355,14 +350,11 @@ def test_cut_transport_is_a_miss_within_the_deadline(node, transport):
         assert outcome is BlockOutcome.GONE or (outcome is BlockOutcome.MOVED and np.array_equal(block, copy))
     if node.kind in ("tcp", "nixl"):
         assert outcomes == [BlockOutcome.GONE] * 3
-    if node.kind != "in process":
-        with pytest.raises(StoreUnreachable):
-            node.open()
+    with pytest.raises(StoreUnreachable):
+        node.open()
 
 
 def test_threads_get_only_their_own_blocks(node, transport):
-    if node.kind == "in process":
-        return  # this transport refuses several threads
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
 
@@ -379,8 +371,6 @@ def test_threads_get_only_their_own_blocks(node, transport):
 
 
 def test_two_clients_work_independently(node, transport):
-    if node.kind == "in process":
-        return  # this transport refuses a second client
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
     other = node.open()
@@ -403,8 +393,6 @@ def test_two_clients_work_independently(node, transport):
 
 def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
     """Give slots to other blocks as fast as possible while they are read."""
-    if node.kind == "in process":
-        return  # nothing can change during a read
     over = threading.Event()
     names = itertools.count()
 
@@ -440,8 +428,8 @@ def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
 
 
 def test_closed_transport_gives_misses(node, transport):
-    if node.kind in ("in process", "shared memory"):
-        return  # these transports keep their mapping
+    if node.kind == "shared memory":
+        return  # this transport keeps its mapping
     (slot,) = put_and_publish(node, transport, a_chain(1), [a_block(1)])
     transport.close()
 

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.core.requests import Logprobs
 from fleet.core.system_clock import SystemClock
-from fleet.frontend.grpc.service import open_grpc_frontend
+from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.net.grpc.calls import MAX_REQUEST_BYTES
 from fleet.net.settings import GrpcSettings
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
@@ -237,12 +237,12 @@ async def test_total_size_of_running_requests_is_bounded(frontends, stub, channe
     assert await ordinary.read(), "short messages are always accepted"
     calls[0].cancel()
     await frontends.router.until(frontends.router.cancelled)
-    await until(lambda: frontends.grpc.door._server.held_bytes < 700_000)
+    await until(lambda: frontends.grpc.memory.held_bytes < 700_000)
     another = generate(long)
     assert await another.read()
     for call in (*calls, ordinary, another):
         call.cancel()
-    await until(lambda: frontends.grpc.door._server.held_bytes == 0)
+    await until(lambda: frontends.grpc.memory.held_bytes == 0)
 
 
 async def test_rejections_carry_a_retry_hint(frontends, stub):
@@ -322,7 +322,7 @@ async def test_a_bug_is_internal_and_the_next_call_is_served(frontends, stub, ca
 
 
 async def test_draining_frontend_takes_no_new_requests(frontends, stub):
-    frontends.grpc.door.drain()
+    frontends.grpc.drain()
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(pb.GenerateRequest(text="x")))
@@ -390,14 +390,14 @@ async def test_reflection_lists_the_services(channel):
 
 async def test_port_in_use_is_rejected_with_its_address(frontends):
     with pytest.raises(ConfigurationRefused, match=frontends.grpc.address):
-        async with open_grpc_frontend(frontends.grpc.address, frontends.generation, frontends.clock, max_held_bytes=1):
+        async with GrpcFrontend.open(frontends.grpc.address, frontends.generation, frontends.clock, max_held_bytes=1):
             pass
 
 
 @pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999"])
 async def test_invalid_address_is_rejected_with_an_example(frontends, listen):
     with pytest.raises(ConfigurationRefused, match=f"^cannot listen on {listen}: must be host:port$"):
-        async with open_grpc_frontend(listen, frontends.generation, SystemClock(), max_held_bytes=1):
+        async with GrpcFrontend.open(listen, frontends.generation, SystemClock(), max_held_bytes=1):
             pass
 
 

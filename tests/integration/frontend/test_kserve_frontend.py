@@ -17,7 +17,7 @@ from fleet.core.clock import SECOND
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.core.requests import Logprobs
 from fleet.frontend.kserve import service as kserve_frontend
-from fleet.frontend.kserve.service import open_kserve_frontend
+from fleet.frontend.kserve.service import KserveFrontend
 from fleet.net.grpc.calls import MAX_REQUEST_BYTES
 from fleet.net.settings import GrpcSettings
 from fleet.router.tenants import TenantSettings
@@ -43,7 +43,7 @@ needs_triton = pytest.mark.skipif(find_spec("tritonclient") is None, reason="tri
 
 def a_kserve(frontends, max_held_bytes=1 << 30, **limits):
     limits = GrpcSettings(**limits)
-    return open_kserve_frontend(
+    return KserveFrontend.open(
         "127.0.0.1:0", frontends.generation, frontends.clock, max_held_bytes=max_held_bytes, limits=limits
     )
 
@@ -451,7 +451,7 @@ async def test_total_size_of_running_requests_is_bounded(frontends, kserve, stub
     await call.write(streaming(a_message(id="short")))
     assert (await call.read()).infer_response.id == "short", "short messages are always accepted"
     call.cancel()
-    await until(lambda: kserve.door._server.held_bytes == 0)
+    await until(lambda: kserve.memory.held_bytes == 0)
 
 
 async def test_client_that_leaves_during_a_write_is_no_failure(frontends, stub, caplog):
@@ -551,7 +551,7 @@ async def test_unserved_methods_name_the_served_ones(channel):
 
 
 async def test_draining_frontend_is_not_ready(frontends, kserve, stub):
-    kserve.door.drain()
+    kserve.drain()
 
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
@@ -591,7 +591,7 @@ async def test_reflection_lists_the_kserve_service(channel):
 
 async def test_port_in_use_is_rejected_with_its_address(frontends, kserve):
     with pytest.raises(ConfigurationRefused, match=kserve.address):
-        async with open_kserve_frontend(kserve.address, frontends.generation, SimpleNamespace(), max_held_bytes=1):
+        async with KserveFrontend.open(kserve.address, frontends.generation, SimpleNamespace(), max_held_bytes=1):
             pass
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fleet.core.errors import RequestRejected
 from fleet.core.requests import GenerateRequest
-from fleet.frontend.kserve.service import open_kserve_frontend
+from fleet.frontend.kserve.service import KserveFrontend
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.v1 import inference_pb2 as pb
 from fleet.v1 import inference_pb2_grpc, kserve_pb2, kserve_pb2_grpc
@@ -85,7 +85,7 @@ async def test_rejected_kserve_request_leaves_no_cycle(model_dir, name):
     message = kserve_pb2.ModelInferRequest(model_name=name, inputs=[tensor])
     async with (
         open_frontends(model_dir) as frontends,
-        open_kserve_frontend("127.0.0.1:0", frontends.generation, frontends.clock, max_held_bytes=1 << 30) as kserve,
+        KserveFrontend.open("127.0.0.1:0", frontends.generation, frontends.clock, max_held_bytes=1 << 30) as kserve,
         grpc.aio.insecure_channel(kserve.address) as channel,
     ):
         stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)

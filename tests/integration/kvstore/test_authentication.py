@@ -22,7 +22,7 @@ from kvstore.security.call_proofs import PROOF_KEY
 from kvstore.security.channels import LoadedCredentials, load
 from kvstore.security.credentials import Credentials
 from kvstore.system_clock import MonotonicClock, unix_seconds
-from kvstore.tiers.private_memory import PrivateMemoryTier
+from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_frames import CHALLENGE, MAGIC, OPENING, VERDICT, DataPlaneOperation, DataPlaneStatus
 from kvstore.transports.tcp_server import DataPlaneServer
@@ -49,7 +49,7 @@ def key(secret: bytes) -> AuthenticationKey | None:
 async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlaneServer, str, bytes, Slot]]:
     """Yield the data plane, its address, a namespace, and the slot of a block."""
     store = MachineDriver()
-    tier = PrivateMemoryTier(8 * BLOCK_BYTES)
+    tier = SharedMemoryTier(8 * BLOCK_BYTES)
     reservation = store.reserve(a_chain(1))
     for command in store.machine.commands():
         assert isinstance(command, Claim)
@@ -84,7 +84,7 @@ async def test_client_with_the_secret_reads_blocks():
     [
         (SECRET, OTHER, "has another secret"),
         (SECRET, b"", "asks for a proof"),
-        (b"", SECRET, "proves nothing"),
+        (b"", SECRET, "has no secret"),
     ],
 )
 async def test_end_without_the_secret_is_rejected(nodes, clients, says):

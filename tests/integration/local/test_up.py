@@ -18,7 +18,7 @@ from fleet.client import Client, Placement, Source
 from fleet.core.requests import Finish
 from fleet.core.roles import KvPath, Phase
 from fleet.local.tiny_model import CONFIG
-from fleet.router.placement.break_even import LEAST_TOKENS, MOST_TOKENS
+from fleet.router.placement.break_even import MAX_TOKENS, MIN_TOKENS
 from kvstore.security.credentials import Credentials
 from tests.support.fleet_processes import alive, fleet_up, is_listening, run_fleet
 from tests.support.shared_memory import remaining_of
@@ -259,7 +259,7 @@ def test_measured_prefill_break_even_is_reported(cluster):
     assert found["handoffs"] >= found["handoffs_needed"]
     assert (worker["worker_id"], worker["requests"]) == ("decode-0", 0)
     even = found["handoff_ms"] / worker["token_ms"]
-    assert worker["min_tokens"] == pytest.approx(min(max(even, LEAST_TOKENS), MOST_TOKENS), abs=1)
+    assert worker["min_tokens"] == pytest.approx(min(max(even, MIN_TOKENS), MAX_TOKENS), abs=1)
     table = run_fleet("router", "thresholds", "--address", cluster.grpc).stdout
     assert "learn_remote_prefill is off" in table
     assert f"decode-0: from {worker['min_tokens']} tokens on" in table

@@ -198,12 +198,16 @@ async def test_pair_has_answered_when_both_pools_took_part(phases, found):
 @pytest.mark.parametrize(
     ("content", "status", "found"),
     [
-        (b"<html>hunter2</html>", 502, ProbeFailure(502, "not in words of a router")),
-        (b'{"error": {"code": "hunter2", "message": "hunter2"}}', 500, ProbeFailure(500, "not in words of a router")),
-        (b"hunter2", 200, ProbeFailure(200, "what was answered is no completion")),
-        (b"[" * 100_000, 200, ProbeFailure(200, "what was answered is no completion")),
-        (DEEP, 200, ProbeFailure(200, "what was answered is no completion")),
-        (DEEP, 500, ProbeFailure(500, "not in words of a router")),
+        (b"<html>hunter2</html>", 502, ProbeFailure(502, "the answer is not a router's error")),
+        (
+            b'{"error": {"code": "hunter2", "message": "hunter2"}}',
+            500,
+            ProbeFailure(500, "the answer is not a router's error"),
+        ),
+        (b"hunter2", 200, ProbeFailure(200, "the answer is not a completion")),
+        (b"[" * 100_000, 200, ProbeFailure(200, "the answer is not a completion")),
+        (DEEP, 200, ProbeFailure(200, "the answer is not a completion")),
+        (DEEP, 500, ProbeFailure(500, "the answer is not a router's error")),
         (
             b'{"error": {"code": "internal", "message": "\\u001b[31mred\\u0000 \\u202eder"}}',
             500,
@@ -211,7 +215,7 @@ async def test_pair_has_answered_when_both_pools_took_part(phases, found):
         ),
         (a_completion(tokens=0), 200, ProbeFailure(200, "the completion has no token")),
         (a_completion(), 200, ProbeFailure(200, "another worker answered")),
-        (a_completion(), 302, ProbeFailure(302, "not in words of a router")),
+        (a_completion(), 302, ProbeFailure(302, "the answer is not a router's error")),
         (None, 200, ProbeFailure(0, "no answer within 0.2 s")),
     ],
     ids=range(11),

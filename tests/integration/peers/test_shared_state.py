@@ -146,7 +146,7 @@ class PeerRouterSetup:
 
     def foretold(self):
         """Return the prompts that peers have sent and not finished."""
-        return sum(len(worker.foretold.chains()) for worker in self.machine.registry)
+        return sum(len(worker.peer_prompts.chains()) for worker in self.machine.registry)
 
     def homes(self):
         """Return the worker of each session."""

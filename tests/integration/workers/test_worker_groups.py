@@ -198,7 +198,7 @@ async def test_silent_leader_is_given_up(group):
 
 
 async def test_silent_rank_ends_the_leader(group):
-    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while a rank is there
+    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while a rank is connected
         async with a_leader(group, silence_ms=300):
             reader, writer = await a_raw_connection(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
             with closing(writer):

@@ -19,7 +19,7 @@ WATCH_SECONDS = 3
 
 @pytest.fixture(scope="session")
 def defined(api):
-    """The custom kind `Widget`, served."""
+    """Serve the custom kind `Widget`."""
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     api.delete(f"{path}/{DEFINITION['metadata']['name']}")
     eventually(lambda: api.post(path, DEFINITION).code == 201)
@@ -30,7 +30,7 @@ def defined(api):
 
 @pytest.fixture
 def widgets(defined, namespace):
-    """The path of this test's widgets."""
+    """Return the path of this test's widgets."""
     return f"/apis/{API}/namespaces/{namespace}/widgets"
 
 

@@ -1,4 +1,4 @@
-"""The faults that tests can order, and what a client sees of each. They need our own server."""
+"""The faults that tests can order, and how a client sees each; they run only on our own server."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""kubectl 1.20.2, a client that is not ours, against the API server: discovery, OpenAPI, tables, patches, watches, scale."""
+"""kubectl 1.20.2, a third-party client, against the API server: discovery, OpenAPI, tables, patches, watches, scale."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def kube(address, namespace, tmp_path):
 
 @pytest.fixture
 def defined(kube):
-    """The custom kind, defined through kubectl."""
+    """Define the custom kind through kubectl."""
     kube("apply", "-f", "-", stdin=as_input(DEFINITION))
     kube("wait", "--for=condition=Established", "--timeout=10s", "crd/widgets.behaviours.fleet.dev")
 
@@ -91,7 +91,7 @@ def test_kubectl_get_shows_changes_as_they_come(kube):
 
 
 def read_until(process, text: str, seconds: float = 10) -> str:
-    """Output, until a text was in it."""
+    """Return the output up to the first occurrence of a text."""
     seen, ends = "", time.monotonic() + seconds
     while text not in seen:
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, ends - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The official Python client, on which the operator stands: its lists, watches, server-side apply and leases."""
+"""The official Python client, which the operator uses: its lists, watches, server-side apply and leases."""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""What the API server does beyond the recorded behaviours; it follows Kubernetes' documentation there. Needs our own server."""
+"""Behaviour of the API server beyond the recorded ones, after Kubernetes' documentation.
+
+Runs only on our own server.
+"""
 
 import threading
 

@@ -1,7 +1,8 @@
-"""What the operator leans on and nobody has recorded from a real server: read in its source, or told by others.
+"""Behaviour that the operator relies on and nobody has recorded from a real server.
 
-Like the 44 behaviours these run against whatever server FLEET_TEST_KUBE_API names, unchanged; one that answers otherwise is one on which the
-operator makes nothing, or takes over what is not its own.
+It is known from the server's source or from reports. Like the 44 behaviours, these tests run unchanged against the
+server that
+FLEET_TEST_KUBE_API names; on a server that answers otherwise the operator makes nothing, or takes over foreign objects.
 """
 
 import pytest
@@ -19,12 +20,12 @@ CHILDREN = {
         {"policyTypes": ["Egress"]},
     ),
 }
-"""Some kinds that it makes: where, with which specification, and what another one would change in that."""
+"""Some kinds that the operator makes: path, specification, and what another specification would change."""
 
 
 @pytest.fixture(params=CHILDREN)
 def child(request, namespace):
-    """Path, manifest, and another manifest of the same name."""
+    """Return path, manifest, and another manifest of the same name."""
     group, plural, spec, change = CHILDREN[request.param]
     made = {
         "apiVersion": group.removeprefix("/apis/").removeprefix("/api/"),
@@ -40,7 +41,10 @@ def naming(manifest, **metadata):
 
 
 def test_apply_with_impossible_version_creates_missing_object(api, child):
-    """What is created has no version that could differ (`registry/generic/registry/store.go`, 1.30 to 1.36); kubernetes/kubernetes#106745."""
+    """A missing object has no version that could differ.
+
+    See `registry/generic/registry/store.go` (1.30 to 1.36) and kubernetes/kubernetes#106745.
+    """
     path, ours, _ = child
 
     made = api.apply(path, naming(ours, resourceVersion=NEVER_BORN), "one", force="true").expect(201)
@@ -59,7 +63,7 @@ def test_apply_with_impossible_version_changes_no_object(api, child):
 
 
 def test_apply_with_uid_creates_nothing(api, child):
-    """As Kubernetes' own `TestCreateOnApplyFailsWithUID` has it."""
+    """Kubernetes' own `TestCreateOnApplyFailsWithUID` says so."""
     path, ours, _ = child
     named = naming(ours, uid="88e00824-7f0e-11e8-94a1-c8d3ffb15800")
 

@@ -1,4 +1,4 @@
-"""The chart as it is rendered: by both Helms alike, for every version of Kubernetes that is supported, from values that are checked."""
+"""The rendered chart: equal by both Helms, valid for every supported version of Kubernetes, from checked values."""
 
 import re
 import shutil
@@ -112,7 +112,7 @@ def test_pod_check_reports_unrestricted_pods():
 
 @pytest.mark.parametrize("name", VALUES)
 def test_selectors_select_existing_objects(name):
-    """Services, budgets, policies, monitors and workloads each find pods, or Services, by their labels."""
+    """The labels in selectors of Services, budgets, policies, monitors and workloads match pods or Services."""
     found = rendered(name, *MONITORS)
     labelled = [each["spec"]["template"]["metadata"]["labels"] for each in found if "template" in each.get("spec", {})]
     labelled += [each["metadata"]["labels"] for each in found if each["kind"] == "Pod"]
@@ -280,7 +280,7 @@ def test_control_service_resolves_to_all_router_pods():
     for found, release in ((named, "fleet"), (by_name(rendered("everything")), "fleet-llm")):
         service = found["Service", f"{release}-routers-control"]["spec"]
         assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
-        # Nothing translates ports of a Service without an address.
+        # A Service without an address does not translate ports.
         assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [(50052, "control")]
 
 
@@ -360,7 +360,7 @@ def test_gateways_use_one_leading_picker(tmp_path):
 
 
 def egress(values):
-    """Rules by component, of those that have any."""
+    """Return the egress rules by component, for components that have any."""
     policies = [each for each in documents(helm_3_render(values)) if each["kind"] == "NetworkPolicy"]
     return {
         each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]["egress"]
@@ -370,7 +370,7 @@ def egress(values):
 
 
 def ports(rules):
-    """That are open to anywhere."""
+    """Return the ports that are open to any destination."""
     return {each["port"] for rule in rules if "to" not in rule for each in rule["ports"]}
 
 
@@ -595,7 +595,7 @@ def test_documented_values_are_accepted(number):
 
 
 def test_documented_manifests_are_accepted():
-    """Fleet's own are in `test_crds`."""
+    """`test_crds` covers manifests of Fleet's own kinds."""
     shown = [each for each in shown_manifests() if not is_ours(each)]
 
     assert {each["kind"] for each in shown} == {"HorizontalPodAutoscaler", "Pod"}
@@ -632,9 +632,10 @@ def test_values_that_contradict_each_other_are_refused_by_name(values, said):
 
 @pytest.mark.parametrize("name", ["default", "everything"])
 def test_rendered_chart_equals_the_reviewed_one(name):
-    """Without definitions, dashboards and what the operator may do, which are held to their types elsewhere.
+    """Definitions, dashboards and the operator's rights are left out, since other tests check them.
 
-    After a change of the templates: look at what differs, then run `python -m tests.kube.chart.test_chart` and commit what it wrote.
+    After a change of the templates, review the difference, then run `python -m tests.kube.chart.test_chart` and commit
+    the output.
     """
     assert (GOLDEN / f"chart-{name}.yaml").read_text() == reviewed(name)
 

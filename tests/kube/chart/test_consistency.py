@@ -1,4 +1,4 @@
-"""What an API server refuses of a DisaggDeployment, `fleet kube render` refuses too, in the same words."""
+"""`fleet kube render` refuses every DisaggDeployment that an API server refuses, in the same words."""
 
 import pytest
 import yaml

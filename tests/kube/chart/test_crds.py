@@ -1,4 +1,4 @@
-"""Our custom kinds on an API server: what is accepted, what is filled in, and a sample that each rule refuses."""
+"""Our custom kinds on an API server: accepted objects, their defaults, and a sample that each rule refuses."""
 
 import msgspec
 import pytest
@@ -10,13 +10,13 @@ from tests.support.kube.documentation import is_ours, shown_manifests
 from tests.support.waiting import eventually
 
 API = f"{GROUP}/{VERSION}"
-MOST_BYTES = 100_000  # of a definition; 262,144 cannot be applied by clients
+MOST_BYTES = 100_000  # of a definition; clients cannot apply 262,144
 YAML_BOOLEANS = {"y", "n", "yes", "no", "on", "off"}
 
 
 @pytest.fixture(scope="session")
 def kinds(api):
-    """All of them, served."""
+    """Serve all custom kinds."""
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     names = [definition(kind)["metadata"]["name"] for kind in KINDS]
     for name in names:
@@ -32,7 +32,7 @@ def kinds(api):
 
 @pytest.fixture
 def path(kinds, namespace):
-    """Of this test's objects of a kind."""
+    """Return the path of this test's objects of a kind."""
     return lambda plural: f"/apis/{API}/namespaces/{namespace}/{plural}"
 
 
@@ -55,7 +55,7 @@ def an_object(kind, **spec):
 
 
 def refusal(answer):
-    """Why something was refused, as one text with the paths of fields."""
+    """Return the reasons of a refusal as one text with the paths of fields."""
     causes = answer.refused(422, "Invalid")["details"]["causes"]
     return "; ".join(f"{cause['field']}: {cause['message']}" for cause in causes)
 

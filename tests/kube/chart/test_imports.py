@@ -1,4 +1,4 @@
-"""What `fleet kube import` makes of other projects' deployments is what our custom kinds take, by schema and by rule."""
+"""Our custom kinds accept, by schema and by rule, what `fleet kube import` makes of other projects' deployments."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the chart's pods run, run: the commands, settings and secrets of a rendered router, its probes, the test's question; etcd, Redis."""
+"""Runs the commands of the rendered chart's pods: router, probes, the chart's test, etcd and Redis."""
 
 import contextlib
 import hashlib
@@ -47,7 +47,7 @@ def container(found) -> Document:
 
 @pytest.fixture
 def mounted(found, tmp_path) -> Path:
-    """What would be under /etc/fleet."""
+    """Return the files that would be under /etc/fleet."""
     tenants = {"alice": {"api_key_sha256": [hashlib.sha256(b"open sesame").hexdigest()]}}
     contents = {
         "settings/settings.json": found["ConfigMap", "fleet-routers"]["data"]["settings.json"],
@@ -64,7 +64,7 @@ def mounted(found, tmp_path) -> Path:
 
 @pytest.fixture
 def endpoints(container, mounted):
-    """Of a router that runs as its pod says, but on free ports."""
+    """Return the endpoints of a router that runs as its pod says, but on free ports."""
     free = [f"--set={port}=127.0.0.1:0" for port in PORTS]
     free.append(f"--set=control_credentials.secret_file={mounted}/control/secret")
     words = [*container["command"][1:], *container["args"], *free]
@@ -85,7 +85,7 @@ def test_a_router_runs_as_its_pod_says(found, container, endpoints):
             probe: client.get(f"http://{endpoints[asked['port']]}{asked['path']}").status_code
             for probe, asked in probes.items()
         }
-        # It lives, and nobody serves yet: its server is not there.
+        # The process is alive, but does not serve yet, since its etcd is not there.
         assert codes == {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}
         question = {"model": "llama", "messages": [{"role": "user", "content": "Hello"}]}
         assert client.post("/v1/chat/completions", json=question).status_code == 401

@@ -1,4 +1,4 @@
-"""The chart on an API server, by both Helms: install, upgrade, rollback, uninstall, test, and what people have while that happens."""
+"""Installs, upgrades, rolls back, tests and uninstalls the chart with both Helms while users have objects."""
 
 import asyncio
 import concurrent.futures
@@ -33,7 +33,7 @@ SAMPLE = Path(__file__).parents[3] / "deploy" / "samples" / "h100-llama-70b.yaml
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A server of this module's own, with the controllers that remove what belongs to nobody; or the real one."""
+    """Return a server of this module's own, with controllers that remove orphaned objects; or the real one."""
     if given := os.environ.get("FLEET_TEST_KUBE_API"):
         yield RunningApiServer(given)
         return
@@ -56,7 +56,7 @@ def _forget_definitions(api: Api) -> None:
 
 
 class Third:
-    """Helm 3, as users call it."""
+    """Helm 3 as a command, which is how users run it."""
 
     def __init__(self, kubeconfig: Path, home: Path):
         self._helm = Command(helm_3(tools_folder()), kubeconfig, home)
@@ -78,7 +78,7 @@ class Third:
 
 
 class Fourth:
-    """Helm 4, as a library; it applies on the server's side."""
+    """Helm 4 as a library; it applies on the server's side."""
 
     def __init__(self, kubeconfig: Path, namespace: str):
         self._config = helm_4(tools_folder()).Config(kubeconfig_path=kubeconfig, namespace=namespace)
@@ -106,7 +106,7 @@ def helm(request, cluster, namespace, tmp_path):
 
 
 def everything(api, namespace) -> set[str]:
-    """Paths of all objects that a release could have made: in the namespace, and of the whole cluster."""
+    """Return the paths of all objects that a release could have made, in the namespace and in the whole cluster."""
     found = set()
     groups = api.get("/apis").expect(200)["groups"]
     for root in ["/api/v1", *(f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups)]:
@@ -115,7 +115,7 @@ def everything(api, namespace) -> set[str]:
                 continue
             where = f"{root}/namespaces/{namespace}" if each["namespaced"] else root
             answer = api.get(f"{where}/{each['name']}")
-            if answer.code == 200:  # a kind may have gone meanwhile
+            if answer.code == 200:  # a kind may have been removed meanwhile
                 found |= {f"{where}/{each['name']}/{item['metadata']['name']}" for item in answer.body["items"]}
     return found
 
@@ -125,7 +125,7 @@ def a_deployment() -> dict[str, Any]:
 
 
 def served(api) -> None:
-    """The kinds are there for clients."""
+    """Wait until clients find the kinds."""
     eventually(lambda: all(api.get(f"/apis/{GROUP}/{VERSION}/{kind.plural}").code == 200 for kind in KINDS))
 
 
@@ -192,7 +192,10 @@ def test_kept_crds_keep_deployments_for_a_new_release(helm, api, namespace):
 
 
 def test_objects_survive_upgrade_and_downgrade(helm, api, namespace, tmp_path):
-    """Upgrade from N-1 while a DisaggDeployment runs: the older one lacks a field and an object, and has one that is gone now."""
+    """Upgrade from N-1 while a DisaggDeployment runs.
+
+    The older chart lacks a field and an object, and has an object that the newer one lacks.
+    """
     older = an_older_chart(tmp_path)
     helm.install(older, {})
     served(api)
@@ -219,7 +222,7 @@ def test_objects_survive_upgrade_and_downgrade(helm, api, namespace, tmp_path):
     suspended = api.patch(f"{path}/llama-70b", "merge", {"spec": {"suspend": True}}, fieldValidation="Strict")
     assert suspended.expect(200)["spec"]["suspend"] is True
     made = api.patch(f"{path}/llama-70b", "merge", {"spec": {"suspend": False}}).expect(200)
-    made["spec"].pop("suspend")  # what the older definition does not know is not shown by it
+    made["spec"].pop("suspend")  # the older definition hides fields that it does not know
 
     helm.rollback(1)
     eventually(lambda: not known(api, "suspend"))
@@ -254,7 +257,7 @@ def known(api, field: str) -> bool:
 
 
 def a_child_of(api, namespace: str, owner: dict[str, Any]) -> dict[str, Any]:
-    """As the operator makes one."""
+    """Make a child as the operator does."""
     labels = {"app.kubernetes.io/instance": "llama-70b", f"{GROUP}/role": "decode"}
     reference = {key: owner[key] for key in ("apiVersion", "kind")} | {
         key: owner["metadata"][key] for key in ("name", "uid")
@@ -310,7 +313,7 @@ def test_operators_account_has_exactly_its_rights(cluster, api, namespace, tmp_p
     served(api)
     versions = {each["name"]: each["preferredVersion"]["version"] for each in api.get("/apis").expect(200)["groups"]}
     listed = [each for each in ACCESS if "list" in each.verbs and (not each.group or each.group in versions)]
-    assert len(listed) > 8  # the others are kinds that this server does not have
+    assert len(listed) > 8  # this server does not have the other kinds
     with Api(cluster.url, token=f"system:serviceaccount:{namespace}:fleet-operator") as operator:
         for each in listed:
             root = f"/apis/{each.group}/{versions[each.group]}" if each.group else "/api/v1"
@@ -350,7 +353,7 @@ async def test_charts_rights_let_workers_and_routers_meet(cluster, api, namespac
             assert isinstance(await anext(sightings), RecordMissing)
             await workers.register(WorkerId("decode-0"), Incarnation("second"), "10.0.0.1:50060")
             while not isinstance(await anext(sightings), RecordMissing):
-                pass  # nobody renews its Lease any more: routers remove it
+                pass  # nobody renews its Lease any more, so routers remove it
         used = {account: verbs_of(cluster, f"system:serviceaccount:{namespace}:fleet-{account}") for account in roles}
         with pytest.raises(RegistryUnreachable, match=r"403|orbidden"):
             await routers.register(WorkerId("decode-1"), Incarnation("first"), "10.0.0.2:50060")
@@ -358,7 +361,7 @@ async def test_charts_rights_let_workers_and_routers_meet(cluster, api, namespac
         path = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/roles/fleet-{account}"
         rules = api.get(path).expect(200)["rules"]
         granted = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
-        # Applying what is not there is `create` too, for a real server; ours does not ask for it.
+        # For a real server, applying a missing object needs `create`, too; ours does not check that.
         assert verbs | {(resource, "create") for resource, verb in verbs if verb == "patch"} == granted
     await asyncio.to_thread(release.uninstall)
 

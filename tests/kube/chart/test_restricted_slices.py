@@ -1,4 +1,4 @@
-"""Where a platform wants a word of its own for EndpointSlices (OpenShift), the chart's value says it, to those that write them and nobody else."""
+"""A value of the chart lets those that write EndpointSlices restrict them, as OpenShift demands, and nobody else."""
 
 from tests.support.kube.charts import documents, helm_3_render
 
@@ -15,7 +15,7 @@ WORD = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices/restric
 
 
 def writers(values):
-    """Roles that may create EndpointSlices, and which of them may create restricted ones."""
+    """Return the roles that may create EndpointSlices, and those of them that may create restricted ones."""
     roles = [each for each in documents(helm_3_render(values)) if each["kind"] in ("Role", "ClusterRole")]
     writing = {
         each["metadata"]["name"]

@@ -1,5 +1,8 @@
-"""From an empty cluster to an empty cluster: Helm installs, a model is served by real processes, scaled, rolled out under load, the
-release upgraded, and all of it taken away."""
+"""From an empty cluster to an empty cluster, with a model that real processes serve.
+
+Helm installs the chart, the deployment is scaled and rolled out under load, the release is upgraded, and everything is
+removed.
+"""
 
 import re
 import subprocess
@@ -30,7 +33,7 @@ from tests.support.kube.kubelet.cluster import a_cluster
 from tests.support.kube.kubelet.objects import condition
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)  # a dozen processes are started, on whatever machine this is
+pytestmark = pytest.mark.timeout(300)  # a dozen processes are started, possibly on a slow machine
 
 CHART = Path(__file__).parents[3] / "deploy" / "helm" / "fleet"
 SAMPLE = Path(__file__).parents[3] / "deploy" / "samples" / "cpu.yaml"
@@ -56,13 +59,13 @@ def cluster(server, tmp_path, model_dir):
 
 
 class Load:
-    """Requests, one after another, from several threads: one half over gRPC, the other over HTTP. Remembers what failed."""
+    """Sends requests in turn from several threads, half over gRPC and half over HTTP, and remembers failures."""
 
     def __init__(self, grpc: str, http: str, threads: int = 8) -> None:
         self.answered = 0
         self.pairs: set[tuple[str, str]] = (
             set()
-        )  # revisions of those who handed blocks over, and of those who took them
+        )  # revisions of the workers that sent blocks, and of those that received them
         self.failed: list[str] = []
         self._grpc, self._http = grpc, http
         self._stop = threading.Event()
@@ -107,12 +110,12 @@ class Load:
 
 
 def revision(worker_id: str) -> str:
-    """`tiny-ROLE-REVISION-...`: of the deployment, in a pod's name."""
+    """Return the revision of the deployment from a pod's name, `tiny-ROLE-REVISION-...`."""
     return worker_id.split("-")[2]
 
 
 def a_deployment(model_dir: Path) -> dict:
-    """The sample for CPUs, with the engine that needs nothing."""
+    """Return the sample for CPUs, with the engine that needs nothing."""
     deployment = yaml.safe_load(SAMPLE.read_text())
     spec = deployment["spec"]
     spec["engine"] = "simulated"
@@ -121,7 +124,7 @@ def a_deployment(model_dir: Path) -> dict:
     for role in spec["roles"]:
         role.pop("podTemplate", None)
         if role["type"] != "router":
-            # What engines have by themselves: an address that others reach.
+            # Real engines have an address that others reach by themselves.
             reached = {"name": "main", "args": ["--set=simulated.direct_listen=$(POD_IP):50062"]}
             role["podTemplate"] = {"spec": {"containers": [reached]}}
         if role["type"] == "prefill":
@@ -130,7 +133,7 @@ def a_deployment(model_dir: Path) -> dict:
 
 
 def that_fails(deployment: dict) -> dict:
-    """The same model by one worker for whole requests, whose engine has no room for any prompt but the shortest."""
+    """Return the same model with one aggregated worker, whose engine has room for only the shortest prompt."""
     deployment["metadata"]["name"] = "broken"
     full = {"name": "main", "args": ["--set=simulated.kv_blocks=1"]}
     role = {"name": "all", "type": "aggregated", "podTemplate": {"spec": {"containers": [full]}}}
@@ -163,7 +166,7 @@ def test_from_an_empty_cluster_to_an_empty_cluster(server, cluster, tmp_path, mo
             return {kind: each["status"] for kind, each in said().items()}
 
         def handed_over() -> float:
-            """Blocks that decode workers have taken over so far, by what the router says."""
+            """Return the number of blocks that decode workers have received so far, by the router's metrics."""
             page = httpx.get(f"http://{cluster.way_to('tiny-router', 8000)}/metrics", trust_env=False).text
             samples = [each for family in text_string_to_metric_families(page) for each in family.samples]
             return sum(each.value for each in samples if (each.name, each.labels) == HANDED_OVER)
@@ -231,7 +234,7 @@ subjects: [{kind: ServiceAccount, name: fleet, namespace: default}]
 
 
 def found_by_leases(deployment: dict) -> dict:
-    """Two routers and one worker for whole requests, which know each other by the Kubernetes API alone."""
+    """Return two routers and one aggregated worker, which find each other by the Kubernetes API alone."""
     discovery = ["--set=discovery.kind=kubernetes", "--set=discovery.cluster=tiny"]
     owner = ["--set=discovery.pod=$(POD_NAME)", "--set=discovery.pod_uid=$(POD_UID)"]
     uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
@@ -277,7 +280,7 @@ def test_routers_find_workers_by_their_leases(server, cluster, tmp_path, model_d
         [lease] = api.get(LEASES).expect(200)["items"]
         assert lease["metadata"]["name"] == worker
         assert [fault["struck"] for fault in server.faults().values()] == [3]
-        for router in routers:  # none of which was told by the worker
+        for router in routers:  # none of which the worker reported
             assert f"worker joined worker={worker}" in cluster.log(router)
         ways = [cluster.way_to("tiny-router", 50051) for _ in routers]
         with Client(ways[0]) as one, Client(ways[1]) as other:
@@ -305,13 +308,13 @@ LEASES = "/apis/coordination.k8s.io/v1/namespaces/default/leases"
 
 
 def all_ready(api: Api, role: str, count: int) -> list[str] | None:
-    """Names of the pods of a role, once there are so many and all are ready."""
+    """Return the names of a role's pods once there are that many and all are ready."""
     pods = api.get(f"{CORE}/pods", labelSelector=f"fleet-serving.io/role={role}").expect(200)["items"]
     ready = [pod["metadata"]["name"] for pod in pods if condition(pod, "Ready")]
     return ready if len(ready) == len(pods) == count else None
 
 
 def left(api: Api) -> list[str]:
-    """What there is in the namespace, and the kinds that are not Kubernetes' own."""
+    """Return the objects in the namespace, and the kinds that are not Kubernetes' own."""
     kinds = api.get("/apis/apiextensions.k8s.io/v1/customresourcedefinitions").expect(200)["items"]
     return [*inhabitants(api, "default"), *(kind["metadata"]["name"] for kind in kinds)]

@@ -1,4 +1,4 @@
-"""The cluster of one node on this machine: real processes for pods, behind real addresses."""
+"""The one-node cluster on this machine runs pods as real processes behind real addresses."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""From what somebody has to keep to an answered request: a ServingRequest, the deployment that the operator makes for it, real processes."""
+"""From a ServingRequest to an answered request, with the operator's deployment and real processes."""
 
 import asyncio
 
@@ -24,7 +24,10 @@ SECONDS = 30
 
 
 async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
-    """Nothing of it is edited; that its engine is one that computes nothing is said by the request, as anything of a pod can be."""
+    """The deployment is not edited.
+
+    The request asks for the engine that computes nothing, as it may for any part of a pod.
+    """
     instead = {"name": "main", "args": ["--set=engine=simulated"]}
     request = a_request(
         model={"name": "tiny", "claim": "models", "uri": model_dir.name},
@@ -43,7 +46,7 @@ async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
         requests = Requests(asked)
         async with an_operator(asked):
             requests.apply(request).expect(201)
-            # This operator is no pod, so that it can ask no router; that workers are ready when a router knows them, they say themselves.
+            # This operator is no pod, so it cannot ask routers; workers themselves report when a router knows them.
             await until(lambda: len(found := ready(asked)) == 3 and all(found.values()), SECONDS)
 
             answer = await asyncio.to_thread(one_answer, cluster.way_to("please-router", 50051))
@@ -59,7 +62,7 @@ async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
 
 
 def ready(asked):
-    """Whether each pod is, by its name."""
+    """Return whether each pod is ready, by its name."""
     return {
         name: any(
             each["type"] == "Ready" and each["status"] == "True" for each in pod.get("status", {}).get("conditions", ())

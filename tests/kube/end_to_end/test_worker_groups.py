@@ -1,4 +1,4 @@
-"""A replica of two nodes, in a cluster of real processes: it is ready, answers, ends and recovers as a whole."""
+"""A replica of two nodes in a cluster of real processes: it becomes ready, answers, ends and recovers as a whole."""
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from tests.support.kube.kubelet.cluster import a_cluster
 from tests.support.kube.kubelet.objects import condition
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)  # half a dozen processes are started, on whatever machine this is
+pytestmark = pytest.mark.timeout(300)  # half a dozen processes are started, possibly on a slow machine
 
 WIDE = {"name": "wide", "type": "aggregated", "parallelism": {"tensor": 2}, "nodesPerReplica": 2}
 

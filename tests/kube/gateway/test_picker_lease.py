@@ -1,4 +1,7 @@
-"""Several endpoint pickers behind one InferencePool: real routers as the chart has them, with its roles, of which one is asked at a time."""
+"""Several endpoint pickers behind one InferencePool, of which one is asked at a time.
+
+They are processes of real routers with the commands and roles that the chart gives them.
+"""
 
 import asyncio
 import json
@@ -31,7 +34,7 @@ from tests.support.stopwatch import at_most
 from tests.support.waiting import until_answered
 
 SECONDS = 60
-LEASE_SECONDS = 10  # a busy machine keeps processes from renewing it for seconds
+LEASE_SECONDS = 10  # on a busy machine a process may fail to renew it for seconds
 ACCOUNT = "system:serviceaccount:serving:fleet-routers"
 NAME = "fleet-routers-picker"
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/serving/leases/{NAME}"
@@ -47,7 +50,7 @@ PLURALS = {
 
 
 class Installed:
-    """What the chart gives, without a kubelet."""
+    """The objects of the installed chart, without a kubelet."""
 
     def __init__(self, server, api, folder, url: str) -> None:
         lease = {"duration_seconds": LEASE_SECONDS}
@@ -64,7 +67,7 @@ class Installed:
                 api.post(PLURALS[kind], each).expect(201)
 
     def command(self, name: str, address: str) -> list[str]:
-        """Of a router's pod, but on free ports."""
+        """Return the command of a router's pod, but with free ports."""
         (container,) = self.objects["Deployment", "fleet-routers"]["spec"]["template"]["spec"]["containers"]
         words = [*container["command"][1:], *container["args"]]
         words = [word.replace("$(POD_NAME)", name).replace("$(POD_IP)", address) for word in words]
@@ -75,7 +78,7 @@ class Installed:
         return [*words, *free, f"--set=endpoint_picker.lease.kubeconfig={config}"]
 
     async def leader(self) -> str:
-        """Where gateways are sent."""
+        """Return the pod that gateways are sent to."""
         found = await asyncio.to_thread(self.api.get, SLICE)
         return found.body["endpoints"][0]["addresses"][0] if found.code == 200 else ""
 
@@ -144,7 +147,7 @@ async def test_second_picker_takes_over_from_a_killed_one(server, api, tmp_path)
         await first.end(signal.SIGKILL)
         last = api.get(LEASE).expect(200)["spec"]
         assert last["holderIdentity"] == "one"
-        with at_most(LEASE_SECONDS * 2):  # it had been renewed a moment before, and who waits looks as often
+        with at_most(LEASE_SECONDS * 2):  # it had been renewed a moment before, and the others look as often
             await until_answered(second.serving)
         taken = datetime.fromisoformat(api.get(LEASE).expect(200)["spec"]["acquireTime"])
         assert taken - datetime.fromisoformat(last["renewTime"]) > timedelta(seconds=LEASE_SECONDS * 11 / 15)
@@ -156,7 +159,7 @@ async def test_second_picker_takes_over_from_a_killed_one(server, api, tmp_path)
         requests = [each for each in server.requests() if each["user"] == ACCOUNT]
         assert {each["code"] for each in requests} <= {200, 201, 404, 409, 0}
         assert {(each["resource"], each["verb"]) for each in requests} | {("endpointslices", "create")} == {
-            (resource, verb)  # to apply what is not there is to create it
+            (resource, verb)  # an apply of a missing object is a creation
             for rule in installed.objects["Role", NAME]["rules"]
             for resource in rule["resources"]
             for verb in rule["verbs"]
@@ -241,7 +244,7 @@ async def _follows(candidate) -> bool:
 
 
 async def test_processes_of_one_router_lead_together(tmp_path):
-    """They tell each other what they have booked, and are one picker: with one identity."""
+    """The processes tell each other their bookings and are one picker, with one identity."""
     clock = ManualClock()
 
     def written_by(year: int) -> datetime:
@@ -258,7 +261,7 @@ async def test_processes_of_one_router_lead_together(tmp_path):
             await until_answered(lambda: _leads(first))
             await until_answered(lambda: _leads(second))
             for _ in range(4):
-                clock.move(LEASE_SECONDS * SECOND * 3 // 10)  # twice as much is as long as one renewal holds
+                clock.move(LEASE_SECONDS * SECOND * 3 // 10)  # twice this time is as long as one renewal holds
                 assert (first.leads(), second.leads()) == (True, True)
                 renewals = set()
 

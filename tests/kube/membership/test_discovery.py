@@ -1,4 +1,4 @@
-"""Kubernetes as a directory of workers, over the API server for tests: by Leases, and by the EndpointSlices of a Service as well."""
+"""Kubernetes as a directory of workers, by Leases and by the EndpointSlices of a Service."""
 
 import asyncio
 import base64
@@ -48,7 +48,7 @@ class KubernetesWorld:
 
     def __init__(self, server, api, folder, service="") -> None:
         self.server, self.api, self.service = server, api, service
-        self.clock = ManualClock()  # of all who look at the directory
+        self.clock = ManualClock()  # of all watchers of the directory
         self.way = SeverableProxy(int(server.url.rpartition(":")[2]))
         self.folder = folder
 
@@ -85,7 +85,7 @@ class KubernetesWorld:
                     await asyncio.sleep(0.02)
 
     def endpoints(self) -> set[str]:
-        """Where clients of the Service are sent."""
+        """Return the addresses that clients of the Service are sent to."""
         slices = self.api.get(SLICES, labelSelector=f"kubernetes.io/service-name={self.service}").expect(200)["items"]
         return {
             f"{address}:{port['port']}"
@@ -114,7 +114,7 @@ def api(server):
 
 
 def pytest_generate_tests(metafunc):
-    """What is promised of every directory holds with and without EndpointSlices; what is told of one is tried once."""
+    """Run tests of the whole contract with and without EndpointSlices, and tests of one of them once."""
     if "a_world" in metafunc.fixturenames:
         everywhere = metafunc.function.__module__ == discovery_promises.__name__
         metafunc.parametrize("a_world", ["leases", "slices"] if everywhere else ["leases"], indirect=True)
@@ -166,7 +166,7 @@ async def test_renewed_lease_has_the_number_of_warm_blocks(server, api, tmp_path
             lease = registrations.WorkerLease(
                 holder=WORKER, renewed=NOW, duration_seconds=9, annotations=metadata["annotations"]
             )
-            said.append(registrations.registered((lease,), None, NOW)[WORKER].warm_blocks)  # as an operator reads it
+            said.append(registrations.registered((lease,), None, NOW)[WORKER].warm_blocks)  # as the operator reads it
 
     assert said == [7, 12]
 
@@ -187,7 +187,7 @@ async def test_lost_or_conflicting_renewal_is_repeated(a_world, api, server):
     async with a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         server.order_fault("drop", verb="update", resource="leases")
-        await worker.register(WORKER, OLD, ADDRESS)  # asked again, it is based on a version that is not the latest
+        await worker.register(WORKER, OLD, ADDRESS)  # at the repetition it refers to an outdated version
 
         api.patch(f"{LEASES}/{WORKER}", "merge", {"metadata": {"labels": {"somebody": "else"}}}).expect(200)
         await worker.register(WORKER, OLD, ADDRESS)
@@ -303,7 +303,7 @@ async def test_unknown_api_server_refuses_the_settings(server, tmp_path, fields,
 
 
 async def held(server, number):
-    """A request is being held back by this fault."""
+    """Return whether this fault holds a request back."""
     async with asyncio.timeout(SECONDS):
         while not (await asyncio.to_thread(server.faults))[str(number)]["struck"]:
             await asyncio.sleep(0.02)
@@ -317,7 +317,7 @@ async def test_lease_renewed_late_is_not_removed(a_world, api, server):
         for _ in range(2):
             await a_world.half_a_lease()
         await held(server, number)
-        await worker.register(WORKER, OLD, ADDRESS)  # while the request to remove it is on its way
+        await worker.register(WORKER, OLD, ADDRESS)  # while the request that removes it is under way
         renewed = api.get(f"{LEASES}/{WORKER}").expect(200)
         server.forget_requests()
         server.remove_fault(number)
@@ -487,5 +487,5 @@ async def test_charts_roles_allow_exactly_the_needed_requests(tmp_path):
                 for resource in rule["resources"]
                 for verb in rule["verbs"]
             }
-            # To apply what is not there is to create it.
+            # An apply of a missing object is a creation.
             assert asked | ({("endpointslices", "create")} & granted) == granted, account

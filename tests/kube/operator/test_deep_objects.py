@@ -1,4 +1,4 @@
-"""An object that is nested as deeply as an API server takes it: it is read as far as it can be, and so are all others."""
+"""The operator reads an object that is nested as deeply as an API server accepts, and all other objects beside it."""
 
 from contextlib import asynccontextmanager
 
@@ -14,7 +14,7 @@ from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.views import CustomObject
 from tests.support.kube.api.running import RunningApiServer
 
-LEVELS = 9_900  # kube-apiserver's reader of JSON stops at 10,000
+LEVELS = 9_900  # kube-apiserver's JSON decoder stops at 10,000
 
 
 def an_object(name, deep):

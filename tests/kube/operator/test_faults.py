@@ -1,4 +1,4 @@
-"""The operator among faults: whatever is lost, refused, late or killed, it ends at the same."""
+"""The operator reaches the same end state whatever is lost, refused, late or killed on the way."""
 
 import asyncio
 import contextlib
@@ -28,11 +28,11 @@ KINDS = (
 
 
 class Killed(BaseException):
-    """Not an Exception: no supervisor survives it."""
+    """Ends an operator as a kill would; it is no Exception, so that no supervisor survives it."""
 
 
 class Mortal:
-    """A cluster whose operator is killed before its second write; the first may be done and not be answered."""
+    """A cluster whose operator is killed before its second write; the first may be done without being answered."""
 
     def __init__(self, connected, answered):
         self._cluster = connected
@@ -59,7 +59,7 @@ class Mortal:
 
 
 def end_state(asked):
-    """Of every child: its digest and replicas."""
+    """Return digest and replicas of every child."""
     return {
         (kind, name): (
             each["metadata"]["annotations"][DIGEST],
@@ -89,7 +89,7 @@ async def test_killed_at_every_write_it_ends_at_the_same(asked):
         while not await lives(asked, deaths):
             assert len(deaths) < 200
 
-    # Owners differ in their uid, and so do digests.
+    # Owners differ in their uid, so digests differ, too.
     assert {key: replicas for key, (_, replicas) in end_state(asked).items()} == {
         key: replicas for key, (_, replicas) in expected.items()
     }
@@ -100,7 +100,10 @@ async def test_killed_at_every_write_it_ends_at_the_same(asked):
 
 
 async def lives(asked, deaths):
-    """Whether an operator finds nothing more to write; else it has written once and was killed, with every second answer lost."""
+    """Run an operator until it writes nothing more, and return whether that succeeded.
+
+    Otherwise it has written once and was killed; every second time its write was done without being answered.
+    """
     mortal = []
 
     def wrap(connected):
@@ -144,7 +147,7 @@ async def test_a_fault_delays_and_changes_nothing(asked, faults):
 
 
 async def test_missing_right_for_secrets_is_in_each_status(asked):
-    """An operator that was upgraded without its Role: what runs stays, and once it may read its Secret everything goes on."""
+    """An operator that is upgraded without its Role leaves what runs, and goes on once it may read its Secret."""
     lacking = [True]
 
     class WithoutSecrets:
@@ -177,13 +180,13 @@ async def test_missing_right_for_secrets_is_in_each_status(asked):
 
 
 async def test_expired_watch_version_causes_a_new_list(asked, monkeypatch):
-    monkeypatch.setattr(cluster, "WATCH_SECONDS", 1)  # and then the server ends it
+    monkeypatch.setattr(cluster, "WATCH_SECONDS", 1)  # then the server ends it
     async with an_operator(asked):
         asked.apply(a_deployment()).expect(201)
         await until(asked.ready)
         asked.server.forget_requests()
         late = asked.server.order_fault("delay", verb="watch", user="fleet-operator/first", seconds=0.5, times=-1)
-        await until(lambda: asked.server.faults()[str(late)]["struck"] >= 12)  # all watches have ended
+        await until(lambda: asked.server.faults()[str(late)]["struck"] >= 12)  # by now all watches have ended
 
         asked.apply(a_deployment(image="another:2")).expect(200)
         asked.server.compact()
@@ -195,7 +198,7 @@ async def test_expired_watch_version_causes_a_new_list(asked, monkeypatch):
 
 
 async def test_late_writes_of_a_former_leader_change_nothing(asked):
-    """Its scaling is held back until the next leader has scaled otherwise."""
+    """The former leader's scaling is held back until the next leader has scaled otherwise."""
     role = {"name": "all", "type": "aggregated", "replicas": 2}
     async with an_operator(asked, identity="second") as second:
         asked.apply(a_deployment(role)).expect(201)
@@ -215,7 +218,7 @@ async def test_late_writes_of_a_former_leader_change_nothing(asked):
             asked.server.remove_fault(late)
 
             def code():
-                """Of the last that it has sent; 0: it is not answered yet."""
+                """Return the code of its last write; 0 while it is not answered."""
                 sent = [
                     each
                     for each in asked.server.requests()
@@ -231,7 +234,7 @@ async def test_late_writes_of_a_former_leader_change_nothing(asked):
 
 
 class Deaf:
-    """A cluster that tells nothing of some kinds by itself: what there is has to be asked for."""
+    """A cluster whose watches of some kinds report nothing, so that the operator has to ask for what there is."""
 
     def __init__(self, connected, of):
         self._cluster = connected
@@ -307,13 +310,13 @@ async def test_unknown_foreign_objects_are_left_and_reported(asked):
 
 
 async def test_created_but_unseen_object_is_not_written_twice(asked):
-    """By the operator before this one, that is; or its answer was lost."""
+    """The creation was the previous operator's, or its answer was lost."""
 
     def versions():
         return {
             (kind, name): each["metadata"]["resourceVersion"]
             for kind, group in THEIRS
-            if kind != "deployments"  # these have a status, too
+            if kind != "deployments"  # these kinds have a status, too
             for name, each in asked.children(kind, group).items()
         }
 
@@ -357,7 +360,7 @@ async def test_field_missing_in_a_later_manifest_is_removed(asked):
 
 
 async def test_ten_megabytes_of_events_leave_no_memory_behind(asked, nodes):
-    """Of pods and Leases that say again what they said: what kubelets and workers do all the time."""
+    """Pods and Leases are written again without a change, as kubelets and workers do all the time."""
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
         await until(lambda: asked.ready() and not operator.waiting())
@@ -393,7 +396,7 @@ async def test_reconcile_continues_after_the_lease_is_renewed(asked, monkeypatch
     leads = [True]
 
     class Lapsing:
-        """The Lease runs out at the third write, and comes back before anybody has noticed."""
+        """The Lease expires at the third write, and is renewed before anybody has noticed."""
 
         def __init__(self, connected):
             self._cluster = connected
@@ -418,7 +421,7 @@ async def test_reconcile_continues_after_the_lease_is_renewed(asked, monkeypatch
         await until(lambda: not leads[0])
         of_the_look = [
             write for write in asked.writes() if write[1] != "secrets"
-        ]  # the operator's own secret is older than the look
+        ]  # the operator's own secret is older than this reconciliation
         assert len(of_the_look) <= 3
 
         await until(asked.ready)

@@ -1,4 +1,4 @@
-"""The Lease that operators lead by, whatever their clocks say; and what is left when an operator is gone for good."""
+"""The operators' leader Lease under wrong clocks, and what keeps running when the last operator is gone."""
 
 import time
 from datetime import timedelta
@@ -27,7 +27,7 @@ def lease(asked):
 
 @pytest.fixture
 def owner(asked):
-    """The operator's own Deployment, which runs nothing here."""
+    """Return the operator's own Deployment, which runs nothing here."""
     labels = {"app.kubernetes.io/component": "operator"}
     spec = {
         "replicas": 0,
@@ -50,7 +50,7 @@ async def test_lease_goes_with_the_operators_deployment(asked, owner):
         await until(lambda: lease(asked).code == 404)
         await until(lambda: not operator.leader.leads())
         looks = len(owner_reads(asked))
-        await until(lambda: len(owner_reads(asked)) >= looks + 3)  # it asks for its Deployment, and makes nothing
+        await until(lambda: len(owner_reads(asked)) >= looks + 3)  # it reads its Deployment, and makes nothing
         assert lease(asked).code == 404
     assert lease(asked).code == 404
 
@@ -80,7 +80,7 @@ async def test_older_operators_lease_gets_the_owner(asked, owner):
 
 
 class Forbidding:
-    """A cluster that does not let its Deployments be read."""
+    """A cluster that does not allow the operator to read Deployments."""
 
     def __init__(self, connected):
         self._cluster = connected
@@ -105,7 +105,7 @@ async def test_missing_right_to_read_owner_stops_nobody(asked, owner, caplog):
 
 @pytest.mark.parametrize("hours", [-1, 1], ids=["behind", "ahead"])
 async def test_wrong_clock_does_not_affect_the_election(asked, hours):
-    """Of whom the leader is, and of who waits: `renewTime` is written by one and seen by the other."""
+    """Both the leader's clock and the candidate's are wrong: `renewTime` is written by one and read by the other."""
 
     def off():
         return utc_now() + timedelta(hours=hours)
@@ -130,7 +130,7 @@ async def test_wrong_clock_does_not_affect_the_election(asked, hours):
 
 
 def a_workers_lease(asked, pod, hours):
-    """As a worker writes it whose clock is so far off; it holds for a second."""
+    """Return a Lease that holds for a second, of a worker whose clock is wrong by that much."""
     labels = {key: pod["metadata"]["labels"][key] for key in (INSTANCE, ROLE, REVISION)} | {REGISTRATION: WORKER}
     renewed = (utc_now() + timedelta(hours=hours)).isoformat(timespec="microseconds").replace("+00:00", "Z")
     spec = {"holderIdentity": pod["metadata"]["name"], "leaseDurationSeconds": 1, "renewTime": renewed}
@@ -179,8 +179,8 @@ async def test_deployments_leave_nothing_before_or_after_the_operator(asked, own
         assert kept >= {"pods", "deployments", "services", "configmaps", "rolescalers", "leases", "networkpolicies"}
     asked.api.delete(asked.path("deployments", OWNER, "apps/v1"), propagationPolicy="Background").expect(200)
     await until(lambda: lease(asked).code == 404)
-    assert asked.children("pods", "v1")  # what is served goes on
+    assert asked.children("pods", "v1")  # serving continues
 
-    asked.api.delete(asked.path("disaggdeployments", "late")).expect(200)  # and nobody of ours is there
+    asked.api.delete(asked.path("disaggdeployments", "late")).expect(200)  # and no operator of ours runs
 
     await until(lambda: not left(asked))

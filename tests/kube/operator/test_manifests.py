@@ -1,4 +1,4 @@
-"""What the samples become is what Kubernetes takes: by its own schemas, by our API server, and by kubectl's words."""
+"""The manifests that the operator makes of the samples pass Kubernetes' schemas, our API server and kubectl."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def rendered(path):
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_samples_objects_are_known_to_every_version(path):
-    found = [each for each in rendered(path) if each["kind"] != "LeaderWorkerSet"]  # not Kubernetes' own
+    found = [each for each in rendered(path) if each["kind"] != "LeaderWorkerSet"]  # kinds that are not Kubernetes' own
 
     for version in VERSIONS:
         for each in found:

@@ -1,4 +1,4 @@
-"""The operator against an API server: what it makes, what it says, and what it leaves alone."""
+"""The operator against an API server: its objects, its status, and what it leaves alone."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ async def test_deployment_becomes_pods_and_ready(asked):
 
 
 async def test_change_writes_children_once_and_status_twice(asked, monkeypatch):
-    monkeypatch.setattr(pace, "SHORT", Nanos(SECOND))  # as it is in earnest
+    monkeypatch.setattr(pace, "SHORT", Nanos(SECOND))  # as in production
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
         await until(asked.ready)
@@ -58,8 +58,8 @@ async def test_change_writes_children_once_and_status_twice(asked, monkeypatch):
 
     children = [each for each in made if "/status" not in each[1]]
     scaled = [each for each in children if each[1] == "deployments"]
-    # A role's replicas come one at a time (balance.maxStep): one write makes its child, one adds the second.
-    # Two Secrets are made, whose names are not among what is recorded of a creation: the operator's own, and the deployment's.
+    # A role's replicas are added one at a time (balance.maxStep): one write makes its child, one adds the second.
+    # Two Secrets are made, the operator's own and the deployment's; the record of a creation does not have their names.
     assert len(children) == len(set(children)) + 2
     assert len(scaled) == 4
     assert status_writes(made) <= 2
@@ -72,7 +72,7 @@ async def test_change_writes_children_once_and_status_twice(asked, monkeypatch):
 
 
 async def test_progress_is_not_written_each_time(asked, nodes, monkeypatch):
-    monkeypatch.setattr(pace, "LONG", Nanos(60 * SECOND))  # the machine may be slow
+    monkeypatch.setattr(pace, "LONG", Nanos(60 * SECOND))  # for slow machines
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
         await until(lambda: asked.ready() and not operator.waiting())
@@ -84,7 +84,7 @@ async def test_progress_is_not_written_each_time(asked, nodes, monkeypatch):
         nodes.working, nodes.registers = (
             True,
             False,
-        )  # pods become ready, and no router knows them for longer than SHORT
+        )  # pods become ready, but for longer than SHORT no router knows them
         leases = asked.path("leases", "", "coordination.k8s.io/v1")
         await until(lambda: len(asked.api.get(leases).expect(200)["items"]) == 1)
         began = time.monotonic()
@@ -114,7 +114,7 @@ async def test_scale_change_reaches_the_child_in_under_a_second(asked):
                 await until(asked.ready)
             return min(took)
 
-        while await quickest(3, 4, 5) >= 1:  # the machine may be busy with something else
+        while await quickest(3, 4, 5) >= 1:  # for busy machines
             pass
 
         scale = await until(
@@ -179,7 +179,7 @@ async def test_rollout_ends_with_new_revision_within_budget(asked, nodes):
         await until(asked.ready)
         first = asked.status()["currentRevision"]
 
-        # A pair of the new revision needs two GPUs, and none may be missing of the old one: it says so, and does not begin to take away.
+        # A pair of the new revision needs two GPUs, and the old one may not lose any: it reports that, and removes nothing.
         asked.apply(a_deployment(*roles, balance={"gpuBudget": 4}, image="another:2")).expect(200)
         await until(lambda: asked.condition("ScalingLimited").get("reason") == "NoRoom")
         assert nodes.most_gpus == 4
@@ -276,7 +276,7 @@ async def test_pods_unknown_to_routers_are_not_ready(asked, nodes):
             known[:] = asked.workers()
             return asked.ready()
 
-        await until(register)  # one by one: the second decode replica comes when the first serves
+        await until(register)  # one by one: the second decode replica is added when the first serves
 
 
 async def test_server_refusal_is_a_condition_without_the_value(asked, caplog):
@@ -381,7 +381,7 @@ async def test_readiness_is_not_carried_over_a_change(asked, nodes):
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
         await until(asked.ready)
-        nodes.working = False  # new pods come, and nothing happens to them
+        nodes.working = False  # new pods are created, but do not start
 
         asked.apply(a_deployment(routing={"policy": "round_robin"})).expect(200)
 

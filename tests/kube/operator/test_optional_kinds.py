@@ -1,4 +1,4 @@
-"""Kinds that a cluster may lack, and replicas of several nodes where nothing makes these but StatefulSets."""
+"""Kinds that a cluster may lack, and replicas of several nodes where only StatefulSets can make them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ready only after an answered request: when the operator asks, whom, how often, and what it says meanwhile."""
+"""Replicas are ready only after an answered request: when, how often and whom the operator asks."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ FULL = ProbeFailure(429, "queue_full", busy=True)
 
 
 class Clients:
-    """Answers as `said` has it, by deployment; None: not before `release` is set."""
+    """Answers as `said` has it, by deployment; None waits until `release` is set."""
 
     def __init__(self):
         self.said = {}
@@ -198,8 +198,8 @@ async def test_silent_deployment_does_not_delay_others(asked):
 
 
 async def test_change_with_probes_writes_the_status_twice(asked, monkeypatch):
-    monkeypatch.setattr(pace, "SHORT", Nanos(SECOND))  # as it is in earnest
-    monkeypatch.setattr(pace, "LONG", Nanos(60 * SECOND))  # machines of tests are slow
+    monkeypatch.setattr(pace, "SHORT", Nanos(SECOND))  # as in production
+    monkeypatch.setattr(pace, "LONG", Nanos(60 * SECOND))  # test machines are slow
     async with an_operator(asked, clients=Clients()):
         asked.apply(a_deployment()).expect(201)
         await until(asked.ready)

@@ -1,4 +1,4 @@
-"""The operator as it is deployed: a process with a settings file, an account that may do what the chart grants, and its doors."""
+"""The operator as deployed: a process with settings file, health server, and the chart's account and rights."""
 
 import signal
 import subprocess
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 ACCOUNT = "system:serviceaccount:default:fleet-operator"
 GPU = {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}, "nodesPerReplica": 2}
-# Of processes that are not ours: such are ended by the operator when one of their group has begun anew.
+# Pods of third-party processes: the operator ends them when one of their group was restarted.
 GROUP_OF_THEIR_OWN = {"podTemplate": {"spec": {"containers": [{"name": "main", "command": ["theirs"]}]}}}
 
 OWN = {
@@ -49,12 +49,12 @@ REQUEST = {
 
 
 def a_process(settings, folder):
-    """It, and what it announced."""
+    """Run the operator's process, and return it with its first output."""
     return start_service("operator", settings, folder / "operator.json", stderr=subprocess.PIPE, text=True)
 
 
 def grant(api, namespace, without=""):
-    """A Role with exactly what `operators.rbac` lists."""
+    """Create a Role with exactly the rules that `operators.rbac` lists."""
     rules = [
         {"apiGroups": [each.group], "resources": [each.resource], "verbs": list(each.verbs)}
         for each in ACCESS
@@ -89,7 +89,7 @@ async def test_operator_process_uses_exactly_the_listed_rights(tmp_path):
                 "listen": "127.0.0.1:0",
                 "kubeconfig": str(server.kubeconfig(tmp_path, token=ACCOUNT)),
                 "ask_routers": False,
-                "probe": {"enabled": False},  # no router is there to answer
+                "probe": {"enabled": False},  # there is no router to answer
             }
             process, endpoints = a_process(settings, tmp_path)
             try:
@@ -130,7 +130,7 @@ async def test_operator_process_uses_exactly_the_listed_rights(tmp_path):
             (each["group"], each["resource"], verb)
             for each in server.requests()
             if each["user"] == ACCOUNT
-            # Server-side apply of what is not there has to be allowed as a creation, too.
+            # Server-side apply of a missing object has to be allowed as a creation, too.
             for verb in ([each["verb"], "create"] if (each["verb"], each["code"]) == ("patch", 201) else [each["verb"]])
         }
         refused = [each for each in server.requests() if each["user"] == ACCOUNT and each["code"] == 403]

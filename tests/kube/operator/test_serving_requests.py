@@ -1,4 +1,4 @@
-"""A ServingRequest on an API server with an operator: it becomes a deployment whose pods come up, or says why it cannot."""
+"""ServingRequests with an operator: each becomes a deployment whose pods start, or says why it cannot."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def a_request(name="please", **changes):
 
 
 class Requests:
-    """What a test asks of the API server about them."""
+    """Reads and writes a test's requests on the API server."""
 
     def __init__(self, asked):
         self._asked = asked
@@ -51,7 +51,7 @@ class Requests:
         return self._asked.api.get(self._asked.path("servingrequests", name)).expect(200).get("status", {})
 
     def conditions(self, name="please"):
-        """Of what it says now; nothing as long as what is said is of an earlier generation."""
+        """Return the conditions of its current generation; nothing while the status is of an earlier one."""
         found = self._asked.api.get(self._asked.path("servingrequests", name)).expect(200)
         generation = found["metadata"]["generation"]
         said = found.get("status", {}).get("conditions", ())
@@ -185,7 +185,7 @@ async def test_proposal_can_be_applied_by_hand(asked, requests):
         assert roles(requests.deployment()) == {"router": 2, "workers": 3}
         assert requests.status().get("deployment", "") == ""
 
-        await until(lambda: not operator.waiting())  # so that it is the deletion that wakes it
+        await until(lambda: not operator.waiting())  # so that only the deletion can wake it
         asked.api.delete(asked.path("disaggdeployments", "please")).expect(200)
         await until(lambda: (made := requests.deployment()) and "decode" in roles(made))
 
@@ -205,7 +205,7 @@ def test_request_with_an_impossible_name_is_refused(asked, name):
 
 
 def test_documented_request_is_the_sample_and_feasible():
-    """That it is accepted is shown in `test_crds`."""
+    """`test_crds` shows that it is accepted."""
     documented, sample = (each for each in shown_manifests() if each["kind"] == "ServingRequest")
 
     got = propose(msgspec.convert(sample["spec"], ServingRequestSpec))
@@ -224,7 +224,7 @@ async def test_longest_template_fits_etcd_and_longer_is_refused(asked, requests)
         return [len(msgspec.json.encode(each)) for each in found]
 
     async with an_operator(asked):
-        # Many short ones: then who owns each field takes more room than the fields.
+        # With many short fields, their ownership takes more room than the fields.
         requests.apply(a_request(objective=APART, podTemplate=filled(LARGEST, fields=4000))).expect(201)
         await until(lambda: requests.conditions().get("Applied") == ("True", "Applied"))
         assert len(roles(requests.deployment())) == 3

@@ -52,7 +52,7 @@ class KubernetesWorld:
         self.nodes.holds_leaving = False
 
     async def pin(self, pool, replicas) -> None:
-        """As kubectl scale does."""
+        """Set the replicas as kubectl scale does."""
         path = f"{self.asked.path('rolescalers')}/dd-{pool}/scale"
         self.asked.api.patch(path, "merge", {"spec": {"replicas": replicas}}, fieldManager="kubectl").expect(200)
 
@@ -118,7 +118,7 @@ async def test_pool_is_not_settled_before_the_operator_acts(asked):
     asked.api.apply(asked.path("rolescalers", "dd-decode"), meta | {"spec": scaler}, "somebody").expect(201)
     target = KubernetesTarget(deployment="dd", namespace=asked.namespace, kubeconfig=asked.kubeconfig)
     async with connector_of(target, PlanWriter.PERSON) as planner:
-        said(desired=3)  # two begin
+        said(desired=3)  # two replicas begin
         early = (await planner.observe()).pool(DECODE)
         said(desired=1)
         acted = (await planner.observe()).pool(DECODE)
@@ -131,7 +131,7 @@ async def test_pool_is_not_settled_before_the_operator_acts(asked):
 
 
 class Meanwhile:
-    """A cluster to which somebody else writes once, between looking and writing."""
+    """A cluster in which another client writes once between the operator's read and its write."""
 
     def __init__(self, behind, write) -> None:
         self._behind, self._write = behind, write

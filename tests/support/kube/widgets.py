@@ -1,4 +1,4 @@
-"""A custom kind with a bit of everything that behaviours are about, and objects of it."""
+"""The custom kind `Widget`, which uses every feature that the behaviours cover, and objects of it."""
 
 from typing import Any
 

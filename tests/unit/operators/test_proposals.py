@@ -1,4 +1,4 @@
-"""From a ServingRequest to a DisaggDeployment that can be applied as it is, or to why there is none."""
+"""Proposals: from a ServingRequest to a DisaggDeployment that can be applied, or to the reason why there is none."""
 
 import json
 
@@ -55,7 +55,7 @@ def on(gpu, count, **fields):
 
 
 TABLE = [
-    # what is asked for, what becomes of it: role: (replicas, GPUs of each), or the reason why there is nothing
+    # request, and its result: role: (replicas, GPUs of each), or the reason of a refusal
     ({}, {"workers": (3, 4)}),
     ({"workload": work(2048, 256, rate=60)}, {"workers": (1, 4)}),
     ({"workload": work(2048, 256, rate=1200)}, {"workers": (6, 4)}),
@@ -256,7 +256,7 @@ def test_infeasible_reply_names_goal_best_value_and_change(changes, field, best,
 
 
 def test_advice_of_infeasible_reply_helps():
-    """GPUs that are named keep the goal, and as many as are named are enough."""
+    """The named GPUs keep the goal, and the named number of them is enough."""
     slow = propose(asked(objective=goals(100, 50)))
     named = slow.message.partition("other GPUs (")[2].partition(")")[0].split(", ")
     assert named
@@ -350,7 +350,7 @@ def test_any_valid_request_gets_a_consistent_reply(
 
     assert got.message
     if isinstance(got, Proposal):
-        # Replicas of a role are bounded by the schema; what is beyond is refused there.
+        # The schema bounds the replicas of a role and refuses more.
         if all(role.replicas <= 10_000 for role in got.spec.roles):
             msgspec.convert(proposed("x", got)["spec"], DisaggDeploymentSpec)
         assert list(contradictions(got.spec, "x")) == []
@@ -358,7 +358,7 @@ def test_any_valid_request_gets_a_consistent_reply(
 
 
 def filled(size, *, fields=1):
-    """A pod template of so many bytes as JSON, in annotations."""
+    """Return a pod template of this many bytes as JSON, filled up by annotations."""
     annotations = {f"k{at}": "" for at in range(fields)}
     template = {"metadata": {"annotations": annotations}}
     annotations["k0"] = "a" * (size - len(msgspec.json.encode(template)))

@@ -1,4 +1,4 @@
-"""Whatever happens to pods meanwhile: no GPU above the budget, no more missing than allowed, the ratio kept, and the end is reached."""
+"""Scaling while pods change at random: the budget, the availability and the ratio hold, and the end is reached."""
 
 import random
 
@@ -20,7 +20,7 @@ def a_pool(name="prefill", target=1, *replicas, **fields):
 
 
 def up(count, revision="new"):
-    """Replicas that all serve."""
+    """Return replicas that all serve."""
     return RevisionReplicas(revision=revision, asked=count, pods=count, ready=count)
 
 
@@ -29,7 +29,7 @@ def as_dict(changes):
 
 
 class World:
-    """Children do what they are asked, in an order that somebody else chooses."""
+    """Children follow requests in an order that the test chooses."""
 
     def __init__(self, pools, bounds):
         self.pools, self.bounds = {pool.name: pool for pool in pools}, bounds
@@ -38,7 +38,7 @@ class World:
         self.pools[name] = msgspec.structs.replace(self.pools[name], **fields)
 
     def reconcile(self):
-        """Whether anything was asked for."""
+        """Request the next changes; return whether there were any."""
         pools = targets(list(self.pools.values()), self.bounds)
         changes = next_changes(pools, self.bounds)
         for change in changes:
@@ -52,7 +52,7 @@ class World:
         return bool(changes)
 
     def events(self):
-        """What may happen next, as (role, the replicas afterwards)."""
+        """Return what may happen next, as (role, the replicas afterwards)."""
         for pool in self.pools.values():
             for at, each in enumerate(pool.replicas):
                 after = []
@@ -159,7 +159,7 @@ def test_targets_are_lowered_to_what_is_possible(asked, bounds, possible):
 
 
 def serving(pools, name):
-    """Ready replicas of a role whose partner is ready in the same revision."""
+    """Return the ready replicas of a role whose partner is ready in the same revision."""
     own = {each.revision: each.staying for each in pools[name].replicas}
     if name == "alone":
         return sum(own.values())
@@ -197,7 +197,7 @@ def test_limits_hold_at_every_step_and_the_end_is_reached(seed):
         if {each.revision: each.asked for each in pool.replicas if each.asked}
         != ({pool.revision: pool.target} if pool.target else {})
     ]
-    # Without room for a surge a rollout waits: told by a condition, not by breaking a limit.
+    # Without room for a surge a rollout waits, which a condition reports.
     without_room = [pool for pool in unfinished if bounds.gpu_budget and world.gpus + pool.gpus > bounds.gpu_budget]
     assert not unfinished or without_room, (bounds, world.pools)
 

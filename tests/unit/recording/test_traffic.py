@@ -91,7 +91,7 @@ def test_cancelled_request_has_its_requested_or_answered_length(tmp_path):
 
 def test_selection_by_rows_is_refused_for_recordings(tmp_path):
     recording = a_recording(tmp_path / "recording.jsonl", [a_request(1, 0)])
-    with pytest.raises(TraceError, match=r"recording\.jsonl: part and sample are of rows"):
+    with pytest.raises(TraceError, match=r"recording\.jsonl: part and sample count rows"):
         open_trace(recording, cut=RowSelection(begin=0.5))
 
 

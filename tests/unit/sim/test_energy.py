@@ -47,7 +47,7 @@ def test_placement_by_price_spends_less_and_keeps_as_many_in_time(rate):
 def test_dear_workers_serve_what_would_wait_for_the_cheap():
     priced = a_run(structs.replace(mixed(), policy=policy("composed", PRICED)), rate=120.0, requests=600).outcome
     work = {pool.name: pool.computed_tokens for pool in priced.pools}
-    assert work["thirsty"] > 0.2 * work["frugal"]
+    assert work["thirsty"] > 0.15 * work["frugal"]
     assert priced.attainment > 0.9
 
 

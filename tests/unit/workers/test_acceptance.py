@@ -1,4 +1,4 @@
-"""Hand-offs of blocks that are not like this worker's: refused before a byte moves, by the field that differs."""
+"""Handoffs of blocks that differ from this worker's: refused before a byte moves, naming the differing field."""
 
 import msgspec
 import pytest

@@ -78,7 +78,7 @@ def rejection(commands) -> Rejected:
     return command.message
 
 
-# Life.
+# Phases of the process.
 
 
 def test_only_the_listed_transitions_exist():
@@ -182,7 +182,7 @@ def test_router_that_connects_during_drain_is_told():
     ]
 
 
-# What ended work leaves behind.
+# Blocks that ended attempts leave behind.
 
 DEADLINE = Nanos(START + 20 * SECOND)
 
@@ -251,7 +251,7 @@ def test_drain_evacuates_beside_running_work_and_waits():
     assert machine.handle(DrainRequested(deadline=DEADLINE), START) == []
     (told,) = machine.handle(EngineStepped(outputs=[some_progress(7, finish=Finish.LENGTH)]), START)
     assert isinstance(told, Tell), "the answer does not wait for it"
-    # What the work has added meanwhile goes too.
+    # Blocks that the attempt has added meanwhile are evacuated too.
     assert machine.handle(EvacuationEnded(), Nanos(START + SECOND)) == [Evacuate(deadline=DEADLINE)]
     assert machine.handle(WorkerTicked(), Nanos(START + SECOND)) == []
     assert machine.handle(EvacuationEnded(), Nanos(START + 2 * SECOND)) == [Drained(cancelled=0)]
@@ -277,7 +277,7 @@ def test_hanging_evacuation_delays_drain_to_the_deadline_only():
     assert machine.handle(EvacuationEnded(), DEADLINE) == []
 
 
-# Work.
+# Attempts.
 
 
 @pytest.mark.parametrize("role", Role)
@@ -473,7 +473,7 @@ def test_hanging_engine_ends_everything_at_once(draining):
 
 
 class AnyInterleaving(RuleBasedStateMachine):
-    """Routers, an engine and time in any order: books stay right, every router hears exactly one end."""
+    """Routers, an engine and time in any order: the state stays consistent, and every router gets exactly one end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,8 +484,8 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.now = START
         self.streams: dict[StreamId, str] = {}
         self.next_stream = 0
-        self.engine: dict[RequestId, bool] = {}  # what it holds: whether it was told to stop
-        self.waiting: dict[tuple[StreamId, RequestId], int] = {}  # ends still owed to routers
+        self.engine: dict[RequestId, bool] = {}  # held requests: whether each was told to stop
+        self.waiting: dict[tuple[StreamId, RequestId], int] = {}  # ends that routers have not got yet
         self.gone = False
         self.machine.handle(EngineReady(), START)
 
@@ -594,7 +594,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @rule(pause_ms=st.sampled_from([10, 3000]))
     def stall(self, pause_ms):
-        """Time passes and nobody has noticed yet."""
+        """Let time pass unnoticed."""
         self.now = Nanos(self.now + pause_ms * MILLISECOND)
 
     @precondition(lambda self: not self.gone)
@@ -617,7 +617,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             assert self.machine.held == len(self.engine)
 
     def teardown(self):
-        """Let the engine end everything and the drain pass: nobody waits, nothing is held."""
+        """Let the engine end everything and the drain pass: no router waits, and nothing is held."""
         self.drain(0)
         self.now = Nanos(self.now + 2 * GRACE)
         self.feed(WorkerTicked(lent=self.lent))

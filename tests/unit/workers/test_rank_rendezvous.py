@@ -1,4 +1,4 @@
-"""Who belongs to a group of workers, and when it is at an end."""
+"""Ranks of a group: who joins, and when the group ends."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Staying registered."""
+"""Registration of a worker."""
 
 import asyncio
 
@@ -12,11 +12,11 @@ from workers.registration import RegistryEntry, WorkerMembership
 
 
 class Answers:
-    """A registry that answers as it is told, and at last takes the worker for a long time."""
+    """A registry with given answers, which in the end accepts the worker for a long time."""
 
     def __init__(self, *failures: Exception, lease: Nanos = Nanos(3600 * SECOND)):  # noqa: B008 - a number
         self.failures = list(failures)
-        self.then: Exception | None = None  # once it has taken the worker
+        self.then: Exception | None = None  # set once it has accepted the worker
         self.lease = lease
         self.asked = 0
         self.taken = asyncio.Event()

@@ -55,7 +55,7 @@ def settings(**fields) -> WorkerSettings:
 
 
 class Router:
-    """Someone at the other end of a session: implements `workers.ports.Outlet`."""
+    """The router's end of a session; implements `workers.ports.Outlet`."""
 
     def __init__(self, *, full: bool = False) -> None:
         self.full = full
@@ -110,7 +110,7 @@ class Router:
         return [one for step in self.all(Step) for one in step.progress if one.request_id == request_id]
 
     async def end_of(self, request_id: RequestId):
-        """The last progress, or the rejection."""
+        """Return the last progress, or the rejection."""
 
         def ends() -> list:
             finished = [one for one in self.progress(request_id) if one.finish is not None]
@@ -256,7 +256,7 @@ async def test_cancel_ends_the_work():
 
 
 async def freed(worker: Running) -> None:
-    """Long before the work could have ended by itself."""
+    """Wait until the blocks are free, long before the work could have ended by itself."""
     with at_most(2):
         await until(lambda: not (worker.server.held or worker.server._engine.load().kv_blocks_used))
 
@@ -300,7 +300,7 @@ async def test_unread_cache_changes_and_load_cut_the_stream():
         for _ in range(20):
             start = an_attempt(fresh_prompt(40), 1)
             works.session.receive(start)
-            await works.end_of(start.request_id)  # each changes the cache
+            await works.end_of(start.request_id)  # each request changes the cache
         assert "fast enough" in await sleeps.ended()
 
 
@@ -331,7 +331,7 @@ async def test_a_router_that_connects_twice_keeps_the_newer_stream():
 
 async def test_load_is_reported_on_change_and_as_a_heartbeat():
     async with a_worker() as worker, worker.router() as router:
-        await router.until(lambda: len(router.all(LoadReport)) >= 4)  # nothing happens, and still
+        await router.until(lambda: len(router.all(LoadReport)) >= 4)  # nothing changes, but the heartbeat comes
         start = an_attempt(fresh_prompt(10), 2000)
         router.session.receive(start)
         await router.until(lambda: any(load.running == 1 for load in router.all(LoadReport)))
@@ -392,7 +392,7 @@ async def test_a_broken_engine_ends_the_worker_with_an_error(monkeypatch):
 
 
 class LaterClock(SystemClock):
-    """Real time, which a test can let pass at once."""
+    """Real time that a test can advance at once."""
 
     later = Nanos(0)
 

@@ -1,4 +1,4 @@
-"""What a worker refuses to be told."""
+"""Refusals of worker settings."""
 
 import msgspec
 import pytest

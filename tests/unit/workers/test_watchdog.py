@@ -29,7 +29,7 @@ class Watched:
         return self.seen[-1]
 
     def steps(self, number: int, *, tokens: int, each_seconds: float) -> None:
-        """Steps that take so long each, one after the other."""
+        """Make steps of this duration, one after the other."""
         for _ in range(number):
             self.look(working=True, steps=self.pulse.steps + 1, tokens=tokens)
             self.stand_still(each_seconds - TICK / SECOND)
@@ -39,7 +39,7 @@ class Watched:
             self.look(**changed)
 
     def seconds_until(self, health: EngineHealth, **changed) -> float:
-        """Of no progress, until it is found to be so."""
+        """Make no progress until the watchdog reports this health; return the seconds."""
         began = self.now
         while self.look(**changed) is not health:
             assert self.now - began < 1000 * SECOND
@@ -144,7 +144,7 @@ def test_an_engine_stopped_while_idle_is_hung_when_work_comes():
 def test_prompt_of_100_000_tokens_is_no_hang():
     engine = Watched()
     engine.steps(50, tokens=4, each_seconds=0.1)
-    for chunk in range(49):  # of 2048 tokens; the last ones take five times as long as the first
+    for chunk in range(49):  # chunks of 2048 tokens; the last ones take five times as long as the first
         engine.steps(1, tokens=2048, each_seconds=2.0 + chunk / 6)
 
     assert engine.now > 300 * SECOND

@@ -83,7 +83,7 @@ class SimulatedEngine:
         self._due = 0.0  # the end of the last step by the latency model
         self._steps = 0  # steps begun
         self._step_tokens = 0  # tokens of the latest step
-        self._waits = True  # whether the loop waits for work or for blocks
+        self._waits = True  # true if the loop waits for work or for blocks
 
     # The port.
 

@@ -33,7 +33,7 @@ class BlockMemory:
         self._by_name: dict[BlockHash, BlockIndex] = {}
         self._names: dict[BlockIndex, BlockHash] = {}
         self._changes: list[tuple[bool, BlockHash]] = []  # (stored, name)
-        self._folded = False  # whether the next events are a clear and a dump
+        self._folded = False  # true if the next events are a clear and a dump
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
 
@@ -106,7 +106,7 @@ class BlockMemory:
 
     @property
     def changed(self) -> bool:
-        """Whether there are events to take."""
+        """True if there are events to take."""
         return bool(self._changes) or self._folded
 
     def take_events(self) -> tuple[KvEvent, ...]:

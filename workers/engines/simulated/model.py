@@ -31,7 +31,7 @@ class SampledToken(Struct, frozen=True):
     """One sampled token."""
 
     token: int
-    ends: bool  # whether it is an end of sequence
+    ends: bool  # true if it is an end of sequence
 
 
 class SimulatedModel(Struct, frozen=True, kw_only=True):

@@ -58,7 +58,7 @@ class Sequence:
         self.reserve = 0  # blocks that are reserved for it and not yet taken
         self.fetched: tuple[KvOrigin, ...] = ()  # origins of the blocks that came from elsewhere
         self.generated = 0  # tokens
-        self.loads_adapter = False  # whether a LoRA adapter has to be loaded first
+        self.loads_adapter = False  # true if a LoRA adapter has to be loaded first
         self._hits = 0
         self._tokens = bytearray(start.tokens)
         self._digest: Digest = shape.beginning(start.adapter)

@@ -251,7 +251,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 local = counts.engine * block_tokens
                 cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
                 stats.set(request.num_prompt_tokens, local, cached - local)
-                stats.num_external_cached_tokens = cached - local if counts.direct else 0  # see `counts_at_start`
+                stats.num_external_cached_tokens = cached - local if counts.direct else 0  # used by `counts_at_start`
 
     # Hooks beside the model.
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:

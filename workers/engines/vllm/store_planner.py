@@ -34,7 +34,7 @@ from kvstore.messages import LeaseId, Match, blocks_by_tier, merge_promoted
 from kvstore.recent_map import RecentMap
 from workers.engines.vllm.prefill_speed import PrefillSpeed
 
-LEASE_SECONDS = 30.0  # as vLLM's NIXL connector holds handed-off blocks
+LEASE_SECONDS = 30.0  # vLLM's NIXL connector holds handed-off blocks as long
 MAX_WAIT_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
 LOOK_AGAIN_SECONDS = 0.002  # between two calls about blocks that are being promoted
 MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks again after this long, well within the lease
@@ -114,7 +114,7 @@ class StoreWork(Struct):
     urgent: list[BlockSave]  # whole chains, to be saved before the step ends
     deferred: list[BlockSave]  # to be saved when there is time
     releases: list[LeaseId]  # leases that are not needed any more
-    idle: bool  # whether the step computes nothing
+    idle: bool  # true if the step computes nothing
     step: int = 0  # identifies the saves of this step on all ranks
 
 

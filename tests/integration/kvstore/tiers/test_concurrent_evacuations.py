@@ -40,8 +40,8 @@ class EvacuatingNode:
         tier = SimpleNamespace(name="redis", status=lambda: SimpleNamespace(failures=self.failures))
         backing = SimpleNamespace(
             tiers=[tier],
-            refuge=lambda leaving, is_given_up: 0,
-            depart_to=lambda tier: None,
+            evacuation_tier=lambda leaving, is_given_up: 0,
+            begin_evacuation=lambda tier: None,
             may_write=lambda *_: self._spend(),
         )
         settle = lambda: self.asked.extend(self.hierarchy.commands())  # noqa: E731 - all that a node does

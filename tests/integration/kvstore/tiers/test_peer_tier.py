@@ -430,7 +430,7 @@ def test_peer_that_reports_too_many_hits_is_a_failure():
         a_tier(address) as tier,
     ):
         for call in (lambda: tier.find(KEYS[:2], deadline_in(2)), lambda: outcomes(tier, KEYS[:2], 2)):
-            with pytest.raises(TierFailed, match="3 blocks of 2"):
+            with pytest.raises(TierFailed, match="found 3 blocks, but 2 were asked for"):
                 call()
 
 

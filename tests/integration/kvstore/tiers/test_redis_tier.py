@@ -465,7 +465,7 @@ def test_oversized_head_is_rejected_without_waiting():
     with a_scripted_server(Script((*HANDSHAKE, b"$8256\r\nFKVR"), hold=True)) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
-        with pytest.raises(TierFailed, match="8256 bytes, where 64 at most were asked for"):
+        with pytest.raises(TierFailed, match="sent 8256 bytes; at most 64 were asked for"):
             tier.holds(KEYS, deadline_in(5))
 
         tier.close()

@@ -20,7 +20,7 @@ from kvstore.messages import BlockOutcome, Claim, Slot
 from kvstore.pool.machine import BlockMachine
 from kvstore.security.authentication import NONCE_BYTES, AuthenticationKey, Purpose
 from kvstore.system_clock import MonotonicClock
-from kvstore.tiers.private_memory import PrivateMemoryTier
+from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports import tcp_server
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_frames import (
@@ -52,7 +52,7 @@ class TcpDataPlane:
         self.block_bytes = block_bytes
         self.machine = BlockMachine(8 * block_bytes, LruEviction(), epoch=1)
         self.machine.open(self.namespace, Nanos(0))
-        self.tier = PrivateMemoryTier(8 * block_bytes)
+        self.tier = SharedMemoryTier(8 * block_bytes)
         self.plane = DataPlaneServer(
             self.machine, self.tier, CLOCK, AuthenticationKey(secret, Purpose.DATA) if secret else None
         )

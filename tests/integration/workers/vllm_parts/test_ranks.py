@@ -234,7 +234,7 @@ def test_only_missing_blocks_are_written_and_nobody_waits(pair, node, client):
     assert client.stats().written == 6
     assert_loaded(node, client, a_chain(6)[3:5], a_model(1), 20)
     for mover in pair.movers:
-        eventually(lambda mover=mover: mover._keeper._area.free == mover._keeper._area.capacity)
+        eventually(lambda mover=mover: mover._saver._area.free == mover._saver._area.capacity)
 
 
 def test_deferred_blocks_keep_their_content_when_offered(pair, node, client):
@@ -248,7 +248,7 @@ def test_deferred_blocks_keep_their_content_when_offered(pair, node, client):
 
 
 def test_failed_rank_publishes_nothing_and_blocks_no_other(pair, node, client):
-    broken = pair.movers[1]._keeper._blocks
+    broken = pair.movers[1]._saver._blocks
     source, broken.source = broken.source, lambda _: lambda _: 1 / 0
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
 
@@ -265,7 +265,7 @@ def test_blocks_unstaged_by_one_rank_are_not_stored(node, client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
     monkeypatch.setattr("workers.engines.vllm.saves.MIN_STAGED_BLOCKS", 4)
     with an_engine(node, 2, a_model(1)) as pair:
-        area = pair.movers[1]._keeper._area
+        area = pair.movers[1]._saver._area
         taken = area.take([0, 1])
 
         pair.save(deferred=[BlockSave("r", a_chain(5), [1, 2, 3, 4, 5])])
@@ -283,7 +283,7 @@ def test_blocks_unstaged_by_one_rank_are_not_stored(node, client, monkeypatch):
 def test_rank_that_stages_after_the_others_keeps_no_room(pair, client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.LAG_SECONDS", 0.05)
     work = a_step(1, deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
-    keeper = pair.movers[1]._keeper
+    keeper = pair.movers[1]._saver
     pair.movers[0].save(work)
     eventually(lambda: keeper._over == {(1, 0)} and client.stats().reservations == 0)
 
@@ -294,7 +294,7 @@ def test_rank_that_stages_after_the_others_keeps_no_room(pair, client, monkeypat
 
 
 def test_rank_with_a_broken_thread_is_not_waited_for(pair, client, monkeypatch, caplog):
-    keeper = pair.movers[1]._keeper
+    keeper = pair.movers[1]._saver
     monkeypatch.setattr(keeper, "_end", lambda saves: 1 / 0)
 
     pair.save(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
@@ -420,7 +420,7 @@ def test_full_store_keeps_what_fits_and_nobody_waits(monkeypatch, caplog):
 
 def test_many_saves_can_end_at_once(pair):
     over = [(step, 0) for step in range(1, 20_001)]
-    keeper = pair.movers[1]._keeper
+    keeper = pair.movers[1]._saver
 
     pair.movers[0]._end.write(RankChannel.DEFERRED, [], [], lambda _: None, tenant=b"", ended=over)
 
@@ -431,7 +431,7 @@ def test_many_saves_can_end_at_once(pair):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_uncopyable_block_ends_its_save_not_the_engine(pair, node, client, rank):
-    broken = pair.movers[rank]._keeper._blocks
+    broken = pair.movers[rank]._saver._blocks
     copy_out = broken.copy_out
 
     def failing(block_id, into):
@@ -445,7 +445,7 @@ def test_uncopyable_block_ends_its_save_not_the_engine(pair, node, client, rank)
     assert held(client, a_chain(3)) == 2
     assert_loaded(node, client, a_chain(2), a_model(1), 4)
     for mover in pair.movers:
-        eventually(lambda mover=mover: mover._keeper._area.free == mover._keeper._area.capacity)
+        eventually(lambda mover=mover: mover._saver._area.free == mover._saver._area.capacity)
 
 
 def test_bad_byte_in_one_ranks_share_is_seen_by_all(pair, node, client):
@@ -476,7 +476,7 @@ def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -
     """Join an engine of two ranks, and kill this process after one block of a save of three."""
     client = a_store_client(address, NAMESPACE)
     mover = BlockMover(client, HostBlocks(a_part(a_model(1), 2, rank)), an_end(client, rank, 2, folder))
-    source = mover._keeper._blocks.source
+    source = mover._saver._blocks.source
 
     def dying(block_ids):
         of = source(block_ids)
@@ -488,7 +488,7 @@ def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -
 
         return one
 
-    mover._keeper._blocks.source = dying
+    mover._saver._blocks.source = dying
     ready.send(rank)
     mover.save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 

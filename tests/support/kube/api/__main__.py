@@ -1,4 +1,7 @@
-"""The API server for tests, by itself: `python -m tests.support.kube.api [PORT]`. Ends with its standard input, or at Ctrl-C."""
+"""Runs the API server for tests by itself: `python -m tests.support.kube.api [PORT]`.
+
+It ends when its standard input is closed, or at Ctrl-C.
+"""
 
 import contextlib
 import sys

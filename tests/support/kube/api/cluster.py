@@ -1,9 +1,14 @@
-"""What happens to objects: the life of each from its creation to its removal, without HTTP, tasks or waiting.
+"""The life of each object from its creation to its removal, without HTTP, tasks or waiting.
 
-1. Every write is: decode (unknown fields), default, judge, say who owns what, store. A write that changes nothing is not stored.
+Rules:
+
+1. Every write goes through the same steps: decode (unknown fields), apply defaults, validate, update field ownership,
+   store.
+   A write that changes nothing is not stored.
 2. `status` is written through its subresource only, everything else through the object itself.
 3. `generation` counts changes of what users want: all but metadata and status.
-4. An object with finalizers is only marked as deleted; it goes with its last finalizer, and none can be added then.
+4. An object with finalizers is only marked as deleted; it is removed with its last finalizer, and none can be added
+   then.
 """
 
 import random
@@ -30,7 +35,7 @@ CAUSES_SHOWN = 10
 
 
 class Validation(StrEnum):
-    """What becomes of fields that the schema does not know."""
+    """How fields that the schema does not know are treated."""
 
     IGNORE = "Ignore"
     WARN = "Warn"
@@ -38,7 +43,7 @@ class Validation(StrEnum):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request wants to be carried out."""
+    """How a request is to be carried out."""
 
     manager: str = "unknown"
     dry_run: bool = False
@@ -67,10 +72,10 @@ class ObjectStore:
     # Reading.
 
     def get(self, resource: ServedResource, namespace: str, name: str) -> Object:
-        """As stored: to be copied before it is changed.
+        """Return an object as stored; the caller has to copy it before changing it.
 
         Raises:
-            Refused: It is not there.
+            Refused: It does not exist.
         """
         found = self.storage.get(resource.place, _key(resource, namespace, name))
         if found is None:
@@ -127,10 +132,12 @@ class ObjectStore:
     def patch(
         self, resource: ServedResource, namespace: str, name: str, kind: str, body: Json, options: Options
     ) -> Written:
-        """`kind` is the media type of the patch, less `application/` and suffix: `merge-patch`, `json-patch`, ...
+        """Patch an object.
+
+        `kind` is the media type of the patch without `application/` and suffix: `merge-patch`, `json-patch`, ...
 
         Raises:
-            Refused: Whatever is wrong; 415 for a strategic merge of a custom resource.
+            Refused: The patch or its result is invalid; 415 for a strategic merge of a custom resource.
         """
         if kind == "apply-patch":
             return self._apply(resource, namespace, name, body, options)
@@ -173,7 +180,9 @@ class ObjectStore:
             if uid := metadata.get("uid"):
                 text = f"uid mismatch: the provided object specified uid {uid}, and no existing object was found"
                 raise errors.conflict(*resource.place, name, text)
-            metadata.pop("resourceVersion", None)  # whatever it was: there is nothing that it could differ from
+            metadata.pop(
+                "resourceVersion", None
+            )  # any version passes, since no object exists that it could differ from
             _, claims = ownership.apply(None, applied, manager, resource.shape, ages.now(), force=options.force)
             made = self.create(resource, namespace, applied, msgspec.structs.replace(options, dry_run=True))
             item = clone(made.item)
@@ -193,7 +202,7 @@ class ObjectStore:
         *,
         claims: ownership.Claims | None = None,
     ) -> Written:
-        """Bring a changed object through all checks, and keep it if it differs."""
+        """Check a changed object in every respect, and store it if it differs."""
         name, metadata, before = old["metadata"]["name"], item["metadata"], old["metadata"]
         if (asked := metadata.get("resourceVersion")) and asked != before["resourceVersion"]:
             raise errors.stale(*resource.place, name)
@@ -242,7 +251,7 @@ class ObjectStore:
         return Written(self._keep(resource, namespace, item, options), warnings=warnings)
 
     def _admit(self, resource: ServedResource, item: Object, old: Object | None, options: Options) -> tuple[str, ...]:
-        """Defaults and checks; the warnings for the sender."""
+        """Apply defaults, check the object, and return the warnings for the sender."""
         name = item["metadata"].get("name", "")
         if resource.custom:
             drop_nulls(item["metadata"], resource.shape.field("metadata"))  # type: ignore[arg-type]
@@ -275,7 +284,7 @@ class ObjectStore:
         return warnings
 
     def _keep(self, resource: ServedResource, namespace: str, item: Object, options: Options) -> Object:
-        """Store an object; or remove it, if that is what it waited for."""
+        """Store an object, or remove it if its last finalizer is gone."""
         key = _key(resource, namespace, item["metadata"]["name"])
         if options.dry_run:
             return item
@@ -301,10 +310,13 @@ class ObjectStore:
     def delete(
         self, resource: ServedResource, namespace: str, name: str, wanted: Object, *, dry_run: bool = False
     ) -> tuple[Object, bool]:
-        """Delete an object, or mark it. `wanted` are DeleteOptions. The object as it was last, and whether it is gone.
+        """Delete an object, or mark it as deleted; `wanted` are DeleteOptions.
+
+        Returns:
+            The last state of the object, and whether it is removed.
 
         Raises:
-            Refused: It is not there, or not as the preconditions say.
+            Refused: It does not exist, or differs from the preconditions.
         """
         old = self.get(resource, namespace, name)
         for field in ("uid", "resourceVersion"):
@@ -347,7 +359,7 @@ class ObjectStore:
         return item, False
 
     def release(self, resource: ServedResource, key: Key, *finalizers: str) -> None:
-        """Take finalizers off an object that is being deleted; the controllers' way to let it go."""
+        """Remove finalizers from an object that is being deleted, as controllers do."""
         old = self.storage.get(resource.place, key)
         if old is None:
             return
@@ -374,7 +386,7 @@ class ObjectStore:
         return last
 
     def _clean_up(self, definition: Object) -> None:
-        """Delete what there is of a kind whose definition is being deleted, and then that."""
+        """Delete all objects of a kind whose definition is being deleted, and then the definition."""
         place = _place_of(definition)
         served = next((each for each in self.catalogue if each.place == place), None)
         left = self.storage.items(place)
@@ -422,7 +434,10 @@ CLEAN = custom.CLEANUP
 
 
 def as_version(item: Object, resource: ServedResource) -> Object:
-    """In the version asked for; versions of a custom kind differ in nothing else (conversion `None`)."""
+    """Return the object in the version asked for.
+
+    Versions of a custom kind differ only in `apiVersion` (conversion `None`).
+    """
     return item if item["apiVersion"] == resource.api_version else item | {"apiVersion": resource.api_version}
 
 
@@ -454,7 +469,7 @@ def _refuse_unknown(resource: ServedResource, item: Object, options: Options) ->
 
 
 def _only(applied: Object, subresource: str, resource: ServedResource) -> None:
-    """What may be applied here: the status through its subresource, the rest through the object."""
+    """Keep what may be applied here: the status through its subresource, the rest through the object."""
     if subresource == "status":
         for name in list(applied):
             if name not in {"apiVersion", "kind", "metadata", "status"}:
@@ -484,7 +499,7 @@ def _wanted(resource: ServedResource, item: Object) -> Object:
 
 
 def _held(resource: ServedResource, item: Object) -> bool:
-    """Whether something still has to happen before a deleted object may go."""
+    """Whether a deleted object still has to wait before it may be removed."""
     if item["metadata"].get("finalizers"):
         return True
     if resource.place == NAMESPACES:
@@ -493,7 +508,10 @@ def _held(resource: ServedResource, item: Object) -> bool:
 
 
 def _grace_seconds(resource: ServedResource, item: Object, wanted: Object) -> int:
-    """Pods that run somewhere are given time; their kubelet deletes them for good, with no grace."""
+    """Return the grace period of a deletion.
+
+    Pods that are bound to a node are given time; their kubelet removes them for good, by a deletion without grace.
+    """
     if (
         resource.place != PODS
         or not dig(item, "spec", "nodeName")

@@ -1,6 +1,7 @@
-"""What a controller-manager does that tests of ours lean on: collecting what lost its owner, and emptying deleted namespaces.
+"""The work of a controller-manager that our tests depend on: garbage collection and emptying of deleted namespaces.
 
-An API server alone does neither, and nor does this one unless these are switched on. Deployments, StatefulSets and Jobs have no
+An API server alone does neither, and nor does this one unless they are switched on. Deployments, StatefulSets and Jobs
+have no
 controllers here.
 """
 
@@ -11,13 +12,13 @@ from tests.support.kube.api.values import Object, clone, dig
 
 
 def settle(cluster: ObjectStore) -> None:
-    """Do what is to be done, until nothing is."""
+    """Run all controllers until nothing is left to do."""
     while _collect(cluster) or _empty_namespaces(cluster):
         pass
 
 
 def _collect(cluster: ObjectStore) -> bool:
-    """One round of garbage collection; whether it changed anything."""
+    """Run one round of garbage collection, and return whether it changed anything."""
     everything = list(cluster.storage.everything())
     by_uid = {item["metadata"]["uid"]: (place, key, item) for place, key, item in everything}
     dependents: dict[str, list[tuple[Place, Key, Object]]] = {}

@@ -1,4 +1,4 @@
-"""Refusals, worded and shaped as kube-apiserver does: each becomes a `Status` object."""
+"""Refusals, worded and structured as by kube-apiserver: each becomes a `Status` object."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from tests.support.kube.api.values import Json, Object
 
 
 class ErrorCause(msgspec.Struct, frozen=True):
-    """One thing that is wrong with an object."""
+    """One problem of an object."""
 
     reason: str
     message: str
@@ -84,7 +84,7 @@ CODES: dict[Reason, int] = {
 
 
 class ApiError(Exception):
-    """A request that gets a `Status` with an error code for an answer."""
+    """A request that is answered by a `Status` with an error code."""
 
     def __init__(
         self,

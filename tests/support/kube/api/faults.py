@@ -1,7 +1,8 @@
-"""Faults on order: which requests go wrong, how, and how often.
+"""Faults that tests order: which requests go wrong, how, and how often.
 
-They are ordered in a test by `POST /fleet-test/faults`, and watched by `GET`. A fault strikes the requests that all of its
-conditions fit, as often as it says; then it is over.
+A test orders them by `POST /fleet-test/faults` and reads them by `GET`. A fault strikes the requests that match all of
+its
+conditions, as often as it says; then it is over.
 """
 
 from typing import Literal
@@ -12,31 +13,34 @@ Kind = Literal["status", "expire", "cut", "delay", "hold", "drop"]
 
 
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What goes wrong.
+    """One kind of failure, and the requests that it strikes.
 
-    - `status`: answered by `code`, with `Retry-After: retry_after_seconds` if that is given; nothing is done. 409 is a conflict:
+    - `status`: the answer is `code`, with `Retry-After: retry_after_seconds` if that is given; nothing is done. 409 is
+      a conflict:
       many of them are a conflict storm.
     - `expire`: a watch gets an ERROR event with code 410 after `events` events, and ends.
     - `cut`: a watch, or the body of any other answer, breaks off in the middle: a watch after `events` events.
     - `drop`: the request is carried out, but its answer never comes: the connection closes.
-    - `delay`: carried out `seconds` late.
-    - `hold`: carried out when the fault is taken away. With the requests of one leader held while its lease runs out, there are
-      two, and the first one's writes come late.
+    - `delay`: the request is carried out `seconds` late.
+    - `hold`: the request is carried out when the fault is removed. When the requests of one leader are held while its
+      lease runs
+      out, there are two leaders, and the first one's writes come late.
     """
 
     kind: Kind
     verb: str = ""
-    """get, list, watch, create, update, patch, delete or deletecollection; empty fits all, as do the other empty conditions."""
+    """One of get, list, watch, create, update, patch, delete and deletecollection; like other conditions, it matches all
+    if empty."""
     resource: str = ""
-    """Plural, with the subresource if one is meant: `leases`, `deployments/status`."""
+    """The plural, with the subresource if one is meant: `leases`, `deployments/status`."""
     namespace: str = ""
     name: str = ""
     user: str = ""
-    """Bearer token, or the beginning of the User-Agent."""
+    """The bearer token, or the beginning of the User-Agent."""
     times: int = 1
-    """How often; -1 is until it is taken away."""
+    """How many requests it strikes; -1 strikes until it is removed."""
     skip: int = 0
-    """How many fitting requests pass first."""
+    """How many matching requests pass first."""
     code: int = 500
     retry_after_seconds: int | None = None
     seconds: float = 0.0
@@ -45,7 +49,7 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as faults, permissions and the log see it."""
+    """A request in the terms of faults, permissions and the log."""
 
     verb: str
     group: str
@@ -80,7 +84,7 @@ class Faults:
         return any(each is fault for each in self._ordered.values())
 
     def strike(self, request: Request) -> Fault | None:
-        """The fault that this request is to suffer, counted."""
+        """Return the fault that this request suffers, and count it."""
         for fault in self._ordered.values():
             if not _fits(fault, request):
                 continue

@@ -35,7 +35,7 @@ BY_KIND = {
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 QUALIFIED = re.compile(rf"({LABEL}(\.{LABEL})*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")
 ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
-"""Letters of generated names: no vowels, so that no words come out; as apimachinery has it."""
+"""The characters of generated names, as in apimachinery: without vowels, so that no words result."""
 ANNOTATIONS_BYTES = 256 * 1024
 
 

@@ -1,14 +1,19 @@
-"""Who owns which field: server-side apply and `metadata.managedFields`.
+"""Field ownership: server-side apply and `metadata.managedFields`.
 
-A set of fields is a frozen set of paths; a path is a tuple of elements as `fieldsV1` writes them: `f:name` a field, `k:{...}` an
-item of a list-map by its keys, `v:...` a member of a set. So the algebra is Python's.
+A set of fields is a frozen set of paths; a path is a tuple of elements as `fieldsV1` writes them: `f:name` is a field,
+`k:{...}`
+an item of a list-map by its keys, `v:...` a member of a set. So set operations are Python's.
 
-1. Whoever writes (create, replace, patch) comes to own what they changed, and takes it from everyone else.
-2. Whoever applies owns exactly what they listed, the last time. A listed field that someone else owns with another value is a
-   conflict, unless forced; with the same value it is shared.
+Rules:
+
+1. Whoever writes (create, replace, patch) owns what they changed, and everyone else loses it.
+2. Whoever applies owns exactly what they listed in the last apply. A listed field that another manager owns with
+   another value
+   is a conflict, unless forced; with the same value it is shared.
 3. What an applier owned before, lists no more, and nobody else owns, is removed.
 
-The rules are those of Kubernetes' server-side apply documentation; the corner cases follow sigs.k8s.io/structured-merge-diff.
+The rules are those of Kubernetes' server-side apply documentation; the corner cases follow
+sigs.k8s.io/structured-merge-diff.
 """
 
 import json
@@ -42,7 +47,7 @@ UNOWNED = frozenset(
         )
     ]
 )
-"""Nobody owns what identifies an object or belongs to the server."""
+"""Fields that identify an object or belong to the server, which nobody owns."""
 
 
 class Manager(msgspec.Struct, frozen=True):
@@ -103,7 +108,7 @@ def write_claims(metadata: Object, claims: Claims) -> None:
 def claims_after_write(
     claims: Claims, manager: Manager, old: Object, new: Object, shape: StructuralSchema, now: str
 ) -> Claims:
-    """Rule 1."""
+    """Compute the ownership after a write, by rule 1."""
     before, after = _with_values(old, shape), _with_values(new, shape)
     changed = frozenset(path for path, value in after.items() if path not in before or before[path] != value) - UNOWNED
     gone = frozenset(before) - frozenset(after)
@@ -120,10 +125,12 @@ def claims_after_write(
 def apply(
     live: Object | None, applied: Object, manager: Manager, shape: StructuralSchema, now: str, *, force: bool
 ) -> tuple[Object, Claims]:
-    """The object after an apply, and who then owns what. `applied` is as it was sent, less what may not be set this way.
+    """Apply a configuration; return the resulting object and its ownership.
+
+    `applied` is the configuration as sent, without what may not be set this way.
 
     Raises:
-        Refused: Somebody else owns a field that is to change (409).
+        Refused: Another manager owns a field that is to change (409).
     """
     claims = claims_of((live or {}).get("metadata", {}))
     listed = frozenset(_owned(applied, shape)) - UNOWNED
@@ -144,7 +151,7 @@ def apply(
     }
     still_owned |= {path[:length] for path in listed for length in range(1, len(path) + 1)}
     dropped = {path[:length] for path in mine.fields for length in range(1, len(path) + 1)} - still_owned - UNOWNED
-    for path in sorted(dropped, key=len):  # an item as a whole, before the fields that are its key
+    for path in sorted(dropped, key=len):  # the item itself comes before the fields of its key
         _remove(merged, path, shape)
 
     after = _with_values(merged, shape)
@@ -193,7 +200,7 @@ def _member(value: Json) -> str:
 
 
 def _owned(value: Object, shape: StructuralSchema, path: Path = ()) -> Iterator[Path]:
-    """What an applied object claims: leaves, empty maps, and items of lists."""
+    """Return the paths that an applied object claims: leaves, empty maps, and items of lists."""
     for name, each in value.items():
         at = (*path, f"f:{name}")
         child = shape.field(name) or _UNTYPED
@@ -221,7 +228,10 @@ _UNTYPED = StructuralSchema({"type": "object", "x-kubernetes-preserve-unknown-fi
 
 
 def _with_values(value: Json, shape: StructuralSchema) -> dict[Path, Json]:
-    """Every path of an object with what stands there; a map or a list that has paths below it stands for itself only."""
+    """Return every path of an object with its value.
+
+    A map or list that has paths below it has no contents of its own.
+    """
     found: dict[Path, Json] = {}
 
     def walk(value: Json, shape: StructuralSchema, path: Path) -> None:
@@ -262,7 +272,7 @@ def _merge(live: Json, applied: Json, shape: StructuralSchema) -> Json:
 
 
 def _remove(value: Json, path: Path, shape: StructuralSchema) -> None:
-    """Remove what is at a path, if it is there and, for a map, if nothing is left in it that somebody owns."""
+    """Remove the value at a path, if it exists and, for a map, if nothing left in it is owned."""
     for element in path[:-1]:
         kind, _, rest = element.partition(":")
         if kind == "f" and isinstance(value, dict):

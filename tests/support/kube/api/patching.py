@@ -1,8 +1,10 @@
-"""The three kinds of patches that change an object: JSON patch (RFC 6902), merge patch (RFC 7396), and Kubernetes' strategic merge.
+"""The three kinds of patches: JSON patch (RFC 6902), merge patch (RFC 7396), and Kubernetes' strategic merge.
 
-A strategic merge follows the schema: lists whose items have a merge key merge by it, and directives (`$patch`, `$retainKeys`,
-`$deleteFromPrimitiveList`, `$setElementOrder`) say what merging cannot. What the directives mean is in the Kubernetes API
-conventions and its strategic-merge-patch notes.
+A strategic merge follows the schema: lists whose items have a merge key merge by it, and directives (`$patch`,
+`$retainKeys`,
+`$deleteFromPrimitiveList`, `$setElementOrder`) express what merging cannot. The Kubernetes API conventions and the
+notes on
+strategic merge patches define the directives.
 """
 
 from collections.abc import Callable
@@ -16,8 +18,10 @@ from tests.support.kube.api.values import Json, Object, clone
 
 
 def json_patch(target: Object, operations: Json, *, group: str, kind: str) -> Object:
-    """Raises:
-    Refused: The patch is no patch (400), or an operation of it fails (422).
+    """Apply a JSON patch.
+
+    Raises:
+        Refused: The patch is malformed (400), or one of its operations fails (422).
     """
     try:
         return jsonpatch.JsonPatch(operations).apply(clone(target))
@@ -101,7 +105,7 @@ def _merge_lists(
 
 
 def _in_order(items: list[Json], order: list[Json], key: Callable[[Json], Json]) -> list[Json]:
-    """What the patch orders comes in that order; the server's own stay where they stood after their predecessor."""
+    """Order items as the patch says; items that only the server has stay behind the items that they followed."""
     placed: list[tuple[int, int, Json]] = []
     rank = -1
     for index, each in enumerate(items):
@@ -112,7 +116,7 @@ def _in_order(items: list[Json], order: list[Json], key: Callable[[Json], Json])
 
 
 def _bare(value: Json) -> Json:
-    """Without directives."""
+    """Return the patch without directives."""
     if isinstance(value, dict):
         return {name: _bare(each) for name, each in value.items() if not name.startswith("$")}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The API server for tests, running in a thread of its own, so that tests may block: `with an_api_server() as server`."""
+"""Runs the API server for tests in a thread of its own, so that tests may block: `with an_api_server() as server`."""
 
 import asyncio
 import concurrent.futures
@@ -22,14 +22,14 @@ STOP_SECONDS = 10
 
 
 class RunningApiServer(msgspec.Struct, frozen=True):
-    """Where it is, and how tests talk to it beside Kubernetes' own API."""
+    """A running API server: its address, and what tests can ask of it beside Kubernetes' own API."""
 
     url: str
     authority: str | None = None
-    """File of the certificate that signed its own; None is no TLS."""
+    """The file with the certificate that signed the server's own; None without TLS."""
 
     def kubeconfig(self, folder: Path, *, namespace: str = "default", token: str = "") -> Path:
-        """A file for kubectl, Helm and the clients. They send tokens only where TLS is."""
+        """Write a kubeconfig for kubectl, Helm and the clients, which send tokens only over TLS."""
         cluster = {"server": self.url} | ({"certificate-authority": self.authority} if self.authority else {})
         config = {
             "apiVersion": "v1",
@@ -45,7 +45,7 @@ class RunningApiServer(msgspec.Struct, frozen=True):
         return path
 
     def order_fault(self, kind: str, **conditions: Any) -> int:
-        """See `tests.support.kube.api.faults.Fault`; the number takes it away again."""
+        """Order a fault (see `tests.support.kube.api.faults.Fault`), and return the number that removes it."""
         return self._ask("POST", "faults", json={"kind": kind, **conditions})["fault"]
 
     def remove_fault(self, number: int) -> None:
@@ -55,18 +55,18 @@ class RunningApiServer(msgspec.Struct, frozen=True):
         return self._ask("GET", "faults")
 
     def compact(self) -> None:
-        """Watches from before now are too old from now on."""
+        """Forget all changes so far: watches from earlier revisions are too old from now on."""
         self._ask("POST", "compact")
 
     def requests(self) -> list[dict[str, Any]]:
-        """All since the start, or since they were forgotten."""
+        """Return all requests since the start, or since they were last forgotten."""
         return self._ask("GET", "requests")
 
     def forget_requests(self) -> None:
         self._ask("DELETE", "requests")
 
     def _ask(self, method: str, path: str, **more: Any) -> Any:
-        # Without TLS no certificates are loaded, which would take longer than asking.
+        # Without TLS no certificates are loaded, since loading them would take longer than the request.
         verify: Any = ssl.create_default_context(cafile=self.authority) if self.authority else False
         with httpx.Client(base_url=self.url, verify=verify, trust_env=False) as client:
             return client.request(method, f"/fleet-test/{path}", **more).raise_for_status().json()
@@ -81,11 +81,13 @@ def an_api_server(
     seed: int = 0,
     beside: Callable[[ObjectStore], Coroutine[Any, Any, None]] | None = None,
 ) -> Iterator[RunningApiServer]:
-    """Args:
-    with_controllers: Collect garbage and empty deleted namespaces.
-    beside: Runs in the server's loop, on what it serves: further controllers, say.
-    authority: Speak TLS, with a certificate that it signs.
-    seed: Of generated names and uids.
+    """Run an API server while the context is open.
+
+    Args:
+        with_controllers: Collect garbage and empty deleted namespaces.
+        beside: Coroutines that run in the server's loop on its objects, such as further controllers.
+        authority: A certificate authority; the server speaks TLS with a certificate that it signs.
+        seed: The seed of generated names and uids.
     """
     loop = asyncio.new_event_loop()
     server = KubeHttpServer(ObjectStore(chance=random.Random(seed)), with_controllers=with_controllers)

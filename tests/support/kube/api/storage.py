@@ -1,8 +1,10 @@
-"""Objects, and what happened to them.
+"""Stored objects and their changes.
 
-1. One number counts every change of anything: an object's resourceVersion is the number of its last change.
-2. What was stored is never changed in place, so that changes can hold it.
-3. Changes are kept for watchers, the last few thousand a kind. Who asks for older ones is told so (`Expired`).
+Rules:
+
+1. One number counts every change of any object; an object's resourceVersion is the number of its last change.
+2. A stored object is never changed in place, so that changes can refer to it.
+3. The last few thousand changes of each kind are kept for watchers. Whoever asks for older ones is told so (`Expired`).
 """
 
 import asyncio
@@ -25,9 +27,11 @@ Key = tuple[str, str]
 
 KEPT_CHANGES = 8192
 FIRST_REVISION = 1000
-"""What came before is forgotten: whoever asks for changes since revision 1 is told that it is too old, as by a server of some age."""
+"""The first revision, whose predecessors are forgotten.
+
+Whoever asks for changes since revision 1 is told that it is too old, as by a server of some age."""
 OPEN_LISTS = 256
-"""Lists whose rest is kept for their reader; the oldest goes first, and its reader begins anew."""
+"""The number of lists whose rest is kept for their reader; the oldest is dropped first, and its reader starts again."""
 
 
 class StoredChange(msgspec.Struct, frozen=True, eq=False):
@@ -38,7 +42,7 @@ class StoredChange(msgspec.Struct, frozen=True, eq=False):
 
 
 class Rest(msgspec.Struct, frozen=True):
-    """What a chunk of a list left over, as of one revision."""
+    """The items that a chunk of a list left over, as of one revision."""
 
     revision: int
     items: list[Object]
@@ -59,7 +63,7 @@ class Storage:
         return self._objects.get(place, {}).get(key)
 
     def items(self, place: Place, namespace: str = "") -> list[Object]:
-        """By namespace and name; all namespaces if none is named."""
+        """Return objects by namespace and name, of all namespaces if none is named."""
         kept = self._objects.get(place, {})
         return [
             each
@@ -73,7 +77,7 @@ class Storage:
                 yield place, key, each
 
     def put(self, place: Place, key: Key, item: Object) -> Object:
-        """Keep an object, new or changed; it gets its resourceVersion here."""
+        """Store a new or changed object, and set its resourceVersion."""
         self.revision += 1
         item["metadata"]["resourceVersion"] = str(self.revision)
         kept = self._objects.setdefault(place, {})
@@ -83,7 +87,7 @@ class Storage:
         return item
 
     def remove(self, place: Place, key: Key) -> Object:
-        """The object as watchers see it last: at the revision of its removal."""
+        """Remove an object, and return it as watchers see it last: at the revision of its removal."""
         before = self._objects[place].pop(key)
         self.revision += 1
         last = before | {"metadata": before["metadata"] | {"resourceVersion": str(self.revision)}}
@@ -100,8 +104,10 @@ class Storage:
         self.wake()
 
     def changes_since(self, place: Place, revision: int) -> list[StoredChange]:
-        """Raises:
-        Refused: They are not kept any more (`Expired`).
+        """Return the changes since a revision.
+
+        Raises:
+            Refused: They are no longer kept (`Expired`).
         """
         oldest = max(self._oldest.get(place, 0), self._compacted)
         if revision < oldest:
@@ -116,7 +122,7 @@ class Storage:
         self._rests.clear()
 
     def chunk(self, items: list[Object], limit: int, revision: int) -> tuple[list[Object], str]:
-        """The first items, and the token of the rest."""
+        """Return the first items, and the token of the rest."""
         if not limit or len(items) <= limit:
             return items, ""
         token = base64.urlsafe_b64encode(f"rest-{next(self._tokens)}".encode()).decode()
@@ -126,8 +132,10 @@ class Storage:
         return items[:limit], token
 
     def rest(self, token: str) -> Rest:
-        """Raises:
-        Refused: It is not kept any more.
+        """Return the rest of a list.
+
+        Raises:
+            Refused: It is no longer kept.
         """
         if (found := self._rests.get(token)) is None:
             text = "The provided continue parameter is too old to display a consistent list result. You can start a new list without the continue parameter."
@@ -135,7 +143,7 @@ class Storage:
         return found
 
     def waiter(self) -> asyncio.Event:
-        """Set at every change, until it is given back with `forget`."""
+        """Return an event that every change sets, until it is given back with `forget`."""
         event = asyncio.Event()
         self._waiting.add(event)
         return event

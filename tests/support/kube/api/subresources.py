@@ -1,4 +1,4 @@
-"""What is written beside an object itself: its scale, and for pods their node and their eviction."""
+"""Subresources beside status: an object's scale, and for pods their binding and their eviction."""
 
 from tests.support.kube.api import errors
 from tests.support.kube.api.cluster import ObjectStore, Options, Written
@@ -10,7 +10,7 @@ from tests.support.kube.api.values import Json, Object, clone, dig, without
 
 
 def scale_of(resource: ServedResource, item: Object) -> Object:
-    """The `autoscaling/v1` Scale of an object."""
+    """Return the `autoscaling/v1` Scale of an object."""
     assert resource.scale is not None
     shown = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
     replicas = dig(item, *resource.scale.replicas)
@@ -36,8 +36,10 @@ def _scale_selector(item: Object, path: tuple[str, ...] | None) -> str:
 def replace_scale(
     cluster: ObjectStore, resource: ServedResource, namespace: str, name: str, scale: Json, options: Options
 ) -> Object:
-    """Raises:
-    Refused: It is no Scale, or the object refuses the number.
+    """Set the replicas of an object to those of a Scale.
+
+    Raises:
+        Refused: The body is not a Scale, or the object does not allow the number.
     """
     assert resource.scale is not None
     replicas = dig(scale, "spec", "replicas") or 0
@@ -77,10 +79,10 @@ def patch_scale(
 
 
 def evict(cluster: ObjectStore, pods: ServedResource, namespace: str, name: str, eviction: Json) -> Object:
-    """Delete a pod, unless a PodDisruptionBudget forbids it just now.
+    """Delete a pod, unless a PodDisruptionBudget forbids it at present.
 
     Raises:
-        Refused: It does (429), or more than one budget speaks for the pod (500).
+        Refused: A budget forbids it (429), or more than one budget covers the pod (500).
     """
     pod = cluster.get(pods, namespace, name)
     budgets = [
@@ -109,10 +111,10 @@ def evict(cluster: ObjectStore, pods: ServedResource, namespace: str, name: str,
 
 
 def bind(cluster: ObjectStore, pods: ServedResource, namespace: str, name: str, binding: Json) -> None:
-    """Give a pod its node, as a scheduler does.
+    """Bind a pod to a node, as a scheduler does.
 
     Raises:
-        Refused: It has one.
+        Refused: It has one already.
     """
     pod = clone(cluster.get(pods, namespace, name))
     node = dig(binding, "target", "name")
@@ -132,7 +134,7 @@ def _speaks_for(budget: Object, pod: Object) -> bool:
 
 
 def _disruptions_allowed(cluster: ObjectStore, budget: Object, namespace: str) -> int:
-    """What the disruption controller would have written into the budget's status."""
+    """Compute what the disruption controller would have written into the budget's status."""
     pods = [each for each in cluster.storage.items(("", "pods"), namespace) if _speaks_for(budget, each)]
     healthy = sum(
         any(

@@ -1,4 +1,4 @@
-"""What every part of the server says of JSON values: copies of them, and where in them something is."""
+"""Functions on JSON values that every part of the server uses: copies, and paths within them."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ Object = dict[str, Any]
 
 
 def clone(value: T) -> T:
-    """A deep copy; several times faster than `copy.deepcopy`, since JSON has neither cycles nor classes."""
+    """Return a deep copy, several times faster than `copy.deepcopy`, since JSON has neither cycles nor classes."""
     copy: Json = value
     if isinstance(value, dict):
         copy = {key: clone(each) for key, each in value.items()}
@@ -20,7 +20,7 @@ def clone(value: T) -> T:
 
 
 def dig(value: Json, *path: str) -> Json:
-    """What is at a path of field names, or None."""
+    """Return the value at a path of field names, or None."""
     for name in path:
         if not isinstance(value, dict):
             return None
@@ -33,17 +33,17 @@ def without(value: Object, *names: str) -> Object:
 
 
 def within(path: str, name: str) -> str:
-    """The path of a field, as error messages write it: `spec.roles[0].name`."""
+    """Return the path of a field as error messages write it: `spec.roles[0].name`."""
     return f"{path}.{name}" if path else name
 
 
 def key_of(item: Object, keys: list[str]) -> tuple[str, ...]:
-    """What tells an item of a list-map apart; values are compared as text, as JSON would write them."""
+    """Return the key of a list-map's item; values are compared as the text that JSON would write."""
     return tuple(str(item.get(key)) for key in keys)
 
 
 def every_dict(value: Json) -> Iterator[Object]:
-    """All objects within a value, itself first."""
+    """Yield all objects within a value, itself first."""
     if isinstance(value, dict):
         yield value
         for each in value.values():

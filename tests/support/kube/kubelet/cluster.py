@@ -1,4 +1,4 @@
-"""A cluster of one node on this machine: the API server for tests, and what makes real processes of pods."""
+"""A cluster of one node on this machine: the API server for tests, and a kubelet that runs pods as real processes."""
 
 import asyncio
 import contextlib
@@ -21,13 +21,13 @@ from tests.support.kube.kubelet.pods import Kubelet
 NODE = "node-1"
 START_SECONDS = 60
 STOP_SECONDS = 60
-CLOSE_SECONDS = 0.1  # for connections to say goodbye
+CLOSE_SECONDS = 0.1  # time for connections to close in order
 AGAIN_SECONDS = 0.05
 GONE_OR_CHANGED = (404, 409)
 
 
 class ToyCluster:
-    """Runs in a thread of its own, so that tests may block."""
+    """A cluster of one node, which runs in a thread of its own, so that tests may block."""
 
     def __init__(self, server: RunningApiServer, folder: Path, claims: Mapping[str, Path], gpus: int) -> None:
         self._server = server
@@ -49,25 +49,25 @@ class ToyCluster:
         assert self._started.is_set(), "the cluster did not start"
 
     def stop(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended by itself
+        with contextlib.suppress(RuntimeError):  # the process has already ended
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(STOP_SECONDS)
         if self._failure is not None:
             raise self._failure
 
     def way_to(self, service: str, port: int, namespace: str = "default") -> str:
-        """host:port on this machine that leads to a Service."""
+        """Return a host:port on this machine that leads to a Service."""
         return self._ask(self._way_to(service, port, namespace))
 
     def processes(self) -> list[int]:
-        """Of all containers."""
+        """Return the processes of all containers."""
         return self._ask(self._processes())
 
     def log(self, pod: str) -> str:
         return "\n".join(path.read_text() for path in sorted((self._folder / "logs").glob(f"{pod}*.log")))
 
     def kill_pod(self, name: str) -> None:
-        """The processes of its containers, as if they had crashed; they are started again."""
+        """Kill the processes of a pod's containers, as if they had crashed; they are started again."""
         for pid in self._ask(self._processes(name)):
             os.kill(pid, signal.SIGKILL)
 
@@ -132,14 +132,14 @@ class ToyCluster:
             except Refused as refused:
                 if refused.code not in GONE_OR_CHANGED:
                     raise
-                await asyncio.sleep(AGAIN_SECONDS)  # the watch has not told of it yet
+                await asyncio.sleep(AGAIN_SECONDS)  # the watch has not reported it yet
                 continue
             self._kubelet.settle(pods)
             await self._serve()
             await self._objects.changed.wait()
 
     async def _serve(self) -> None:
-        """Have a proxy for every port of every Service with an address."""
+        """Run a proxy for every port of every Service with an address."""
         wanted = {
             (service["spec"]["clusterIP"], port["port"]): (service, port.get("name", ""))
             for service in self._objects.all("services")
@@ -158,7 +158,7 @@ class ToyCluster:
             )
 
     def _choose(self, place: tuple[str, int], namespace: str, service: str, port: str) -> tuple[str, int] | None:
-        """Those that are ready, in turn."""
+        """Choose among the ready pods in turn."""
         ready = [
             (endpoint["addresses"][0], each["port"])
             for piece in self._objects.all("endpointslices")
@@ -176,11 +176,14 @@ class ToyCluster:
 def a_cluster(
     server: RunningApiServer, folder: Path, *, claims: Mapping[str, Path] | None = None, gpus: int = 0
 ) -> Iterator[ToyCluster]:
-    """Args:
-    server: With its controllers: what loses its owner has to go.
-    folder: For logs, volumes, and what pods write.
-    claims: Folders of this machine, by the name of the PersistentVolumeClaim that they stand for, in every namespace.
-    gpus: NVIDIA's, of the only node.
+    """Run a cluster while the context is open.
+
+    Args:
+        server: An API server with its controllers, since objects that lose their owner have to be removed.
+        folder: For logs, volumes, and what pods write.
+        claims: Folders of this machine by the name of the PersistentVolumeClaim that they stand for, in every
+            namespace.
+        gpus: The number of NVIDIA GPUs of the only node.
     """
     folder.mkdir(exist_ok=True)
     cluster = ToyCluster(server, folder, claims or {}, gpus)

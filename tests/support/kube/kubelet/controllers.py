@@ -1,5 +1,7 @@
-"""What acts on objects besides the kubelet: a scheduler, Deployments, StatefulSets, and who is behind a Service. As little of each as
-tests need: a Deployment has its pods without ReplicaSets between."""
+"""The controllers of the one-node cluster: a scheduler, Deployments, StatefulSets, and EndpointSlices.
+
+Each does as little as tests need: a Deployment has its pods without ReplicaSets between.
+"""
 
 import hashlib
 import json
@@ -18,7 +20,7 @@ SERVICE = "kubernetes.io/service-name"
 
 
 async def settle(objects: Objects, chance: random.Random) -> None:
-    """Do what is to be done now."""
+    """Run every controller once."""
     await _schedule(objects)
     for deployment in objects.all("deployments"):
         if not ends(deployment):
@@ -42,7 +44,7 @@ async def _schedule(objects: Objects) -> None:
         fitting = [node for node in nodes if _fits(objects, node, pod)]
         if fitting:
             await objects.bind(pod, fitting[0]["metadata"]["name"])
-            pod["spec"]["nodeName"] = fitting[0]["metadata"]["name"]  # the watch tells it later
+            pod["spec"]["nodeName"] = fitting[0]["metadata"]["name"]  # the watch reports it later
         elif not any(each["type"] == "PodScheduled" for each in pod.get("status", {}).get("conditions", ())):
             lacking = {
                 "type": "PodScheduled",
@@ -122,7 +124,7 @@ async def _deployment(objects: Objects, deployment: Object, chance: random.Rando
 
 
 def _worth(pod: Object) -> tuple[int, int, str]:
-    """Who goes first of those that are alike."""
+    """Order pods that are alike by which is deleted first."""
     cost = int(pod["metadata"].get("annotations", {}).get(COST, 0))
     return condition(pod, "Ready"), cost, pod["metadata"]["creationTimestamp"]
 
@@ -262,7 +264,7 @@ def _endpoint(pod: Object, spec: Object) -> Object:
 
 
 def _target(port: Object, pods: Sequence[Object]) -> int | None:
-    """The number of a Service's port in its pods; None where it has a name that none of them has."""
+    """Return the number of a Service's port in its pods, or None if it is given by a name that none of them has."""
     target = port.get("targetPort", port["port"])
     for pod in pods:
         named = {

@@ -2,11 +2,14 @@
 
 Rules:
 
-1. The node is a network namespace with a bridge; a pod is one with a leg on the bridge and an address of its own. Nothing of the
-   machine's own network is touched, and no two pods can be in each other's way: all may listen on the same port.
-2. A socket belongs to the namespace in which it was made, whoever uses it afterwards. So this process listens on the addresses of
-   Services, which the node has, and dials pods, without being in the node.
-3. All that runs is ended by the kernel when the thread that started it ends.
+1. The node is a network namespace with a bridge; a pod is a namespace with an interface on the bridge and an address of
+   its own.
+   Nothing of the machine's own network is changed, and pods cannot disturb one another: all may listen on the same
+   port.
+2. A socket belongs to the namespace in which it was made, whoever uses it afterwards. So this process listens on the
+   addresses of
+   Services, which the node has, and connects to pods, without being in the node's namespace.
+3. The kernel ends every process when the thread that started it ends.
 """
 
 import asyncio
@@ -28,11 +31,11 @@ DIAL_SECONDS = 5
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Choose = Callable[[], tuple[str, int] | None]
-"""Where a new connection to a Service goes; None: there is nobody."""
+"""Chooses the destination of a new connection to a Service; None if there is none."""
 
 
 def why_not() -> str:
-    """Why there can be no such network here; empty: there can."""
+    """Return the reason why this machine cannot have such a network; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces for pods need root"
     for program in ("ip", "unshare", "nsenter", "setpriv"):
@@ -42,8 +45,10 @@ def why_not() -> str:
 
 
 async def run(*command: str) -> None:
-    """Raises:
-    RuntimeError: It failed.
+    """Run a command.
+
+    Raises:
+        RuntimeError: It failed.
     """
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -60,7 +65,7 @@ async def run(*command: str) -> None:
 
 @contextlib.contextmanager
 def inside(pid: int) -> Iterator[None]:
-    """This thread is in the network of a process; nothing may be awaited within."""
+    """Put this thread into the network of a process; nothing may be awaited within."""
     with Path("/proc/thread-self/ns/net").open() as home, Path(f"/proc/{pid}/ns/net").open() as there:
         _enter(there.fileno())
         try:
@@ -75,7 +80,7 @@ def _enter(namespace: int) -> None:
 
 
 class Network:
-    """Open it with `async with`."""
+    """The network of one node; open it with `async with`."""
 
     async def __aenter__(self) -> Self:
         command = (*DIE_WITH_US, "unshare", "--net", "sh", "-c", "echo; exec sleep infinity")
@@ -95,12 +100,12 @@ class Network:
     async def __aexit__(self, *_: object) -> None:
         for proxy in (*self._proxies.values(), *self._ways):
             await proxy.close()
-        await asyncio.sleep(0)  # what was accepted in the last turn is ended in this one
+        await asyncio.sleep(0)  # connections that were accepted in the last turn of the loop are closed in this one
         self._node.kill()
         await self._node.wait()
 
     async def connect(self, pid: int) -> str:
-        """Give the namespace of a process a leg and an address, which is returned."""
+        """Give the namespace of a process an interface and an address, and return the address."""
         self._legs += 1
         address = f"10.244.{self._legs // 256}.{self._legs % 256}"
         leg = f"pod{self._legs}"
@@ -112,7 +117,7 @@ class Network:
         return address
 
     async def dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """From the node."""
+        """Connect to an address from the node."""
         with inside(self._node.pid):
             dialling = socket.socket()
         dialling.setblocking(False)
@@ -125,7 +130,7 @@ class Network:
             raise
 
     async def serve(self, address: str, port: int, choose: Choose) -> None:
-        """Be a Service, unless it is there; `withdraw` ends it."""
+        """Run the proxy of a Service, unless it runs already; `withdraw` ends it."""
         if (address, port) in self._proxies:
             return
         if address not in self._addresses:
@@ -143,8 +148,11 @@ class Network:
         return set(self._proxies)
 
     async def lead(self, to: tuple[str, int], *, pid: int | None = None, port: int = 0) -> tuple["Proxy", str]:
-        """A way to a place of the node's network, from this machine's loopback, or from that of a process's namespace to this
-        machine's."""
+        """Forward a port of the loopback interface to an address in another network.
+
+        It leads from this machine to an address of the node's network, or from the namespace of a process to an address
+        of this machine.
+        """
         if pid is None:
             proxy = Proxy(self, lambda: to)
             listening = socket.create_server(("127.0.0.1", port))
@@ -161,10 +169,10 @@ class Network:
 
 
 class Proxy:
-    """Carries connections on; where there is nobody to carry them to, they are refused."""
+    """Forwards connections; they are refused if there is nothing to forward them to."""
 
     def __init__(self, network: Network | None, choose: Choose) -> None:
-        """`network`: from whose node to dial; None: from this machine."""
+        """`network` is the one from whose node to connect; None connects from this machine."""
         self._network = network
         self._choose = choose
         self._server: asyncio.Server | None = None
@@ -176,7 +184,10 @@ class Proxy:
         self._server = await asyncio.start_server(self._accept, sock=listening)
 
     async def close(self) -> None:
-        """Refuse what comes, and end what is carried; a connection that was accepted a moment ago is ended in its first turn."""
+        """Refuse new connections, and close those that are open.
+
+        One accepted a moment ago is closed in its first turn.
+        """
         self._closed = True
         if self._server is not None:
             self._server.close()
@@ -184,7 +195,7 @@ class Proxy:
             carried.cancel()
         if self._carried:
             await asyncio.wait(self._carried)
-        for transport in list(self._transports):  # some still have something to say
+        for transport in list(self._transports):  # some connections still have data to send
             transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

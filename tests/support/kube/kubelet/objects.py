@@ -1,4 +1,4 @@
-"""Objects of an API server, kept up to date by watches, for whoever acts on them; and how they are written."""
+"""Objects of an API server, kept up to date by watches for controllers, and functions that write them."""
 
 import asyncio
 import json
@@ -26,10 +26,10 @@ PAUSE_SECONDS = 0.2
 
 
 class Refused(Exception):
-    """The server said no.
+    """The server refused a request.
 
     Attributes:
-        code: Of HTTP.
+        code: The HTTP status code.
     """
 
     def __init__(self, code: int, text: str):
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 class Objects:
-    """All of `PATHS`, as last seen. `changed` is set after every change; `run` it."""
+    """All objects of `PATHS` as last seen; `changed` is set after every change while `run` runs."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         self.changed = asyncio.Event()
@@ -48,7 +48,7 @@ class Objects:
         self._listed = {plural: asyncio.Event() for plural in PATHS}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watch all kinds until cancelled."""
         connector = aiohttp.TCPConnector(ssl=self._tls or True, limit=100)
         async with (
             aiohttp.ClientSession(
@@ -76,7 +76,7 @@ class Objects:
         return self._keep(plural, await self._ask("PUT", plural, item))
 
     async def patch_status(self, plural: str, item: Object, status: Object) -> Object | None:
-        """None where it is gone."""
+        """Patch an object's status and return the object, or None if it no longer exists."""
         try:
             answer = await self._ask("PATCH", plural, item, body={"status": status}, subresource="/status")
         except Refused as refused:
@@ -92,7 +92,7 @@ class Objects:
         )
 
     async def delete(self, plural: str, item: Object, *, at_once: bool = False) -> None:
-        """Nothing where it is gone, or another has its name."""
+        """Delete an object; nothing happens if it no longer exists or another one has its name."""
         options: Object = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -106,7 +106,7 @@ class Objects:
             if refused.code not in {404, 409}:
                 raise
             return
-        if answer.get("kind") != "Status":  # it is still there, and ends
+        if answer.get("kind") != "Status":  # it still exists, but is being deleted
             self._keep(plural, answer)
 
     async def _ask(
@@ -132,7 +132,7 @@ class Objects:
             return json.loads(text)
 
     def _keep(self, plural: str, item: Object) -> Object:
-        """What was just written; a watch may have told of a later version."""
+        """Remember what was just written, unless a watch has reported a later version."""
         key = _key(item)
         known = self._found[plural].get(key)
         if known is None or _version(item) > _version(known):
@@ -182,7 +182,7 @@ def _version(item: Object) -> int:
 
 
 def owned(items: Iterable[Object], owner: Object) -> list[Object]:
-    """Those that an object controls."""
+    """Return the objects that an object controls."""
     uid = owner["metadata"]["uid"]
     return [
         each

@@ -1,10 +1,12 @@
-"""The kubelet: pods that are bound to its node run as real processes, and their status says how they are.
+"""The kubelet: runs the pods that are bound to its node as real processes, and writes their status.
 
 Rules:
 
-1. A container's command runs as it is written; `fleet` is this checkout's. Images are names and nothing more, and everything runs as
-   the user of the tests. Resources limit nothing but how many pods a node takes.
-2. A pod that is to end is told by its `preStop` hook, then by SIGTERM, and killed when its grace is over; then its object goes.
+1. A container's command runs as it is written; `fleet` is this checkout's. Images are names and nothing more, and
+   everything runs
+   as the user of the tests. Resources limit nothing but the number of pods on a node.
+2. A pod that is to end gets its `preStop` hook, then SIGTERM, and SIGKILL when its grace period is over; then its
+   object is removed.
 3. A container that ends is started again after a pause, unless its pod's restart policy says otherwise.
 """
 
@@ -26,14 +28,14 @@ from tests.support.kube.kubelet.sandbox import REPOSITORY, Sandbox
 FLEET = (sys.executable, "-m", "fleet.cli.main")
 RESTART_SECONDS = 0.5
 LONGEST_PERIOD_SECONDS = 0.5
-"""Probes are asked more often than they say, since tests are in a hurry."""
+"""The longest period of probes, which run more often than they say to make tests faster."""
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 API_PORT = 6443
 
 
 class Kubelet:
-    """Of one node. `settle` after every change, `close` at the end."""
+    """The kubelet of one node; call `settle` after every change and `close` at the end."""
 
     def __init__(
         self,
@@ -54,11 +56,11 @@ class Kubelet:
         self.claims = claims
         self.hosts = folder / "hosts"
         self.nameservers = folder / "resolv.conf"
-        self.nameservers.write_text("")  # there are none, and who asks learns it at once
+        self.nameservers.write_text("")  # there is none, and callers learn it at once
         self._pods: dict[str, _Pod] = {}  # by uid
 
     def settle(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin with new pods, and end those that are to end."""
+        """Start new pods, and stop those that are to end."""
         for pod in self.objects.all("pods"):
             uid = pod["metadata"]["uid"]
             if pod["spec"].get("nodeName") == self.node and uid not in self._pods:
@@ -74,11 +76,14 @@ class Kubelet:
                     del self._pods[uid]
 
     def processes(self, name: str = "") -> list[int]:
-        """Of containers: of one pod, or of all."""
+        """Return the processes of containers of one pod, or of all."""
         return [pid for pod in self._pods.values() if name in {"", pod.name[1]} for pid in pod.processes()]
 
     def write_hosts(self) -> None:
-        """Names of Services, and of the pods of headless ones, as a cluster's DNS has them. In place: pods have it mounted."""
+        """Write the names of Services and of headless Services' pods into the hosts file, in place of DNS.
+
+        The file is not replaced, since pods have it mounted.
+        """
         lines = ["127.0.0.1 localhost"]
         for service in self.objects.all("services"):
             name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
@@ -171,12 +176,12 @@ class _Pod:
                         stopping.create_task(each.stop(grace))
             for each in running:
                 each.cancel()
-        if not self.ending.is_set():  # all have ended by themselves
+        if not self.ending.is_set():  # all have already ended
             await self.report()
             await self.ending.wait()
 
     async def _or_ending(self, *running: asyncio.Task[None]) -> None:
-        """Until all have ended, or the pod is to end."""
+        """Wait until all have ended, or the pod is to end."""
         waiting = set(running)
         async with asyncio.TaskGroup() as tasks:
             ending = tasks.create_task(self.ending.wait())
@@ -212,7 +217,7 @@ class _Pod:
         await self._kubelet.objects.patch_status("pods", self._pod, status)
 
     async def _until_there(self) -> dict[str, Path] | None:
-        """Where its volumes are, once what they are made of is there; None where the pod is to end before that."""
+        """Wait for the sources of the pod's volumes and return their paths, or None if the pod is to end earlier."""
         while not self.ending.is_set():
             if (mounts := self._mounts()) is not None:
                 return mounts
@@ -270,7 +275,7 @@ class _Pod:
         return account
 
     def field(self, path: str) -> str:
-        """Of the downward API."""
+        """Return a value of the downward API."""
         metadata = self._pod["metadata"]
         if quoted := re.fullmatch(r"metadata\.(labels|annotations)\['(.*)'\]", path):
             return metadata.get(quoted[1], {}).get(quoted[2], "")
@@ -312,13 +317,13 @@ class _Container:
         self._restarts = restarts
         self.process: asyncio.subprocess.Process | None = None
         self.ready = False
-        self.status: int | None = None  # it has ended, for good
+        self.status: int | None = None  # it has ended and is not started again
         self._count = 0
         self._stopping = False
         self._ports = {each["name"]: each["containerPort"] for each in spec.get("ports") or () if "name" in each}
 
     async def run(self) -> None:
-        """Until it has ended for good."""
+        """Run the container until it has ended and is not started again."""
         while not self._stopping:
             self.process = await self._sandbox.start(self._command(), self._environment(), self._log)
             async with asyncio.TaskGroup() as tasks:
@@ -336,7 +341,7 @@ class _Container:
             await asyncio.sleep(min(RESTART_SECONDS * 2 ** min(self._count - 1, 5), 10))
 
     async def stop(self, grace: float) -> None:
-        """The hook and SIGTERM, and SIGKILL when the grace is over."""
+        """Run the hook and send SIGTERM, and SIGKILL when the grace period is over."""
         self._stopping = True
         process = self.process
         if process is None or process.returncode is not None:
@@ -367,7 +372,7 @@ class _Container:
             await self.process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the first process; to all where they are to be killed."""
+        """Send a signal to the first process, or SIGKILL to all."""
         if self.process is None or self.process.returncode is not None:
             return
         if number is signal.SIGKILL:
@@ -392,7 +397,7 @@ class _Container:
         }
 
     async def _probe(self) -> None:
-        """Say whether it is ready, and kill it where it does not live."""
+        """Report by probes whether it is ready, and kill it when its liveness probe fails."""
         if startup := self._spec.get("startupProbe"):
             while not await self._asked(startup):
                 await asyncio.sleep(_period(startup) / 4)
@@ -446,7 +451,7 @@ def _of_this_checkout(command: list[str]) -> list[str]:
 
 
 def _expanded(text: str, environment: Mapping[str, Any]) -> str:
-    """`$(NAME)` as Kubernetes has it; what is not known stays."""
+    """Expand `$(NAME)` as Kubernetes does; unknown names stay as they are."""
     return re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda found: str(environment.get(found[1], found[0])), text)
 
 

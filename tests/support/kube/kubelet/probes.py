@@ -1,4 +1,4 @@
-"""What a kubelet asks containers: whether they have started, live, and are ready."""
+"""The startup, liveness and readiness probes of a kubelet."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,7 +14,7 @@ Execute = Callable[[list[str]], Awaitable[int]]
 
 
 async def succeeds(probe: Object, address: str, ports: Mapping[str, int], network: Network, execute: Execute) -> bool:
-    """One probe, within its timeout."""
+    """Whether one probe succeeds within its timeout."""
     try:
         async with asyncio.timeout(probe.get("timeoutSeconds", 1)):
             match probe:

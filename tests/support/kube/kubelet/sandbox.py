@@ -1,6 +1,6 @@
-"""A pod's place: namespaces for network and files, with its volumes where its containers expect them.
+"""The sandbox of a pod: namespaces for network and files, with its volumes where its containers expect them.
 
-The root is this machine's, seen through an overlay: what a pod writes there stays in memory and goes with it.
+The root is this machine's, seen through an overlay: what a pod writes there stays in memory and is discarded with it.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[4]
 
 
 class Sandbox:
-    """Made by `open`; containers run in it."""
+    """A pod's sandbox, made by `open`; containers run in it."""
 
     def __init__(self, folder: Path, process: asyncio.subprocess.Process, address: str) -> None:
         self._folder = folder
@@ -38,10 +38,12 @@ class Sandbox:
 
     @classmethod
     async def open(cls, folder: Path, network: Network, mounts: Mapping[str, Path]) -> "Sandbox":
-        """Args:
-        folder: Its own; removed by `close`.
-        network: Of the node.
-        mounts: Folders or files of this machine, by where they are in the pod.
+        """Create a sandbox.
+
+        Args:
+            folder: The sandbox's own folder, which `close` removes.
+            network: The network of the node.
+            mounts: Folders or files of this machine, by their path in the pod.
         """
         folder.mkdir(parents=True)
         lines = [_bound(folder, where, what) for where, what in sorted(mounts.items())]
@@ -63,7 +65,7 @@ class Sandbox:
     async def start(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> asyncio.subprocess.Process:
-        """A process of a container, in a session of its own."""
+        """Start a process of a container, in a session of its own."""
         with log.open("ab") as output:
             return await asyncio.create_subprocess_exec(
                 *DIE_WITH_US,
@@ -83,7 +85,10 @@ class Sandbox:
 
 
 def _bound(folder: Path, where: str, what: Path) -> str:
-    """Commands that make a place for something and put it there. Links in the way would lead out of the pod."""
+    """Return commands that create a mount point for something and mount it there.
+
+    Symbolic links on the way could lead out of the pod.
+    """
     where = where.removeprefix("/var") if where.startswith("/var/run/") else where
     inside = shlex.quote(f"{folder}/root{where}")
     make = f"mkdir -p {inside}" if what.is_dir() else f"mkdir -p $(dirname {inside}); rm -f {inside}; touch {inside}"

@@ -1,4 +1,4 @@
-"""What engines publish of their caches: recorded streams, and events as their schemas allow them."""
+"""Published cache events for tests: recorded streams, and events as the engines' schemas allow them."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def some_books(capacity: int = 10, block_tokens: int = BLOCK_TOKENS, **options) 
 
 
 def names(first: int, last: int, salt: bytes = b"", block_tokens: int = BLOCK_TOKENS) -> tuple[bytes, ...]:
-    """Of the full blocks of these consecutive ids."""
+    """Return the names of the full blocks of these consecutive token ids."""
     return tuple(chain(token_bytes(range(first, last)), block_tokens, salt=salt))
 
 

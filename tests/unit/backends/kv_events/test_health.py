@@ -1,4 +1,4 @@
-"""What is wrong with an engine's KV events, by name."""
+"""Alerts about an engine's KV events."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The stream of KV events over real sockets: beginnings, gaps, restarts, and what cannot be read."""
+"""The KV event stream over real sockets: begin, gaps, restarts and unreadable batches."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ ONE, TWO, SALTED_ONE = KvStored(names(100, 170)), KvStored(names(100, 230)[2:]),
 
 
 class Publisher:
-    """An engine's publisher as its protocol describes it, which can forget to send."""
+    """An engine's publisher as its protocol describes it, which can leave batches out."""
 
     def __init__(self, folder: Path, topic: bytes = b""):
         import zmq
@@ -50,7 +50,7 @@ class Publisher:
         await self._out.send_multipart(frames)
 
     async def repeat(self, *, kept_from: int = 0, falls: Container[int] = (), ends: bool = True) -> int:
-        """Answer the next who asks, less what falls; returns from where on it asked."""
+        """Answer the next replay request without the batches in `falls`; return the requested number."""
         client, _, start = await self._replay.recv_multipart()
         asked = int.from_bytes(start, "big")
         before = [client, b""] if not self._topic else [client, b"", self._topic]
@@ -62,7 +62,7 @@ class Publisher:
         return asked
 
     async def questions(self) -> int:
-        """How many have asked, and got no answer."""
+        """Return the number of unanswered replay requests."""
         asked = 0
         while await self._replay.poll(0):
             await self._replay.recv_multipart()
@@ -74,7 +74,7 @@ class Publisher:
             await self.repeat()
 
     def keep(self, batches: list[bytes]) -> None:
-        """Repeat these when asked, whatever was sent of them."""
+        """Replay these batches, whatever was sent."""
         self._batches = list(batches)
 
     def restart(self) -> None:
@@ -97,7 +97,7 @@ def a_publisher(topic: bytes = b"") -> Iterator[Publisher]:
 async def read(
     publisher: Publisher, batches: int, drive, *, replay: bool = True, books=None
 ) -> tuple[list, EventStreamCounters]:
-    """Events of the first `batches` that come, while `drive` makes the publisher act."""
+    """Return the events of the first `batches` batches, while `drive` makes the publisher act."""
     told: list = []
     heard = EventStreamCounters()
 
@@ -130,7 +130,7 @@ async def test_batch_published_during_replay_counts_once():
     with a_publisher() as publisher:
 
         async def drive() -> None:
-            await publisher.publish(FIRST)  # is sent, and repeated too
+            await publisher.publish(FIRST)  # it is sent and also replayed
             await publisher.repeat()
             await publisher.publish(LONGER)
 
@@ -186,7 +186,7 @@ async def test_dropped_part_of_a_replay_is_requested_again(monkeypatch, falls, e
 
 
 async def test_replay_with_lasting_hole_counts_only_after_the_hole():
-    """What was removed in the hole is not known."""
+    """Removals in the hole are unknown."""
     with a_publisher() as publisher:
         publisher.keep([*CHAIN[:6], FIRST, SALTED])
 
@@ -202,7 +202,7 @@ async def test_replay_with_lasting_hole_counts_only_after_the_hole():
 
 
 async def test_long_backlog_lets_other_tasks_run():
-    """A receipt of what is there already does not give the event loop up by itself."""
+    """Receiving waiting messages does not yield to the event loop by itself."""
     many, turns = 400, 0
     with a_publisher() as publisher:
 
@@ -219,7 +219,7 @@ async def test_long_backlog_lets_other_tasks_run():
             for _ in range(many):
                 await publisher.publish(FIRST)
             await first
-            await asyncio.sleep(0.05)  # all of it is there
+            await asyncio.sleep(0.05)  # the whole backlog has arrived
             working = asyncio.ensure_future(others())
             await asyncio.sleep(0)
             before = turns
@@ -317,7 +317,7 @@ async def test_restarted_engine_is_followed_from_its_first_batch():
 
 
 async def test_unnoticed_engine_restart_is_detected_at_a_gap():
-    """Its first batches were lost with the connection, and their numbers go on where the others ended."""
+    """Its first batches were lost with the connection, and their numbers continue those of the former process."""
     with a_publisher() as publisher:
 
         async def drive() -> None:
@@ -420,7 +420,7 @@ async def test_number_far_ahead_costs_no_more_than_one_gap():
 
 @pytest.mark.parametrize("seconds", ["REPLAY_TIMEOUT_SECONDS", "REPLAY_SECONDS"])
 async def test_endless_replay_is_cut_and_lets_other_tasks_run(monkeypatch, seconds):
-    """The same batches again and again, or other ones; too few at a time to be done, and too many to be silent."""
+    """The publisher sends the same or other batches, too few at a time to end, and too many to count as silent."""
     monkeypatch.setattr(event_stream, seconds, 0.3)
     again = seconds == "REPLAY_TIMEOUT_SECONDS"
     monkeypatch.setattr(event_stream, "RECEIVE_BATCHES", 200 if again else 10**9)

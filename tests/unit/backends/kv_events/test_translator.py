@@ -1,4 +1,4 @@
-"""Engines' own KV events, as recorded and as their schemas allow them, under our names."""
+"""Translation of engines' KV events, recorded ones and those that their schemas allow, to our names."""
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ from tests.unit.backends.kv_events.published import (
 FIRST, LONGER, SALTED, PUSHING, RESET = VLLM
 
 
-# vLLM, as recorded
+# Recorded events of vLLM.
 
 
 def test_recorded_vllm_events_name_the_prompts_blocks():
@@ -56,7 +56,7 @@ def test_blocks_after_an_unknown_parent_are_skipped():
     assert books.take(PUSHING) == [KvStored(names(1000, 1200))], "removals of unknown blocks are nothing"
 
 
-# SGLang, as recorded
+# Recorded events of SGLang.
 
 
 def test_recorded_sglang_events_name_the_prompts_blocks():
@@ -78,7 +78,7 @@ def test_recorded_sglang_events_name_the_prompts_blocks():
 
 
 class _SglangEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """As SGLang published them until 0.5.19; written down from its schema."""
+    """An event as SGLang published it until 0.5.19, written down from its schema."""
 
 
 class BlockStored(_SglangEvent):
@@ -125,7 +125,7 @@ def test_array_events_of_older_vllm_releases_are_read():
     assert events == [KvStored((one, other)), KvRemoved((other,)), KvCleared()]
 
 
-# What either may add
+# Fields and kinds that either engine may add.
 
 
 def test_unknown_fields_and_kinds_are_skipped():
@@ -220,7 +220,7 @@ def test_more_blocks_than_capacity_clear_the_cache():
     assert len(books) == 0
 
 
-# Adapters and salts
+# Adapters and salts.
 
 
 def test_different_adapters_and_salts_never_share_a_name():
@@ -243,7 +243,7 @@ def test_router_salt_covers_the_adapter():
     assert books.take(a_batch(stored([1, 2], None, 0, 64, **fields))) == [KvStored(names(0, 64, SALT))]
 
 
-# Groups of layers
+# Groups of layers.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A cache never goes back to what was so before a write of ours, and wakes nobody for nothing."""
+"""The object cache never returns to a state before a write of ours, and reports only real changes."""
 
 from fleet.net.kubernetes.cache import Cache
 from fleet.net.kubernetes.views import KubernetesLease, LeaseSpec, NamedObject, ObjectMetadata

@@ -1,4 +1,4 @@
-"""Two never act at the same time, whatever their clocks say, and one of them soon does."""
+"""Leader election: two candidates never act at the same time, whatever their clocks, and one of them soon does."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +53,7 @@ def test_same_identity_leads_by_the_others_renewals():
 
 
 class Server:
-    """A Lease with versions, as the API server keeps it; writes are refused on what is not the newest."""
+    """A Lease with versions, as the API server keeps it; writes to an older version are refused."""
 
     def __init__(self):
         self.holder, self.version = None, 0
@@ -76,7 +76,7 @@ class Server:
 )
 def test_at_most_one_leads_over_a_slow_and_lossy_network(rounds):
     server, time = Server(), 0
-    identities = ("a", "b", "c", "a")  # two processes of one
+    identities = ("a", "b", "c", "a")  # two processes of one identity
     candidates = [Election(each, RENEW_WITHIN) for each in identities]
     skews = (0, 1000, 77, 5)
     for who, pause, slow, lost in rounds:

@@ -1,4 +1,4 @@
-"""How the API server is reached, and what is said where a file does not tell."""
+"""The address of the API server, and the errors for unusable files."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is nested too deeply to be read is read without its depths."""
+"""JSON that is nested too deeply is read without its depths."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_invalid_json_stays_invalid(content):
 
 
 def in_turns(levels):
-    """Objects and lists in turn."""
+    """Return objects and lists nested in turn."""
     found = "leaf"
     for level in reversed(range(levels)):
         found = [found] if level % 2 else {"a": found, "b": 1}
@@ -74,7 +74,7 @@ def test_request_of_any_depth_gets_an_answer(levels):
     request = request.replace(b"null", nested(levels))
     try:
         found = msgspec.json.decode(request, type=CustomObject)
-    except RecursionError:  # as `fleet.net.kubernetes.client` does
+    except RecursionError:  # `fleet.net.kubernetes.client` does the same
         found = msgspec.json.decode(shallow(request), type=CustomObject)
     made = proposed("a", propose(msgspec.convert(found.spec, ServingRequestSpec)))
 

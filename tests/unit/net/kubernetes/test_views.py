@@ -1,4 +1,4 @@
-"""Leases as they are heard of, whatever the clocks of those who wrote them say."""
+"""Ages of Leases, whatever the clocks of their writers say."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -1,4 +1,4 @@
-"""What the chart has that is made from types is what they give, and no dashboard asks for what there is not."""
+"""The generated parts of the chart are up to date, and no dashboard queries an unknown metric."""
 
 import re
 import sys
@@ -27,14 +27,14 @@ def made():
     return generated()
 
 
-def test_the_chart_has_what_the_types_give(made):
+def test_chart_equals_the_generated_files(made):
     stale = [name for name, content in made.items() if (CHART / name).read_text() != content]
 
     assert not stale, f"{stale} are not what the types give: {AGAIN}"
 
 
 @pytest.mark.parametrize(("options", "status"), [(["--help"], 0), ([], 2), (["--chart"], 2)])
-def test_whoever_asks_for_help_or_names_no_folder_gets_words_and_no_files(options, status, tmp_path, monkeypatch):
+def test_help_or_missing_folder_writes_no_files(options, status, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["helm_chart", *options])
 
@@ -44,7 +44,7 @@ def test_whoever_asks_for_help_or_names_no_folder_gets_words_and_no_files(option
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_chart_has_no_definition_and_no_dashboard_that_nothing_gives(made):
+def test_chart_has_only_generated_definitions_and_dashboards(made):
     there = {
         str(path.relative_to(CHART)) for folder in ("files", "templates/crds") for path in (CHART / folder).rglob("*.*")
     }
@@ -52,23 +52,23 @@ def test_the_chart_has_no_definition_and_no_dashboard_that_nothing_gives(made):
     assert there <= set(made)
 
 
-def test_the_values_file_says_the_defaults():
+def test_values_file_has_the_defaults():
     assert msgspec.convert(yaml.safe_load((CHART / "values.yaml").read_text()), Values) == Values()
 
 
-def test_every_value_is_in_the_schema_with_what_it_means_and_no_other_is_allowed():
+def test_every_value_is_documented_in_a_closed_schema():
     whole = schema()
     parts = whole["definitions"]
 
     assert all(part["additionalProperties"] is False for part in parts.values() if "properties" in part)
-    assert "Counts more than a tag" in parts["Image"]["properties"]["digest"]["description"]
+    assert "Takes precedence over a tag" in parts["Image"]["properties"]["digest"]["description"]
     assert "max_queued" in parts["RouterSettings"]["properties"]
     assert not any(set(names) & set(parts[owner]["properties"]) for owner, names in OWNED.items())
     referenced = set(re.findall(r'"#/definitions/([^"]+)"', msgspec.json.encode(whole).decode()))
     assert referenced == set(parts)
 
 
-def test_the_roles_rules_allow_what_the_operator_needs_and_nothing_else():
+def test_roles_rules_allow_exactly_what_the_operator_needs():
     for part, own in (("deployments", False), ("own", True)):
         granted = {
             (group, resource, verb)
@@ -95,7 +95,7 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
         ("operator", operator_metric_descriptions),
     ],
 )
-def test_a_dashboard_asks_for_metrics_and_labels_that_there_are(name, catalogue):
+def test_dashboards_query_existing_metrics_and_labels(name, catalogue):
     samples = {f"{each.name}{suffix}": each for each in catalogue().values() for suffix in SUFFIXES[each.kind]}
     made = DASHBOARDS[name]()
     targets = [target for panel in made["panels"] for target in panel.get("targets", ())]
@@ -111,7 +111,7 @@ def test_a_dashboard_asks_for_metrics_and_labels_that_there_are(name, catalogue)
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_a_dashboards_panels_do_not_overlap_and_have_numbers_of_their_own(name):
+def test_panels_do_not_overlap_and_have_unique_ids(name):
     panels = DASHBOARDS[name]()["panels"]
 
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -130,11 +130,11 @@ OWN = {
     "kvstore_tier_bytes",
     "kvstore_tier_capacity_bytes",
 }
-"""Gauges of which every process tells another part, so that they are added up."""
+"""Gauges of which every process reports another part, so that they are summed."""
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_what_every_router_tells_of_the_same_workers_is_not_added_up(name):
+def test_values_that_every_router_reports_are_not_summed(name):
     catalogue = router_metric_descriptions() | store_metric_descriptions() | operator_metric_descriptions()
     texts = [target["expr"] for panel in DASHBOARDS[name]()["panels"] for target in panel.get("targets", ())]
     asked = [(each.group(), text) for text in texts for each in NAMES.finditer(text)]
@@ -147,7 +147,7 @@ def test_what_every_router_tells_of_the_same_workers_is_not_added_up(name):
         assert [once, by_process, gauge in OWN].count(True) == 1, text
 
 
-def test_a_query_for_a_metric_or_a_label_that_there_is_not_is_never_made():
+def test_query_for_unknown_metric_or_label_is_refused():
     of = Queries(router_metric_descriptions())
 
     with pytest.raises(LookupError, match="fleet_requets: there is no such counter"):

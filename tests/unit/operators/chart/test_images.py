@@ -1,4 +1,4 @@
-"""Promises of the Dockerfiles, as far as they can be kept without building: what they copy, name and install is there, and nobody is root."""
+"""The Dockerfiles, checked without a build: copied files and installed packages exist, and nothing runs as root."""
 
 import fnmatch
 import re
@@ -32,7 +32,7 @@ class Instruction(msgspec.Struct, frozen=True):
 
 
 def instructions(path: Path) -> Iterator[Instruction]:
-    """Comments left out, continued lines joined."""
+    """Return the instructions without comments, with continued lines joined."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         name, _, text = line.partition(" ")
@@ -40,7 +40,7 @@ def instructions(path: Path) -> Iterator[Instruction]:
 
 
 def stages(path: Path) -> list[tuple[str, list[Instruction]]]:
-    """Name and instructions of each; what comes before the first is left out."""
+    """Return name and instructions of each stage, without what comes before the first."""
     found: list[tuple[str, list[Instruction]]] = []
     for each in instructions(path):
         if each.name == "FROM":
@@ -52,7 +52,7 @@ def stages(path: Path) -> list[tuple[str, list[Instruction]]]:
 
 
 def copied(path: Path) -> set[str]:
-    """Everything that is copied, as it is written."""
+    """Return everything that is copied, as it is written."""
     return {
         word for _, stage in stages(path) for each in stage if each.name == "COPY" for word in each.text.split()[:-1]
     }
@@ -64,7 +64,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def ignored(path: str) -> bool:
-    """As .dockerignore says; the last line that fits counts."""
+    """Return whether .dockerignore leaves a file out; the last matching line counts."""
     out = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.removeprefix("!")
@@ -80,7 +80,7 @@ def ignored(path: str) -> bool:
 each_image = pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
 
 
-def test_there_is_one_for_every_image_that_the_chart_names():
+def test_every_image_of_the_chart_has_a_dockerfile():
     images = Values().images
     parts = [getattr(images, name) for name in images.__struct_fields__]
 
@@ -89,7 +89,7 @@ def test_there_is_one_for_every_image_that_the_chart_names():
 
 
 @each_image
-def test_only_known_instructions_are_used_and_every_argument_is_declared(path):
+def test_dockerfiles_use_known_instructions_and_arguments(path):
     declared = set()
     for each in instructions(path):
         assert each.name in INSTRUCTIONS
@@ -99,7 +99,7 @@ def test_only_known_instructions_are_used_and_every_argument_is_declared(path):
 
 
 @each_image
-def test_what_is_copied_is_there_and_reaches_the_build(path):
+def test_copied_files_exist_and_reach_the_build(path):
     names = [name for name, _ in stages(path)]
     for at, (_, stage) in enumerate(stages(path)):
         for each in stage:
@@ -115,7 +115,7 @@ def test_what_is_copied_is_there_and_reaches_the_build(path):
 
 
 @each_image
-def test_what_is_installed_is_declared_and_locked(path):
+def test_installed_packages_are_declared_and_locked(path):
     extras = set(PROJECT["project"]["optional-dependencies"])
     there = {Path(source).name for source in copied(path)}
     installs = 0
@@ -132,7 +132,7 @@ def test_what_is_installed_is_declared_and_locked(path):
                     next(words)
                 elif not word.startswith("-"):
                     installs += 1
-                    # By its path: an index may have something else of our name.
+                    # By its path, because an index may have another package of our name.
                     own = re.fullmatch(r"(?:\.|\$\(echo /tmp/wheels/\*\.whl\))\[([\w,-]+)\]", word)
                     if own:
                         assert set(own[1].split(",")) <= extras, word
@@ -142,24 +142,24 @@ def test_what_is_installed_is_declared_and_locked(path):
 
 
 @each_image
-def test_every_package_of_ours_is_copied_for_the_build(path):
+def test_every_own_package_is_copied_for_the_build(path):
     ours = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
 
     assert {each.removesuffix("*") for each in ours} <= copied(path)
 
 
 @each_image
-def test_extensions_are_proved_to_be_compiled(path):
+def test_build_proves_that_extensions_are_compiled(path):
     declared = PROJECT["tool"]["setuptools"]["ext-modules"]
     runs = [each.text for _, stage in stages(path) for each in stage if each.name == "RUN"]
-    # -I: not the sources that lie in the working folder, but what is installed.
+    # -I: import the installed package, not the sources in the working folder.
     (proof,) = (text for text in runs if "-I -c 'import" in text)
 
     assert all(each["name"] in proof for each in declared)
 
 
 @each_image
-def test_it_is_made_in_stages_and_runs_as_nobody(path):
+def test_image_is_built_in_stages_and_runs_as_nobody(path):
     first, *_, (last_name, last) = stages(path)
 
     assert first[0] == "build"
@@ -170,7 +170,7 @@ def test_it_is_made_in_stages_and_runs_as_nobody(path):
 
 
 @each_image
-def test_the_engine_is_the_locked_one(path):
+def test_engine_version_is_the_locked_one(path):
     text, makefile = path.read_text(), (ROOT / "Makefile").read_text()
 
     for tag in re.findall(r"vllm/[a-z-]+:v([\d.]+)", text):
@@ -179,13 +179,13 @@ def test_the_engine_is_the_locked_one(path):
         assert f":= {pinned}\n" in makefile
 
 
-def test_beside_what_an_image_has_the_lock_counts():
+def test_missing_constraints_skip_installed_packages():
     lock = ["# a comment", "redis==8.1.0", "importlib_resources==7.1.0", "torch==2.13.0", ""]
 
     assert list(beside(lock, ["Torch", "importlib-resources", "unlocked"])) == ["redis==8.1.0"]
 
 
-def test_what_is_not_named_stays_out_of_the_build():
+def test_unnamed_files_stay_out_of_the_build():
     assert ignored("tests")
     assert ignored(".git")
     assert not ignored("fleet")

@@ -1,4 +1,4 @@
-"""What is written is what was decided on, or nothing."""
+"""The applier writes exactly what was decided, or nothing."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -27,7 +27,7 @@ def a_manifest(owner):
 
 
 class Cluster:
-    """A server with one Service, or none."""
+    """An API server with one Service, or none."""
 
     def __init__(self, there=None):
         self.there = there

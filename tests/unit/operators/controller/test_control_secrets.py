@@ -1,4 +1,4 @@
-"""Control secrets: what follows from the operator's own, and where it gets to."""
+"""Control secrets: their derivation from the operator's secret, and where they are stored."""
 
 import base64
 
@@ -21,7 +21,7 @@ IMAGES = Images(router="r", worker_cpu="c", worker_cuda="u", worker_rocm="o")
 
 
 class Cluster:
-    """Keeps Secrets, and counts what is asked."""
+    """An API server that keeps Secrets and counts requests."""
 
     def __init__(self, **data: str) -> None:
         self.kept = dict(data)

@@ -1,4 +1,4 @@
-"""What is made of a ServingRequest on a cluster, and what it says."""
+"""ServingRequests on a cluster: the objects made of them, and their status."""
 
 import msgspec
 
@@ -38,7 +38,7 @@ def told(request, there=None, refusals=()):
 
 
 def as_made(made, *, owner="request-uid", status=None, generation=1):
-    """What a server has of a manifest."""
+    """Return the server's object for a manifest."""
     metadata = made.manifest["metadata"]
     return CustomObject(
         metadata=ObjectMetadata(

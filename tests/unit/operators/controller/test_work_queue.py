@@ -1,4 +1,4 @@
-"""Keys are looked at once for however many wishes, never twice at a time, and never too often when they fail."""
+"""The work queue returns a key once for many requests, never twice at a time, and rarely while it fails."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -65,7 +65,7 @@ def test_key_without_room_sets_overflown():
 
 
 class Model(RuleBasedStateMachine):
-    """Against dictionaries: when each key is due, and which are in hand."""
+    """A comparison with dictionaries: when each key is due, and which are in progress."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Deployments of other projects as ours: what becomes of them, and what is said of the rest."""
+"""Imports of other projects' deployments: the results, and the notes about the rest."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -44,7 +44,7 @@ def noted(made):
 
 
 def check(made):
-    """What was made is something that the operator can go on with."""
+    """Assert that the operator can work with an imported deployment."""
     for each in made.objects:
         deployment = DesiredDeployment(
             name=each["metadata"]["name"], namespace="n", spec=msgspec.convert(each["spec"], DisaggDeploymentSpec)
@@ -454,7 +454,7 @@ def test_unreadable_field_is_refused_with_its_path(content, said):
 
 
 def leaves(value, path=()) -> Iterator[tuple]:
-    """Paths to everything inside."""
+    """Return the paths to all inner values."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, each in inner:
         yield (*path, name)

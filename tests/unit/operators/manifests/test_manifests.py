@@ -1,4 +1,4 @@
-"""What a deployment becomes: settings that our own processes take, and pods that change only when they have to."""
+"""Manifests of a deployment: settings that our processes accept, and pods that change only when they must."""
 
 import itertools
 import re
@@ -44,7 +44,7 @@ def of_kind(found, kind):
 
 
 def settings_of(config, kind, **put_in):
-    """As the pod has them, which puts its name in."""
+    """Return the settings as the pod has them, with its name filled in."""
     settings = msgspec.json.decode(config["data"]["settings.json"]) | put_in
     if "embedded_store" in settings:
         settings["embedded_store"]["store_id"] = "pod"
@@ -119,7 +119,7 @@ HUB_MODEL = {"name": "llama", "uri": "meta-llama/Llama-3.3-70B-Instruct@v1"}
 
 
 def hub_parts(model):
-    """Of routers, workers, and workers of several nodes: their settings of the hub, volumes of it by name, and whole containers."""
+    """Return hub settings, hub volumes and containers of routers, workers, and workers of several nodes."""
     path = next(path for path in SAMPLES if path.stem == "b200-deepseek-moe")
     found = manifests(a_deployment(path, model=model))
     settings = [msgspec.json.decode(each["data"]["settings.json"]).get("hub") for each in of_kind(found, "ConfigMap")]
@@ -167,7 +167,7 @@ def test_model_in_a_volume_or_image_is_not_fetched(model):
 @pytest.mark.parametrize("leader_worker_sets", [True, False])
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_workers_admit_only_their_deployments_pods(path, leader_worker_sets):
-    """Ranks of a group, and engines that hand blocks over, ask for no key: this is all that guards them."""
+    """Worker groups and block transfers need no key, so the policy is their only protection."""
     deployment = a_deployment(path)
     served = OptionalKinds(leader_worker_sets=leader_worker_sets)
     theirs = {"podTemplate": {"metadata": {"labels": {TYPE: "mine", ROLE: "mine", INSTANCE: "mine"}}}}
@@ -201,7 +201,7 @@ def test_workers_admit_only_their_deployments_pods(path, leader_worker_sets):
 
 
 def selects(selector, labels):
-    """As Kubernetes has it, of the operators that we use."""
+    """Return whether a selector matches, for the operators of Kubernetes that we use."""
     named = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
     each = selector.get("matchExpressions", ())
     assert all(one["operator"] == "In" for one in each)

@@ -1,4 +1,4 @@
-"""What is there is told from what seems to be: by owner, by pod, by group, and by who is registered."""
+"""Observation of a deployment: ownership, pods, groups and registrations."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -106,7 +106,7 @@ def test_ended_or_released_lease_does_not_count():
     nothing_told = observed(a_child(1), a_pod("a"))
 
     assert (found.registrations_known, found.children[0].registered) == (True, 0)
-    # Pods that are ready go on being scaled by, or nothing could ever roll out where nobody tells; but it is not called Ready.
+    # Ready pods still count for scaling, or nothing could roll out without reports; but the deployment is not Ready.
     assert (nothing_told.registrations_known, nothing_told.children[0].registered) == (False, 0)
     assert nothing_told.children[0].replicas.ready == 1
 
@@ -151,7 +151,7 @@ def test_children_of_a_former_namesake_are_foreign():
 
 
 def group(*pods):
-    """Two nodes of one replica."""
+    """Return two nodes of one replica."""
     one = a_child(2, name="dd-all-r1-0", **{GROUP_LABEL: "0"})
     return observed(one, *pods, stateful=True).children[0]
 
@@ -197,7 +197,7 @@ def test_half_placed_group_is_given_back_after_a_while():
 
     assert group(member("a"), member("b", ready=False, unplaced=lately)).halves == ()
     assert group(member("a"), member("b", ready=False, unplaced=OLD)).halves == ("dd-all-r1-0",)
-    # All or nothing: a group without any node waits without harm.
+    # A group without any node waits without harm.
     waiting = [member(name, ready=False, unplaced=OLD) for name in "ab"]
     assert group(*waiting).halves == ()
 

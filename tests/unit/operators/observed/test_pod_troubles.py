@@ -1,4 +1,4 @@
-"""What is told of pods that do not run is why, and never what they wrote."""
+"""Pod troubles: they say why pods do not run, and never repeat what pods wrote."""
 
 import pytest
 

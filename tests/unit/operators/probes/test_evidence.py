@@ -1,4 +1,4 @@
-"""What has to be shown before a deployment is called Ready, and what is not asked twice."""
+"""Probe evidence: what is needed before a deployment is Ready, and what is not probed twice."""
 
 import msgspec
 

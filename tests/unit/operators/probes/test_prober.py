@@ -1,4 +1,4 @@
-"""Probes are sent one after the other, a bounded number at once, by who leads, and for as long as they are wanted."""
+"""The prober sends probes one after the other, with limited concurrency, while it leads and while they are needed."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from tests.unit.operators.probes.test_evidence import REFUSED, a_subject, an_aim
 
 
 class Clients:
-    """Answers when it is told to."""
+    """A probe sender that answers when the test says so."""
 
     def __init__(self):
         self.asked = []
@@ -32,7 +32,7 @@ class Clients:
             self.on_the_way -= 1
 
     async def until(self, count):
-        """So many have been sent."""
+        """Wait until so many probes were sent."""
         async with asyncio.timeout(60):
             while len(self.asked) < count:
                 self.changed.clear()

@@ -1,4 +1,4 @@
-"""What stands in a status: Ready only after answers, the way of blocks as it was seen, and how pools move."""
+"""Status of a deployment: Ready only after answers, the KV path as last observed, and changes of roles."""
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ FULL = ProbeFailure(429, "queue_full", busy=True)
 
 
 def settled(desired):
-    """Of a deployment in whose way nothing stands, with pods by name."""
+    """Return the observed state of a deployment without obstacles, with pods by name."""
     cluster = Cluster()
     cluster.settle(desired)
     observed = cluster.observed()
@@ -114,7 +114,7 @@ def test_proved_deployment_stays_ready_for_a_new_operator():
 
 
 def behind_other_routers(observed, **changes):
-    """The same, once its routers are others."""
+    """Return the same state with other routers."""
     router = msgspec.structs.replace(observed.router, pods=(RunningPod("router-1"),))
     return msgspec.structs.replace(observed, router=router, **changes)
 

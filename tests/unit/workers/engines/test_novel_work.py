@@ -1,4 +1,4 @@
-"""Kinds of work that an engine has not done before."""
+"""Kinds of work that are new to an engine."""
 
 import pytest
 

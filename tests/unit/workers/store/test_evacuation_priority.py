@@ -10,7 +10,7 @@ SALT = b"s" * 32
 
 
 def tokens(*blocks: int) -> bytes:
-    """So many times the same token for each block."""
+    """Return blocks of one repeated token each."""
     return token_bytes([number for number in blocks for _ in range(BLOCK)])
 
 

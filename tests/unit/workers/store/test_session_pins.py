@@ -21,7 +21,7 @@ def at(seconds: float) -> Nanos:
 
 
 class Worker:
-    """Work one after the other."""
+    """Attempts one after the other."""
 
     def __init__(self):
         self.holds = SessionPinPolicy(LONGEST)
@@ -37,7 +37,7 @@ class Worker:
         return list(self.holds.heard([some_progress(*tokens, request_id=work, finish=finish)], at(now)))
 
     def turn(self, began: float, ended: float) -> PinChain:
-        """One request from its beginning to its end."""
+        """Run one request from its beginning to its end."""
         work = self.begin(began)
         self.hear(work, 1, now=began)
         (hold,) = self.hear(work, 2, now=ended, finish=Finish.STOP)

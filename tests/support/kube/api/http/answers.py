@@ -1,4 +1,4 @@
-"""Answers and the forms in which clients want them."""
+"""HTTP answers, and the forms in which clients want them."""
 
 import msgspec
 from aiohttp import web
@@ -10,7 +10,7 @@ from tests.support.kube.api.values import Json, Object
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """How a client wants objects."""
+    """The form in which a client wants objects."""
 
     name: str = ""
     """`Table`, `PartialObjectMetadata`, or plain."""
@@ -19,7 +19,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
 
 
 def form_of(request: web.Request) -> AnswerForm:
-    """The first form in the Accept header that this server knows."""
+    """Return the first form in the Accept header that this server supports."""
     for each in request.headers.get("Accept", "").split(","):
         media, *parameters = (part.strip() for part in each.split(";"))
         named = dict(part.partition("=")[::2] for part in parameters)
@@ -58,7 +58,7 @@ def refusal(refused: ApiError) -> web.Response:
 
 
 async def half(request: web.Request, answer: web.Response) -> web.StreamResponse:
-    """The first half of an answer; then the connection closes."""
+    """Send the first half of an answer, then close the connection."""
     body = answer.body
     assert isinstance(body, bytes)
     broken = web.StreamResponse(status=answer.status, headers={"Content-Type": "application/json"})
@@ -69,7 +69,7 @@ async def half(request: web.Request, answer: web.Response) -> web.StreamResponse
 
 
 def close(request: web.Request, answer: web.StreamResponse | None = None) -> web.StreamResponse:
-    """No answer, or no more of it: the connection closes."""
+    """Close the connection without an answer, or in the middle of it."""
     if request.transport is not None:
         request.transport.close()
     return answer or web.StreamResponse()

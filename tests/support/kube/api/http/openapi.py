@@ -1,7 +1,7 @@
-"""OpenAPI documents of all that is served: version 2 as JSON and as protobuf (older kubectl and Helm read nothing else), version 3 by
-group and version.
+"""OpenAPI documents of all served kinds: version 2 as JSON and protobuf, version 3 by group and version.
 
-Field numbers of the protobuf form are those of gnostic's openapiv2/OpenAPIv2.proto.
+Older kubectl and Helm read only version 2. Field numbers of the protobuf form are those of gnostic's
+openapiv2/OpenAPIv2.proto.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ ALWAYS = (
 )
 INFO = {"title": "Fleet's API server for tests", "version": f"v{builtin_kinds.VERSION}"}
 PARAMETERS = ("dryRun", "fieldManager", "fieldValidation")
-"""Clients look for them before they use them."""
+"""Query parameters that clients look for before they use them."""
 ONLY_OURS = ("x-kubernetes-validations", "nullable", "anyOf", "oneOf", "not", "default")
 
 
 class Documents:
-    """The documents of a catalogue; made when they are asked for, and anew when the catalogue has changed."""
+    """The documents of a catalogue, made when they are asked for, and anew when the catalogue has changed."""
 
     def __init__(self, catalogue: ResourceCatalogue):
         self._catalogue = catalogue
@@ -55,7 +55,7 @@ class Documents:
         return self._cached("v3", make)
 
     def v3(self, group: str, version: str) -> bytes | None:
-        """None if there is no such version."""
+        """Return the document of a group's version; None if there is no such version."""
         served = [each for each in self._catalogue if (each.group, each.version) == (group, version)]
         return self._cached(f"v3 {group}/{version}", lambda: _json(_third(served))) if served else None
 
@@ -104,14 +104,14 @@ def _third(served: list[ServedResource]) -> Object:
 
 
 def definition_name(resource: ServedResource) -> str:
-    """As Kubernetes names it: the group backwards, for custom kinds."""
+    """Return the name that Kubernetes gives a definition; a custom kind's begins with the group in reverse."""
     if resource.custom:
         return ".".join([*reversed(resource.group.split(".")), resource.version, resource.kind])
     return builtin_kinds.definition_names()[resource.group, resource.version, resource.kind]
 
 
 def _definitions(served: Iterable[ServedResource], *, second: bool) -> dict[str, Object]:
-    """Those of what is served, and all that they refer to."""
+    """Return the definitions of all served kinds, and all that they refer to."""
     found: dict[str, Object] = {}
     custom = {definition_name(each): each for each in served if each.custom}
     wanted = [*ALWAYS, *(definition_name(each) for each in served)]
@@ -139,7 +139,10 @@ def _custom(resource: ServedResource, *, second: bool) -> Object:
 
 
 def _second_form(node: Json) -> Json:
-    """What version 2 can say of a node; where anything goes, nothing is said, since clients of that version would refuse it."""
+    """Return what version 2 can express of a node.
+
+    A node that accepts anything is left empty, since clients of that version would refuse it.
+    """
     if not isinstance(node, dict):
         return node
     kept = without(node, *ONLY_OURS)

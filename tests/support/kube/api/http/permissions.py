@@ -1,7 +1,8 @@
-"""Role-based access control, for service accounts.
+"""Role-based access control for service accounts.
 
-A bearer token that reads `system:serviceaccount:NAMESPACE:NAME` is that account, and may do what roles bound to it allow. Whoever
-sends no such token may do everything: tests set up and look on without roles.
+A bearer token that reads `system:serviceaccount:NAMESPACE:NAME` is that account, and may do what roles bound to it
+allow. Whoever
+sends no such token may do everything, so that tests set up and check objects without roles.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ def allowed(cluster: ObjectStore, request: Request) -> bool:
 
 
 def refusal(request: Request) -> str:
-    """What kube-apiserver says after `is forbidden: `."""
+    """Return what kube-apiserver says after `is forbidden: `."""
     scope = f'in the namespace "{request.namespace}"' if request.namespace else "at the cluster scope"
     return f'User "{request.user}" cannot {request.verb} resource "{request.resource}" in API group "{request.group}" {scope}'
 

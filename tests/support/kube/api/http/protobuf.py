@@ -1,7 +1,8 @@
-"""Kubernetes objects in protobuf, as Helm 4 sends those that it writes by typed clients: the few kinds that are needed, read only.
+"""Decodes Kubernetes objects in protobuf, as Helm 4 sends those that it writes by typed clients.
 
-The envelope is four bytes and a `runtime.Unknown`; field numbers are those of the generated.proto files of k8s.io/api and
-k8s.io/apimachinery. Answers are JSON, which such clients take as well.
+Only the few kinds that are needed are read. The envelope is four bytes and a `runtime.Unknown`; field numbers are those
+of the
+generated.proto files of k8s.io/api and k8s.io/apimachinery. Answers are JSON, which such clients accept as well.
 """
 
 import base64
@@ -51,8 +52,10 @@ PRECONDITIONS: dict[int, tuple[str, Type]] = {1: ("uid", "text"), 2: ("resourceV
 
 
 def decode(body: bytes) -> Object:
-    """Raises:
-    Refused: Of a kind that is not read here (415), or broken (400).
+    """Decode an object.
+
+    Raises:
+        Refused: Its kind is not read here (415), or it is malformed (400).
     """
     try:
         envelope = dict(_fields(body.removeprefix(MAGIC)))
@@ -94,7 +97,7 @@ def _message(body: bytes, known: dict[int, tuple[str, Type]]) -> Object:
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, Json]]:
-    """Number and content of each field: bytes, or an integer."""
+    """Yield number and content of each field: bytes, or an integer."""
     at = 0
     while at < len(body):
         tag, at = _varint(body, at)

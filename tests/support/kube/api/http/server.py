@@ -1,7 +1,8 @@
-"""The HTTP shell: paths, verbs, media types, faults, and the log of requests.
+"""The HTTP server: paths, verbs, media types, faults, and the log of requests.
 
-Besides Kubernetes' own paths it has, for tests: `/fleet-test/faults` (POST one, GET all, DELETE one or all), `/fleet-test/compact`
-(POST: forget old changes), `/fleet-test/requests` (GET what was asked, DELETE to begin anew).
+Beside Kubernetes' own paths it has, for tests: `/fleet-test/faults` (POST one, GET all, DELETE one or all),
+`/fleet-test/compact`
+(POST: forget old changes), `/fleet-test/requests` (GET what was asked, DELETE to start again).
 """
 
 import asyncio
@@ -41,7 +42,7 @@ PATCHES = {
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What a path names; empty is not named."""
+    """What a path names; parts that it does not name are empty."""
 
     resource: ServedResource
     namespace: str
@@ -50,9 +51,11 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class KubeHttpServer:
-    """Args:
-    cluster: What is served.
-    with_controllers: Also collect garbage and empty deleted namespaces, as a controller-manager does.
+    """Serves a store of objects over HTTP.
+
+    Args:
+        cluster: The objects to serve.
+        with_controllers: Also collect garbage and empty deleted namespaces, as a controller-manager does.
     """
 
     def __init__(self, cluster: ObjectStore, *, with_controllers: bool = False):
@@ -80,7 +83,7 @@ class KubeHttpServer:
             return answers.refusal(refused)
         except (ConnectionError, web.HTTPException):
             raise
-        except Exception as error:  # supervisor: a fault of this server is an answer, as it would be of a real one
+        except Exception as error:  # supervisor: an error of this server becomes an answer, as on a real one
             log.exception("a request failed", extra={"method": request.method, "path": request.path})
             return answers.refusal(ApiError("InternalError", f"{type(error).__name__}: {error}"))
 
@@ -121,7 +124,7 @@ class KubeHttpServer:
             if form in request.headers.get("Accept", "").replace(" ", ""):
                 whole = answers.as_json(discovery.aggregated(catalogue, legacy=root == "api", version=version))
                 whole.headers["Content-Type"] = (
-                    f"application/json;{form}"  # clients look whether they got what they asked for
+                    f"application/json;{form}"  # clients check whether they got what they asked for
                 )
                 return whole
         if root == "api":
@@ -201,14 +204,14 @@ class KubeHttpServer:
             raise
         entry |= {"code": answer.status, "bytes": len(body)}
         if self._with_controllers and verb not in {"get", "list"}:
-            # Soon: controllers act on their own, not within the request.
+            # The controllers run soon after, not within the request.
             asyncio.get_running_loop().call_soon(controllers.settle, self.cluster)
         if fault is not None and fault.kind == "drop":
             return answers.close(request)
         return await answers.half(request, answer) if fault is not None and fault.kind == "cut" else answer
 
     async def _suffer(self, fault: Fault) -> None:
-        """What happens before a request is carried out.
+        """Wait or fail as faults say before a request is carried out.
 
         Raises:
             Refused: It is not carried out.
@@ -225,7 +228,7 @@ class KubeHttpServer:
             await asyncio.sleep(0.005)
 
     def _perform(self, request: web.Request, target: Target, verb: str, body: bytes) -> web.Response:
-        """Everything but a watch; nothing waits in here."""
+        """Carry out any request but a watch, without waiting."""
         cluster, resource, namespace, name = self.cluster, target.resource, target.namespace, target.name
         query, form = request.query, answers.form_of(request)
         options = _options(request, target)
@@ -305,7 +308,7 @@ class KubeHttpServer:
         if form.name == "PartialObjectMetadata":
             kind, version = "PartialObjectMetadataList", f"meta.k8s.io/{form.version}"
             shown = [tables.partial(each, form.version) for each in shown]
-        elif not resource.custom:  # as a real server: items of built-in lists do not say what they are
+        elif not resource.custom:  # as on a real server, items of built-in lists have no apiVersion and kind
             shown = [without(each, "kind", "apiVersion") for each in shown]
         return {"kind": kind, "apiVersion": version, "metadata": metadata, "items": shown}
 
@@ -426,7 +429,7 @@ def _patch(request: web.Request) -> str:
 
 
 def _decode(body: bytes) -> Json:
-    """JSON, YAML, or of some kinds protobuf."""
+    """Decode JSON, YAML, or protobuf of some kinds."""
     if body.startswith(protobuf.MAGIC):
         return protobuf.decode(body)
     try:

@@ -1,4 +1,4 @@
-"""Objects as rows: what `kubectl get` asks for and prints."""
+"""Objects as rows of a table, which `kubectl get` asks for and prints."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,13 @@ def table(
     *,
     headed: bool = True,
 ) -> Object:
-    """Args:
-    metadata: Of the list: its revision, and how it goes on.
-    include: How much of each object its row carries: `None`, `Metadata` or `Object`.
-    version: Of the Table kind.
-    headed: Whether columns are described; of a watch, only its first event does so.
+    """Return objects as a Table.
+
+    Args:
+        metadata: The metadata of the list: its revision, and how it continues.
+        include: How much of each object its row carries: `None`, `Metadata` or `Object`.
+        version: The version of the kind Table.
+        headed: Whether columns are described; in a watch, only the first event does so.
     """
     columns = (NAME, *(resource.columns or (AGE,)))
     return {
@@ -62,5 +64,5 @@ def _carried(item: Object, include: str, version: str) -> Object | None:
 
 
 def partial(item: Object, version: str = "v1") -> Object:
-    """Only the metadata of an object."""
+    """Return only the metadata of an object."""
     return {"kind": "PartialObjectMetadata", "apiVersion": f"meta.k8s.io/{version}", "metadata": item["metadata"]}

@@ -1,4 +1,4 @@
-"""Watches: what a client is told of changes, and how its stream ends."""
+"""Watches: which changes a client is told of, and how its stream ends."""
 
 import asyncio
 import contextlib
@@ -21,14 +21,14 @@ from tests.support.kube.api.values import Object
 
 BOOKMARK_SECONDS = 10.0
 Kind = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "STATE TOLD"]
-"""The last is for this module only: all that was there at the beginning has been told."""
+"""The kinds of watch events; the last, of this module only, says that all initial events are sent."""
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants to be told.
+    """Which changes a client asks for.
 
-    - `since` a revision: every change after it. 0: first all there is, as additions, then changes.
-    - `initial_events`: first all there is, then a bookmark that says so, then changes.
+    - With a revision as `since`: every change after it. With 0: first all existing objects as additions, then changes.
+    - `initial_events`: first all existing objects, then a bookmark that says so, then changes.
     """
 
     resource: ServedResource
@@ -43,7 +43,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
 async def stream(
     request: web.Request, watch: Watch, storage: Storage, fault: Fault | None, closing: Callable[[], bool]
 ) -> web.StreamResponse:
-    """Tell until the time is over, the client leaves, the server is `closing`, or a fault strikes."""
+    """Send events until the time is over, the client leaves, the server is `closing`, or a fault strikes."""
     form = answers.form_of(request)
     answer = web.StreamResponse(headers={"Content-Type": "application/json"})
     answer.enable_chunked_encoding()
@@ -113,7 +113,10 @@ async def _events(
 
 
 def _told(change: StoredChange, watch: Watch) -> Iterator[tuple[Kind, Object]]:
-    """How a change looks to who watches only some: what comes into view is added, what leaves it is deleted."""
+    """Return a change as a watcher with a selector sees it.
+
+    An object that starts to match is added, one that stops matching is deleted.
+    """
     if watch.namespace and change.item["metadata"].get("namespace") != watch.namespace:
         return
     was = change.before is not None and watch.test(change.before)

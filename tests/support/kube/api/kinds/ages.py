@@ -14,7 +14,7 @@ def now() -> str:
 
 
 def age(since: str | None) -> str:
-    """As `kubectl get` shows it, roughly: `45s`, `5m`, `3h`, `2d`."""
+    """Return an age roughly as `kubectl get` shows it: `45s`, `5m`, `3h`, `2d`."""
     if since is None:
         return "<unknown>"
     seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds()))

@@ -1,5 +1,7 @@
-"""The built-in kinds: their schemas as Kubernetes 1.36 publishes them (from the package `kubernetes-validate`), their plain defaults, and
-their columns."""
+"""The built-in kinds: their schemas as published for Kubernetes 1.36, their plain defaults, and their columns.
+
+The schemas come from the package `kubernetes-validate`.
+"""
 
 import functools
 import importlib.util
@@ -57,7 +59,9 @@ scheduling.k8s.io/v1            priorityclasses           PriorityClass         
 storage.k8s.io/v1               storageclasses            StorageClass             cluster  -   sc
 apiextensions.k8s.io/v1         customresourcedefinitions CustomResourceDefinition cluster  SG  crd,crds  api-extensions
 """
-"""API, plural, kind, scope, then: S has a status subresource, G counts generations, X can be scaled; short names; category."""
+"""API, plural, kind, scope, then flags, short names and category.
+
+Flags: S has a status subresource, G counts generations, X can be scaled."""
 
 DEFAULTS: dict[str, Object] = {
     "core.v1.ContainerPort": {"protocol": "TCP"},
@@ -123,7 +127,7 @@ DEFAULTS: dict[str, Object] = {
 
 @functools.cache
 def definitions() -> dict[str, Object]:
-    """Every built-in definition, made structural: one type each, untyped ones open, with defaults."""
+    """Return every built-in definition as a structural one: one type each, untyped ones open, with defaults."""
     spec = importlib.util.find_spec("kubernetes_validate")
     assert spec is not None, "the tests of Kubernetes need the package kubernetes-validate"
     [folder] = spec.submodule_search_locations or []
@@ -145,7 +149,7 @@ def definitions() -> dict[str, Object]:
 
 
 def _open_the_untyped(node: Json) -> None:
-    """What has no fields, no items and no plain type takes anything: RawExtension, JSON, FieldsV1."""
+    """Let definitions without fields, items and plain type accept anything: RawExtension, JSON, FieldsV1."""
     if not isinstance(node, dict) or "$ref" in node:
         return
     if node.get("type", "object") == "object" and not node.keys() & {"properties", "additionalProperties"}:
@@ -156,7 +160,7 @@ def _open_the_untyped(node: Json) -> None:
 
 @functools.cache
 def shapes() -> dict[str, Object]:
-    """The definitions as values are judged by them: enumerated apiVersion and kind left out, numbers or texts told apart."""
+    """Return the definitions for validation: without enumerated apiVersion and kind, numbers and texts told apart."""
     found = clone(definitions())
     for definition in found.values():
         for name in ("apiVersion", "kind"):
@@ -173,7 +177,7 @@ def shape_of(definition: str) -> StructuralSchema:
 
 @functools.cache
 def definition_names() -> dict[tuple[str, str, str], str]:
-    """Of each (group, version, kind), the name of its definition."""
+    """Return the name of the definition for each (group, version, kind)."""
     return {
         (each["group"], each["version"], each["kind"]): name
         for name, definition in definitions().items()

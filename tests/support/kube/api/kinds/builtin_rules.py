@@ -1,4 +1,4 @@
-"""What the schemas of built-in kinds cannot say: defaults that depend on other fields, and what may not be, or may not change."""
+"""Rules of built-in kinds that their schemas cannot express: dependent defaults, further checks, immutable fields."""
 
 import base64
 from collections.abc import Callable, Iterator
@@ -9,11 +9,11 @@ from tests.support.kube.api.kinds.resources import ServedResource
 from tests.support.kube.api.values import Object, dig
 
 Address = Callable[[], str]
-"""Gives the next free address of a Service."""
+"""Returns the next free address of a Service."""
 
 
 def complete(resource: ServedResource, item: Object, old: Object | None, next_address: Address) -> None:
-    """Fill in what follows from other fields, or from what was there; before the schema judges."""
+    """Fill in what follows from other fields or from the object's previous state, before the schema is checked."""
     if resource.custom:
         return
     if resource.place == ("", "services"):
@@ -127,7 +127,7 @@ IMMUTABLE: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def further_violations(resource: ServedResource, item: Object, old: Object | None) -> Iterator[ErrorCause]:
-    """What the server checks beyond the schema: what an operator or a chart can get wrong."""
+    """Return violations of the server's rules beyond the schema that an operator or a chart can commit."""
     if resource.custom:
         return
     if resource.scale or resource.kind == "DaemonSet":

@@ -1,8 +1,11 @@
 """The validation rules of custom resources: CEL, evaluated by Google's own implementation.
 
-`self` is the value at the node, `oldSelf` what stood there before. A rule that names `oldSelf` holds only for a change, and only
-where old and new can be paired: fields by name, items of list-maps by key, nothing within atomic lists and sets. What only
-Kubernetes adds to CEL (quantities, URLs, addresses, `sum` of lists) is not there: rules that stay clear of it run unchanged on
+`self` is the value at the node, `oldSelf` its previous value. A rule that names `oldSelf` is checked only at a change,
+and only
+where old and new can be paired: fields by name, items of list-maps by key, nothing within atomic lists and sets.
+
+What only Kubernetes adds to CEL (quantities, URLs, addresses, `sum` of lists) is missing: rules that avoid it run
+unchanged on
 both. The cost limit of a real server is not computed.
 """
 
@@ -39,7 +42,7 @@ RESERVED = frozenset(
         *("loop", "package", "namespace", "return", "var", "void", "while"),
     }
 )
-"""Field names that rules write between double underscores; Kubernetes' CEL documentation has the list."""
+"""Field names that rules write between double underscores, as Kubernetes' CEL documentation lists them."""
 
 
 class BadRule(Exception):
@@ -66,8 +69,10 @@ def _environment() -> cel.Env:
 
 @functools.lru_cache(maxsize=4096)
 def compiled(text: str) -> cel.Expression:
-    """Raises:
-    BadRule: With what the compiler says.
+    """Compile a rule.
+
+    Raises:
+        BadRule: It does not compile; the message is the compiler's.
     """
     try:
         return _environment().compile(text)
@@ -96,7 +101,10 @@ def has_rules(node: Json) -> bool:
 
 
 def broken_rules(value: Json, old: Json, shape: StructuralSchema, path: str = "") -> Iterator[ErrorCause]:
-    """What the rules of a node and of all below it say against a value. `old` is None where there is nothing to compare with."""
+    """Return the messages of all broken rules of a node and everything below it.
+
+    `old` is None if there is nothing to compare with.
+    """
     if value is None:
         return
     for rule in rules_of(shape.node):
@@ -119,7 +127,7 @@ def broken_rules(value: Json, old: Json, shape: StructuralSchema, path: str = ""
 
 
 def _judge(rule: Rule, value: Json, old: Json, shape: StructuralSchema) -> str | None:
-    """Why the rule is broken, or None."""
+    """Return why the rule is broken, or None."""
     known = {"self": _escaped(value, shape), "oldSelf": _escaped(old, shape)}
     outcome = compiled(rule.text).eval(data=known)
     if outcome.type() == cel.Type.ERROR:
@@ -134,7 +142,7 @@ def _judge(rule: Rule, value: Json, old: Json, shape: StructuralSchema) -> str |
 
 
 def _escaped(value: Json, shape: StructuralSchema | None) -> Json:
-    """Field names that CEL cannot write get another name; keys of maps stay."""
+    """Rename field names that CEL cannot write; keys of maps stay."""
     if isinstance(value, dict):
         named = shape is not None and shape.named
         return {

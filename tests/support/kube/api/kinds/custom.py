@@ -1,4 +1,4 @@
-"""Custom kinds: what a CustomResourceDefinition may say, and the resources that come of it."""
+"""Custom kinds: checks of CustomResourceDefinitions, and the resources that they define."""
 
 from collections.abc import Iterator
 
@@ -15,11 +15,13 @@ from tests.support.kube.api.values import Object, clone, dig, within
 PLACE = ("apiextensions.k8s.io", "customresourcedefinitions")
 CLEANUP = "customresourcecleanup.apiextensions.k8s.io"
 BOOLEANS = frozenset({"n", "y", "no", "yes", "on", "off"})
-"""YAML 1.1 reads such a field name as a boolean, and kubectl with it. A real server takes them; this one says no, to spare users."""
+"""Field names that YAML 1.1, and so kubectl, reads as booleans.
+
+A real server accepts them; this one refuses them, to protect users."""
 
 
 def resources_of(definition: Object) -> list[ServedResource]:
-    """One for each served version."""
+    """Return one resource for each served version."""
     spec, names = definition["spec"], definition["spec"]["names"]
     return [_resource(definition, spec, names, version) for version in spec["versions"] if version.get("served")]
 
@@ -84,7 +86,7 @@ def _path(text: str) -> tuple[str, ...]:
 
 
 def complete(definition: Object) -> None:
-    """What the server adds to a new or changed definition."""
+    """Fill in what the server adds to a new or changed definition."""
     names = dig(definition, "spec", "names")
     if isinstance(names, dict) and isinstance(kind := names.get("kind"), str):
         names.setdefault("singular", kind.lower())
@@ -94,7 +96,7 @@ def complete(definition: Object) -> None:
 
 
 def establish(definition: Object) -> Object:
-    """The definition with the status that says it is served."""
+    """Return the definition with the status that says it is served."""
     since = ages.now()
     stored = next(each["name"] for each in definition["spec"]["versions"] if each.get("storage"))
     before = dig(definition, "status", "storedVersions") or []
@@ -163,7 +165,7 @@ def violations(definition: Object, catalogue: ResourceCatalogue) -> Iterator[Err
 
 
 def _schema_violations(node: Object, path: str) -> Iterator[ErrorCause]:
-    """Whether a schema is structural, and its rules compile."""
+    """Check whether a schema is structural, and its rules compile."""
     if (
         not node.get("type")
         and not node.get("x-kubernetes-int-or-string")

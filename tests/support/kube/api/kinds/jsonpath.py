@@ -1,4 +1,4 @@
-"""The JSONPath of printer columns and of selectable fields: names, indices, and `[?(@.type=="Ready")]`."""
+"""The JSONPath of printer columns and selectable fields: names, indices, and `[?(@.type=="Ready")]`."""
 
 import re
 
@@ -15,12 +15,14 @@ STEP = re.compile(
 
 
 class BadPath(ValueError):
-    """Not a JSONPath, or one of more than this module reads."""
+    """A text that is not a JSONPath, or uses more of it than this module supports."""
 
 
 def steps(path: str) -> list[re.Match[str]]:
-    """Raises:
-    BadPath
+    """Parse a JSONPath.
+
+    Raises:
+        BadPath: It is not supported.
     """
     path = path.strip().removeprefix("{").removesuffix("}").removeprefix("$")
     found, at = [], 0
@@ -34,7 +36,7 @@ def steps(path: str) -> list[re.Match[str]]:
 
 
 def look_up(value: Json, path: str) -> list[Json]:
-    """Everything that a path leads to; nulls count as absent."""
+    """Return every value that a path leads to; nulls count as absent."""
     found = [value]
     for step in steps(path):
         following: list[Json] = []

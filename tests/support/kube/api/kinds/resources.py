@@ -1,4 +1,4 @@
-"""What is served: one `ServedResource` a kind and version, and the catalogue of all of them."""
+"""The served resources: one `ServedResource` for each kind and version, and the catalogue of all of them."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -9,7 +9,7 @@ from tests.support.kube.api.kinds.schemas import StructuralSchema
 from tests.support.kube.api.values import Json, Object
 
 Place = tuple[str, str]
-"""Group and plural: where objects are kept, whatever version they are asked for in."""
+"""Group and plural, which name where objects are stored, whatever version they are asked for in."""
 
 
 class TableColumn(msgspec.Struct, frozen=True):
@@ -17,7 +17,7 @@ class TableColumn(msgspec.Struct, frozen=True):
 
     name: str
     value: str | Callable[[Object], Json]
-    """A JSONPath, or what computes the cell."""
+    """A JSONPath, or a function that computes the cell."""
     type: str = "string"
     priority: int = 0
     description: str = ""
@@ -31,7 +31,7 @@ class TableColumn(msgspec.Struct, frozen=True):
 
 
 class ScaleSubresource(msgspec.Struct, frozen=True):
-    """Where the scale subresource finds what it shows; paths are of field names."""
+    """Where the scale subresource finds its values; paths are of field names."""
 
     replicas: tuple[str, ...]
     status: tuple[str, ...]
@@ -57,7 +57,7 @@ class ServedResource(msgspec.Struct, frozen=True, eq=False):
     ruled: bool = False
     """Whether the schema has CEL rules."""
     schema: Object | None = None
-    """Of a custom kind: as its definition gives it, for the OpenAPI documents."""
+    """The schema of a custom kind as its definition gives it, for the OpenAPI documents."""
 
     @property
     def place(self) -> Place:
@@ -77,7 +77,10 @@ class ServedResource(msgspec.Struct, frozen=True, eq=False):
 
 
 class ResourceCatalogue:
-    """All that is served, in the order of its registration. A change makes `generation` grow, so that documents are made anew."""
+    """All served resources, in the order of their registration.
+
+    Every change increases `generation`, so that documents are made anew.
+    """
 
     def __init__(self, built_in: Iterable[ServedResource]):
         self._resources: dict[tuple[str, str, str], ServedResource] = {
@@ -92,10 +95,10 @@ class ResourceCatalogue:
         return self._resources.get((group, version, plural))
 
     def at(self, place: Place) -> ServedResource:
-        """Any version of what is kept at a place.
+        """Return any version of the resource at a place.
 
         Raises:
-            KeyError: Nothing is.
+            KeyError: No resource is served there.
         """
         for each in self:
             if each.place == place:

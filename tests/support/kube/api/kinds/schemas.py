@@ -1,10 +1,11 @@
-"""Structural schemas: what a value may look like, and how lists and maps in it merge.
+"""Structural schemas: which values are valid, and how lists and maps in them merge.
 
-A `StructuralSchema` is one node. Built-in kinds and custom ones have the same nodes; the former refer to each other by `$ref`.
+A `StructuralSchema` is one node. Built-in kinds and custom ones have the same nodes; the former refer to each other by
+`$ref`.
 
-1. What the schema does not name is pruned, unless the node preserves unknown fields.
-2. Then what is missing and has a default gets it, from the outside in.
-3. Then the value is judged; every violation has the path of the field.
+1. Fields that the schema does not name are pruned, unless the node preserves unknown fields.
+2. Then missing fields get their defaults, from the outside in.
+3. Then the value is validated; every violation has the path of the field.
 """
 
 import re
@@ -39,8 +40,8 @@ class StructuralSchema:
     """One node of a schema.
 
     Args:
-        node: As in an OpenAPI document.
-        definitions: What `$ref`s name.
+        node: The node as in an OpenAPI document.
+        definitions: The nodes that `$ref`s name.
     """
 
     __slots__ = ("_children", "definitions", "node")
@@ -53,7 +54,7 @@ class StructuralSchema:
         self._children: dict[str, StructuralSchema | None] = {}
 
     def field(self, name: str) -> "StructuralSchema | None":
-        """The node of a field, by its own name or as any other of a map; None is an unknown field."""
+        """Return the node of a field, by its own name or as any key of a map; None for an unknown field."""
         if name not in self._children:
             node = self.node.get("properties", {}).get(name)
             if node is None and isinstance(more := self.node.get("additionalProperties"), dict):
@@ -73,7 +74,7 @@ class StructuralSchema:
 
     @property
     def named(self) -> bool:
-        """Whether fields have names of their own, as a struct's; a map's are the user's."""
+        """Whether fields have fixed names, as in a struct; a map's are chosen by the user."""
         return "properties" in self.node
 
     @property
@@ -102,7 +103,7 @@ class StructuralSchema:
         return self.node.get("x-kubernetes-list-map-keys", [])
 
     def keys_of(self, item: Object) -> Object:
-        """The key fields of an item of a list-map; a missing one has its default."""
+        """Return the key fields of a list-map's item; a missing one has its default."""
         found = {}
         for key in self.keys:
             value = item.get(key)
@@ -118,7 +119,7 @@ _ANYTHING: Object = {"x-kubernetes-preserve-unknown-fields": True}
 
 
 def prune(value: Json, shape: StructuralSchema, path: str = "") -> list[str]:
-    """Remove what the schema does not know; the paths of what was removed."""
+    """Remove fields that the schema does not know, and return their paths."""
     unknown: list[str] = []
     if isinstance(value, dict):
         for name in list(value):
@@ -135,7 +136,7 @@ def prune(value: Json, shape: StructuralSchema, path: str = "") -> list[str]:
 
 
 def drop_nulls(value: Json, shape: StructuralSchema) -> None:
-    """A null where the schema allows none counts as absent, as in a typed decoder, except within what is not typed."""
+    """Remove nulls that the schema does not allow, except within untyped values, as a typed decoder does."""
     if isinstance(value, dict):
         for name in list(value):
             child = shape.field(name)
@@ -164,7 +165,7 @@ def fill_defaults(value: Json, shape: StructuralSchema) -> None:
 
 
 def violations(value: Json, shape: StructuralSchema, path: str = "") -> Iterator[ErrorCause]:
-    """Whatever the schema forbids, outermost first."""
+    """Return all violations of the schema, outermost first."""
     node = shape.node
     if value is None:
         if not (node.get("nullable") or shape.type is None):
@@ -260,7 +261,7 @@ def _number_violations(value: float, node: Object, path: str) -> Iterator[ErrorC
 
 
 def _combined(value: Json, shape: StructuralSchema, path: str) -> Iterator[ErrorCause]:
-    """`allOf`, `anyOf`, `oneOf` and `not`."""
+    """Check `allOf`, `anyOf`, `oneOf` and `not`."""
 
     def holds(node: Object) -> bool:
         return next(violations(value, StructuralSchema(node, shape.definitions), path), None) is None

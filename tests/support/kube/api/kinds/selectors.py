@@ -19,8 +19,10 @@ _REQUIREMENT = re.compile(
 
 
 def label_test(selector: str) -> Test:
-    """Raises:
-    Refused: It is no selector (400).
+    """Parse a label selector into a test of labels.
+
+    Raises:
+        Refused: It is malformed (400).
     """
     tests: list[Test] = []
     at = 0
@@ -54,8 +56,10 @@ def _label(found: re.Match[str]) -> Test:
 
 
 def field_test(selector: str, resource: ServedResource) -> Test:
-    """Raises:
-    Refused: It names a field that cannot be selected by (400).
+    """Parse a field selector into a test of objects.
+
+    Raises:
+        Refused: It names a field that cannot be selected by (400).
     """
     tests: list[Test] = []
     for each in filter(None, selector.split(",")):
@@ -81,7 +85,7 @@ def _text(value: object) -> str:
 
 
 def selector_text(selector: Object | None) -> str:
-    """A LabelSelector as text."""
+    """Return a LabelSelector as text."""
     parts = [f"{key}={value}" for key, value in sorted((dig(selector, "matchLabels") or {}).items())]
     for each in dig(selector, "matchExpressions") or ():
         key, values = each["key"], ",".join(sorted(each.get("values") or ()))

@@ -1,4 +1,4 @@
-"""Continuous batching: whatever shares the batch, each request gets the tokens that it would get alone."""
+"""Continuous batching: each request gets the tokens that it would get alone, whatever shares its batch."""
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ LAYOUT = EngineLayout(layers=1, kv_heads=2, block_tokens=BLOCK_TOKENS, head_byte
 
 
 class Engine:
-    """A batch stepped by hand, without time and without anything to load from."""
+    """A batch that the test steps, without time and without loads."""
 
     def __init__(self, *, blocks: int = 64, max_running: int = 4, max_batched_tokens: int = 16) -> None:
         self.memory = BlockMemory(blocks, MODEL.block_bytes)

@@ -1,4 +1,4 @@
-"""Opening a simulated engine, and what its model folder decides."""
+"""Start of a simulated engine, and the effect of its model folder."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Where the simulated engine puts each value."""
+"""Places of values in the simulated engine's memory."""
 
 import os
 
@@ -29,7 +29,7 @@ def test_no_two_layouts_are_the_same():
 
     laid_out = {a_layout(axes, ranks).lay_out(values) for axes in ("HND", "NHD") for ranks in (1, 2, 4)}
 
-    assert len(laid_out) == 5  # with one head a rank, heads before tokens and tokens before heads are the same
+    assert len(laid_out) == 5  # with one head for each rank, both orders of heads and tokens are the same
 
 
 def test_a_rank_has_its_heads_of_all_layers_in_its_own_order():

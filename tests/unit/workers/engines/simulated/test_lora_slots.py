@@ -1,4 +1,4 @@
-"""Slots for adapters: bounded, held while in use, the one idle longest goes first."""
+"""LoRA slots: bounded, held while in use, and the one idle longest is replaced."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

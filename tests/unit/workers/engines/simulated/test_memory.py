@@ -12,7 +12,7 @@ NAMES = [bytes([number]) * 16 for number in range(9)]
 
 
 class Heard:
-    """What a consumer of the events believes."""
+    """The cache as a consumer of the events believes it to be."""
 
     def __init__(self) -> None:
         self.names: set[bytes] = set()
@@ -31,7 +31,7 @@ class Heard:
 
 
 class Pool(RuleBasedStateMachine):
-    """Sequences come and go, share blocks and publish them; the pool never loses one and never gives one twice."""
+    """Sequences come and go, share blocks and publish them; the pool never loses a block and never gives one twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What makes the simulated engine a proof: tokens depend on every byte of every block."""
+"""The simulated model: tokens depend on every byte of every block."""
 
 import random
 
@@ -29,7 +29,7 @@ def some_blocks(model: SimulatedModel, count: int = 4) -> list[bytes]:
 
 
 def next_tokens(model: SimulatedModel, blocks: list[bytes]) -> list[int]:
-    """Three of them, so that two contexts agree by chance once in 7e10 times."""
+    """Return three tokens, so that two contexts agree by chance once in 7e10 times."""
     digest = model.beginning
     for block in blocks:
         digest = model.read(digest, block)

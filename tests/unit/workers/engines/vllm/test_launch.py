@@ -1,4 +1,4 @@
-"""What is refused before vLLM starts, from what vLLM made of its arguments."""
+"""Refusals before vLLM starts, from the configuration that vLLM made of its arguments."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from workers.settings import VllmSettings, WorkerSettings
 
 
 def a_config(*, heads: int = 8, ranks: int = 1, speculative: Any = None, **fields: Any) -> Any:
-    """The part of vLLM's configuration that is read here; of an ordinary model."""
+    """Return the parts of vLLM's configuration that are read, for an ordinary model."""
     model = {"use_mla": False, "is_hybrid": False, "has_inner_state": False, "is_attention_free": False}
     model |= {"is_encoder_decoder": False, "get_total_num_kv_heads": lambda: heads}
     cache = {"sliding_window": None, "cache_dtype": "auto"}

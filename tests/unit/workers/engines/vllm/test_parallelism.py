@@ -1,4 +1,4 @@
-"""How a vLLM engine is told to spread over nodes, and what is refused of it."""
+"""Parallelism of a vLLM engine over nodes: its arguments and refusals."""
 
 import msgspec
 import pytest

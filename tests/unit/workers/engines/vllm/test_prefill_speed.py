@@ -1,4 +1,4 @@
-"""What an engine's prompts cost, from when its steps were planned."""
+"""Prefill speed, learned from when an engine's steps were planned."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a worker says of the blocks of a prompt with the first token, from the few numbers that vLLM gives then."""
+"""The KV report with the first token, from the few numbers that vLLM gives then."""
 
 import pytest
 from msgspec import Struct
@@ -14,7 +14,7 @@ BLOCK = 32
 
 
 class Stats(Struct):
-    """The fields of vLLM's `PrefillStats` that count."""
+    """The used fields of vLLM's `PrefillStats`."""
 
     num_local_cached_tokens: int = 0
     num_external_cached_tokens: int = 0
@@ -22,7 +22,7 @@ class Stats(Struct):
 
 
 def stats(engine: int = 0, store: int = 0, direct: int = 0) -> Stats:
-    """Tokens by where they came from, as the connector leaves them."""
+    """Return tokens by origin, as the connector leaves them."""
     return Stats(engine, direct, engine + store + direct)
 
 
@@ -46,7 +46,7 @@ def test_cached_tokens_beyond_the_engine_count_as_store(tokens, counts):
 @pytest.mark.parametrize(
     ("tokens", "counts"),
     [
-        (stats(engine=64, direct=136), PromptBlockCounts(engine=2, direct=5)),  # the last one is not full
+        (stats(engine=64, direct=136), PromptBlockCounts(engine=2, direct=5)),  # the last block is not full
         (stats(direct=64), PromptBlockCounts(direct=2)),
         (stats(), PromptBlockCounts()),
     ],
@@ -62,7 +62,7 @@ def test_store_blocks_after_a_failed_pull_count_as_store():
 
 
 def test_uncorrected_counts_follow_the_handoffs_kv_path():
-    tokens = Stats(0, 128, 128)  # as vLLM sets them at admission
+    tokens = Stats(0, 128, 128)  # vLLM sets these numbers at admission
 
     assert counts_at_start(handed_off(KvPath.DIRECT), tokens, BLOCK) == PromptBlockCounts(direct=4)
     assert counts_at_start(handed_off(KvPath.STORE), tokens, BLOCK) == PromptBlockCounts(store=4)

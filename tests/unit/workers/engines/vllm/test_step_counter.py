@@ -1,4 +1,4 @@
-"""The step counter in shared memory, both ends in one process."""
+"""The step counter in shared memory, with both sides in one process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the engine's scheduler has fetched from and put into the store."""
+"""Orders of the engine's scheduler to load blocks from the store and to save them."""
 
 import pytest
 from msgspec import Struct
@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 class Request(Struct):
-    """The part of vLLM's request that a planner reads."""
+    """The part of vLLM's request that the planner reads."""
 
     request_id: str
     all_token_ids: list[int]
@@ -41,15 +41,15 @@ def names(request: Request, salt: bytes = b"") -> list[bytes]:
 
 
 class World:
-    """A planner, a store that holds what it is told to, and the blocks of an engine: number 100 + index."""
+    """A planner, a store with given blocks, and an engine's blocks: number 100 + index."""
 
     def __init__(self, remember: int = 1000, *, with_store: bool = True, ranks: int = 1):
         self.held: set[bytes] = set()
-        self.below: set[bytes] = set()  # in a slower tier; comes up once somebody has patience
+        self.below: set[bytes] = set()  # in a slower tier; promoted once a request may wait
         self.on_their_way = False
-        self.promoted: dict[str, int] = {}  # told once
+        self.promoted: dict[str, int] = {}  # reported once
         self.looks = 0
-        self.fetched: list[tuple[list[bytes], float]] = []  # names, patience
+        self.fetched: list[tuple[list[bytes], float]] = []  # names, longest wait
         self.asked: list[int] = []
         self.max_wait: list[float] = []
         self.seconds = 0.0
@@ -98,7 +98,7 @@ class World:
         self.held |= set(names(request, salt)[:blocks])
 
     def admit(self, request: Request, local_blocks: int = 0) -> int:
-        """Look up and allocate; returns the tokens claimed."""
+        """Look up and allocate; return the claimed tokens."""
         claimed = self.planner.look_up(request, local_blocks * BLOCK)
         self.planner.allocated(request, blocks_of(request), claimed)
         return claimed
@@ -297,7 +297,7 @@ def test_counts_show_where_blocks_came_from():
     ("good", "tiers"), [(3, {"cpu": 1, "ssd": 2}), (2, {"cpu": 1, "ssd": 1}), (1, {"cpu": 1}), (0, {})]
 )
 def test_counts_show_the_stores_tiers(good, tiers):
-    """Those from below are the last ones of the four that matched, of which the engine has the first."""
+    """The promoted blocks are the last of the four matched ones, of which the engine has the first."""
     world = World()
     request = a_request(21)
     world.hold(request, 4)
@@ -412,7 +412,7 @@ def test_queued_request_is_prefetched():
     world.planner.arrived(queued)
     world.admit(running)
 
-    work = world.step(running, 40)  # leaves no room for the other
+    work = world.step(running, 40)  # leaves no room for the other request
 
     ((asked, max_wait),) = world.fetched
     assert (asked, max_wait > 0, work.releases) == (names(queued)[:4], True, [])

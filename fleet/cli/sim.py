@@ -208,7 +208,7 @@ def _capacity(arguments: argparse.Namespace, scenario: "Scenario") -> int:
             arguments.attainment,
             points=arguments.points,
             processes=arguments.processes,
-            tried=_point_line,
+            on_point=_point_line,
         )
         outputs.write_json(found)
     users = f", of {found.users:,} users," if found.users else ""

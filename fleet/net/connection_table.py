@@ -8,7 +8,7 @@ Rules:
    `GRACE_SECONDS`: silent ones, then closing ones, then incomplete heads. If there is none, the one goes that has
    waited longest, including idle ones; incomplete bodies go last. So the connections of one burst do not displace each
    other while others have been idle for longer. If no connection waits, the newcomer is refused.
-3. One client address has at most a share of the connections. At that limit it makes room among its own connections only,
+3. One client address has a limited share of the connections. At that limit it makes room among its own connections only,
    so it can never shut out another address.
 4. Every operation takes constant time. The start of a request is only noted; a newcomer that meets such a connection
    removes it from its group, once per request.

@@ -22,9 +22,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.core.clock import MILLISECOND, Nanos
-from fleet.recording import agentic_traces, azure_traces
-from fleet.recording import traffic as recorded_traffic
-from fleet.recording.agentic_traces import TraceSession, TraceTurn
+from fleet.recording.agentic_traces import BLOCK_TOKENS, TraceSession, agentic_requests, agentic_sessions
+from fleet.recording.azure_traces import TIME, azure_requests, is_header
 from fleet.recording.trace_rows import (
     Count,
     RowSelection,
@@ -37,22 +36,10 @@ from fleet.recording.trace_rows import (
     read_lines,
     read_rows,
 )
+from fleet.recording.traffic import recorded_block_tokens, recorded_requests
 from kvstore.block import blocks_for
 from kvstore.eviction.trace_replay import TraceRequest
 
-__all__ = [
-    "LIVE_SESSIONS",
-    "RowSelection",
-    "Trace",
-    "TraceError",
-    "TraceFile",
-    "TraceSession",
-    "TraceTurn",
-    "open_trace",
-    "read_trace",
-]
-
-BLOCK_TOKENS = agentic_traces.BLOCK_TOKENS
 LIVE_SESSIONS = 64
 FIRST_UNSHARED_NAME = 1 << 62
 """The first name for blocks of unknown content, above all names that a trace may use."""
@@ -132,14 +119,12 @@ def open_trace(
     del lines  # closes the file
     if first is None:
         raise TraceError(f"{path}: is empty")
-    if azure_traces.is_header(first[1]):
+    if is_header(first[1]):
         return _of_requests(
             "azure",
             block_tokens,
             rows=lambda: read_rows(path, cut, header=1),
-            read=lambda rows: azure_traces.azure_requests(
-                path, first, rows, _UnsharedNames(block_tokens), ordered=not sort
-            ),
+            read=lambda rows: azure_requests(path, first, rows, _UnsharedNames(block_tokens), ordered=not sort),
             sort=sort,
             from_first=sort or cut.begin > 0,
         )
@@ -159,8 +144,8 @@ def open_trace(
         return TraceFile(
             format="agentic",
             block_tokens=BLOCK_TOKENS,
-            requests=lambda: agentic_traces.agentic_requests(path, read_rows(path, cut), live_sessions),
-            sessions=lambda: agentic_traces.agentic_sessions(path, read_rows(path, cut)),
+            requests=lambda: agentic_requests(path, read_rows(path, cut), live_sessions),
+            sessions=lambda: agentic_sessions(path, read_rows(path, cut)),
             count=None,
         )
     if "arrival" in keys and "prompt_tokens" in keys:
@@ -175,7 +160,7 @@ def open_trace(
         )
     raise TraceError(
         f"{path}:{first[0]}: has neither hash_ids (mooncake) nor requests (agentic), nor arrival (records of a simulation),"
-        f" nor recording, and no column {azure_traces.TIME} (azure)"
+        f" nor recording, and no column {TIME} (azure)"
     )
 
 
@@ -207,11 +192,11 @@ def _of_requests(
 def _of_recording(path: Path, cut: RowSelection, block_tokens: int) -> TraceFile:
     if not cut.is_whole:
         raise TraceError(f"{path}: part and sample count rows, and the lines of a recording are events: select by time")
-    size = recorded_traffic.recorded_block_tokens(path) or block_tokens
+    size = recorded_block_tokens(path) or block_tokens
     return TraceFile(
         format="recording",
         block_tokens=size,
-        requests=lambda: recorded_traffic.recorded_requests(path, size, _UnsharedNames(size)),
+        requests=lambda: recorded_requests(path, size, _UnsharedNames(size)),
         sessions=None,
         count=None,
     )

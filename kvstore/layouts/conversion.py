@@ -33,8 +33,8 @@ class Conversion:
             LayoutMismatch: The layout is invalid, or the heads cannot be divided among the ranks; names the field.
         """
         stored = replace(engine, layout=AT_REST, tp=1)
-        self._reading = _agreed(stored, engine)
-        self._writing = _agreed(engine, stored)
+        self._reading = _make_plans(stored, engine)
+        self._writing = _make_plans(engine, stored)
         self._ranks: list[slice] = []
         self.stored_bytes = engine.at_rest.block_bytes
         self.engine_bytes = 0
@@ -46,7 +46,7 @@ class Conversion:
 
     def read(self, stored: Piece) -> ByteArray:
         """Convert a block of the store to the engine's form: the objects of all ranks, in order."""
-        source = _bytes(stored, self.stored_bytes)
+        source = _checked_bytes(stored, self.stored_bytes)
         if not self._reading:
             return source.copy()
         held = np.empty(self.engine_bytes, np.uint8)
@@ -56,7 +56,7 @@ class Conversion:
 
     def write(self, held: Piece) -> ByteArray:
         """Convert a block of the engine (the objects of all ranks, in order) to the store's form."""
-        source = _bytes(held, self.engine_bytes)
+        source = _checked_bytes(held, self.engine_bytes)
         if not self._writing:
             return source.copy()
         stored = np.empty(self.stored_bytes, np.uint8)
@@ -65,7 +65,7 @@ class Conversion:
         return stored
 
 
-def _agreed(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
+def _make_plans(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
     """Return a plan for each reading rank; no plans if the forms are identical."""
     agreement = negotiate(writer=writer, reader=reader)
     match agreement:
@@ -79,7 +79,7 @@ def _agreed(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
             assert_never(agreement)
 
 
-def _bytes(block: Piece, expected: int) -> ByteArray:
+def _checked_bytes(block: Piece, expected: int) -> ByteArray:
     (found,) = pieces(block)
     if found.nbytes != expected:
         raise LayoutMismatch("block_bytes", f"block_bytes: a block has {found.nbytes} bytes instead of {expected}")

@@ -68,7 +68,7 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the blocks are in the store's form: one whole-model object each, with nothing to convert."""
+        """True if the blocks are in the store's form: one whole-model object each, with nothing to convert."""
         return self.layout == AT_REST and self.tp == 1
 
     @property

@@ -9,8 +9,8 @@ Rules:
    corrupt for its readers, and readers never get wrong bytes.
 3. A rank reads its own runs and verifies the whole block, in one pass over it.
 
-CRC-32C is linear: if the register begins at zero, the sum of a block is the exclusive or of the sums of its shards, each
-with zeros in place of the others. A table for each length skips the zeros at once.
+CRC-32C is linear. If the register begins at zero, the sum of a block is the exclusive or of the sums of its shards, each
+padded with zeros. A table for each length skips the zeros at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,9 +54,10 @@ class WriteGrant(Struct, frozen=True, kw_only=True):
 
 
 _CopyStep: TypeAlias = "tuple[int, Tables | None, int, int, int, slice | None]"
-"""One piece of a run within one part of the rank's memory. It is a tuple for speed, since a block has hundreds: the end of
-the piece before, the table for the zeros after that, start and end of this piece, index of the part, and the slice of the
-part (None: all of it)."""
+"""One piece of a run within one part of the rank's memory; a tuple, because a block has hundreds of pieces.
+
+The items are: end of the piece before; table for the zeros in between; start and end of this piece; index of the part;
+slice of the part (None: all of it)."""
 
 
 class RankShard:
@@ -90,17 +91,17 @@ class RankShard:
     def put(self, parts: Sequence[ByteArray], block: ByteArray) -> int:
         """Copy this rank's runs into a block; return what they add to its checksum (`whole_checksums`)."""
         register = 0
-        for _, gap, start, end, index, within in self._cut(parts):
+        for _, gap, start, end, index, within in self._copy_steps(parts):
             if gap is not None:
-                register = _passed(register, gap)
+                register = _skip_zeros(register, gap)
             part = parts[index] if within is None else parts[index][within]
             register = checksums.copy(register ^ ONES, part, block[start:end]) ^ ONES
-        return _passed(register, _zeros(self.block_bytes - self._end))
+        return _skip_zeros(register, _zeros(self.block_bytes - self._end))
 
     def get(self, block: ByteArray, parts: Sequence[ByteArray]) -> int:
         """Copy this rank's runs out of a block; return the whole block's checksum, taken from the copied bytes."""
         checksum = 0
-        for before, gap, start, end, index, within in self._cut(parts):
+        for before, gap, start, end, index, within in self._copy_steps(parts):
             if gap is not None:
                 checksum = checksums.extend(checksum, block[before:start])
             part = parts[index] if within is None else parts[index][within]
@@ -109,19 +110,19 @@ class RankShard:
 
     def take(self, block: ByteArray, parts: Sequence[ByteArray]) -> None:
         """Copy this rank's runs out of a verified block."""
-        for _, _, start, end, index, within in self._cut(parts):
+        for _, _, start, end, index, within in self._copy_steps(parts):
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 
-    def _cut(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
+    def _copy_steps(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
         """Divide the runs where the parts end; cached, because all blocks of an engine have the same part sizes."""
         sizes = tuple([part.nbytes for part in parts])
         steps = self._steps.get(sizes)
         if steps is None:
             assert sum(sizes) == self.bytes, (sizes, self.bytes)
-            steps = self._steps[sizes] = tuple(self._walk(sizes))
+            steps = self._steps[sizes] = tuple(self._make_steps(sizes))
         return steps
 
-    def _walk(self, sizes: Sequence[int]) -> Iterator[_CopyStep]:
+    def _make_steps(self, sizes: Sequence[int]) -> Iterator[_CopyStep]:
         part = first = before = 0
         for run, length in self.runs:
             start, end = run, run + length
@@ -138,7 +139,7 @@ class RankShard:
 
 def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
     """Return the checksum of a block from what each of its shards adds to it."""
-    checksum = _passed(ONES, _zeros(block_bytes)) ^ ONES
+    checksum = _skip_zeros(ONES, _zeros(block_bytes)) ^ ONES
     for each in sums:
         checksum ^= each
     return checksum
@@ -153,8 +154,8 @@ def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int
     }
 
 
-def _passed(register: int, zeros: Tables) -> int:
-    """Return the checksum register after as many zero bytes as the tables stand for."""
+def _skip_zeros(register: int, zeros: Tables) -> int:
+    """Return the register after the zero bytes that the tables stand for."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 
@@ -167,16 +168,16 @@ def _zeros(count: int) -> Tables:
     bits = 8 * count
     while bits:
         if bits & 1:
-            columns = [_times(power, column) for column in columns]
-        power = [_times(power, column) for column in power]
+            columns = [_multiply(power, column) for column in columns]
+        power = [_multiply(power, column) for column in power]
         bits >>= 1
     lowest, low, high, highest = (
-        tuple(_times(columns[start : start + 8], value) for value in range(256)) for start in (0, 8, 16, 24)
+        tuple(_multiply(columns[start : start + 8], value) for value in range(256)) for start in (0, 8, 16, 24)
     )
     return lowest, low, high, highest
 
 
-def _times(columns: Sequence[int], vector: int) -> int:
+def _multiply(columns: Sequence[int], vector: int) -> int:
     product = 0
     for bit, column in enumerate(columns):
         if vector >> bit & 1:

@@ -29,7 +29,7 @@ SEND_BYTES = 4 * FRAME_BYTES
 STALLED = Nanos(10 * SECOND)
 TURN_REQUESTS = 8  # half a millisecond for look-ups of the usual size
 
-Act = Callable[[bytes], Message]
+CallHandler = Callable[[bytes], Message]
 """Turns the bytes of a request into its answer; raises `StoreError`, or `DecodeError` if they are not a request."""
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 class FramedCallServer:
     """Server of framed calls; the module lists the rules."""
 
-    def __init__(self, acts: Mapping[Method, Act]):
-        self._acts = {bytes((method,)): act for method, act in acts.items()}
+    def __init__(self, handlers: Mapping[Method, CallHandler]):
+        self._handlers = {bytes((method,)): handler for method, handler in handlers.items()}
         self._callers: set[_CallerConnection] = set()
         self.undecodable = 0
         """Number of requests that could not be decoded since the node started."""
@@ -63,11 +63,11 @@ class FramedCallServer:
 
     def answer(self, payload: bytes) -> tuple[bytes, bytes]:
         """Return head and body of the answer; raise DecodeError if the payload is not a request."""
-        act = self._acts.get(payload[:1])
-        if act is None:
+        handler = self._handlers.get(payload[:1])
+        if handler is None:
             raise DecodeError("no such method")
         try:
-            return _WELL, act(payload[1:]).SerializeToString()
+            return _WELL, handler(payload[1:]).SerializeToString()
         except StoreError as error:
             code, field = wire.status_of(error)
             return b"", refusal_message(code, field, str(error))

@@ -148,7 +148,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         service = BlockStoreService(
             settings, identity, machine, tier, hierarchy, savings, backing, lambda: nixl.offer, clock
         )
-        callers, guard = FramedCallServer(service.acts), DecodingInterceptor()
+        callers, guard = FramedCallServer(service.framed_calls), DecodingInterceptor()
         stack.callback(callers.close)
 
         def look() -> NodeSnapshot:

@@ -75,11 +75,11 @@ class TierBackend(Protocol):
         ...
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
-        """See `kvstore.ports.BackingTier`."""
+        """Return how many leading blocks are stored."""
         ...
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """See `kvstore.ports.BackingTier`; the keys are distinct."""
+        """Return which of these distinct blocks are stored."""
         ...
 
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
@@ -187,7 +187,7 @@ class RemoteTier(Generic[S]):
             if answer.outcome is BlockOutcome.CORRUPT
         }
         damaged = self._examine(corrupt, deadline) if corrupt else 0
-        self._note(sound=sum(answer.outcome is BlockOutcome.MOVED for answer in fetched), damaged=damaged)
+        self._report_to_fence(sound=sum(answer.outcome is BlockOutcome.MOVED for answer in fetched), damaged=damaged)
         return fetched
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
@@ -268,7 +268,7 @@ class RemoteTier(Generic[S]):
         self.discard(stored_corrupt)
         return damaged
 
-    def _note(self, *, sound: int, damaged: int) -> None:
+    def _report_to_fence(self, *, sound: int, damaged: int) -> None:
         """Report blocks that were read to the fence."""
         with self._guard:
             closes = self._fence.record(sound=sound, damaged=damaged, now=self._clock.now())

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A block that was read is MOVED if its checksum is right and the stamp of its place, read after the bytes have arrived,
-   is still the slot's generation. Generations are never reused, so the place belonged to the block during the whole read.
+1. A block that was read is MOVED if its checksum is right and the stamp of its place is still the slot's generation. The
+   stamp is read after the bytes. Generations are never reused, so the place belonged to the block during the whole read.
    A wrong checksum with the right stamp is CORRUPT; everything else is GONE.
 2. A block is written only if the stamp is the slot's generation before the write, and is MOVED if it still is after it. A
    writer whose reservation ends in between may damage the next block there, whose readers then see a wrong checksum.
@@ -59,7 +59,7 @@ NUDGE_EVERY = Nanos(500 * MILLISECOND)
 
 
 class NixlOffer(Struct, frozen=True):
-    """What a client needs to know about a node's agent, sent in the handshake."""
+    """The data about a node's agent that a client gets in the handshake."""
 
     metadata: bytes
     blocks: int  # address of the pool's first byte in the agent's process
@@ -194,7 +194,7 @@ class _NixlTransfer:
     def __init__(self, slots: AnySlots, blocks: list[list[ByteArray]]):
         self.slots = slots
         self.blocks = blocks
-        self.right = [False] * len(slots)  # whether each checksum is right
+        self.is_sound = [False] * len(slots)  # whether each checksum is right
         self.outcomes = [BlockOutcome.GONE] * len(slots)
         parts = [part for parts in blocks for part in parts]
         self.starts = [0, *itertools.accumulate(len(parts) for parts in blocks)]  # index of each block's first part
@@ -209,17 +209,17 @@ class _NixlTransfer:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def chosen(self, indices: list[int]) -> "_NixlTransfer":
+    def subset(self, indices: list[int]) -> "_NixlTransfer":
         return _NixlTransfer([self.slots[index] for index in indices], [self.blocks[index] for index in indices])
 
-    def sum_up(self, chunk: range, begun: threading.Event | None = None) -> None:
+    def check_checksums(self, chunk: range, begun: threading.Event | None = None) -> None:
         """Check the checksums of a chunk; set `begun` just before the native code releases Python's lock."""
         parts = [part for parts in self.blocks[chunk.start : chunk.stop] for part in parts]
         block_bytes = size_of(self.blocks[chunk.start])
         if begun is not None:
             begun.set()
         for index, checksum in zip(chunk, checksums.sums(len(chunk), block_bytes, parts), strict=True):
-            self.right[index] = checksum == self.slots[index].crc32c
+            self.is_sound[index] = checksum == self.slots[index].crc32c
 
     def chunks(self) -> Iterator[range]:
         step = max(1, CHUNK_BYTES // size_of(self.blocks[0]))
@@ -292,17 +292,19 @@ class _NixlConnection:
 
 def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
     registered = connection.register(work)
-    with ThreadPoolExecutor(1, "kvstore-checksums") as helper:  # on one host, this thread itself copies the bytes
+    with ThreadPoolExecutor(
+        1, "kvstore-checksums"
+    ) as checksum_thread:  # on one host, this thread itself copies the bytes
         for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):
                 begun = threading.Event()
-                helper.submit(work.sum_up, arrived, begun)
+                checksum_thread.submit(work.check_checksums, arrived, begun)
                 begun.wait(HAND_OVER_SECONDS)
             else:
-                work.sum_up(arrived)
+                work.check_checksums(arrived)
     for index, is_held in enumerate(connection.holds(work.slots, until)):
         if is_held:
-            work.outcomes[index] = BlockOutcome.MOVED if work.right[index] else BlockOutcome.CORRUPT
+            work.outcomes[index] = BlockOutcome.MOVED if work.is_sound[index] else BlockOutcome.CORRUPT
     connection.deregister(registered)
 
 
@@ -310,7 +312,7 @@ def _put(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None
     held = [index for index, is_held in enumerate(connection.holds(work.slots, until)) if is_held]
     if not held:
         return
-    writing = work if len(held) == len(work) else work.chosen(held)
+    writing = work if len(held) == len(work) else work.subset(held)
     registered = connection.register(writing)
     for _ in _moved(connection, TransferDirection.WRITE, writing, until):
         pass

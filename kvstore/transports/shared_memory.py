@@ -60,7 +60,7 @@ class SharedMemoryTransport:
         """
         self._block_bytes = block_bytes
         self._clock = clock
-        self._mapping = _fetch(path, digest, clock, deadline)
+        self._mapping = _fetch_pool(path, digest, clock, deadline)
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
         def move(packed: bytes, parts: list[ByteArray]) -> list[BlockOutcome]:
@@ -154,7 +154,7 @@ class SharedMemoryTransport:
         return answers
 
 
-def _fetch(path: str, digest: bytes, clock: Clock, deadline: Nanos) -> Mapping:
+def _fetch_pool(path: str, digest: bytes, clock: Clock, deadline: Nanos) -> Mapping:
     files: list[int] = []
     try:
         with connect(path, min(QUEUE_SECONDS, seconds(deadline - clock.now()))) as connection:
@@ -200,7 +200,7 @@ class MemoryHandout:
         self._tier = tier
         self._knows = knows
         self._take_caller = take_caller
-        self._silent: dict[int, asyncio.Task[None]] = {}  # connections without a request, by number; oldest first
+        self._waiting: dict[int, asyncio.Task[None]] = {}  # connections without a request, by number; oldest first
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -208,9 +208,9 @@ class MemoryHandout:
         async with asyncio.TaskGroup() as tasks:
             for number in itertools.count():
                 connection = await self._accepted(loop)
-                if len(self._silent) >= HANDOUTS:
-                    self._silent.pop(next(iter(self._silent))).cancel()
-                self._silent[number] = tasks.create_task(self._serve(number, connection))
+                if len(self._waiting) >= HANDOUTS:
+                    self._waiting.pop(next(iter(self._waiting))).cancel()
+                self._waiting[number] = tasks.create_task(self._serve(number, connection))
                 await asyncio.sleep(0)  # lets the task read a request that is already there
 
     async def _accepted(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
@@ -227,12 +227,12 @@ class MemoryHandout:
     async def _serve(self, number: int, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, TimeoutError):  # the client left, or is silent
             try:
-                question = await _question(connection)
+                request = await _read_request(connection)
             finally:
-                self._silent.pop(number, None)
-            if len(question) < QUESTION.size:
+                self._waiting.pop(number, None)
+            if len(request) < QUESTION.size:
                 return
-            magic, digest = QUESTION.unpack(question)
+            magic, digest = QUESTION.unpack(request)
             if magic == CALLS and self._take_caller is not None:
                 await self._take_caller(socket.socket(fileno=connection.detach()))
             if magic != MAGIC:
@@ -244,14 +244,14 @@ class MemoryHandout:
                 connection.send(ANSWER.pack(MAGIC, REFUSED, 0))
 
 
-async def _question(connection: socket.socket) -> bytes:
+async def _read_request(connection: socket.socket) -> bytes:
     """Read a client's request; return fewer bytes if the client leaves."""
     loop = asyncio.get_running_loop()
-    question = b""
+    request = b""
     async with asyncio.timeout(HANDOUT_SECONDS):
-        while len(question) < QUESTION.size:
-            received = await loop.sock_recv(connection, QUESTION.size - len(question))
+        while len(request) < QUESTION.size:
+            received = await loop.sock_recv(connection, QUESTION.size - len(request))
             if not received:
                 break
-            question += received
-    return question
+            request += received
+    return request

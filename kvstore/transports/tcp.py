@@ -6,7 +6,6 @@ wait. So one call moves megabytes, while polling before each read would move one
 
 import contextlib
 import socket
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -17,6 +16,7 @@ from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.net.addresses import host_port
+from kvstore.net.unix_sockets import TIMEVAL
 from kvstore.security.authentication import AuthenticationKey, ProofSide, nonce
 from kvstore.transports.checksums import put_with_checksums
 from kvstore.transports.tcp_frames import (
@@ -36,8 +36,6 @@ CONNECTIONS = 4
 """Connections of one client: that many threads move bytes at a time, and further threads wait."""
 
 CHUNK_BYTES = 4 << 20  # received at a time; their checksum is taken while they are in the processor's cache
-
-TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, for SO_RCVTIMEO
 
 OUTCOMES = {
     DataPlaneStatus.DONE: BlockOutcome.MOVED,
@@ -172,16 +170,16 @@ class TcpTransport:
                 connection = undo.enter_context(socket.create_connection((self._host, self._port), timeout_seconds))
                 connection.settimeout(None)  # from now on, the kernel's timers apply
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._introduce(_DataPlaneSocket(connection, self._clock, deadline))
+                self._shake_hands(_DataPlaneSocket(connection, self._clock, deadline))
                 undo.pop_all()
                 return connection
         except (OSError, ValueError) as error:
             raise StoreUnreachable(f"no data plane at {self._host}:{self._port}: {error}") from error
 
-    def _introduce(self, channel: "_DataPlaneSocket") -> None:
-        mine = nonce()
-        channel.send([OPENING.pack(MAGIC, DataPlaneOperation.OPEN, self._digest, mine)])
-        magic, status, theirs = CHALLENGE.unpack(channel.read(CHALLENGE.size))
+    def _shake_hands(self, channel: "_DataPlaneSocket") -> None:
+        client_nonce = nonce()
+        channel.send([OPENING.pack(MAGIC, DataPlaneOperation.OPEN, self._digest, client_nonce)])
+        magic, status, node_nonce = CHALLENGE.unpack(channel.read(CHALLENGE.size))
         if magic != MAGIC:
             raise ValueError("the answer is not from a store node")
         if status == DataPlaneStatus.AUTHENTICATE:
@@ -189,7 +187,7 @@ class TcpTransport:
                 raise StoreUnreachable(
                     f"{self._host}:{self._port} asks for a proof: give this client the node's secret"
                 )
-            words = (self._digest, mine, theirs)
+            words = (self._digest, client_nonce, node_nonce)
             channel.send([self._key.proof(ProofSide.CLIENT, *words)])
             magic, status, proof = VERDICT.unpack(channel.read(VERDICT.size))
             if magic != MAGIC or status == DataPlaneStatus.REFUSED:
@@ -258,21 +256,21 @@ class _DataPlaneSocket:
 def _pipeline(operation: DataPlaneOperation, work: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
     """Move blocks, and note the outcome of each one; blocks after a broken connection keep their first outcome."""
     waiting: list[_BlockTransfer] = []
-    for window in _cut(work, WINDOW):
-        _ask(operation, window, channel)
+    for window in _batches(work, WINDOW):
+        _send_request(operation, window, channel)
         if waiting:  # keeps one request ahead of the replies
-            _answer(operation, waiting, channel)
+            _read_reply(operation, waiting, channel)
         waiting = window
-    _answer(operation, waiting, channel)
+    _read_reply(operation, waiting, channel)
 
 
-def _ask(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
+def _send_request(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
     heads = [ENTRY.pack(each.slot.offset, each.slot.generation, each.slot.crc32c) for each in window]
     bodies = [part.data for each in window for part in each.parts] if operation is DataPlaneOperation.PUT else []
     channel.send([b"".join([REQUEST.pack(MAGIC, operation, len(window)), *heads]), *bodies])
 
 
-def _answer(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
+def _read_reply(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
     reply = channel.read(REPLY.size + len(window))
     if REPLY.unpack_from(reply) != (MAGIC, len(window)):
         raise ValueError("the reply does not match the request")
@@ -282,7 +280,7 @@ def _answer(operation: DataPlaneOperation, window: list[_BlockTransfer], channel
             each.outcome = OUTCOMES[status]
         return
     incoming = [each for each, status in zip(window, statuses, strict=True) if status is DataPlaneStatus.DONE]
-    for chunk in _cut(incoming, max(1, CHUNK_BYTES // size_of(window[0].parts))):
+    for chunk in _batches(incoming, max(1, CHUNK_BYTES // size_of(window[0].parts))):
         channel.receive([part.data for each in chunk for part in each.parts])
         for each in chunk:
             if crc32c(each.parts) == each.slot.crc32c:
@@ -300,6 +298,6 @@ def _status(value: int) -> DataPlaneStatus:
     return status
 
 
-def _cut(work: list[Each], size: int) -> Iterator[list[Each]]:
+def _batches(work: list[Each], size: int) -> Iterator[list[Each]]:
     for start in range(0, len(work), size):
         yield work[start : start + size]

@@ -214,10 +214,10 @@ class DataPlaneConnection:
     # The protocol
 
     def _serve(self) -> Steps[None]:
-        _, operation, digest, theirs = OPENING.unpack((yield from self._frame(OPENING.size)))
+        _, operation, digest, client_nonce = OPENING.unpack((yield from self._frame(OPENING.size)))
         if operation != DataPlaneOperation.OPEN:
             raise ValueError("the first frame is not an OPENING")
-        if not (yield from self._open(digest, theirs)):
+        if not (yield from self._open(digest, client_nonce)):
             return
         block_bytes = self._plane.machine.namespace(digest).block_bytes
         while True:
@@ -234,17 +234,17 @@ class DataPlaneConnection:
             else:
                 raise ValueError(f"unknown operation {operation}")
 
-    def _open(self, digest: bytes, theirs: bytes) -> Steps[bool]:
+    def _open(self, digest: bytes, client_nonce: bytes) -> Steps[bool]:
         """Perform the handshake; return whether the client may send requests."""
-        key, mine = self._plane.key, nonce()
+        key, node_nonce = self._plane.key, nonce()
         if key is None:
             status = self._namespace_status(digest)
             if status is DataPlaneStatus.DONE and not self._plane.admit(self):
                 return False
-            yield from self._write(CHALLENGE.pack(MAGIC, status, mine))
+            yield from self._write(CHALLENGE.pack(MAGIC, status, node_nonce))
             return status is DataPlaneStatus.DONE
-        yield from self._write(CHALLENGE.pack(MAGIC, DataPlaneStatus.AUTHENTICATE, mine))
-        words = (digest, theirs, mine)
+        yield from self._write(CHALLENGE.pack(MAGIC, DataPlaneStatus.AUTHENTICATE, node_nonce))
+        words = (digest, client_nonce, node_nonce)
         proof = yield from self._read(PROOF_BYTES)
         if not key.proves(proof, ProofSide.CLIENT, *words):
             self._plane.refused += 1

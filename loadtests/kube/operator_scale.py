@@ -1,6 +1,6 @@
 """Load test of the operator with many deployments: `python -m loadtests.kube.operator_scale --deployments 200`.
 
-The API server for tests runs in its own process with nodes that run pods (`tests/kube`); the operator runs in this one. Each deployment
+The API server for tests runs in its own process with nodes that run pods (`tests/support/kube`); the operator runs in this one. Each deployment
 has four roles of one replica: two pairs of prefill and decode. The test measures the time until all deployments are Ready, the
 operator's CPU and memory, and its writes of child objects, status and events. Then it measures a change of all deployments, and a
 scale change of one child object on the idle operator.

@@ -82,7 +82,7 @@ def test_a_topology_says_what_differs_from_the_default(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_is_refused_with_file_path_and_cause_in_one_line(tmp_path, text, cause):
+def test_error_names_file_path_and_cause_in_one_line(tmp_path, text, cause):
     path = a_file(tmp_path, text)
 
     with pytest.raises(ConfigurationRefused) as refused:
@@ -91,7 +91,7 @@ def test_what_is_wrong_is_refused_with_file_path_and_cause_in_one_line(tmp_path,
     assert str(refused.value) == f"{path}: {cause}"
 
 
-def test_a_key_that_is_wrong_is_refused_with_the_path_of_its_table(tmp_path):
+def test_unknown_key_is_refused_with_the_path_of_its_table(tmp_path):
     path = a_file(tmp_path, "store_id = 's'\nlisten = ['unix:/x']\n[tenant_quotas]\nme = 1")
 
     with pytest.raises(ConfigurationRefused) as refused:
@@ -154,7 +154,7 @@ def test_a_model_folder_must_be_one(tmp_path):
         model_folder(ClusterSection(model="."), tmp_path, tmp_path)
 
 
-def test_a_model_path_is_relative_to_its_file_and_named_after_its_folder(tmp_path):
+def test_model_path_is_relative_to_file_and_named_after_folder(tmp_path):
     folder = tmp_path / "llama"
     folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
@@ -167,14 +167,14 @@ def test_a_model_path_is_relative_to_its_file_and_named_after_its_folder(tmp_pat
     assert served_name(section, found) == "llama"
 
 
-def test_what_json_cannot_say_is_refused_by_its_path_before_a_child_reads_it(tmp_path):
+def test_value_without_json_form_is_refused_by_its_path(tmp_path):
     settings = RouterSettings(policies={"dynamo": {"weights": [1.0, float("inf")]}})
 
     with pytest.raises(ConfigurationRefused, match=r"^policies\.dynamo\.weights\.1: must be finite$"):
         save(settings, tmp_path / "router.json")
 
 
-def test_a_setting_comes_from_a_file_of_its_own_as_text_or_as_json(tmp_path):
+def test_setting_can_come_from_a_file_as_text_or_json(tmp_path):
     secret = a_file(tmp_path, "12345\n", "secret")
     tenants = a_file(tmp_path, '{"alice": {"weight": 2}}', "tenants.json")
     settings = a_file(tmp_path, "")
@@ -196,9 +196,7 @@ def test_a_setting_comes_from_a_file_of_its_own_as_text_or_as_json(tmp_path):
         ("tenant_secret=bytes", "bytes: is not UTF-8"),
     ],
 )
-def test_a_file_of_a_setting_that_cannot_be_read_is_refused_without_what_is_in_it(
-    tmp_path, monkeypatch, assignment, cause
-):
+def test_unreadable_setting_file_is_refused_without_its_content(tmp_path, monkeypatch, assignment, cause):
     monkeypatch.chdir(tmp_path)
     a_file(tmp_path, "hush{", "broken.json")
     (tmp_path / "bytes").write_bytes(b"hush\xff")

@@ -71,14 +71,7 @@ class ProductionWorld(World):
     """A world whose router and workers run production's servers; `close` it after the last request."""
 
     def __init__(self, *arguments: Any, machine: RouterMachine, message_delay: Nanos, **named: Any):
-        """Begin like `World`; its argument `record` has no effect here.
-
-        Args:
-            arguments: Arguments of `World`; the first one is the kernel.
-            machine: The router's machine, made with the hasher `keys_from_tokens`.
-            message_delay: One-way delay between router and workers.
-            named: Further arguments of `World`.
-        """
+        """Begin like `World`, whose argument `record` has no effect here; `machine` has the hasher `keys_from_tokens`."""
         kernel, _, settings = arguments
         self._loop = VirtualLoop(kernel, message_delay)  # type: ignore[abstract]  # see its rule 5
         self._registry = RegistryServer(MembershipSettings(), kernel)

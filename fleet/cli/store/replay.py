@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the replay. It raises ConfigurationRefused if a trace cannot be read."""
     import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
 
-    from fleet.recording.traces import TraceError, read_trace  # noqa: PLC0415
+    from fleet.recording.trace_rows import TraceError  # noqa: PLC0415
+    from fleet.recording.traces import read_trace  # noqa: PLC0415
 
     try:
         trace = read_trace(arguments.trace, live_sessions=arguments.live_sessions)

@@ -87,8 +87,8 @@ class KserveFrontend(ClientPort):
         return pb.ServerReadyResponse(ready=self.ready())
 
     async def _model_ready(self, content: bytes) -> Message:
-        asked = parse_message(pb.ModelReadyRequest, content)
-        known = self._card(asked.name) is not None and asked.version in ("", VERSION)
+        request = parse_message(pb.ModelReadyRequest, content)
+        known = self._card(request.name) is not None and request.version in ("", VERSION)
         return pb.ModelReadyResponse(ready=known and self.ready())
 
     async def _server_metadata(self, content: bytes) -> Message:
@@ -96,10 +96,10 @@ class KserveFrontend(ClientPort):
         return pb.ServerMetadataResponse(name="fleet", version=version("fleet-serving"), extensions=["parameters"])
 
     async def _model_metadata(self, content: bytes, context: Context) -> Message:
-        asked = parse_message(pb.ModelMetadataRequest, content)
+        request = parse_message(pb.ModelMetadataRequest, content)
         self._generation.identify(authorization_of(context))
-        check_version("version", asked.version)
-        if (card := self._card(asked.name)) is None:
+        check_version("version", request.version)
+        if (card := self._card(request.name)) is None:
             served = ", ".join(sorted(card.name for card in self._generation.models())) or "none"
             raise RequestRejected(Reason.MODEL_NOT_FOUND, f"name: is not served here; served: {served}", field="name")
         return encode_model(card)

@@ -85,9 +85,13 @@ class SecretBlockKeys:
         return hashlib.shake_256(self._root + what.encode()).digest(count)
 
 
-def client_salt(adapter: str, told: str) -> bytes:
+def client_salt(adapter: str, cache_salt: str) -> bytes:
     """Return the salt of a chain on a server whose clients choose salts, which may be any text."""
-    salt = hashlib.sha256(b"fleet.client-salt.v1\0" + told.encode("utf-8", "surrogatepass")).digest() if told else b""
+    salt = (
+        hashlib.sha256(b"fleet.client-salt.v1\0" + cache_salt.encode("utf-8", "surrogatepass")).digest()
+        if cache_salt
+        else b""
+    )
     return adapter_salt(adapter, salt) if adapter else salt
 
 
@@ -132,11 +136,11 @@ class PromptReader:
         reader._salt = client_salt(name, "")  # noqa: SLF001 - a copy that this method makes
         return reader
 
-    def salted(self, read: KeyedPrompt, told: str) -> KeyedPrompt:
+    def salted(self, read: KeyedPrompt, cache_salt: str) -> KeyedPrompt:
         """Return the prompt with keys for a client's cache salt."""
         if not any(read.keys.values()):
             return read
-        salt = client_salt("" if self.adapter is None else self.adapter.name, told)
+        salt = client_salt("" if self.adapter is None else self.adapter.name, cache_salt)
         keys = {size: self._keys(read.tokens, size, salt) for size in self._block_sizes}
         return structs.replace(read, keys=keys)
 

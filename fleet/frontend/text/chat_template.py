@@ -75,13 +75,13 @@ class ChatTemplate:
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     """Return a message in the form of `transformers`: the arguments of calls are objects, and empty fields are absent."""
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        told["tool_calls"] = [_with_parsed_arguments(call) for call in json.loads(message.tool_calls)]
+        fields["tool_calls"] = [_with_parsed_arguments(call) for call in json.loads(message.tool_calls)]
     for field in ("tool_call_id", "name"):
         if value := getattr(message, field):
-            told[field] = value
-    return told
+            fields[field] = value
+    return fields
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from fleet.net.grpc.http2_call import CallContext
 from fleet.net.limit_log import ConnectionLimitLog, SlowClientLog
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 from fleet.net.slow_reader import SlowReader, WriteBufferCounter
-from fleet.net.sockets import configure_client_socket
+from fleet.net.sockets import BACKLOG, configure_client_socket
 
 HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections may take over HTTP
 MAX_CALLS = 32_768  # concurrent calls
@@ -43,7 +43,6 @@ SILENCE_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
 SHUTDOWN_NOTICE_SECONDS = 1.0  # between the shutdown notice and the last accepted call
 FINAL_FLUSH_SECONDS = 1.0  # for cancelled calls to end and the last bytes to leave when the server stops
-BACKLOG = 4096  # pending connections, as over HTTP
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,

@@ -28,14 +28,12 @@ import ngh2
 
 from fleet.net.grpc.compression import ENCODINGS, IDENTITY, DecompressedTooLarge, decompress_message
 from fleet.net.grpc.errors import encode_status, long_message_rejection
+from fleet.net.grpc.options import LONGEST_REQUEST_BYTES
 from fleet.net.limit_log import SlowClientLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 from fleet.net.slow_reader import SlowReader
 
 log = logging.getLogger(__name__)
-
-LONGEST_MESSAGE_BYTES = 9 << 20
-"""Exceeds `fleet.net.grpc.calls.MAX_REQUEST_BYTES`, so that an oversized message up to here gets a typed error."""
 
 LONGEST_HEAD_BYTES = 16 << 10  # names and values
 
@@ -314,8 +312,8 @@ class CallContext:
                     grpc.StatusCode.INTERNAL, "a message is compressed, and grpc-encoding names no compression"
                 )
                 return
-            if size > LONGEST_MESSAGE_BYTES:
-                message = f"the message has {size} bytes, and {LONGEST_MESSAGE_BYTES} are allowed in one"
+            if size > LONGEST_REQUEST_BYTES:
+                message = f"the message has {size} bytes, and {LONGEST_REQUEST_BYTES} are allowed in one"
                 self._reject(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
                 return
             if len(self._incoming) < PREFIX.size + size:

@@ -8,7 +8,7 @@ Rules:
 3. An object is created by an apply with a resourceVersion that no object ever has. The server creates a missing object
    whatever the version is, and refuses to change an existing one. A POST would do the same, but leave the fields to a
    second manager (`Update` beside `Apply`), so that fields which a later manifest leaves out would never be removed.
-   (Services of Kubernetes before 1.24 refuse it. `tests/kube/README.md` has the sources, and says that this was not
+   (Services of Kubernetes before 1.24 refuse it. `tests/support/kube/README.md` has the sources, and says that this was not
    recorded from a real server.)
 4. A server's error message passes `fleet.net.kubernetes.status_errors` before anybody reads it.
 5. An object that is nested too deeply is read without its depths (`fleet.net.kubernetes.nesting`), so that it does not

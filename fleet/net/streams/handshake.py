@@ -220,7 +220,7 @@ class _UnprovenCaller:
             self.proven.set()
 
     def end(self, cause: str) -> None:
-        """Close the connection if it is open and was not told the cause already."""
+        """Close the connection if it is open and has not been refused already."""
         if self._connection is not None and not self.cause:
             self.cause = cause
             self._connection.abort(ConnectionError(cause))

@@ -6,7 +6,7 @@ Rules:
    the stream and both nonces, and the listener proves it over the same words (`kvstore.security.authentication`,
    rules 1 and 2).
 2. Before both proofs, no other message is sent or read. A listener that cannot prove the secret gets no message.
-3. A peer that does not take part is told so: it may run an older version or lack the secret.
+3. A peer that does not take part gets an error message: it may run an older version or lack the secret.
 """
 
 from fleet.net.streams.identity import StreamIdentity

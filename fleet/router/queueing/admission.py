@@ -122,9 +122,9 @@ class QueueAdmission:
         self.queue.gone(model, worker.description.worker_id)
         self.may_move[model] = True
 
-    def peer_reserved(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> None:
+    def peer_reserved(self, peer: str, booked: Mapping[WorkerId, ReservationTotals]) -> None:
         """Replace the reservations of a peer router."""
-        for worker in self._registry.set_peer_reservations(replica, booked):
+        for worker in self._registry.set_peer_reservations(peer, booked):
             self.queue.changed(worker.description.model, worker.description.worker_id)
         self.may_move.update(dict.fromkeys(self.queue.models(), False))
 

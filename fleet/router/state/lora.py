@@ -8,7 +8,7 @@ Rules:
 2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is none, or their batches
    are full, it goes to a worker with a free slot. If there is none, it goes to any worker that can have the adapter, which then drops
    another one. Among these workers the policy chooses.
-3. The blocks of an adapter have a salt of their own (`kvstore.block.salt_of_adapter`), so no cache ever mixes them.
+3. The blocks of an adapter have a salt of their own (`kvstore.block.adapter_salt`), so no cache ever mixes them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -36,7 +36,7 @@ class WorkerRegistry:
         self.workers: dict[WorkerId, RegisteredWorker] = {}  # other objects read it and must not change it
         self.tables: dict[ModelName, WorkerTable] = {}
         self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold blocks
-        self._replicas: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # reservations of peer routers
+        self._by_peer: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # reservations of peer routers
         self._cards: tuple[ModelCard, ...] | None = (
             None  # None until it is computed again after a worker joins, drains or leaves; each request needs it
         )
@@ -62,16 +62,16 @@ class WorkerRegistry:
         description: WorkerDescription,
         address: str,
         knowledge: Knowledge = Knowledge.EXACT,
-        believed_for: Nanos | None = None,
+        assumed_for: Nanos | None = None,
     ) -> None:
         worker_id = description.worker_id
         assert worker_id not in self.workers, worker_id
         self.index.add(engine_cache_holder(worker_id), capacity=description.kv_blocks)
         if (pool := self.tables.get(description.model)) is None:
             pool = self.tables[description.model] = WorkerTable(self._settings, self.index, self._announced_prompts)
-            pool.set_peer_reservations(list(self._replicas.values()))
+            pool.set_peer_reservations(list(self._by_peer.values()))
         worker = RegisteredWorker(
-            description, address, pool, max_requests(description, self._settings), knowledge, believed_for
+            description, address, pool, max_requests(description, self._settings), knowledge, assumed_for
         )
         self.workers[worker_id] = worker
         pool.join(worker)
@@ -184,29 +184,27 @@ class WorkerRegistry:
         """Return the sizes of a model's workers."""
         return self.tables.get(model, self._no_workers).topology.sizes
 
-    def set_peer_reservations(
-        self, replica: str, booked: Mapping[WorkerId, ReservationTotals]
-    ) -> list[RegisteredWorker]:
+    def set_peer_reservations(self, peer: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
         """Replace a peer router's reservations; return the workers where it now has fewer requests."""
-        before = self._replicas.get(replica, {})
+        before = self._by_peer.get(peer, {})
         if booked:
-            self._replicas[replica] = booked
+            self._by_peer[peer] = booked
         else:
-            self._replicas.pop(replica, None)
+            self._by_peer.pop(peer, None)
         for pool in self.tables.values():
-            pool.set_peer_reservations(list(self._replicas.values()))
+            pool.set_peer_reservations(list(self._by_peer.values()))
         return [
             self.workers[worker_id]
             for worker_id, was in before.items()
             if worker_id in self.workers and (worker_id not in booked or booked[worker_id].requests < was.requests)
         ]
 
-    def note_peer_prompts(self, replica: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
+    def note_peer_prompts(self, peer: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
         """Note prompts that a peer router has sent to workers, and those that it has finished (`fleet.router.kv_index.peer_prompts`)."""
-        told = self._peer_prompts.setdefault(replica, {})
+        told = self._peer_prompts.setdefault(peer, {})
         for number in over:
             if (worker := self.get(told.pop(number, WorkerId("")))) is not None:
-                worker.peer_prompts.remove(replica, number)
+                worker.peer_prompts.remove(peer, number)
         for each in placed:
             if (worker := self.get(each.worker_id)) is None:
                 continue
@@ -214,13 +212,13 @@ class WorkerRegistry:
                 worker.assume_peer_prompt(each.keys, now)
             elif each.number not in told and len(told) < MAX_ANNOUNCED_PROMPTS:
                 told[each.number] = each.worker_id
-                worker.peer_prompts.add(replica, each.number, each.keys)
+                worker.peer_prompts.add(peer, each.number, each.keys)
 
-    def forget_peer_prompts(self, replica: str) -> None:
+    def forget_peer_prompts(self, peer: str) -> None:
         """Forget the unfinished prompts of a peer router that has left."""
-        for number, worker_id in self._peer_prompts.pop(replica, {}).items():
+        for number, worker_id in self._peer_prompts.pop(peer, {}).items():
             if (worker := self.get(worker_id)) is not None:
-                worker.peer_prompts.remove(replica, number)
+                worker.peer_prompts.remove(peer, number)
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
         """Return this router's reservations, for each worker that has any."""

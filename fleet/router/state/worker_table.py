@@ -62,7 +62,7 @@ class RegisteredWorker:
         pool: "WorkerTable",
         request_limit: int,
         knowledge: Knowledge = Knowledge.EXACT,
-        believed_for: Nanos | None = None,
+        assumed_for: Nanos | None = None,
     ):
         self.description = description
         self.accuracy = CacheAccuracy(knowledge)
@@ -71,10 +71,10 @@ class RegisteredWorker:
         self.draining = False  # changed only by `WorkerTable`
         self.load = LoadReport(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
-        self.reservations = self._reservations(pool, believed_for)
+        self.reservations = self._reservations(pool, assumed_for)
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
         self.peer_prompts = PeerPrompts(pool.peer_prompts, self.bit)
-        self._believed_for = believed_for
+        self._assumed_for = assumed_for
         self._prompts = pool.prompts
         self.adapters_reserved: dict[str, int] = {}  # requests by LoRA adapter
 
@@ -92,20 +92,20 @@ class RegisteredWorker:
 
     def assume(self, live: LiveRequest, now: Nanos) -> None:
         """Assume that a request's prompt will be cached, if the worker does not report its cache."""
-        if self._believed_for is not None:
+        if self._assumed_for is not None:
             keys = live.keys(self.description.block_tokens)
-            self.assumed.sent(keys, Nanos(now + self._believed_for))
+            self.assumed.sent(keys, Nanos(now + self._assumed_for))
             if self._prompts is not None and keys:
                 self._prompts.sent(self.description.worker_id, keys)
 
     def assume_peer_prompt(self, keys: Keys, now: Nanos) -> None:
         """Assume that a prompt of a peer router will be cached, if the worker does not report its cache."""
-        if self._believed_for is not None:
-            self.assumed.sent(keys, Nanos(now + self._believed_for))
+        if self._assumed_for is not None:
+            self.assumed.sent(keys, Nanos(now + self._assumed_for))
 
-    def _reservations(self, pool: "WorkerTable", believed_for: Nanos | None) -> WorkerReservations:
+    def _reservations(self, pool: "WorkerTable", assumed_for: Nanos | None) -> WorkerReservations:
         size = self.description.block_tokens
-        if pool.prompts is None or believed_for is not None:  # peers assume the cache of such a worker from its prompts
+        if pool.prompts is None or assumed_for is not None:  # peers assume the cache of such a worker from its prompts
             return WorkerReservations(size, pool.chains, self.bit)
         return AnnouncedReservations(size, pool.chains, self.bit, self.description.worker_id, pool.prompts)
 
@@ -183,7 +183,7 @@ class WorkerTable:
 
     def booked_elsewhere(self, worker_id: WorkerId) -> int:
         """Return how many requests peer routers have reserved on a worker."""
-        return sum(replica[worker_id].requests for replica in self._peer_reservations if worker_id in replica)
+        return sum(peer[worker_id].requests for peer in self._peer_reservations if worker_id in peer)
 
     def has_room_on(self, worker_id: WorkerId) -> bool:
         """Return whether a worker is below its limit."""
@@ -268,8 +268,8 @@ class WorkerTable:
             return None
         elsewhere: Floats = np.zeros((BOOKED, len(self.workers)))
         for row, worker_id in enumerate(self.workers):
-            for replica in self._peer_reservations:
-                if (booked := replica.get(worker_id)) is not None:
+            for peer in self._peer_reservations:
+                if (booked := peer.get(worker_id)) is not None:
                     elsewhere[BACKLOG_TOKENS, row] += booked.prefill_tokens
                     elsewhere[ACTIVE_BLOCKS, row] += booked.blocks
                     elsewhere[REQUESTS, row] += booked.requests

@@ -44,7 +44,7 @@ class SsdWriter:
         deadline: Nanos,
         checksums: Sequence[int],
     ) -> list[bool]:
-        """See `kvstore.ports.BackingTier.put`."""
+        """Implement `kvstore.ports.BackingTier.put`."""
         names = [flat(key) for key in keys]
         call = _WriteCall()
         new = self._begin(names)

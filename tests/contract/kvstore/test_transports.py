@@ -251,7 +251,7 @@ def test_blocks_are_gathered_from_pieces_and_scattered_to_pieces(node, transport
     assert bytes(pieces_back[0]) + bytes(pieces_back[1]) == bytes(block)
 
 
-def test_checksums_that_nobody_has_taken_are_taken_on_the_way(node, transport):
+def test_missing_checksums_are_computed_in_transfer(node, transport):
     blocks = [a_block(1), [a_block(2)[:100], a_block(2)[100:]], a_block(3)]
     reservation_id, slots = node.reserve(a_chain(3))
     wrong = Slot(slots[1].offset, slots[1].generation + 1000)
@@ -274,7 +274,7 @@ def test_a_slot_of_another_generation_is_a_miss(node, transport):
     assert outcomes == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
 
 
-def test_a_slot_that_was_given_to_another_block_is_a_miss(node, transport):
+def test_slot_of_another_block_is_a_miss(node, transport):
     (slot,) = put_and_publish(node, transport, a_chain(1, "old"), [a_block(1)])
     others = a_chain(BLOCKS, "new")
     put_and_publish(node, transport, others, [a_block(seed) for seed in range(BLOCKS)])
@@ -325,7 +325,7 @@ def test_former_writer_cannot_touch_the_next_block(node, transport):
     assert transport.get(slots, empty_buffers(BLOCKS), deadline_in()) == [BlockOutcome.MOVED] * BLOCKS
 
 
-def test_an_unknown_namespace_is_refused_before_any_byte_moves(node):
+def test_unknown_namespace_is_rejected_before_any_byte_moves(node):
     with pytest.raises(NamespaceUnknown):
         node.open(b"?" * 16)
 
@@ -337,7 +337,7 @@ def test_no_bytes_move_after_the_deadline(node, transport):
     assert transport.get(slots, empty_buffers(2), deadline_in()) == [BlockOutcome.MOVED] * 2
 
 
-def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
+def test_cut_transport_is_a_miss_within_the_deadline(node, transport):
     blocks = [a_block(seed) for seed in range(3)]
     slots = put_and_publish(node, transport, a_chain(3), blocks)
     node.cut()
@@ -354,7 +354,7 @@ def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
         node.open()
 
 
-def test_threads_do_not_get_each_others_blocks(node, transport):
+def test_threads_get_only_their_own_blocks(node, transport):
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
 
@@ -370,7 +370,7 @@ def test_threads_do_not_get_each_others_blocks(node, transport):
         assert all(threads.map(read, [range(start, start + 10) for start in range(0, 40, 10)]))
 
 
-def test_two_clients_do_not_disturb_each_other(node, transport):
+def test_two_clients_work_independently(node, transport):
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
     other = node.open()
@@ -427,7 +427,7 @@ def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
     assert counts[BlockOutcome.GONE] + counts[BlockOutcome.CORRUPT] >= 20
 
 
-def test_a_closed_transport_only_misses(node, transport):
+def test_closed_transport_gives_misses(node, transport):
     if node.kind == "shared memory":
         return  # this transport keeps its mapping
     (slot,) = put_and_publish(node, transport, a_chain(1), [a_block(1)])

@@ -169,7 +169,7 @@ async def test_etcd_tls_checks_both_ends_and_tries_next_endpoint(tmp_path):
     ],
     ids=["file", "etcd"],
 )
-def test_settings_that_name_what_is_not_there_are_refused(settings, message):
+def test_settings_with_missing_targets_are_rejected(settings, message):
     if isinstance(settings, EtcdDiscovery):
         pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
 
@@ -177,7 +177,7 @@ def test_settings_that_name_what_is_not_there_are_refused(settings, message):
         open_directory(settings)
 
 
-def test_a_file_that_is_no_record_is_passed_over_and_said_once(tmp_path, caplog):
+def test_invalid_file_is_skipped_and_logged_once(tmp_path, caplog):
     (tmp_path / "torn.worker.json").write_text('{"worker_id": "a", ')
     (tmp_path / "huge.worker.json").write_bytes(b" " * (1 << 20))
     (tmp_path / "unrelated.json").write_text("{}")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 KEPT = (RequestRejected, GenerateRequest, RelayedRequest)
 
 
-def kept():
+def collectable_objects():
     """Return the objects made since the collector was stopped."""
     return [each for each in gc.get_objects(generation=0) if isinstance(each, KEPT)]
 
@@ -34,7 +34,7 @@ async def without_collector():
     gc.disable()
     try:
         yield
-        await until(lambda: not kept())
+        await until(lambda: not collectable_objects())
     finally:
         gc.enable()
 

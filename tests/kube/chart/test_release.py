@@ -346,13 +346,13 @@ async def test_charts_rights_let_workers_and_routers_meet(cluster, api, namespac
     async with directory("workers", service="decode", lease_seconds=10) as workers, directory("routers") as routers:
         await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")
         await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")  # renews
-        async with contextlib.aclosing(routers.sightings()) as sightings, asyncio.timeout(60):
-            listed = await anext(sightings)
+        async with contextlib.aclosing(routers.readings()) as readings, asyncio.timeout(60):
+            listed = await anext(readings)
             assert [each.record.worker_id for each in listed.all] == ["decode-0"]
             await workers.deregister(WorkerId("decode-0"), Incarnation("first"))
-            assert isinstance(await anext(sightings), RecordMissing)
+            assert isinstance(await anext(readings), RecordMissing)
             await workers.register(WorkerId("decode-0"), Incarnation("second"), "10.0.0.1:50060")
-            while not isinstance(await anext(sightings), RecordMissing):
+            while not isinstance(await anext(readings), RecordMissing):
                 pass  # nobody renews its Lease any more, so routers remove it
         used = {account: verbs_of(cluster, f"system:serviceaccount:{namespace}:fleet-{account}") for account in roles}
         with pytest.raises(RegistryUnreachable, match=r"403|orbidden"):

@@ -31,7 +31,7 @@ def main_of(role):
 
 
 def settings_of(role, tmp_path):
-    """Those that the sample says, as a worker takes them."""
+    """Return the settings of a role in the sample, as the worker reads them."""
     changes = parse_changes([each.removeprefix("--set=") for each in main_of(role)["args"]])
     file = tmp_path / "worker.json"
     file.write_text('{"worker_id": "w", "model": "m"}')
@@ -39,7 +39,7 @@ def settings_of(role, tmp_path):
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_a_sample_says_how_long_requests_may_be_and_all_its_workers_agree(path, tmp_path):
+def test_workers_of_a_sample_agree_on_the_longest_request(path, tmp_path):
     spec, workers = workers_of(path)
     (context,) = {settings_of(role, tmp_path).max_model_len for role in workers}
 
@@ -48,7 +48,7 @@ def test_a_sample_says_how_long_requests_may_be_and_all_its_workers_agree(path, 
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_weights_and_the_kv_of_the_longest_request_fit_what_a_sample_asks_for(path, tmp_path):
+def test_weights_and_longest_request_fit_the_gpus_of_a_sample(path, tmp_path):
     spec, workers = workers_of(path)
     model = model_by_repository(spec.model.uri).model
     for role in workers:

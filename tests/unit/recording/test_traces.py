@@ -8,7 +8,8 @@ import pytest
 
 from fleet.core.clock import SECOND
 from fleet.recording import trace_rows
-from fleet.recording.traces import RowSelection, TraceError, open_trace, read_trace
+from fleet.recording.trace_rows import RowSelection, TraceError
+from fleet.recording.traces import open_trace, read_trace
 from kvstore.eviction.trace_replay import distinct_blocks, ideal
 from tests.support.sim.traces import AGENTIC, agentic, conversation
 

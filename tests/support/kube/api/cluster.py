@@ -499,7 +499,7 @@ def _wanted(resource: ServedResource, item: Object) -> Object:
 
 
 def _held(resource: ServedResource, item: Object) -> bool:
-    """Whether a deleted object still has to wait before it may be removed."""
+    """Return whether a deleted object still has to wait before it may be removed."""
     if item["metadata"].get("finalizers"):
         return True
     if resource.place == NAMESPACES:

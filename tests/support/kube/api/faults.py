@@ -80,7 +80,7 @@ class Faults:
         return dict(self._ordered)
 
     def stands(self, fault: Fault) -> bool:
-        """Whether a held request still has to wait."""
+        """Return whether a held request still has to wait."""
         return any(each is fault for each in self._ordered.values())
 
     def strike(self, request: Request) -> Fault | None:

@@ -14,7 +14,7 @@ Execute = Callable[[list[str]], Awaitable[int]]
 
 
 async def succeeds(probe: Object, address: str, ports: Mapping[str, int], network: Network, execute: Execute) -> bool:
-    """Whether one probe succeeds within its timeout."""
+    """Return whether one probe succeeds within its timeout."""
     try:
         async with asyncio.timeout(probe.get("timeoutSeconds", 1)):
             match probe:

@@ -11,7 +11,7 @@ from fleet.app.agreement.production_world import keys_from_tokens, tokens_from_k
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import StoreId, WorkerId
 from fleet.core.roles import Role
-from fleet.recording.traces import TraceSession, TraceTurn
+from fleet.recording.agentic_traces import TraceSession, TraceTurn
 from fleet.sim.cluster.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
 from fleet.sim.cluster.node_store import StoreProfile
 from fleet.sim.cluster.store_tiers import TierProfile
@@ -172,7 +172,7 @@ def test_decision_log_has_costs_reservations_and_handoffs():
     lines = [line.partition(" ")[2] for line in simulated(PLANS["prefill and decode"], requests(40)).lines]
     pair = next(line for line in lines if " with prefill-" in line and "/6" in line)
     assert " prompt_long_uncached, compute " in pair
-    assert pair.count("=") == 4  # candidates of both kinds, with cost and hits
+    assert pair.count("=") == 4  # prefill and decode candidates, with cost and hits
     work = next(line for line in lines if line.startswith("send ") and ", of which " in line)
     assert " from prefill-" in work
     assert any(line.startswith("book decode-") and "1 requests" in line for line in lines)

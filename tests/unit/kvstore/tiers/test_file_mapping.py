@@ -12,7 +12,7 @@ from kvstore.errors import StoreNotStarted
 from kvstore.messages import Address, BlockKey
 from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers import file_mapping
-from kvstore.tiers.file_mapping import FileMapping, HugePages, Pages, take
+from kvstore.tiers.file_mapping import FileMapping, HugePages, Pages, allocate
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier, file_bytes
 from tests.support.kvstore.builders import a_block
 
@@ -51,7 +51,7 @@ def free_huge_pages() -> int:
 
 
 def test_all_pages_of_a_pool_are_allocated_at_once():
-    file, memory, _ = take(64 << 20, HugePages.NEVER)
+    file, memory, _ = allocate(64 << 20, HugePages.NEVER)
 
     assert os.fstat(file).st_blocks * 512 >= 64 << 20
     assert not memory.bytes.any()
@@ -61,7 +61,7 @@ def test_all_pages_of_a_pool_are_allocated_at_once():
 def test_pages_are_allocated_without_populate_support(monkeypatch):
     monkeypatch.setattr(file_mapping, "MADV_POPULATE_WRITE", 9999)
 
-    file, _, got = take(4 << 20, HugePages.NEVER)
+    file, _, got = allocate(4 << 20, HugePages.NEVER)
 
     assert os.fstat(file).st_blocks * 512 >= 4 << 20
     assert got is Pages.SMALL
@@ -69,7 +69,7 @@ def test_pages_are_allocated_without_populate_support(monkeypatch):
 
 
 def test_pool_file_cannot_be_shrunk():
-    file, _, _ = take(SIZE, HugePages.AUTO)
+    file, _, _ = allocate(SIZE, HugePages.AUTO)
 
     with pytest.raises(PermissionError):
         os.ftruncate(file, 0)
@@ -77,7 +77,7 @@ def test_pool_file_cannot_be_shrunk():
 
 
 def test_two_mappings_share_the_bytes():
-    file, memory, _ = take(SIZE, HugePages.AUTO)
+    file, memory, _ = allocate(SIZE, HugePages.AUTO)
 
     memory.bytes[PAGE_BYTES] = 7
 
@@ -89,14 +89,14 @@ def test_too_few_required_huge_pages_are_an_error(meminfo):
     meminfo("HugePages_Free: 1\nHugepagesize: 2048 kB\n")
 
     with pytest.raises(StoreNotStarted, match=r"^huge_pages: .*: 2 pages are needed, and 1 are free"):
-        take((2 << 20) + 1, HugePages.REQUIRE)
+        allocate((2 << 20) + 1, HugePages.REQUIRE)
 
 
 def test_required_huge_pages_without_support_are_an_error(meminfo):
     meminfo("")
 
     with pytest.raises(StoreNotStarted, match=r"^huge_pages: .*: the system has none"):
-        take(SIZE, HugePages.REQUIRE)
+        allocate(SIZE, HugePages.REQUIRE)
 
 
 def test_failed_huge_pages_fall_back_to_small_pages(meminfo):
@@ -104,7 +104,7 @@ def test_failed_huge_pages_fall_back_to_small_pages(meminfo):
     before = open_files()
     meminfo(re.sub(r"HugePages_Free: *\d+", "HugePages_Free: 1073741824", MEMINFO))
 
-    file, memory, got = take(SIZE, HugePages.AUTO)
+    file, memory, got = allocate(SIZE, HugePages.AUTO)
 
     assert got is not Pages.RESERVED or "HugePages_Total:       0" not in MEMINFO
     assert memory.bytes.nbytes >= SIZE
@@ -117,7 +117,7 @@ def test_pool_larger_than_free_memory_is_refused_at_once(meminfo):
     meminfo("MemAvailable: 8 kB\n")
 
     with pytest.raises(StoreNotStarted, match=r"^capacity_bytes: 12288 bytes are needed, and 8192 bytes"):
-        take(SIZE, HugePages.AUTO)
+        allocate(SIZE, HugePages.AUTO)
 
 
 @pytest.mark.parametrize("advice", [file_mapping.MADV_POPULATE_WRITE, 9999], ids=["populated", "written"])
@@ -127,7 +127,7 @@ def test_cancelled_allocation_leaves_no_file(monkeypatch, advice):
     monkeypatch.setattr(file_mapping, "CHUNK_BYTES", PAGE_BYTES)
 
     with pytest.raises(StoreNotStarted, match="cancelled while the memory was being allocated"):
-        take(1000 * PAGE_BYTES, HugePages.NEVER, CancelledAfterOneChunk())
+        allocate(1000 * PAGE_BYTES, HugePages.NEVER, CancelledAfterOneChunk())
 
     assert open_files() == before
 

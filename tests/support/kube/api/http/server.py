@@ -42,7 +42,7 @@ PATCHES = {
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What a path names; parts that it does not name are empty."""
+    """The parts that a path names; others are empty."""
 
     resource: ServedResource
     namespace: str

@@ -94,7 +94,7 @@ def rules_of(node: Object) -> list[Rule]:
 
 
 def has_rules(node: Json) -> bool:
-    """Whether a schema has any rule, anywhere."""
+    """Return whether a schema has any rule, anywhere."""
     if isinstance(node, dict):
         return "x-kubernetes-validations" in node or any(has_rules(each) for each in node.values())
     return isinstance(node, list) and any(has_rules(each) for each in node)

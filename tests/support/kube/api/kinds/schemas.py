@@ -74,7 +74,7 @@ class StructuralSchema:
 
     @property
     def named(self) -> bool:
-        """Whether fields have fixed names, as in a struct; a map's are chosen by the user."""
+        """Return whether fields have fixed names, as in a struct; a map's are chosen by the user."""
         return "properties" in self.node
 
     @property
@@ -89,7 +89,7 @@ class StructuralSchema:
 
     @property
     def atomic(self) -> bool:
-        """Whether server-side apply owns it as a whole."""
+        """Return whether server-side apply owns it as a whole."""
         if self.type == "array":
             return self.list_type == "atomic"
         return self.type == "object" and self.node.get("x-kubernetes-map-type") == "atomic"

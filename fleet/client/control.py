@@ -56,19 +56,32 @@ class ControlPort:
         return access.aio_channel(address)
 
     def _resolved(self) -> "tuple[ControlAccess, str]":
-        from fleet.local.known_control import known_control  # noqa: PLC0415 - likewise
         from fleet.net.control.access import OPEN_ACCESS, load_control_access  # noqa: PLC0415 - most clients only generate
-        from fleet.net.control.address import control_folder  # noqa: PLC0415 - likewise
 
         if self._control:
             return self._access or OPEN_ACCESS, self._control
-        known = known_control(self._address)
-        if known is None:
-            raise Unavailable(
-                f"{self._address}: the control address of the router is not known: no control socket was found for it in"
-                f" {control_folder()}{NOT_KNOWN}"
-            )
-        return self._access or load_control_access("control_credentials", known.credentials), known.address
+        address, credentials = self._found()
+        return self._access or load_control_access("control_credentials", credentials), address
+
+    def _found(self) -> tuple[str, Credentials]:
+        """Return the control address of this user's router on this machine, and the credentials for it.
+
+        Raises:
+            Unavailable: None is known.
+        """
+        from fleet.local.runs import run_at  # noqa: PLC0415 - likewise
+        from fleet.net.control.address import control_folder, find_control_socket  # noqa: PLC0415 - likewise
+
+        run = run_at(self._address)
+        addresses = None if run is None or run.killed else run.addresses()
+        if addresses is not None and addresses.control_listen:
+            return addresses.control_listen, addresses.control_credentials
+        if (found := find_control_socket(self._address)) is not None:
+            return found, Credentials()
+        raise Unavailable(
+            f"{self._address}: the control address of the router is not known: no control socket was found for it in"
+            f" {control_folder()}{NOT_KNOWN}"
+        )
 
 
 def control_error(error: grpc.RpcError) -> FleetError:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from fleet.backends.external.followed_cache import KvEventFollower
-from fleet.backends.external.health import ServerHealth
+from fleet.backends.external.health import ServerHealth, try_request
 from fleet.backends.external.http_client import OUT_OF_SOCKETS, ServerAddress, connection_failure_cause
 from fleet.backends.external.running_time import RunningTime
 from fleet.backends.external.silence import (
@@ -44,7 +44,6 @@ from fleet.backends.external.silence import (
     SilenceDetector,
     TakeOutOfRotation,
 )
-from fleet.backends.external.trial import try_request
 from fleet.backends.external.upstream import AnswerHeads, Upstream, UpstreamUsage
 from fleet.backends.external.write_batcher import WriteBatcher
 from fleet.backends.kv_events.health import KvEventAlert

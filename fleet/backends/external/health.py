@@ -1,6 +1,11 @@
-"""Health checks and tokenizer check of an external backend."""
+"""Health checks, trial requests and tokenizer check of an external backend.
+
+A trial request is the shortest completion; it shows whether the engine behind the server answers.
+"""
 
 import logging
+
+import msgspec
 
 from fleet.backends.external.http_client import (
     FIRST_SERVER_ERROR,
@@ -9,7 +14,9 @@ from fleet.backends.external.http_client import (
     ServerAddress,
     http_request,
 )
+from fleet.backends.external.silence import TrialOutcome
 from fleet.core.ids import ModelName
+from fleet.frontend.openai.relay_requests import CHAT, EMBEDDINGS
 from fleet.frontend.text.tokenizer_check import SAMPLE_TEXTS, TokenizerMatch, compare_tokens, tokenize_request_body
 from fleet.router.ports import TextCodec
 from fleet.router.settings.router import OpenAiWorkerSettings
@@ -18,6 +25,7 @@ log = logging.getLogger(__name__)
 
 NO_SUCH_PATH = frozenset({404, 405, 501})
 OK = 200
+TRIAL_TEXT = "Hi"
 
 
 class ServerHealth:
@@ -76,3 +84,21 @@ class ServerHealth:
 
     async def _ask(self, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:
         return await http_request(self._address, method, path, body, within_seconds=self._within_seconds)
+
+
+async def try_request(address: ServerAddress, path: str, model: str, within_seconds: float) -> TrialOutcome:
+    """Send a trial request of the kind that `path` serves, and return its outcome."""
+    try:
+        status, _ = await http_request(address, b"POST", path, _trial_body(path, model), within_seconds=within_seconds)
+    except BackendUnreachable:
+        return TrialOutcome.FAILED
+    if status == OK:
+        return TrialOutcome.ANSWERED
+    return TrialOutcome.FAILED if status >= FIRST_SERVER_ERROR else TrialOutcome.REFUSED
+
+
+def _trial_body(path: str, model: str) -> bytes:
+    if path == EMBEDDINGS:
+        return msgspec.json.encode({"model": model, "input": TRIAL_TEXT})
+    prompt = {"messages": [{"role": "user", "content": TRIAL_TEXT}]} if path == CHAT else {"prompt": TRIAL_TEXT}
+    return msgspec.json.encode({"model": model, **prompt, "max_tokens": 1})

@@ -192,7 +192,7 @@ async def test_blocks_of_another_size_raise_a_named_alert(server, model_dir, cap
 
             assert world.workers.knowledge() == {"approximate": 0, "events": 0, "blind": 1}
             assert world.workers.passed_over() == {"other_block_size": 1}
-            (told,) = [record for record in caplog.records if "of no use" in record.message]
+            (told,) = [record for record in caplog.records if "cannot be used" in record.message]
             assert (told.worker, told.alert, told.its_block_tokens) == ("w0", "other_block_size", 32)
 
             await publisher.publish(stored(list(range(16)), [2]))

@@ -58,6 +58,7 @@ check: $(KUBE)
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check --quiet $(CODE)
 	@$(BIN)/mypy
+	@$(BIN)/python -m tests.support.source_rules
 	@$(BIN)/lint-imports --no-cache
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
 	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --mypy_out="quiet:$$fresh" --mypy_grpc_out="quiet:$$fresh" $(PROTOS); \
@@ -67,6 +68,7 @@ check: $(KUBE)
 
 chart: $(DEV)
 	@$(BIN)/python -m operators.chart.generate deploy/helm/fleet
+	@$(BIN)/python -m fleet.app.settings_reference docs/settings.md
 
 proto: $(DEV)
 	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)

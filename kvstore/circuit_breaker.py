@@ -1,4 +1,4 @@
-"""Circuit breaker: says when to retry a failed operation, so that a dead node costs its callers next to nothing. Pure."""
+"""Circuit breaker: says when to retry a failed operation, so that a dead node costs its callers next to nothing."""
 
 from kvstore.clock import SECOND, Nanos
 

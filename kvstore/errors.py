@@ -4,7 +4,7 @@ from kvstore.namespace import KvNamespace
 
 
 def reason(error: Exception) -> str:
-    """Return the cause of an error for a person: of a system error the text without its number and path."""
+    """Return the cause of an error in words for a person; for a system error without its number and path."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

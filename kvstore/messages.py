@@ -107,9 +107,7 @@ class Match(Struct, frozen=True, kw_only=True):
     names: tuple[BlockHash, ...] = ()
     slots: Slots = Slots()
     loading: int = 0  # blocks right after these that are being promoted; match again to see them
-    promoted: dict[
-        str, int
-    ] = {}  # blocks of this match that were promoted, by tier, and that no client was told of before
+    promoted: dict[str, int] = {}  # blocks of this match, by tier, that were promoted and not reported before
 
     def __len__(self) -> int:
         return len(self.slots)

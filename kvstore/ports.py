@@ -69,11 +69,7 @@ class BackingTier(Protocol):
         """
 
     def put(
-        self,
-        keys: Sequence[BlockKey],
-        blocks: Sequence[ByteArray],
-        deadline: Nanos,
-        checksums: Sequence[int],
+        self, keys: Sequence[BlockKey], blocks: Sequence[ByteArray], deadline: Nanos, checksums: Sequence[int]
     ) -> list[bool]:
         """Write contiguous blocks; return which of them the tier has now, including those that it had before.
 

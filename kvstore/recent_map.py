@@ -1,4 +1,4 @@
-"""Recent map: a map of bounded size that forgets the key that was noted the longest ago. Pure."""
+"""Recent map: a map of bounded size that forgets the key that was noted the longest ago."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from loadtests.unavailable import SystemUnavailable
-
 INSTALL_SECONDS = 900
+
+
+class SystemUnavailable(Exception):
+    """A contestant cannot take part; the message gives the reason and a remedy."""
 
 
 class SystemDistribution(Struct, frozen=True, kw_only=True):
@@ -27,7 +29,7 @@ def python_of(distribution: SystemDistribution, cache: Path) -> Path:
     """Return the interpreter of a system's environment, which is made if it is missing; this takes minutes.
 
     Raises:
-        Absent: It cannot be made; the message says what failed.
+        SystemUnavailable: It cannot be made; the message says what failed.
     """
     folder = cache / f"{distribution.name.lower()}-{distribution.version}"
     python = folder / "bin" / "python"
@@ -43,15 +45,15 @@ def python_of(distribution: SystemDistribution, cache: Path) -> Path:
     return python
 
 
-def _install(python: Path, ways: Sequence[Sequence[str]], distribution: SystemDistribution) -> None:
+def _install(python: Path, alternatives: Sequence[Sequence[str]], distribution: SystemDistribution) -> None:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    for way in ways[:-1]:
+    for arguments in alternatives[:-1]:
         try:
-            _run([*pip, *way], distribution)
+            _run([*pip, *arguments], distribution)
         except SystemUnavailable:
             continue
         return
-    _run([*pip, *ways[-1]], distribution)
+    _run([*pip, *alternatives[-1]], distribution)
 
 
 def _run(command: Sequence[str], distribution: SystemDistribution) -> None:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.clock import Nanos
-from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
+from fleet.core.ids import ModelName, RequestId, StoreId
 from fleet.core.requests import TokenBytes
 from fleet.core.roles import KvPath
 from fleet.core.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
@@ -221,38 +221,5 @@ class Evacuator(Protocol):
         ...
 
 
-class Registry(Protocol):
-    """The registry at which a worker registers."""
-
-    async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
-        """Take or renew a membership; return how long it lasts.
-
-        Raises:
-            RegistryUnreachable: Try again; serving goes on meanwhile. `RegistrationRefused` is a subclass.
-            NameHeld: Another live process has this worker's id. Try again for a while if this process never had the
-                id.
-            WorkerSuperseded: Do not try again.
-        """
-        ...
-
-    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None: ...
-
-
-class RegistryUnreachable(Exception):
-    """The registry did not answer in time."""
-
-
-class RegistrationRefused(RegistryUnreachable):
-    """The registry refuses this worker because of its proof; the message says which setting to change."""
-
-
-class NameHeld(Exception):
-    """Another process holds this worker's id, and its lease has not ended; the message names the process."""
-
-
 class WorkerReplaced(Exception):
     """The worker process has to end, because another process has its id; its supervisor decides what happens next."""
-
-
-class WorkerSuperseded(Exception):
-    """A newer process has this worker's id; the message says what the reason may be."""

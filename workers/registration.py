@@ -26,7 +26,7 @@ from msgspec import Struct
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.core.repeats import LogDeduplicator
-from workers.ports import NameHeld, RegistrationRefused, Registry, RegistryUnreachable, WorkerSuperseded
+from fleet.membership.ports import NameHeld, RegistrationRefused, Registry, RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ def beside(lock: Iterable[str], installed: Iterable[str]) -> Iterator[str]:
 
 
 def _plain(name: str) -> str:
-    """A name as the Python packaging specifications compare it."""
+    """Return a name in the form in which the Python packaging specifications compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

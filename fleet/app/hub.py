@@ -1,12 +1,13 @@
-"""Models that are named by a repository: the folder of each, fetched from the Hugging Face Hub if it is not there.
+"""Model download: returns the folder of a model, and downloads it from the Hugging Face Hub if necessary.
 
 Rules:
 
-1. What is a folder is used as it is, and the network is not touched.
-2. Nothing serves before its model is whole. Meanwhile the log says how far it is, and a process that is asked to end does.
-3. What only people can mend is refused at once: it names the field, and what to do. What may be otherwise in a moment is tried again,
-   until nothing has come for `HubSettings.patience_seconds`.
-4. The token goes to the process that fetches through a pipe. It is in no log, no list of processes and no environment.
+1. A folder is used as it is, without network access.
+2. No process serves before its model is complete. Meanwhile the log shows the progress, and a stop signal ends the
+   process.
+3. An error that only people can correct is refused at once, with the field and what to do. Other errors are retried
+   until nothing has arrived for `HubSettings.patience_seconds`.
+4. The token goes to the download process through a pipe, so it is in no log, process list or environment.
 """
 
 import asyncio
@@ -26,10 +27,11 @@ from fleet.app.hub_download import (
     DownloadRequest,
     Event,
 )
-from fleet.config import SIMULATED, Topology, child_environment, default_cache_dir
+from fleet.config import child_environment, default_cache_dir
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.hub import HubSettings, Repository, parse_repository
+from fleet.local.settings import SIMULATED, Topology
 from fleet.router.settings.router import RouterSettings
 from workers.settings import WorkerSettings
 
@@ -41,28 +43,28 @@ MOST_TOKEN_BYTES = 4096
 
 
 class ModelFolder(Struct, frozen=True):
-    """Where a model is."""
+    """The folder of a model."""
 
     folder: str
     named: str
-    """As it was named, with the commit where it is a repository: the same on every host, wherever the folder is."""
+    """Its name, with the commit if it is a repository; equal on every host, wherever the folder is."""
 
 
 async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFolder:
-    """That of a worker; the simulated engine needs no weights.
+    """Return the model of a worker; the simulated engine needs no weights.
 
     Raises:
-        ConfigurationRefused: It cannot be fetched.
+        ConfigurationRefused: It cannot be downloaded.
     """
     weights = settings.engine != SIMULATED
     return await fetch_model(settings.model_dir, settings.hub, clock, field="model_dir", weights=weights)
 
 
 async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterSettings:
-    """A router's settings with a folder for every model and tokenizer that they name by a repository.
+    """Return router settings with a folder in place of every repository.
 
     Raises:
-        ConfigurationRefused: One cannot be fetched.
+        ConfigurationRefused: A model cannot be downloaded.
     """
     hub = settings.hub
     models = {
@@ -82,10 +84,10 @@ async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterS
 
 
 async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clock) -> Topology:
-    """A cluster's settings with a folder in place of a repository, whose name it then serves.
+    """Return a topology with a folder in place of a repository, served under the repository's name.
 
     Raises:
-        ConfigurationRefused: It cannot be fetched.
+        ConfigurationRefused: The model cannot be downloaded.
     """
     cluster = topology.cluster
     if (repository := parse_repository(cluster.model)) is None or _is_folder(relative_to / cluster.model):
@@ -97,17 +99,17 @@ async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clo
 
 
 async def fetch_model(named: str, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> ModelFolder:
-    """The folder of a model, which is fetched if it is named by a repository.
+    """Return the folder of a model; a repository is downloaded.
 
     Args:
         named: A folder or a repository.
-        hub: Where to fetch it from, and where to keep it.
-        clock: Of the deadline.
-        field: That has the name, for messages.
-        weights: Whether an engine is to run it; otherwise its tokenizer is enough.
+        hub: Source and cache of downloads.
+        clock: Clock for the time limit.
+        field: Setting that names the model, for messages.
+        weights: True if an engine runs the model; else its tokenizer is enough.
 
     Raises:
-        ConfigurationRefused: It cannot be fetched; says why, and what to do.
+        ConfigurationRefused: It cannot be downloaded; the message says why, and what to do.
     """
     repository = parse_repository(named)
     if repository is None or _is_folder(named):
@@ -121,7 +123,7 @@ def _is_folder(named: str | Path) -> bool:
 
 
 class _ModelDownload:
-    """One model on its way."""
+    """One download."""
 
     def __init__(self, repository: Repository, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> None:
         self._repository = repository
@@ -130,7 +132,7 @@ class _ModelDownload:
         self._field = field
         self._weights = weights
         self._cache = Path(hub.cache).expanduser() if hub.cache else default_cache_dir() / "hub"
-        self._there = 0  # bytes, at the last look
+        self._there = 0  # bytes at the last report
         self._heard = self._logged = clock.now()
 
     async def run(self) -> DownloadComplete:
@@ -167,7 +169,7 @@ class _ModelDownload:
         )
 
     async def _once(self, limit: asyncio.Timeout) -> DownloadComplete | DownloadFailed:
-        """One process that fetches, to its end; each byte that comes moves the limit."""
+        """Run one download process to its end; each byte that arrives extends the time limit."""
         request = DownloadRequest(
             repository=self._repository,
             endpoint=self._hub.endpoint.rstrip("/"),
@@ -181,12 +183,12 @@ class _ModelDownload:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment() | self._environment(),
-            start_new_session=True,  # a Ctrl-C is for whoever started this
+            start_new_session=True,  # Ctrl-C is for the parent
         )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with suppress(ConnectionError):  # it has ended: its status says so
+            with suppress(ConnectionError):  # it has ended, and its status says why
                 process.stdin.write(msgspec.json.encode(request) + b"\n")
                 await process.stdin.drain()
             while line := await process.stdout.readline():
@@ -208,33 +210,33 @@ class _ModelDownload:
         now = self._clock.now()
         if progress.there > self._there:
             self._heard = now
-        self._there = progress.there  # less than before, where what was unfinished begins anew
+        self._there = progress.there  # less than before if an unfinished file starts again
         if now - self._logged >= LOG_SECONDS * SECOND:
             self._logged = now
             told = {"repository": self._repository.name, "bytes": progress.there, "of": progress.whole}
             log.info("the model is being fetched", extra=told)
 
     def _left(self) -> float:
-        """Seconds until it is given up, if nothing comes."""
+        """Return the seconds until the download is given up if nothing arrives."""
         until = Nanos(self._heard + int(self._hub.patience_seconds * SECOND))
         return (until - self._clock.now()) / SECOND
 
     def _environment(self) -> dict[str, str]:
-        """What the client would otherwise find for itself."""
+        """Return variables that override what the client would find itself."""
         return {
-            "HF_HUB_OFFLINE": "0",  # engines are told otherwise, once their models are folders
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the log has it
+            "HF_HUB_OFFLINE": "0",  # engines get "1" once their models are folders
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the log shows the progress
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-            "HF_HUB_DISABLE_SHARED_BLOBS": "1",  # the cache stands alone, and can be moved
+            "HF_HUB_DISABLE_SHARED_BLOBS": "1",  # the cache contains all its files, so it can be moved
             "HF_XET_CACHE": str(self._cache.absolute() / ".xet"),
         }
 
     def _token(self) -> str:
-        """The token, which is a secret.
+        """Return the access token, which is a secret.
 
         Raises:
-            ConfigurationRefused: Its file cannot be read, or has none.
+            ConfigurationRefused: Its file cannot be read or is empty.
         """
         if not self._hub.token_file:
             return ""

@@ -1,15 +1,16 @@
-"""The process that fetches one model from the Hugging Face Hub with its official client, and tells how far it is.
+"""Download process: downloads one model from the Hugging Face Hub with the official client, and reports its progress.
 
-It is one of its own so that it can be ended at any moment, be it by a deadline or because the server is asked to stop, and so that
-what the client reads from the environment is ours to say. What it is told comes in one line, the token as well, which is then in no list
-of processes; what it tells goes out line by line.
+It is a process of its own, so that it can be ended at any moment, and so that Fleet controls the environment that the
+client reads. It gets its task, including the token, as one line of input, so the token is in no process list. It
+reports line by line.
 
 Rules:
 
-1. Files of one commit are fetched, never of two: the revision is looked up once.
-2. A file appears in the snapshot when it is whole. Processes that share the cache wait for each other file by file (the client's locks).
-3. What a killed process left unfinished is removed by the next, if nobody holds that file's lock.
-4. If the hub cannot be reached, a snapshot that is whole does, and of a pinned revision it is not even asked.
+1. All files come from one commit, because the revision is resolved once.
+2. A file appears in the snapshot when it is complete. Processes that share the cache wait for each other per file (the
+   client's locks).
+3. Unfinished files of a killed process are removed by the next one, if nobody holds their lock.
+4. If the hub cannot be reached, a complete snapshot is used. For a pinned revision the hub is not even asked.
 """
 
 import errno
@@ -29,58 +30,58 @@ from msgspec import Struct
 
 from fleet.core.hub import Repository
 
-SPARE_BYTES = 16 << 20  # beside the files: links, locks, lists of files
+SPARE_BYTES = 16 << 20  # for links, locks and file lists beside the files
 TELL_SECONDS = 1.0
 ASK_SECONDS = 20.0  # for the list of a repository's files
-DOWNLOAD_THREADS = 8  # files at a time, as the client has it
+DOWNLOAD_THREADS = 8  # files at a time, the client's default
 
 TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 OF_TOKENIZERS = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
 OF_MODELS = ("config.json", "generation_config.json")
 WEIGHTS = ".safetensors"
 MISTRAL_WEIGHTS = "consolidated"
-"""Such weights stand beside the same ones in the common form."""
+"""Files of such weights repeat those of the common form."""
 
 
 class DownloadRequest(Struct, frozen=True, kw_only=True):
-    """What to fetch."""
+    """The task of a download process."""
 
     repository: Repository
     endpoint: str
     cache: str
     weights: bool
-    """Whether an engine is to run it; otherwise tokenizer, templates and configuration are enough."""
+    """True if an engine runs the model; else tokenizer, templates and configuration are enough."""
 
     token: str = ""
 
 
 class DownloadFailure(StrEnum):
-    """Why it is not there, by what can be done about it."""
+    """Reason of a failed download, by what can be done."""
 
-    REPOSITORY = "repository"  # there is none of that name, or it is not for everybody
+    REPOSITORY = "repository"  # no such repository, or a private one
     REVISION = "revision"
-    GATED = "gated"  # somebody has to be let in by its owners
+    GATED = "gated"  # the owners must grant access
     TOKEN = "token"  # noqa: S105 - the token is refused
-    INCOMPLETE = "incomplete"  # it has not what a model needs
+    INCOMPLETE = "incomplete"  # a file that a model needs is missing
     SPACE = "space"
     CACHE = "cache"  # cannot be written
-    UNREACHABLE = "unreachable"  # may be otherwise in a moment
+    UNREACHABLE = "unreachable"  # may work later
 
 
 class DownloadProgress(Struct, frozen=True, tag="progress"):
-    """Bytes that the cache has of the repository, and that the snapshot will have."""
+    """Bytes of the repository in the cache, and bytes of the complete snapshot."""
 
     there: int
     whole: int
 
 
 class DownloadComplete(Struct, frozen=True, tag="fetched"):
-    """The snapshot is whole."""
+    """The snapshot is complete."""
 
     folder: str
     commit: str
     asked: str = ""
-    """Why the hub was not asked whether there is a newer one; empty: it was, or need not be."""
+    """Why the hub was not asked for a newer commit; empty: it was, or need not be."""
 
 
 class DownloadFailed(Struct, frozen=True, tag="failed"):
@@ -97,11 +98,11 @@ class _Incomplete(Exception):
 
 
 class _NoSpace(Exception):
-    """The files would not fit."""
+    """The disk has too little space for the files."""
 
 
 def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
-    """Which of a repository's files are fetched: at its top, and no weights in other forms than safetensors."""
+    """Return the files to download: those at the top, with weights only as safetensors."""
     top = sorted(name for name in files if "/" not in name)
     texts = [name for name in top if name.endswith(TEXTS)]
     if not weights:
@@ -112,7 +113,7 @@ def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
 
 
 def lacking(names: Sequence[str], *, weights: bool) -> str:
-    """What a model needs and these files have not; empty: nothing."""
+    """Return what a model needs and these files lack; empty: nothing."""
     if "config.json" not in names:
         return "config.json"
     if weights and not any(name.endswith(WEIGHTS) for name in names):
@@ -123,7 +124,7 @@ def lacking(names: Sequence[str], *, weights: bool) -> str:
 
 
 def main() -> None:
-    """Read a `DownloadRequest`, fetch, write `Event`s."""
+    """Read a `DownloadRequest`, download, and write events."""
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=DownloadRequest)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     lock = threading.Lock()
@@ -135,7 +136,7 @@ def main() -> None:
 
     try:
         ended: Event = fetch(request, tell)
-    except Exception as error:  # noqa: BLE001 - the client raises nearly everything; whoever asked says what became of it
+    except Exception as error:  # noqa: BLE001 - the client raises nearly everything; the parent reports it
         ended = failed(error)
     tell(ended)
     sys.stdout.buffer.flush()
@@ -150,7 +151,7 @@ def fetch(request: DownloadRequest, tell: ReportEvent) -> DownloadComplete:
     """
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - only this process needs it
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # links to what it fetches may open it
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its messages may contain links with credentials
     repository, token = request.repository, request.token or False
     if repository.is_pinned and (there := _whole(request)) is not None:
         return there
@@ -192,7 +193,7 @@ def fetch(request: DownloadRequest, tell: ReportEvent) -> DownloadComplete:
 
 
 def failed(error: Exception) -> DownloadFailed:
-    """What an exception of the client's means."""
+    """Classify an exception of the client."""
     from huggingface_hub import errors  # noqa: PLC0415 - only this process needs it
 
     cause = _one_line(error)
@@ -217,12 +218,12 @@ def failed(error: Exception) -> DownloadFailed:
             return DownloadFailed(DownloadFailure.SPACE, error.strerror or cause)
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR | errno.ENAMETOOLONG):
             return DownloadFailed(DownloadFailure.CACHE, f"{error.filename}: {error.strerror}")
-        case _:  # nobody listens there, nothing comes, what came is cut short
+        case _:  # unreachable, silent, or a truncated answer
             return DownloadFailed(DownloadFailure.UNREACHABLE, f"{type(error).__name__}: {cause}")
 
 
 def _whole(request: DownloadRequest) -> DownloadComplete | None:
-    """What the cache has of that revision, if it is whole; the network is not asked."""
+    """Return the cached snapshot of the revision if it is complete, without network access."""
     from huggingface_hub import get_cached_repo_tree  # noqa: PLC0415 - only this process needs it
     from huggingface_hub.errors import CachedRepoTreeNotFoundError  # noqa: PLC0415
 
@@ -244,12 +245,12 @@ def _whole(request: DownloadRequest) -> DownloadComplete | None:
 
 
 def _storage(request: DownloadRequest) -> Path:
-    """Folder of the repository in the cache."""
+    """Return the folder of the repository in the cache."""
     return Path(request.cache) / f"models--{request.repository.name.replace('/', '--')}"
 
 
 def _remove_unfinished(request: DownloadRequest) -> None:
-    """The client gives each process's unfinished files names of their own, and none ever looks at those of another."""
+    """Remove unfinished files of killed processes, which the client never reuses."""
     from filelock import FileLock, Timeout  # noqa: PLC0415 - comes with the client
 
     storage = _storage(request)
@@ -279,10 +280,10 @@ def _check_space(storage: Path, files: Iterable[Any]) -> None:
 
 
 def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threading.Event) -> None:
-    """Until the snapshot is there; what another process fetches counts as well."""
+    """Report progress until the snapshot is complete; downloads of other processes count too."""
     while not ended.wait(TELL_SECONDS):
         there = 0
-        with suppress(OSError):  # the first file has not come
+        with suppress(OSError):  # before the first file
             there = sum(_size(file) for file in (storage / "blobs").iterdir())
         tell(DownloadProgress(there, whole))
 
@@ -290,12 +291,12 @@ def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threadin
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # it has just got its name
+    except OSError:  # it was just renamed
         return 0
 
 
 def _literal(name: str) -> str:
-    """A file's name as a pattern that nothing else fits."""
+    """Escape a file name as a pattern that matches only this name."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
@@ -304,7 +305,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _end_with_parent() -> None:
-    """Nobody would hear any more what this tells, and its standard input is at an end then."""
+    """End this process with its parent, which closes the standard input."""
     sys.stdin.buffer.read()
     os._exit(1)
 

@@ -1,6 +1,6 @@
 """Process of a KV store node."""
 
-from fleet.app.process import Announce, Service, stop_signal
+from fleet.app.process import Announce, ServiceDefinition, stop_signal
 from fleet.core.errors import ConfigurationRefused
 from kvstore.errors import StoreNotStarted
 from kvstore.service.server import open_node
@@ -22,4 +22,4 @@ async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
         raise ConfigurationRefused(str(error)) from error
 
 
-SERVICE = Service(StoreSettings, run_kvstore)
+SERVICE = ServiceDefinition(StoreSettings, run_kvstore)

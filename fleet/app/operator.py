@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from fleet.app.process import Announce, Service, stop_signal
+from fleet.app.process import Announce, ServiceDefinition, stop_signal
 from fleet.core.errors import missing_package
 from fleet.core.system_clock import SystemClock, utc_now
 from operators.settings import OperatorSettings
@@ -27,4 +27,4 @@ async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
         await serve_operator(settings, routers, clients, SystemClock(), utc_now, CollectorRegistry(), announce, stop)
 
 
-SERVICE = Service(OperatorSettings, run_operator)
+SERVICE = ServiceDefinition(OperatorSettings, run_operator)

@@ -12,7 +12,7 @@ Announce = Callable[[Mapping[str, str]], None]
 """Called once with the endpoints, by protocol, when everything is ready."""
 
 
-class Service(Struct, frozen=True):
+class ServiceDefinition(Struct, frozen=True):
     """One kind of process, found by the entry points `fleet.services`."""
 
     settings: type[Struct]

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from fleet.app.freed_memory import map_large_allocations, trim_heaps
 from fleet.app.hub import fetch_router_models
-from fleet.app.process import Announce, Service, cancelled_by_signals, stop_signal
+from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.backends.combined import CombinedBackends
 from fleet.backends.external.workers import ExternalBackends
 from fleet.backends.workers.streams import WorkerStreams
@@ -27,7 +27,7 @@ from fleet.core.system_clock import SystemClock, utc_now
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
-from fleet.frontend.grpc.service import GrpcFrontend, open_grpc_frontend
+from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
 from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
@@ -263,9 +263,9 @@ def _predictions(settings: RouterSettings) -> "PredictionMetrics | None":
     """
     if not settings.profiles:
         return None
-    from fleet.frontend.metrics.predictions import open_prediction_metrics  # noqa: PLC0415 - few routers predict
+    from fleet.frontend.metrics.predictions import PredictionMetrics, profile_lookup  # noqa: PLC0415 - few routers predict
 
-    return open_prediction_metrics(settings.profiles)
+    return PredictionMetrics(profile_lookup(settings.profiles))
 
 
 def _machine(
@@ -481,9 +481,9 @@ class _Frontends(Struct, frozen=True, kw_only=True):
 
     def drain(self, tasks: asyncio.TaskGroup, within: Nanos) -> None:
         """Take no more requests, and wait in tasks for the running answers, for a limited time."""
-        self.grpc.door.drain()
+        self.grpc.drain()
         if self.kserve is not None:
-            self.kserve.door.drain()
+            self.kserve.drain()
         if self.picker is not None:
             tasks.create_task(self.picker.drain(within))
         tasks.create_task(self.http.drain(within / SECOND))
@@ -511,7 +511,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             connection_seconds=settings.connection_seconds,
             health_listen=settings.health_listen,
         ) as http,
-        open_grpc_frontend(
+        GrpcFrontend.open(
             settings.grpc_listen,
             core.generation,
             shared.clock,
@@ -524,7 +524,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             settings.control_listen,
             shared.control_access,
             core.server,
-            grpc.door.ready,
+            grpc.ready,
             grpc_address=grpc.address,
             services={REGISTRY_SERVICE: registry.add, SELECTION_SERVICE: core.selection.add},
             store=settings.store,
@@ -548,9 +548,9 @@ async def _kserve(settings: RouterSettings, parts: _Parts) -> AsyncIterator["Kse
     if not settings.kserve_listen:
         yield None
         return
-    from fleet.frontend.kserve.service import open_kserve_frontend  # noqa: PLC0415 - most routers have none
+    from fleet.frontend.kserve.service import KserveFrontend  # noqa: PLC0415 - most routers have none
 
-    async with open_kserve_frontend(
+    async with KserveFrontend.open(
         settings.kserve_listen,
         parts.core.generation,
         parts.shared.clock,
@@ -608,4 +608,4 @@ async def _picker_leadership(
         yield candidate
 
 
-SERVICE = Service(RouterSettings, run_router)
+SERVICE = ServiceDefinition(RouterSettings, run_router)

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvloop
 
-from fleet.app.process import Announce, Service
+from fleet.app.process import Announce, ServiceDefinition
 from fleet.config import load
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.telemetry import configure_logging
@@ -44,10 +44,10 @@ def serve(name: str, config: Path, announce: Announce, changes: Mapping[str, Any
         raise _expected_error(group) from group
 
 
-def _service(name: str) -> Service:
+def _service(name: str) -> ServiceDefinition:
     found = {entry.name: entry for entry in entry_points(group="fleet.services")}
     own = {each: EntryPoint(each, f"fleet.app.{each}:SERVICE", "fleet.services") for each in OWN_SERVICES}
-    service: Service = (own | found)[name].load()
+    service: ServiceDefinition = (own | found)[name].load()
     return service
 
 

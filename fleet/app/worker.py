@@ -12,13 +12,14 @@ import uvloop
 from msgspec import structs
 
 from fleet.app.hub import fetch_worker_model
-from fleet.app.process import Announce, Service, cancelled_by_signals, stop_signal
+from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation
 from fleet.core.system_clock import SystemClock
 from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests
 from fleet.membership.discovery.open import open_directory
+from fleet.membership.ports import Registry
 from fleet.membership.registry import GrpcRegistries
 from fleet.net.control.access import ControlAccess, load_control_access
 from fleet.net.streams.identity import worker_identity
@@ -27,7 +28,7 @@ from workers.connections.control_port import serve_control, serve_rank
 from workers.connections.ranks import GroupLeader, joined_group, leading_group
 from workers.connections.router_streams import serve_routers
 from workers.machine import GRACE
-from workers.ports import BlockSaver, Engine, EngineFacts, EngineHung, Registry, WorkerReplaced
+from workers.ports import BlockSaver, Engine, EngineFacts, EngineHung, WorkerReplaced
 from workers.rank_rendezvous import common_settings_digest
 from workers.registration import RegistryEntry, WorkerMembership
 from workers.server import END_SECONDS, WorkerServer
@@ -244,4 +245,4 @@ def _engine(name: str) -> EntryPoint:
     return next(iter(found))
 
 
-SERVICE = Service(WorkerSettings, run_worker)
+SERVICE = ServiceDefinition(WorkerSettings, run_worker)

@@ -1,7 +1,7 @@
-"""`fleet doctor`: which optional parts are usable on this machine, why not, and what to do.
+"""`fleet doctor`: shows which optional parts are usable on this machine, why others are not, and what to do.
 
-Rules: a probe never raises and never loads a heavy module into this process; where only a real import proves anything, it
-happens in a process of its own under a deadline. Everything is looked at side by side.
+A probe never raises, and never loads a heavy module into this process: if only a real import proves anything, it runs
+in a process of its own with a deadline. All probes run side by side.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from fleet.config import Topology, child_environment
+from fleet.config import child_environment
+from fleet.local.settings import Topology
 
 PROBE_SECONDS = 60.0  # an import of vLLM takes about ten on two busy cores
 CONNECT_SECONDS = 0.5
@@ -29,16 +30,16 @@ UNUSED = "this version of Fleet makes no use of it"
 
 
 class DoctorFinding(Struct, frozen=True, kw_only=True):
-    """What is known of one part."""
+    """The finding for one part."""
 
     name: str
     usable: bool
     detail: str
-    fix: str = ""  # what to do; empty where nothing is to be done
+    fix: str = ""  # what to do; empty: nothing
 
 
 class DoctorVerdict(Struct, frozen=True):
-    """Of one probe, before it has a name."""
+    """The result of a probe, without the part's name."""
 
     usable: bool
     detail: str
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(probes: Sequence[tuple[str, Probe]]) -> Iterator[DoctorFinding]:
-    """All findings, in the order of the probes, each as soon as it is known: some take many seconds."""
+    """Yield all findings in the order of the probes, each as soon as it is known; some take many seconds."""
     with ThreadPoolExecutor(max_workers=len(probes), thread_name_prefix="probe") as threads:
         yield from threads.map(lambda named: _examine(*named), probes)
 
@@ -73,7 +74,7 @@ def examine(probes: Sequence[tuple[str, Probe]]) -> Iterator[DoctorFinding]:
 def _examine(name: str, probe: Probe) -> DoctorFinding:
     try:
         verdict = probe()
-    except Exception as error:  # noqa: BLE001 - supervisor: a doctor that falls ill says so and sees the next patient
+    except Exception as error:  # noqa: BLE001 - supervisor: a failed probe is reported, and the others go on
         verdict = DoctorVerdict(
             False, f"cannot be examined: {type(error).__name__}: {error}", "please report this as a bug"
         )
@@ -164,7 +165,7 @@ def _gds() -> DoctorVerdict:
 
 
 def _service(module: str, extra: str, port: int) -> Probe:
-    """A client library with a server on this host."""
+    """Return a probe for a client library and its server on this host."""
 
     def probe() -> DoctorVerdict:
         client = importlib.util.find_spec(module) is not None
@@ -178,7 +179,7 @@ def _service(module: str, extra: str, port: int) -> Probe:
 
 
 def _library(module: str, distribution: str, fix: str, use: str = UNUSED) -> Probe:
-    """A library that needs nothing besides itself."""
+    """Return a probe for a library that needs nothing else."""
 
     def probe() -> DoctorVerdict:
         if importlib.util.find_spec(module) is None:
@@ -203,7 +204,7 @@ def _kubernetes() -> DoctorVerdict:
 
 def _shared_memory() -> DoctorVerdict:
     os.close(os.memfd_create("fleet-doctor"))
-    room = shutil.disk_usage("/dev/shm")  # noqa: S108 - the tmpfs itself is looked at
+    room = shutil.disk_usage("/dev/shm")  # noqa: S108 - the tmpfs itself is examined
     detail = f"memfd works, {room.free / GIB:.1f} GiB free in /dev/shm"
     if room.free < GIB // 4:
         return DoctorVerdict(False, detail, "give the container more shared memory (docker run --shm-size=2g)")
@@ -277,7 +278,7 @@ PROBES: Sequence[tuple[str, Probe]] = (
 
 
 def _try_python(code: str) -> DoctorVerdict:
-    """Run code in an interpreter of its own; the detail is its output, or the last line of its complaint."""
+    """Run code in a new interpreter; the detail is its output, or the last line of its error."""
     return _output(sys.executable, "-c", code)
 
 

@@ -1,4 +1,4 @@
-"""`fleet explain`: why a request went where it went."""
+"""`fleet explain`: shows why a request was placed as it was."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ from fleet.client import CandidateCost, FleetError, PlacementExplained
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "request", metavar="REQUEST", help="id of a request that was placed lately: x-request-id, --json"
+        "request", metavar="REQUEST", help="id of a recent request, from the header x-request-id or from --json"
     )
     add_control(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -49,7 +49,7 @@ def _lines(placed: PlacementExplained) -> Iterator[str]:
 
 
 def _table(title: str, candidates: Sequence[CandidateCost], chosen: str) -> Iterator[str]:
-    """One line a candidate, the cheapest first: its cost, and the parts that add up to it."""
+    """Return one line per candidate, the cheapest first: its cost and the parts of the cost."""
     parts: dict[str, None] = {}
     for candidate in candidates:
         parts |= dict.fromkeys(candidate.parts)

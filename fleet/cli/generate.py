@@ -20,9 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="text; - reads standard input")
     add_address(parser)
     keys = parser.add_mutually_exclusive_group()
-    keys.add_argument("--api-key", default="", metavar="KEY", help="where the cluster knows its tenants by keys")
+    keys.add_argument("--api-key", default="", metavar="KEY", help="API key, if the cluster has tenants")
     keys.add_argument(
-        "--api-key-file", metavar="FILE", help="that holds the key, which nobody then sees among the running processes"
+        "--api-key-file", metavar="FILE", help="file with the API key, which keeps it out of the process list"
     )
     parser.add_argument("--model", default="", help="one of several served models")
     parser.add_argument(
@@ -32,9 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--placement", choices=[str(each) for each in Placement], default=str(Placement.AUTO), help="default: auto"
     )
-    parser.add_argument(
-        "--kv-path", choices=[str(each) for each in KvPath], help="the way of the blocks, if disaggregated"
-    )
+    parser.add_argument("--kv-path", choices=[str(each) for each in KvPath], help="KV path, if disaggregated")
     parser.add_argument("--timeout", type=seconds, metavar="SECONDS", help="for the whole answer")
     parser.add_argument(
         "--chat", action="store_true", help="send the text as a user's message, through the chat template"
@@ -82,12 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _standard_input() -> str:
-    """Raises ConfigurationRefused: It is closed, or no text."""
+    """Read the prompt from standard input. It raises ConfigurationRefused if that is closed or not text."""
     if sys.stdin is None:
         raise ConfigurationRefused("standard input is closed; give the prompt as an argument, or a file with <")
     try:
         text = sys.stdin.read()
-        text.encode()  # in some locales what is no text is read nevertheless
+        text.encode()  # some locales read other bytes as text
     except (OSError, UnicodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "is no text (UTF-8)"
         raise ConfigurationRefused(f"standard input: {cause}") from error
@@ -95,10 +93,10 @@ def _standard_input() -> str:
 
 
 def _key(path: str) -> str:
-    """What a file holds, but for white space around it.
+    """Return the content of a file without surrounding white space.
 
     Raises:
-        ConfigurationRefused: It cannot be read.
+        ConfigurationRefused: It cannot be read as text.
     """
     try:
         return Path(path).read_text().strip()
@@ -108,7 +106,7 @@ def _key(path: str) -> str:
 
 
 def summary(result: Result) -> Iterator[str]:
-    """For a person: what was counted, and where the blocks of the prompt came from."""
+    """Return lines for a person: token counts, and the sources of the prompt's blocks."""
     usage = result.usage
     yield f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} tokens, {result.finish}"
     for phase in result.kv:

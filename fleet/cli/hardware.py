@@ -1,4 +1,4 @@
-"""`fleet hardware`: what accelerators and engines are taken to do, how far that is from measurements, and estimates from it."""
+"""`fleet hardware`: lists accelerators, shows the accuracy of the latency model, and estimates models on them."""
 
 import argparse
 import sys
@@ -30,13 +30,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="WHEEL",
-        help="predict the measurements in this aiconfigurator-core wheel anew, instead of printing the recorded figures",
+        help="predict the measurements in this aiconfigurator-core wheel instead of printing the recorded figures",
     )
     estimate = _command(commands, "estimate", "estimate memory, latency and cost of a model on GPUs")
     estimate.add_argument(
         "model", type=Path, help="a Hugging Face folder, its config.json, or a repository that is known by name"
     )
-    estimate.add_argument("--gpu", required=True, metavar="NAME", help="as `fleet hardware list` has them")
+    estimate.add_argument("--gpu", required=True, metavar="NAME", help="a name from `fleet hardware list`")
     estimate.add_argument("--backend", default="vllm", help="vllm, sglang or trtllm (default: vllm)")
     estimate.add_argument("--weights", choices=NUMBERS, help="how weights are stored (default: as the config says)")
     estimate.add_argument("--kv", choices=NUMBERS, help="how the KV cache is stored (default: bf16)")
@@ -111,7 +111,7 @@ def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
 
 
 def _predicted(wheel: Path) -> "list[AccuracyRow]":
-    """The held-out measurements of a wheel, predicted with the coefficients of this version."""
+    """Predict the held-out measurements of a wheel with the coefficients of this version."""
     from fleet.hardware.aiconfigurator import read_sample  # noqa: PLC0415
     from fleet.hardware.latency.coefficients import AccuracyRow, EstimateBasis, coefficients  # noqa: PLC0415
     from fleet.hardware.latency.measurements import accuracy, cells  # noqa: PLC0415
@@ -182,7 +182,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
         capacity_tokens=placement.kv_capacity_tokens() / way.dp,
         budget_tokens=BUDGET_TOKENS,
     )
-    rate = arguments.concurrency / (seen.ttft + arguments.answer * seen.tpot)  # requests a second
+    rate = arguments.concurrency / (seen.ttft + arguments.answer * seen.tpot)  # requests per second
     drawn = _watts(placement, estimated.step, arguments.prompt, arguments.concurrency / way.dp, rate / way.dp)
     joules = drawn / (rate * arguments.answer)
     answer = {
@@ -232,7 +232,7 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
 
 
 def _model(named: Path) -> "ModelSizes":
-    """What is there, or else what is known by that name."""
+    """Return the sizes of a model in a folder, or of a known repository."""
     from fleet.hardware.known_models import model_by_repository  # noqa: PLC0415
     from fleet.hardware.model_configs import read_model_config  # noqa: PLC0415
 
@@ -254,12 +254,12 @@ def _stored(model: "ModelSizes", weights: str | None, kv: str | None) -> "ModelS
 
 
 def _watts(placement: "ShardedModel", step: "StepModel", prompt: int, running: float, rate: float) -> float:
-    """Of all GPUs of a replica whose attention groups each take so many requests a second, so many at once."""
+    """Return the power of all GPUs of a replica; each attention group runs `running` requests, at `rate` per second."""
     from fleet.hardware.latency.prediction import BUDGET_TOKENS  # noqa: PLC0415
     from fleet.hardware.latency.step_model import pairs  # noqa: PLC0415
     from fleet.hardware.power import power_share, watts  # noqa: PLC0415
 
-    prompts = min(1.0, rate * step.seconds(prompt, pairs(prompt, 0.0), 0.0, 0.0))  # of the time
+    prompts = min(1.0, rate * step.seconds(prompt, pairs(prompt, 0.0), 0.0, 0.0))  # share of the time
     share = prompts * power_share(min(prompt, BUDGET_TOKENS)) + (1 - prompts) * power_share(running)
     return placement.parallelism.gpus * watts(placement.gpu, share)
 

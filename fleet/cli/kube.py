@@ -1,4 +1,4 @@
-"""`fleet kube`: what Fleet is on Kubernetes, as manifests, without a cluster and without Helm."""
+"""`fleet kube`: prints Fleet's Kubernetes manifests, without a cluster and without Helm."""
 
 import argparse
 import re
@@ -33,15 +33,15 @@ IMAGES = Images(
 
 MOST_CHARACTERS = 1 << 20
 MOST_VALUES = 1 << 18
-"""Of a file, with what its aliases repeat: a few lines of YAML may stand for billions."""
+"""Most values of a file, with the repetitions of its aliases: a few lines of YAML may expand to billions."""
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 REQUEST_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
-"""As `operators.api.serving_request.REQUEST_RULES` has it."""
+"""The same pattern as in `operators.api.serving_request.REQUEST_RULES`."""
 
 _NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
 _QUOTED = re.compile(r"""(['"])(?!<)..+\1""")
-"""A word of a file, in an error of the YAML library; not one of its own (``'<stream end>'``)."""
+"""A quoted word of the file in an error of the YAML library, except the library's own (``'<stream end>'``)."""
 
 FIELDS = ("apiVersion", "kind", "metadata", "spec", "status")
 
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         description="Print the objects that a DisaggDeployment becomes, with all replicas at once.",
     )
     render.add_argument("-f", "--file", required=True, type=Path, metavar="FILE", help="YAML; - is standard input")
-    render.add_argument("--namespace", default="default", help="where the file names none (default: default)")
+    render.add_argument("--namespace", default="default", help="if the file names none (default: default)")
     for name in Images.__struct_fields__:
         render.add_argument(
             f"--{name.replace('_', '-')}", default=getattr(IMAGES, name), metavar="IMAGE", help="(default: %(default)s)"
@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _takes_form(render)
     propose = commands.add_parser(
         "propose",
-        help="print the DisaggDeployment that keeps what a ServingRequest asks for",
+        help="print a DisaggDeployment that keeps the goals of a ServingRequest",
         description="Print the DisaggDeployment that keeps what a ServingRequest asks for, as the operator would make it. What is predicted, "
         "or why there is none, is on standard error.",
     )
@@ -80,7 +80,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "DisaggDeployment. Warnings say what has no equal.",
     )
     imports.add_argument("file", type=Path, metavar="FILE", help="YAML; - is standard input")
-    imports.add_argument("--name", default="", help="of the deployment (default: as the file says, or after its model)")
+    imports.add_argument(
+        "--name", default="", help="name of the deployment (default: that of the file, or of its model)"
+    )
     imports.add_argument("--namespace", default="", help="(default: as the file says)")
     imports.add_argument("--json", action="store_true", help="warnings as JSON, one a line")
     _takes_form(imports)
@@ -91,7 +93,7 @@ def _takes_form(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0; 1 when nothing keeps what is asked for; 3 when the file is none that can be read so."""
+    """Exit status 0: done; 1: no deployment keeps the goals; 3: the file was refused."""
     match arguments.kube_command:
         case "crds":
             _write([definition(kind) for kind in KINDS], arguments.output)
@@ -147,7 +149,7 @@ def _propose(arguments: argparse.Namespace) -> int:
 
 
 def _rendered(objects: list[Any], namespace: str, images: Images) -> list[Manifest]:
-    """The objects of all documents, in their order."""
+    """Return the objects of all documents in order."""
     if not objects:
         raise ConfigurationRefused("the file is empty")
     made: list[Manifest] = []
@@ -166,10 +168,10 @@ def _rendered(objects: list[Any], namespace: str, images: Images) -> list[Manife
 
 
 def _deployment(content: Any, namespace: str) -> DesiredDeployment:
-    """What a document says.
+    """Return the desired deployment of a document.
 
     Raises:
-        ConfigurationRefused: It is no DisaggDeployment, with the field that is wrong.
+        ConfigurationRefused: It is no valid DisaggDeployment; the message names the field.
     """
     named, spec = _document(content, "DisaggDeployment", namespace, DisaggDeploymentSpec)
     for path, cause in contradictions(spec, named["name"]):
@@ -178,14 +180,14 @@ def _deployment(content: Any, namespace: str) -> DesiredDeployment:
 
 
 def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[dict[str, str], Spec]:
-    """Name and namespace of an object of one of our kinds, and its specification.
+    """Return name and namespace of an object of one of our kinds, and its specification.
 
     Raises:
-        ConfigurationRefused: It is none, with the field that is wrong.
+        ConfigurationRefused: It is no valid object; the message names the field.
     """
     is_ours = isinstance(content, dict) and content.get("kind") == kind
     if not is_ours or content.get("apiVersion") != f"{GROUP}/{VERSION}":
-        raise ConfigurationRefused(f"is no {GROUP}/{VERSION} {kind}")
+        raise ConfigurationRefused(f"is not a {kind} of {GROUP}/{VERSION}")
     if unknown := [name for name in content if name not in FIELDS]:
         raise ConfigurationRefused(f"{unknown[0]}: is not a known key")
     metadata = content.get("metadata")
@@ -202,7 +204,7 @@ def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[
 
 
 def _value_error(error: msgspec.ValidationError) -> str:
-    """What is wrong with a spec, behind the path of the field."""
+    """Return what is wrong with a specification, after the path of the field."""
     cause, path = split_validation_error(error)
     if named := _NAMED.fullmatch(cause):
         path, cause = f"{path}.{named[2]}", "is missing" if named[1] == "missing required" else "is not a known key"
@@ -214,10 +216,10 @@ def _no_name() -> str:
 
 
 def _read(path: Path) -> list[Any]:
-    """The documents of a file.
+    """Return the documents of a file.
 
     Raises:
-        ConfigurationRefused: It cannot be read, or is no YAML, or stands for too much.
+        ConfigurationRefused: It cannot be read, is not YAML, or expands to too much.
     """
     try:
         text = sys.stdin.read(MOST_CHARACTERS + 1) if str(path) == "-" else path.read_text()
@@ -226,18 +228,18 @@ def _read(path: Path) -> list[Any]:
     if len(text) > MOST_CHARACTERS:
         raise ConfigurationRefused(f"{path}: is longer than {MOST_CHARACTERS} characters")
     try:
-        # Not msgspec's: libyaml, which that uses, ends the process where a file is nested very deeply.
+        # Not msgspec's decoder: its libyaml ends the process when a file is nested very deeply.
         documents = [each for each in yaml.safe_load_all(text) if each is not None]
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last: of a date that is none
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: an invalid date
         raise ConfigurationRefused(f"{path}: {_error_text(error)}") from error
-    except (AttributeError, KeyError) as error:  # from within the library
+    except (AttributeError, KeyError) as error:  # raised inside the library
         raise ConfigurationRefused(f"{path}: a value is not of the type that its tag says") from error
     _check_values(documents, path)
     return documents
 
 
 def _error_text(error: Exception) -> str:
-    """Why YAML could not be read, without what stands there: it may be a secret."""
+    """Return why the YAML could not be read, without quoting the content, which may be secret."""
     said = str(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         said = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
@@ -245,7 +247,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _check_values(documents: list[Any], path: Path) -> None:
-    """Assert that values are those of JSON, and not too many."""
+    """Check that all values are JSON values, and not too many."""
     count, left = 0, list(documents)
     while left:
         value = left.pop()
@@ -265,7 +267,7 @@ def _check_values(documents: list[Any], path: Path) -> None:
 
 
 def _write(objects: list[Manifest], form: str) -> None:
-    """All at once, so that nothing is printed of what cannot be printed whole."""
+    """Write all objects at once, so that nothing is printed if one of them cannot be."""
     if form == "json":
         collected = {"apiVersion": "v1", "kind": "List", "items": objects}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(collected), indent=2).decode() + "\n")

@@ -1,7 +1,7 @@
-"""`fleet kv`: what concerns the KV store alone.
+"""`fleet kv`: commands for the KV store alone.
 
-Each sub-command is a module `fleet.cli.store.NAME` with `configure(parser)` and `run(arguments)`, as the commands of `fleet`
-are; what is heavy it imports in `run`.
+Each sub-command is a module `fleet.cli.store.NAME` with `configure(parser)` and `run(arguments)`, like the commands of
+`fleet`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`fleet router`: what concerns the router alone."""
+"""`fleet router`: lists placement policies, and shows or sets thresholds."""
 
 import argparse
 import inspect
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.router_command == "thresholds":
         return _tune(arguments)
-    from fleet.router.placement.plugins import policy_catalogue  # noqa: PLC0415 - numpy is for those who ask
+    from fleet.router.placement.plugins import policy_catalogue  # noqa: PLC0415 - imports numpy
     from fleet.router.settings.router import RouterSettings  # noqa: PLC0415
 
     policies = policy_catalogue().policies
@@ -83,9 +83,9 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _break_even_lines(found: RemotePrefill) -> Iterator[str]:
-    """What a router knows of when another worker had better compute a prompt, a line each."""
+    """Yield lines about the prefill break-even that the router has measured."""
     if not found.handoffs_needed:
-        return  # a router of an earlier version, which does not say
+        return  # a router of an earlier version
     counts = "counts" if found.learned else "does not count: learn_remote_prefill is off"
     if found.handoffs < found.handoffs_needed:
         yield f"measured: {found.handoffs} hand-offs, of {found.handoffs_needed} that are needed; it {counts}"

@@ -1,4 +1,4 @@
-"""`fleet scale`: how large pools are, and should be, wherever they run."""
+"""`fleet scale`: shows and changes the sizes of pools, wherever they run."""
 
 import argparse
 import asyncio
@@ -32,30 +32,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=_desired_size,
         metavar="POOL=N",
-        help="workers that a pool is to have; without any: show all",
+        help="number of workers for a pool; without any: show all pools",
     )
     parser.add_argument(
         "--within",
         type=seconds,
         default=600.0,
         metavar="SECONDS",
-        help="what is not there by then is not wanted any more (default: 600)",
+        help="time limit, after which workers that have not come are given up (default: 600)",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--address",
         type=router_address,
         metavar="HOST:PORT",
-        help="gRPC address of the cluster on this machine, where several run",
+        help="gRPC address of the cluster on this machine, if several run",
     )
     where.add_argument(
-        "--plans", metavar="DIR", help="of the cluster on this machine, where several run (its ready file says it)"
+        "--plans", metavar="DIR", help="plan folder of the cluster on this machine, if several run (see its ready file)"
     )
     where.add_argument(
-        "--deployment", metavar="[NAMESPACE/]NAME", help="a DisaggDeployment on Kubernetes, in place of this machine"
+        "--deployment", metavar="[NAMESPACE/]NAME", help="a DisaggDeployment on Kubernetes instead of this machine"
     )
     where.add_argument(
-        "--connector", type=Path, metavar="FILE", help="settings that say where: a folder, keys in etcd, or Kubernetes"
+        "--connector", type=Path, metavar="FILE", help="connector settings: a folder, keys in etcd, or Kubernetes"
     )
     parser.add_argument(
         "--kubeconfig",
@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0: the pools are as they should be; 1: not all of it came, or nobody answered."""
+    """Exit status 0: all pools have their sizes; 1: not all do, or nobody answered."""
     wishes = dict(arguments.pools)
     if len(wishes) != len(arguments.pools):
         raise ConfigurationRefused("POOL=N: a pool is named twice")
@@ -75,14 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
     except ConnectorError as error:
         _say(str(error))
     except asyncio.CancelledError:
-        _say(f"stopped waiting; what is written stays wanted: fleet scale{_place(arguments)} shows how it goes")
+        _say(f"stopped waiting; the plan stays: fleet scale{_place(arguments)} shows the progress")
     return FAILED
 
 
 async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: float, place: str) -> int:
     this = asyncio.current_task()
     assert this is not None
-    if wishes and threading.current_thread() is threading.main_thread():  # the one that signals reach
+    if wishes and threading.current_thread() is threading.main_thread():  # signals reach the main thread only
         for number in INTERRUPT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     async with connector_of(target, PlanWriter.PERSON) as connector:
@@ -117,9 +117,9 @@ async def _change(
     )
     match outcome:
         case PlanOutcome.ROLLED_BACK:
-            _say("not all of it came; what did not is not wanted any more")
+            _say("time limit reached; workers that have not come are given up")
         case PlanOutcome.UNSETTLED:
-            _say("not settled by now; it goes on by itself")
+            _say("time limit reached; the change goes on by itself")
         case PlanOutcome.SETTLED:
             pass
     return outcome, seen
@@ -139,7 +139,7 @@ def _target(arguments: argparse.Namespace) -> Target:
 
 
 def _place(arguments: argparse.Namespace) -> str:
-    """The options that say where the pools are, as they were given."""
+    """Return the location options as they were given."""
     given = {
         "--address": arguments.address,
         "--plans": arguments.plans,
@@ -177,7 +177,7 @@ def _local_at(address: str) -> Path:
 
 
 def _grpc_address(plans: Path) -> str:
-    """Return the clients' address of a cluster, by its folder for plans; ``?`` where that cannot be read."""
+    """Return the clients' address of the cluster with this plan folder; ``?`` if it cannot be read."""
     addresses = LocalRun(plans.parent).addresses()
     return (addresses and addresses.grpc_listen) or "?"
 

@@ -1,4 +1,4 @@
-"""`fleet serve`: one process of a cluster, as supervisors of every kind start it."""
+"""`fleet serve`: runs one process of a cluster, for supervisors of any kind."""
 
 import argparse
 import json
@@ -28,60 +28,64 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--config", required=True, type=Path, metavar="FILE", help="TOML or JSON: the settings of the part"
     )
     parser.add_argument(
-        "--ready-fd", type=int, metavar="N", help="write one line of JSON, the endpoints, there when ready"
+        "--ready-fd", type=int, metavar="N", help="file descriptor for one line of JSON, the endpoints, when ready"
     )
     parser.add_argument(
         "--heartbeat",
         action="store_true",
-        help="go on writing there, twice a second, for as long as the event loop turns",
+        help="then write heartbeats there, twice a second, from the event loop",
     )
     parser.add_argument(
         "--processes",
         type=_count,
         default=1,
         metavar="N",
-        help="of a router: so many, behind the same ports (default: 1)",
+        help="router only: number of processes behind the same ports (default: 1)",
     )
     parser.add_argument(
         "--record",
         type=Path,
         metavar="FILE",
-        help="of a router: write down what it hears and decides, for `fleet sim replay`",
+        help="router only: record events and decisions there, for `fleet sim replay`",
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, as in worker_id=$(POD_NAME)"
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="change a setting, such as worker_id=$(POD_NAME)",
     )
     parser.add_argument(
         "--set-file",
         action="append",
         default=[],
         metavar="PATH=FILE",
-        help="likewise, with what is in a file; of a .json file, with what that says",
+        help="change a setting to the content of a file; a .json file is parsed",
     )
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process, the parent, does")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.record is not None and arguments.part != "router":
-        raise ConfigurationRefused(f"--record: a {arguments.part} records nothing; only a router does")
+        raise ConfigurationRefused(f"--record: only a router can record, not a {arguments.part}")
     if arguments.parent is not None:
         die_with_parent(arguments.parent)
-    # Until the part listens for it, a request to end ends the process at once; Ctrl-C is the supervisor's to handle.
+    # SIGTERM ends the process at once until the service handles it. The supervisor handles Ctrl-C.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if arguments.ready_fd is not None:
         try:
-            os.set_inheritable(arguments.ready_fd, False)  # or an engine process would keep it open when this one dies
+            os.set_inheritable(arguments.ready_fd, False)  # else an engine process would keep it open after this one
         except OSError as error:
             raise ConfigurationRefused(f"--ready-fd: {arguments.ready_fd}: {error.strerror}") from error
     elif arguments.heartbeat:
         raise ConfigurationRefused("--heartbeat: needs --ready-fd, where it is written")
 
-    if arguments.part == "router":  # two a stream: the usual 1024 are 500 streams, and then no worker can be reached
+    if arguments.part == "router":  # a stream needs two; the usual limit of 1024 would leave none for workers
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if arguments.processes > 1:
         return _serve_routers(arguments)
-    from fleet.app.serving import serve  # noqa: PLC0415 - after the parent's death would be noticed, because it takes a second
+    from fleet.app.serving import serve  # noqa: PLC0415 - later than `die_with_parent`, because it takes a second
     from kvstore.errors import NodeEnded  # noqa: PLC0415
     from workers.ports import EngineDied, EngineHung, WorkerReplaced  # noqa: PLC0415
 
@@ -97,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve_routers(arguments: argparse.Namespace) -> int:
-    """Several routers behind the same ports, until a signal asks to stop."""
+    """Run several routers behind the same ports until a stop signal."""
     import asyncio  # noqa: PLC0415 - for this alone
 
     from fleet.cli.local.cluster import hold, say  # noqa: PLC0415
@@ -149,7 +153,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What options say in place of the settings file."""
+    """Return the changes of the settings file that the options ask for."""
     changes = parse_changes(arguments.set) | read_file_changes(arguments.set_file)
     return changes if arguments.record is None else changes | {"record": str(arguments.record.absolute())}
 
@@ -161,7 +165,7 @@ def _count(text: str) -> int:
 
 
 def _announcer(arguments: argparse.Namespace) -> Callable[[Mapping[str, str]], None]:
-    """Tells the supervisor, or else a person; called by what runs in an event loop."""
+    """Return the function that announces readiness to the supervisor, or else to a person."""
     ready_fd: int | None = arguments.ready_fd
 
     def announce(endpoints: Mapping[str, str]) -> None:
@@ -171,7 +175,7 @@ def _announcer(arguments: argparse.Namespace) -> Callable[[Mapping[str, str]], N
         else:
             os.write(ready_fd, line.encode())
             if arguments.heartbeat:
-                from fleet.local.heartbeat import send_heartbeats  # noqa: PLC0415 - after the parent's death would be noticed
+                from fleet.local.heartbeat import send_heartbeats  # noqa: PLC0415 - later than `die_with_parent`
 
                 send_heartbeats(ready_fd)
             else:

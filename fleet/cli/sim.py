@@ -1,8 +1,11 @@
-"""`fleet sim`: the production router on simulated GPUs.
+"""`fleet sim`: runs the production router on simulated GPUs.
 
-Rules: `run` runs a scenario, `compare` two of them side by side, `sweep` many, `capacity` searches the highest load that keeps an
-SLO. All print JSON to `--json FILE` (- for standard output), else a summary. A scenario that cannot be run is refused before
-anything is written, and a file is written as a whole or not at all.
+Rules:
+
+1. `run` runs one scenario, `compare` two side by side, `sweep` many; `capacity` searches the highest load that keeps an
+   SLO.
+2. All print JSON to `--json FILE` (- for standard output), or else a summary.
+3. A scenario that cannot be run is refused before anything is written. A file is written completely or not at all.
 """
 
 import argparse
@@ -35,17 +38,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _scenario(run_)
     run_.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with plots")
     run_.add_argument(
-        "--no-curve", action="store_true", help="no runs at other loads for the report's curve of attainment"
+        "--no-curve", action="store_true", help="report without the attainment curve, which needs runs at other loads"
     )
     run_.add_argument(
         "--requests",
         type=Path,
         metavar="FILE",
-        help="write a row for each request that is over: Parquet to FILE.parquet, else JSON lines",
+        help="write a row for each ended request: Parquet to FILE.parquet, else JSON lines",
     )
-    run_.add_argument("--with-blocks", action="store_true", help="with --requests: the names of their blocks as well")
+    run_.add_argument("--with-blocks", action="store_true", help="with --requests: also write block names")
     run_.add_argument(
-        "--seeds", type=_seeds, metavar="A:B", help="a run with each of the seeds A to B; prints means and intervals"
+        "--seeds", type=_seeds, metavar="A:B", help="run with each of the seeds A to B; print means and intervals"
     )
     _spread(run_)
     compare = actions.add_parser(
@@ -54,19 +57,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         description="Run two scenarios with the same seeds, and say how they differ and how sure that is.",
     )
     compare.add_argument("a", type=Path, help="TOML file: see docs/simulator.md")
-    compare.add_argument("b", type=Path, help="TOML file that is compared with it; may be the same")
+    compare.add_argument("b", type=Path, help="TOML file to compare with; may be the same")
     _set(compare)
     compare.add_argument(
-        "--set-b", action="append", default=[], metavar="PATH=VALUE", help="change a field of the second one alone"
+        "--set-b", action="append", default=[], metavar="PATH=VALUE", help="change a field of the second scenario only"
     )
     compare.add_argument(
-        "--seeds", type=_seeds, default=COMPARED_SEEDS, metavar="A:B", help="of the pairs (default: 1:5)"
+        "--seeds", type=_seeds, default=COMPARED_SEEDS, metavar="A:B", help="seeds of the pairs (default: 1:5)"
     )
     _spread(compare)
     _json(compare)
     sweep = actions.add_parser(
         "sweep",
-        help="run scenarios with all combinations of some values",
+        help="run scenarios with all combinations of the given values",
         description="Run scenarios with all combinations of some values, on all cores or on a Ray cluster.",
     )
     sweep.add_argument("scenario", type=Path, nargs="+", help="TOML files")
@@ -76,18 +79,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH=V1,V2",
-        help="values of a field, as in router.policy=fleet,dynamo",
+        help="values of a field, such as router.policy=fleet,dynamo",
     )
     sweep.add_argument(
         "--best",
         choices=("cost", "energy"),
-        help="rank what keeps the SLO, by dollars or by energy for its good requests",
+        help="rank the cases that keep the SLO by dollars or energy per good request",
     )
     sweep.add_argument(
-        "--attainment", type=float, default=0.9, metavar="SHARE", help="to be kept, with --best (default: 0.9)"
+        "--attainment", type=float, default=0.9, metavar="SHARE", help="required attainment with --best (default: 0.9)"
     )
     sweep.add_argument(
-        "--seeds", type=_seeds, default=(1,), metavar="A:B", help="each with the seeds A to B (default: 1)"
+        "--seeds", type=_seeds, default=(1,), metavar="A:B", help="run each case with the seeds A to B (default: 1)"
     )
     _spread(sweep)
     _json(sweep)
@@ -97,20 +100,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         description="Find the highest rate of arrivals, or number of users, at which so large a share of requests keeps the SLO.",
     )
     _scenario(capacity)
-    capacity.add_argument("--attainment", type=float, default=0.9, metavar="SHARE", help="to be kept (default: 0.9)")
     capacity.add_argument(
-        "--points", type=int, default=0, metavar="N", help="try N loads more, for the curve of attainment"
+        "--attainment", type=float, default=0.9, metavar="SHARE", help="required attainment (default: 0.9)"
+    )
+    capacity.add_argument(
+        "--points", type=int, default=0, metavar="N", help="run N more loads for the attainment curve"
     )
     _processes(capacity)
     replay = actions.add_parser(
         "replay",
-        help="let the router's machine hear a live router's recording again",
+        help="run the recording of a live router through the router's machine again",
         description="Let the router's machine hear a live router's recording again, and say whether it decides the same.",
     )
     sim_replay.configure(replay)
     agree = actions.add_parser(
         "agree",
-        help="compare the decisions of a scenario with those of production's servers",
+        help="compare the decisions of a scenario with those of the production servers",
         description="Run a scenario through production's servers in virtual time and through the simulation, and compare all decisions.",
     )
     _scenario(agree)
@@ -119,29 +124,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _scenario(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", type=Path, help="TOML file: see docs/simulator.md")
     _set(parser)
-    parser.add_argument("--seed", type=int, metavar="N", help="instead of the scenario's")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed instead of the scenario's")
     _json(parser)
 
 
 def _set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, as in router.policy=random"
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, such as router.policy=random"
     )
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the outcome there; - for standard output")
+    parser.add_argument("--json", metavar="FILE", help="write the result there; - for standard output")
 
 
 def _spread(parser: argparse.ArgumentParser) -> None:
-    """Where many runs go."""
+    """Add the options for many runs."""
     _processes(parser)
-    parser.add_argument("--ray", metavar="ADDRESS", help="run on that Ray cluster instead, as in auto or host:6379")
+    parser.add_argument("--ray", metavar="ADDRESS", help="run on that Ray cluster instead, such as auto or host:6379")
 
 
 def _processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="at a time (default: cores)"
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="runs at a time (default: number of cores)",
     )
 
 
@@ -199,7 +208,7 @@ def _capacity(arguments: argparse.Namespace, scenario: "Scenario") -> int:
             arguments.attainment,
             points=arguments.points,
             processes=arguments.processes,
-            tried=_point_line,
+            on_point=_point_line,
         )
         outputs.write_json(found)
     users = f", of {found.users:,} users," if found.users else ""

@@ -1,4 +1,4 @@
-"""`fleet status`: pools, workers, load and caches of a running cluster."""
+"""`fleet status`: shows pools, workers, load and caches of a running cluster."""
 
 import argparse
 import asyncio
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _failing(address: str) -> Iterator[str]:
-    """Say which processes of a cluster of `fleet up` keep dying, where the address is that of one on this machine."""
+    """Return a line for each process that keeps dying, if the address is that of a local cluster."""
     if (run_ := run_at(address)) is None or run_.killed:
         return
     for name, part in run_.parts().items():
@@ -52,7 +52,7 @@ def _failing(address: str) -> Iterator[str]:
 
 
 async def _scaling(address: str) -> list[str]:
-    """What is not as large as it was asked for, of a cluster of `fleet up`; elsewhere `fleet scale` knows."""
+    """Return a line for each pool of a local cluster that has not reached its size; `fleet scale` shows others."""
     run_ = run_at(address)
     if run_ is None:
         return []

@@ -1,4 +1,4 @@
-"""`fleet up`: a whole cluster on this machine, until Ctrl-C."""
+"""`fleet up`: runs a whole cluster on this machine until Ctrl-C."""
 
 import argparse
 import asyncio
@@ -10,10 +10,11 @@ from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.generate import summary
 from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
 from fleet.client import AsyncClient, FleetError
-from fleet.config import PoolSection, Topology, build_settings, load
+from fleet.config import build_settings, load
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Placement, Role
 from fleet.local.processes import ClusterFailed
+from fleet.local.settings import PoolSection, Topology
 from fleet.local.topology import addresses
 
 DEMO_TOKENS = 48
@@ -40,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--kv-paths",
         type=_kv_paths,
         metavar="PATHS",
-        help="ways from prefill to decode: store (default), direct, or both",
+        help="KV paths from prefill to decode: store (default), direct, or both",
     )
     parser.add_argument(
         "--ready-file", type=Path, metavar="FILE", help="write endpoints and process ids there when ready"
@@ -76,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _stay(cluster: LocalCluster, arguments: argparse.Namespace) -> None:
-    """Show how the cluster is reached, and keep its pools as large as plans say until cancelled."""
-    cluster.pools.step()  # so that whoever reads that it is ready can ask for the pools
+    """Show the addresses, and keep the pools as large as plans say, until cancelled."""
+    cluster.pools.step()  # before the cluster is announced, so that its pools can be shown at once
     for line in addresses(cluster.plan):
         print(line)
     print("ready; Ctrl-C stops it", flush=True)
@@ -92,7 +93,7 @@ async def _stay(cluster: LocalCluster, arguments: argparse.Namespace) -> None:
 
 
 async def _demonstrate(cluster: LocalCluster, text: str) -> None:
-    """Stream one answer, from a pair of workers if there is one, and say where the blocks of its prompt came from."""
+    """Stream one answer, disaggregated if possible, and show the source of its prompt blocks."""
     placement = Placement.DISAGGREGATED if cluster.plan.disaggregates else Placement.AUTO
     print(f"\n> {text}", flush=True)
     async with (
@@ -109,7 +110,7 @@ async def _demonstrate(cluster: LocalCluster, text: str) -> None:
 
 
 def _topology(arguments: argparse.Namespace) -> Topology:
-    """The file, or the default, with the options of the command line."""
+    """Return the topology of the file, or the default, changed by the options."""
     topology = load(arguments.config, Topology) if arguments.config else Topology()
     cluster = topology.cluster
     if arguments.engine:
@@ -174,5 +175,5 @@ def _kv_paths(text: str) -> tuple[KvPath, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(KvPath)}") from None
     if len(set(paths)) != len(paths):
-        raise argparse.ArgumentTypeError(f"{text!r} names a way twice")
+        raise argparse.ArgumentTypeError(f"{text!r} names a path twice")
     return paths

@@ -1,4 +1,4 @@
-"""The asynchronous client: like `fleet.client.sync`, for one event loop."""
+"""Asynchronous client: like `fleet.client.sync`, for one event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2
 from fleet.wire.inference import decode_model
 from kvstore.security.credentials import Credentials
 
-CALL_SECONDS = 10.0  # for calls that are answered at once
+CALL_SECONDS = 10.0  # for calls without generation
 
 
 class AsyncClient:
@@ -54,13 +54,13 @@ class AsyncClient:
 
         Args:
             address: Its gRPC address for clients, ``host:port`` or ``unix:/path``.
-            api_key: A cluster with tenants wants one.
-            control: Its control address, where `status`, `explain`, `tune` and `remote_prefill` are asked; empty: as a router of this
-                user on this machine has it.
-            control_credentials: What proves to a control port over TCP that this client may use it.
+            api_key: Needed if the cluster has tenants.
+            control: Its control address, for `status`, `explain`, `tune` and `remote_prefill`; empty: that of this
+                user's router on this machine.
+            control_credentials: Credentials for a control port over TCP.
 
         Raises:
-            ConfigurationRefused: A file of the credentials cannot be used.
+            ConfigurationRefused: A credentials file cannot be used.
         """
         self._metadata = api_key_metadata(api_key)
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -77,17 +77,16 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """End the connection, and with it every stream that still runs."""
+        """Close the connection and end all running streams."""
         await self._channel.close()
         if self._control_channel is not None:
             await self._control_channel.close()
 
     def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> "AsyncStream":
-        """Ask for an answer that streams; arguments as of `fleet.client.Client.generate`.
+        """Send a request with a streamed answer; arguments as for `fleet.client.Client.generate`.
 
         Raises:
-            InvalidRequest: A value does not fit its field; nothing was sent. What the server refuses is raised while
-                iterating.
+            InvalidRequest: A value does not fit its field; nothing was sent.
         """
         message = build_message(prompt, options)
         return AsyncStream(
@@ -95,7 +94,7 @@ class AsyncClient:
         )
 
     async def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
-        """Ask for an answer and wait for all of it; arguments as of `generate`.
+        """Send a request and wait for the complete answer; arguments as for `generate`.
 
         Raises:
             FleetError: It failed; see the subclasses in `fleet.client.errors`.
@@ -106,11 +105,11 @@ class AsyncClient:
             return stream.result
 
     async def models(self) -> tuple[ModelCard, ...]:
-        """Models that at least one live worker serves.
+        """Return the models that at least one live worker serves.
 
         Raises:
-            Unauthenticated: The cluster has tenants with keys, and this client has none of theirs.
-            FleetError: The cluster cannot be asked.
+            Unauthenticated: The cluster has tenants, and this client has no valid key.
+            FleetError: The call failed.
         """
         try:
             response = await self._inference.ListModels(
@@ -121,10 +120,10 @@ class AsyncClient:
         return tuple(decode_model(model) for model in response.models)
 
     async def status(self) -> ClusterStatus:
-        """Pools, workers, load and cache.
+        """Return pools, workers, load and caches.
 
         Raises:
-            FleetError: The cluster cannot be asked.
+            FleetError: The call failed.
         """
         try:
             return decode_status(await self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
@@ -132,11 +131,11 @@ class AsyncClient:
             raise control_error(error) from error
 
     async def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
-        """Why a request went where it went, placement by placement.
+        """Return the placements of a request, the first one first.
 
         Raises:
-            RequestNotFound: This router has not placed it, or too many others since.
-            FleetError: The cluster cannot be asked.
+            RequestNotFound: This router has not placed it, or has placed too many others since.
+            FleetError: The call failed.
         """
         try:
             request = control_pb2.ExplainRequest(request_id=request_id)
@@ -145,14 +144,14 @@ class AsyncClient:
             raise control_error(error) from error
 
     async def tune(self, **thresholds: float) -> dict[str, float]:
-        """Set thresholds of the router, from the next request on; returns all that are in force.
+        """Set thresholds of the router for later requests; return all thresholds.
 
         Args:
-            thresholds: By name; ``fleet.router.settings.router.Thresholds`` has them all. None: only ask.
+            thresholds: Values by name; see ``fleet.router.settings.router.Thresholds``. None: only return them.
 
         Raises:
-            InvalidRequest: There is no such threshold, or it cannot have this value; nothing was changed.
-            FleetError: The cluster cannot be asked.
+            InvalidRequest: A name or value is invalid; nothing was changed.
+            FleetError: The call failed.
         """
         request = tune_request(thresholds)
         try:
@@ -161,10 +160,10 @@ class AsyncClient:
             raise control_error(error) from error
 
     async def remote_prefill(self) -> RemotePrefill:
-        """What the router has measured of its threshold `remote_prefill_min_tokens`, and would decide by it.
+        """Return what the router has measured for the threshold `remote_prefill_min_tokens`.
 
         Raises:
-            FleetError: The cluster cannot be asked.
+            FleetError: The call failed.
         """
         try:
             answer = await self._cluster.Tune(control_pb2.TuneRequest(), timeout=CALL_SECONDS)
@@ -180,7 +179,7 @@ class AsyncClient:
 
 
 class AsyncStream:
-    """One answer as it comes: iterate it. Leaving its context, or `cancel`, stops the engine."""
+    """One streamed answer, to be iterated. Leaving its context, or `cancel`, stops the engine."""
 
     def __init__(
         self, call: "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
@@ -188,16 +187,16 @@ class AsyncStream:
         self._call = call
         self._messages = aiter(call)
         self._collected = Collected()
-        self._cancelled = False  # by `cancel`, and not because the task was
+        self._cancelled = False  # by `cancel`, not because the task was cancelled
 
     @property
     def request_id(self) -> str:
-        """Under which logs and traces have it; empty until the server has admitted the request."""
+        """Id of the request in logs and traces; empty until the server has admitted the request."""
         return self._collected.request_id
 
     @property
     def result(self) -> Result:
-        """The whole answer; only after the last delta.
+        """The complete answer, available after the last delta.
 
         Raises:
             RuntimeError: The stream has not ended.
@@ -208,10 +207,10 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Delta:
-        """The next tokens.
+        """Return the next tokens.
 
         Raises:
-            FleetError: The request was refused, or the answer could not be completed.
+            FleetError: The request was rejected, or the answer could not be completed.
         """
         while True:
             try:
@@ -230,7 +229,7 @@ class AsyncStream:
                 return delta
 
     def cancel(self) -> None:
-        """Stop; iterating on raises `Cancelled`, unless the answer was complete."""
+        """Stop the answer; further iteration raises `Cancelled`, unless the answer was complete."""
         self._cancelled = True
         self._call.cancel()
 

@@ -1,4 +1,4 @@
-"""Control address of a client: the router's control port, and the credentials that open it."""
+"""Control port of a client: the router's control address and the credentials for it."""
 
 from typing import TYPE_CHECKING
 
@@ -15,24 +15,24 @@ NOT_KNOWN = (
     "; --control-address names the router's control_listen, and --control-secret-file the file with its secret where it"
     " is host:port"
 )
-"""The end of an error message that names no control address."""
+"""End of an error message about an unknown control address."""
 
 CLIENTS_PORT = "that is an address for clients; status, explain and thresholds are asked at the router's control_listen"
 
 
 class ControlPort:
-    """The control port of one router; nothing is looked up or dialled before the first call."""
+    """The control port of one router; the first call resolves and dials it."""
 
     def __init__(self, address: str, control: str, credentials: Credentials) -> None:
-        """Say which.
+        """Prepare the control port.
 
         Args:
-            address: At which clients reach the router.
-            control: The router's control address; empty: as a router on this machine has it.
-            credentials: What proves to a control port over TCP that the client may use it.
+            address: Address of the router for clients.
+            control: The router's control address; empty: that of a router on this machine.
+            credentials: Credentials for a control port over TCP.
 
         Raises:
-            ConfigurationRefused: A file of the credentials cannot be used.
+            ConfigurationRefused: A credentials file cannot be used.
         """
         from fleet.net.control.access import load_control_access  # noqa: PLC0415 - most clients only generate
 
@@ -44,14 +44,14 @@ class ControlPort:
         """Return a channel for synchronous calls.
 
         Raises:
-            Unavailable: The control address is not known.
-            ConfigurationRefused: A file of the credentials cannot be used.
+            Unavailable: The control address is unknown.
+            ConfigurationRefused: A credentials file cannot be used.
         """
         access, address = self._resolved()
         return access.channel(address)
 
     def aio_channel(self) -> grpc.aio.Channel:
-        """Return a channel for calls on an event loop; raises as `channel` does."""
+        """Return a channel for calls on an event loop; it raises like `channel`."""
         access, address = self._resolved()
         return access.aio_channel(address)
 
@@ -72,7 +72,7 @@ class ControlPort:
 
 
 def control_error(error: grpc.RpcError) -> FleetError:
-    """Return the error that a failed call to a control port stands for."""
+    """Translate a failed call to a control port."""
     if isinstance(error, UnprovenAnswer):
         return Unauthenticated(UNPROVEN)
     assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError)), error

@@ -1,4 +1,4 @@
-"""Errors of calls, told apart by what the caller can do: correct the request, try again, or give up."""
+"""Client errors, grouped by what the caller can do: correct the request, retry, or give up."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ from fleet.core.errors import Reason
 from fleet.v1 import inference_pb2 as pb
 
 NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a control address, and serves no clients"
-NO_METHOD = "Method not found!"  # gRPC's own servers, which all parts but the clients' port use
+NO_METHOD = "Method not found!"  # gRPC's own servers, which all parts use except the port for clients
 
-DETAILS_KEY = "grpc-status-details-bin"  # where gRPC carries a google.rpc.Status
+DETAILS_KEY = "grpc-status-details-bin"  # gRPC's metadata for a google.rpc.Status
 
 
 class FleetError(Exception):
@@ -19,8 +19,8 @@ class FleetError(Exception):
 
     Attributes:
         message: One sentence for a person.
-        reason: The server's machine-readable reason; None when the server did not say, or was not reached.
-        cause: Why no worker could be chosen, finer than the reason (`fleet.router.placement.rejection.RejectionCause`); empty if that is not why.
+        reason: The server's machine-readable reason; None if the server gave none or was not reached.
+        cause: Detailed code of a failed placement (`RejectionCause` of the router); empty for other reasons.
     """
 
     def __init__(self, message: str, reason: Reason | None = None):
@@ -34,7 +34,7 @@ class InvalidRequest(FleetError):
     """The request is wrong; the same request will fail again.
 
     Attributes:
-        field: Path of what is wrong, as in ``sampling.temperature``; empty if no field is at fault.
+        field: Path of the wrong field, such as ``sampling.temperature``; empty if no field is wrong.
     """
 
     def __init__(self, message: str, reason: Reason | None = None, *, field: str = ""):
@@ -43,26 +43,26 @@ class InvalidRequest(FleetError):
 
 
 class ModelNotFound(InvalidRequest):
-    """No such model is served; `Client.models` lists those that are."""
+    """The model is not served; `Client.models` lists those that are."""
 
 
 class RequestNotFound(InvalidRequest):
-    """Nothing is remembered of a request with this id."""
+    """The router does not remember a request with this id."""
 
 
 class Unauthenticated(InvalidRequest):
-    """The cluster knows its tenants by API keys, and this client has shown none that it knows."""
+    """The cluster has tenants, and this client has no valid API key."""
 
 
 class TooLarge(InvalidRequest):
-    """The message is larger than the server takes."""
+    """The message is larger than the server accepts."""
 
 
 class Unavailable(FleetError):
-    """Nothing is wrong with the request. Before its first delta, trying again is safe; after it, tokens are lost.
+    """The request is valid, and a retry may succeed. After the first delta, a retry loses the tokens so far.
 
     Attributes:
-        retry_after_seconds: When to try again; None when the server did not say.
+        retry_after_seconds: Time to wait; None if the server gave none.
     """
 
     def __init__(self, message: str, reason: Reason | None = None, *, retry_after_seconds: float | None = None):
@@ -75,21 +75,19 @@ class DeadlineExceeded(FleetError):
 
 
 class Cancelled(FleetError):
-    """The call was cancelled, by this side as a rule."""
+    """The call was cancelled, normally by this side."""
 
 
 class ServerError(FleetError):
-    """A bug of the server, or a server that this client does not understand."""
+    """The server has a bug, or this client does not understand it."""
 
 
-_CODES: Mapping[
-    grpc.StatusCode, type[FleetError]
-] = {  # where the server gave no reason: it is another, or was not reached
+_CODES: Mapping[grpc.StatusCode, type[FleetError]] = {  # without a reason: another kind of server, or not reached
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: TooLarge,  # of the library: a message beyond its limit
+    grpc.StatusCode.RESOURCE_EXHAUSTED: TooLarge,  # raised by the library: a message over its limit
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
@@ -114,7 +112,7 @@ _REASONS: Mapping[Reason, type[FleetError]] = {
 
 
 def error_of(call: grpc.RpcError) -> FleetError:
-    """The error that a failed call of gRPC stands for."""
+    """Translate a failed gRPC call."""
     assert isinstance(call, (grpc.Call, grpc.aio.AioRpcError)), call
     message = call.details() or call.code().name
     if call.code() is grpc.StatusCode.UNIMPLEMENTED and message == NO_METHOD:
@@ -138,7 +136,7 @@ _REASON_VALUES: Mapping[str, Reason] = {reason.value: reason for reason in Reaso
 
 
 def _detail(call: "grpc.Call | grpc.aio.AioRpcError") -> pb.ErrorDetail:
-    """The server's own detail; an empty one if there is none."""
+    """Return the server's detail; empty if there is none."""
     found = pb.ErrorDetail()
     for key, value in call.trailing_metadata() or ():
         if key == DETAILS_KEY:

@@ -1,4 +1,4 @@
-"""What callers may ask for, and how it becomes a message."""
+"""Request options of clients, and their translation to messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -26,7 +26,7 @@ from fleet.v1 import inference_pb2 as pb
 from fleet.wire.inference import encode_request
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Sequence[ChatMessage]
-"""Text, token ids, or a conversation: messages with ``role`` and ``content``, and what the OpenAI API has for calls of tools."""
+"""Text, token ids, or a conversation: messages with ``role`` and ``content``, and tool calls as in the OpenAI API."""
 
 
 class Options(TypedDict, total=False):
@@ -47,7 +47,7 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     logprobs: int
     form: StructuredOutput
-    tools: Sequence[Mapping[str, Any]]  # as the OpenAI API has them; for conversations
+    tools: Sequence[Mapping[str, Any]]  # as in the OpenAI API; for conversations
     stop: str | Sequence[str]
     priority: int
     session: str
@@ -62,15 +62,15 @@ class Options(TypedDict, total=False):
 
 
 def api_key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Metadata of a call that shows a key; none without one."""
+    """Return the call metadata with the API key; empty without a key."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 def tune_request(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
-    """The message that sets thresholds.
+    """Build the message that sets thresholds.
 
     Raises:
-        InvalidRequest: There is no such threshold, or it is no such number.
+        InvalidRequest: A name or number is invalid.
     """
     message = control_pb2.TuneRequest()
     for name, value in thresholds.items():
@@ -83,7 +83,7 @@ def tune_request(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
 
 
 def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
-    """The message that asks for it.
+    """Build the message of a request.
 
     Raises:
         InvalidRequest: A value does not fit its field; nothing was sent.
@@ -115,19 +115,19 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
 
 
 def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
-    """Path of the value that its message does not take, which the library does not name."""
+    """Return the path of the value that does not fit, because protobuf does not name it."""
     own = ("model", "stop", "priority", "session", "tenant", "expected_tokens", "pin", "labels")
     given: dict[str, object] = {"request_id": request.id} | {name: getattr(request, name) for name in own}
     for name, value in given.items():
-        if not _set_field(pb.GenerateRequest, name, value):
+        if not _fits_field(pb.GenerateRequest, name, value):
             return name
     for name, value in sampling.items():
-        if name != "form" and not _set_field(pb.Sampling, name, value):
+        if name != "form" and not _fits_field(pb.Sampling, name, value):
             return f"sampling.{name}"
-    return prompt_field(request)  # what is left
+    return prompt_field(request)  # no other field is left
 
 
-def _set_field(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, value: object) -> bool:
+def _fits_field(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, value: object) -> bool:
     try:
         message(**{name: value})  # type: ignore[arg-type]  # by name; protobuf checks
     except (TypeError, ValueError):
@@ -169,7 +169,7 @@ def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]]) -> Prompt:
 
 
 def _json(value: object, field: str) -> str:
-    """As text; empty for nothing."""
+    """Encode as JSON; empty for no value."""
     if not value:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""What callers get: the collected answer, and the state of a cluster."""
+"""Results of clients: the collected answer, and the state of a cluster."""
 
 from collections.abc import Iterable
 
@@ -17,14 +17,14 @@ class Result(Struct, frozen=True, kw_only=True):
     model: str
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...]  # one per token if asked for, else empty
+    logprobs: tuple[Logprobs, ...]  # one per token if requested, else empty
     finish: Finish
     usage: Usage
-    kv: tuple[KvPhase, ...]  # where the prompt's KV blocks came from, phase by phase
+    kv: tuple[KvPhase, ...]  # sources of the prompt's KV blocks, by phase
 
 
 class Collected:
-    """An answer while it comes in."""
+    """Collects the messages of an answer."""
 
     def __init__(self) -> None:
         self._admitted: Admitted | None = None
@@ -33,12 +33,12 @@ class Collected:
 
     @property
     def request_id(self) -> str:
-        """Empty until the server has admitted the request."""
+        """Id of the request; empty until the server has admitted it."""
         return "" if self._admitted is None else self._admitted.request_id
 
     @property
     def result(self) -> Result:
-        """The whole answer.
+        """The complete answer.
 
         Raises:
             RuntimeError: The stream has not ended.
@@ -48,10 +48,10 @@ class Collected:
         return self._result
 
     def take(self, message: inference_pb2.GenerateResponse) -> Delta | None:
-        """Note a message; returns what the caller is to see of it.
+        """Add a message; return its delta for the caller, if any.
 
         Raises:
-            ServerError: The server says what this client does not understand.
+            ServerError: This client does not understand the message.
         """
         try:
             event = decode_event(message)
@@ -74,10 +74,10 @@ class Collected:
                 return None
 
     def end(self) -> None:
-        """The stream has ended.
+        """Record the end of the stream.
 
         Raises:
-            ServerError: Without its last message.
+            ServerError: The last message is missing.
         """
         if self._result is None:
             raise ServerError("the server ended the stream without its last message")
@@ -100,13 +100,13 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     state: str  # "serving" or "draining"
     engine: str
     address: str
-    running: int  # requests, as the worker reports
+    running: int  # requests, as the worker reports them
     waiting: int
     kv_blocks_used: int
     kv_blocks: int
-    cached_blocks: int  # of the engine's prefix cache, that the router's index knows
-    booked_requests: int  # as the router has booked
-    booked_elsewhere: int  # as other routers have told it
+    cached_blocks: int  # blocks of the prefix cache that the router's index knows
+    booked_requests: int  # requests that this router has reserved
+    booked_elsewhere: int  # requests that other routers have reserved
 
 
 class PoolStatus(Struct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ class PoolStatus(Struct, frozen=True, kw_only=True):
 
 
 class RouterStatus(Struct, frozen=True, kw_only=True):
-    requests: int  # ended, since start
+    requests: int  # ended since the start
     aggregated: int
     disaggregated: int
     refused: int
@@ -143,7 +143,7 @@ class ClusterStatus(Struct, frozen=True, kw_only=True):
 
 
 def decode_status(message: control_pb2.StatusResponse) -> ClusterStatus:
-    """The state of a cluster, as its router tells it."""
+    """Decode the state of a cluster."""
     pools = tuple(
         PoolStatus(
             model=pool.model,
@@ -163,52 +163,52 @@ def decode_status(message: control_pb2.StatusResponse) -> ClusterStatus:
 
 
 class CandidateCost(Struct, frozen=True, kw_only=True):
-    """A worker that a request could have gone to."""
+    """A worker that could have served a request."""
 
     worker_id: str
-    cost: float  # the lowest is preferred
-    parts: dict[str, float]  # add up to the cost
+    cost: float  # the lowest wins
+    parts: dict[str, float]  # their sum is the cost
 
 
 class PlacementExplained(Struct, frozen=True, kw_only=True):
-    """One decision where a request goes."""
+    """One placement of a request."""
 
     decode: str  # worker that answers
     prefill: str  # worker that computes the prompt; empty: the one that answers
-    kv_path: str  # of the blocks between them
-    why: str  # one worker or two
-    policy: str  # that chose the worker that answers
+    kv_path: str  # KV path between them
+    why: str  # why one worker or two
+    policy: str  # policy that chose the answering worker
     prefill_policy: str
-    uncached_tokens: int  # of the prompt, that the worker that answers would have to compute
-    prefill_tokens: int  # that whoever computes the prompt has to compute
+    uncached_tokens: int  # prompt tokens that the answering worker would compute
+    prefill_tokens: int  # prompt tokens to compute on the chosen worker for the prompt
     candidates: tuple[CandidateCost, ...]
     prefill_candidates: tuple[CandidateCost, ...]
-    unfit: dict[str, str]  # why the others were no candidates, by worker
+    unfit: dict[str, str]  # causes for the other workers, by worker
 
 
 def thresholds_of(message: control_pb2.Thresholds) -> dict[str, float]:
-    """All thresholds of a router, by name."""
+    """Return all thresholds of a router by name."""
     return {
         field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.message_type is None
     }
 
 
 class BreakEven(Struct, frozen=True, kw_only=True):
-    """Of one worker that answers."""
+    """Prefill break-even of one answering worker."""
 
     worker_id: str
-    requests: int  # there when it was asked, which computing a prompt there would hold up
-    token_ms: float  # that a prompt token takes there; 0: not known yet
-    min_tokens: int  # from which another worker had better compute a prompt; 0: not known yet
+    requests: int  # running requests, which computing a prompt there would delay
+    token_ms: float  # per prompt token on this worker; 0: unknown
+    min_tokens: int  # prompt length from which a prefill worker is better; 0: unknown
 
 
 class RemotePrefill(Struct, frozen=True, kw_only=True):
-    """What a router has measured of when another worker had better compute a prompt."""
+    """Measurements behind the decision between one worker and two."""
 
-    learned: bool  # whether that counts; else the threshold `remote_prefill_min_tokens` does
-    handoffs: int  # measured
-    handoffs_needed: int  # before anything is concluded
-    handoff_ms: float  # that one takes
+    learned: bool  # the measurements decide; else the threshold `remote_prefill_min_tokens` does
+    handoffs: int  # number of measured handoffs
+    handoffs_needed: int  # handoffs needed for a decision
+    handoff_ms: float  # duration of a handoff
     workers: tuple[BreakEven, ...]
 
 
@@ -226,7 +226,7 @@ def remote_prefill_of(message: control_pb2.RemotePrefill) -> RemotePrefill:
 
 
 def decode_explanation(message: control_pb2.ExplainResponse) -> tuple[PlacementExplained, ...]:
-    """All decisions about a request, the first one first."""
+    """Decode all placements of a request, the first one first."""
     return tuple(
         PlacementExplained(
             candidates=_costs(placed.candidates),

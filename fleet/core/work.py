@@ -44,7 +44,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True):
     max_model_len: int
     kv_blocks: int  # capacity of the engine's KV cache
     max_running: int  # requests in one batch
-    # hex digest of the KV namespace (kvstore.layout); blocks of workers with equal digests hold the same values
+    # hex digest of the KV namespace (kvstore.namespace); blocks of workers with equal digests hold the same values
     fingerprint: str
     kv_paths: tuple[KvPath, ...] = ()
     store_id: StoreId | None = None

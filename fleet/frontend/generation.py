@@ -14,7 +14,7 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from itertools import chain
 from typing import Protocol, assert_never
@@ -47,6 +47,7 @@ from fleet.core.validation import validate, validate_length
 from fleet.core.work import Progress
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
+from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
 from fleet.router.state.lora import resolve_model
@@ -62,20 +63,6 @@ class SubmittedRequest(AsyncIterable[Progress | StartedOver | Complete], Protoco
 
     kv: tuple[KvPhase, ...]
     cached_tokens: int
-
-
-class RouterApi(Protocol):
-    """The part of `fleet.router.server.RouterServer` that is needed here."""
-
-    def submit(self, arrived: Arrived) -> AbstractAsyncContextManager[SubmittedRequest]:
-        """Return the request's progress up to `Complete`; leaving the context before that cancels it everywhere.
-
-        Raises:
-            RequestRejected: By `submit`, on entering, or while iterating.
-        """
-        ...
-
-    def models(self) -> tuple[ModelCard, ...]: ...
 
 
 class Generation:
@@ -97,7 +84,7 @@ class Generation:
         self._clock = clock
         self._tenants = tenants
         self._tenant_secret = tenant_secret
-        self._metrics = metrics
+        self.metrics = metrics
         self._running: set[RequestId] = set()
         self._parents: dict[ModelName, ModelName] = {}  # base model by name of a requested LoRA adapter
         self._threads = threads
@@ -141,7 +128,7 @@ class Generation:
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
         """
-        measured = _RequestTimes(self._clock, self._metrics)
+        measured = _RequestTimes(self._clock, self.metrics)
         if request.id in self._running:
             measured.refused(Reason.INVALID_ARGUMENT)
             raise invalid("request_id", "a running request has the same id; use another one")

@@ -26,13 +26,14 @@ import grpc
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.gateway.call import PickerCall, PickerContext
-from fleet.gateway.endpoints import PickerEndpoints, PickerLeadership, RouterApi, SolePicker
+from fleet.gateway.endpoints import PickerEndpoints, PickerLeadership, SolePicker
 from fleet.gateway.ext_proc import SERVICE
 from fleet.gateway.prompts import PromptReaderApi
 from fleet.gateway.selection import SelectionService
 from fleet.net.grpc.calls import Context, answer_call, serialize
 from fleet.net.grpc.options import frontend_server_options
 from fleet.net.grpc.port import LIVENESS, open_port
+from fleet.router.api import RouterApi
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 
 READINESS = "readiness"

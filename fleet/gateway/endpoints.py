@@ -7,24 +7,13 @@ from urllib.parse import urlsplit
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import WorkerId
-from fleet.core.requests import ModelCard
 from fleet.core.roles import Role
+from fleet.router.api import RouterApi
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings, endpoint_of
-from fleet.router.state.snapshot import RouterSnapshot
 
 KNOWN_ADDRESSES = 4096
 SERVING = "serving"
 DEFAULT_PORTS = {"http": 80, "https": 443}
-
-
-class RouterApi(Protocol):
-    """The part of `fleet.router.server.RouterServer` that the picker needs."""
-
-    def models(self) -> tuple[ModelCard, ...]: ...
-
-    def addresses(self) -> Mapping[WorkerId, str]: ...
-
-    def status(self) -> RouterSnapshot: ...
 
 
 class PickerLeadership(Protocol):

@@ -19,7 +19,6 @@ Rules:
 import asyncio
 import secrets
 from collections import Counter
-from typing import Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -30,13 +29,14 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, ModelCard, Sampling
 from fleet.core.roles import Placement
 from fleet.core.validation import check_hints
+from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.gateway.selected_requests import Holder, SelectedRequest, SelectionAwareWorkers
 from fleet.net.control.access import caller_name
 from fleet.net.grpc.calls import Context, parse_message, unary_context_handler, unary_handler
 from fleet.net.grpc.port import GrpcServerApi
-from fleet.router.messages import Arrived, WorkerEvent
+from fleet.router.api import RouterApi
+from fleet.router.messages import Arrived
 from fleet.router.placement.decision import Decision
-from fleet.router.server import RequestListener
 from fleet.router.settings.selection import SelectionSettings
 from fleet.router.state.lora import resolve_model
 from fleet.v1 import selection_pb2 as pb
@@ -48,32 +48,6 @@ DEFAULT_LEASE_MS = 30_000
 DEFAULT_WAIT_MS = 10_000
 MAX_REPORTED = 65_536  # per report
 RETRY_AFTER_MS = 1000
-
-
-class RouterApi(Protocol):
-    """The part of `fleet.router.server.RouterServer` that the service needs."""
-
-    def open(self, arrived: Arrived, stream: RequestListener) -> None: ...
-
-    def close(self, request_id: RequestId, stream: RequestListener) -> None: ...
-
-    def hear(self, event: WorkerEvent) -> None: ...
-
-    def models(self) -> tuple[ModelCard, ...]: ...
-
-    def decision(self, request_id: RequestId) -> Decision | None: ...
-
-    def address(self, worker_id: WorkerId) -> str: ...
-
-    def places(self, model: ModelName) -> int: ...
-
-
-class PeerRoutersApi(Protocol):
-    """The part of `fleet.peers.routers.PeerRouters` that the service needs."""
-
-    async def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None: ...
-
-    async def released(self, release: pb.ReleaseRequest) -> None: ...
 
 
 class SelectionService:

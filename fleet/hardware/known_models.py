@@ -1,4 +1,4 @@
-"""Known models: sizes of models by the name of their repository, so that no config is needed. They are in `known.toml`."""
+"""Known models: sizes of models by the name of their repository, so that no config is needed. They are in `known_models.toml`."""
 
 import tomllib
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ class KnownModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 @cache
-def known() -> Mapping[str, KnownModel]:
+def known_models() -> Mapping[str, KnownModel]:
     """Return all known models by a short name."""
-    text = resources.files(__package__).joinpath("known.toml").read_text(encoding="utf-8")
+    text = resources.files(__package__).joinpath("known_models.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), dict[str, KnownModel])
 
 
@@ -62,7 +62,7 @@ def model_from_config(config: Mapping[str, Any], name: str = "") -> SizedModel:
 @cache
 def _by_repository() -> Mapping[str, SizedModel]:
     found: dict[str, SizedModel] = {}
-    for name, each in known().items():
+    for name, each in known_models().items():
         as_config = model_from_config(each.config, name)
         for stored, repositories in each.repositories.items():
             sized = as_config

@@ -1,4 +1,4 @@
-"""Models by the folder that Hugging Face keeps them in, or by its `config.json` alone."""
+"""Model configs: sizes of a model from its Hugging Face folder, or from its `config.json` alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +11,14 @@ from fleet.hardware.models import ModelSizes, read_model
 
 CONFIG = "config.json"
 QUANTIZATION = "hf_quant_config.json"
-"""Where NVIDIA's checkpoints keep what others have in `quantization_config`."""
+"""File in which NVIDIA's checkpoints keep what others have in `quantization_config`."""
 
 
 def read_model_config(path: Path) -> ModelSizes:
-    """What a model is to the hardware. Weights are not looked at.
+    """Read the sizes of a model without its weights.
 
     Raises:
-        ConfigurationRefused: No such file, not JSON, or not a model that is understood; names file and field.
+        ConfigurationRefused: There is no such file, it is no JSON, or the model is not supported; the message names file and field.
     """
     file = path / CONFIG if path.is_dir() else path
     config = _object(file)
@@ -36,7 +36,7 @@ def _object(file: Path) -> Mapping[str, Any]:
         content = msgspec.json.decode(file.read_bytes())
     except OSError as error:
         raise ConfigurationRefused(f"{file}: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError) as error:  # thousands of brackets
+    except (msgspec.DecodeError, RecursionError) as error:  # thousands of nested brackets
         raise ConfigurationRefused(f"{file}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationRefused(f"{file}: must be a JSON object")

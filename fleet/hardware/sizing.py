@@ -166,15 +166,7 @@ class Shortfall(Struct, frozen=True, kw_only=True):
 def size(
     sized: SizedModel, demand: Demand, goals: LatencyGoals, supply: GpuSupply, backend: str = "vllm"
 ) -> Sizing | Shortfall:
-    """Return the fewest GPUs that keep all goals, or the goal that cannot be kept.
-
-    Args:
-        sized: The model.
-        demand: Its load.
-        goals: Its latency goals.
-        supply: The available GPUs.
-        backend: Engine whose measured efficiencies are used.
-    """
+    """Return the fewest GPUs that keep all goals, or the goal that cannot be kept."""
     needed = demand.request.prompt_tokens + demand.request.answer_tokens
     if sized.context and needed > sized.context:
         return Shortfall(goal=SizingGoal.CONTEXT, wanted=needed, best=sized.context)

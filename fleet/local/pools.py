@@ -18,17 +18,17 @@ from pathlib import Path
 import grpc
 from msgspec import structs
 
-from fleet.config import Topology
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import WorkerId
 from fleet.local.processes import ChildEndpoints, LocalProcesses
 from fleet.local.runs import PLANS
+from fleet.local.settings import Topology
 from fleet.local.supervision import ChildState
 from fleet.local.topology import LocalPlan, LocalPool, worker_process
 from fleet.net.grpc.options import SEPARATE_CHANNEL_OPTIONS
 from fleet.planner.connectors.folder import REPORT, FolderRecords
-from fleet.planner.connectors.virtual import Intent, PoolReport, Report
+from fleet.planner.connectors.virtual import Intent, PlanReport, PoolReport
 from fleet.planner.messages import PoolGapReason, PoolName
 from fleet.planner.ports import ConnectorUnreachable
 from fleet.v1 import worker_pb2 as pb
@@ -70,7 +70,7 @@ class LocalPools:
         self._records = FolderRecords(self.folder)
         self._revision = 0
         self._limited: Mapping[PoolName, str] = {}
-        self._reported: Report | None = None
+        self._reported: PlanReport | None = None
 
     async def follow(self) -> None:
         """Obey plans until cancelled. A problem is reported once and retried."""
@@ -110,7 +110,7 @@ class LocalPools:
             except ConfigurationRefused as refused:  # for a pool that has had no worker yet
                 self._limited = {**self._limited, name: str(refused)}
                 pool.target = len(pool.staying)
-        report = Report(revision=self._revision, pools={name: self._said(name) for name in self._pools})
+        report = PlanReport(revision=self._revision, pools={name: self._said(name) for name in self._pools})
         if report != self._reported or not (self.folder / REPORT).exists():
             self._records.report(report)
             self._reported = report

@@ -10,9 +10,9 @@ from msgspec import Struct, structs
 from fleet.config import save
 from fleet.core.clock import MILLISECOND, Nanos
 from fleet.local.processes import LocalProcess
+from fleet.local.settings import SupervisionSettings
 from fleet.local.supervision import ChildProcess
 from fleet.local.topology import READY_WITHIN, ROUTER, STOP_WITHIN, claim_address, liveness_limits
-from fleet.membership.settings import SupervisionSettings
 from fleet.net.control.address import control_socket, private_folder
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.router.settings.router import RouterSettings

@@ -36,7 +36,7 @@ JITTER = 0.5  # largest part of a pause that is left out ("equal jitter")
 HEALTHY_AFTER = Nanos(30 * SECOND)
 
 
-class RandomSource(Protocol):
+class JitterSource(Protocol):
     """Random source for pauses; `random.Random` implements it."""
 
     def uniform(self, a: float, b: float, /) -> float: ...
@@ -204,7 +204,7 @@ class _ChildRecord:
 class Supervision:
     """The machine: `begin` returns the first commands, `handle` those that follow an event."""
 
-    def __init__(self, children: Sequence[ChildProcess], chance: RandomSource, longest_pause: Nanos = LONGEST_BACKOFF):
+    def __init__(self, children: Sequence[ChildProcess], chance: JitterSource, longest_pause: Nanos = LONGEST_BACKOFF):
         """Start with children that do not run yet.
 
         Args:

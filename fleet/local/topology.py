@@ -23,15 +23,15 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from fleet.config import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, Topology, build_settings, save
+from fleet.config import build_settings, save
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Role
 from fleet.local.liveness import LivenessLimits
 from fleet.local.processes import LocalProcess
+from fleet.local.settings import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, SupervisionSettings, Topology
 from fleet.local.supervision import ChildProcess
-from fleet.membership.settings import SupervisionSettings
 from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials

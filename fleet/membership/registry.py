@@ -13,15 +13,20 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.membership.messages import Deregister, NameOccupied, Register, RegistrationSuperseded
+from fleet.membership.ports import (
+    NameHeld,
+    RegistrationListener,
+    RegistrationRefused,
+    RegistryUnreachable,
+    WorkerSuperseded,
+)
 from fleet.membership.server import RegistryServer
 from fleet.net.control.access import OPEN_ACCESS, ControlAccess
 from fleet.net.grpc.calls import Context, parse_message, unary_context_handler, unary_handler
 from fleet.net.grpc.port import GrpcServerApi
-from fleet.peers.routers import PeerRouters
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
 from kvstore.net.addresses import host_port, unix_path
-from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable, WorkerSuperseded
 
 SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)
@@ -33,7 +38,7 @@ ResolveAddresses = Callable[[str, int], Awaitable[Sequence[str]]]
 class GrpcRegistry:
     """The service `fleet.v1.Registry`."""
 
-    def __init__(self, registry: RegistryServer, replicas: PeerRouters | None = None) -> None:
+    def __init__(self, registry: RegistryServer, replicas: RegistrationListener | None = None) -> None:
         """Build the service; `replicas` are told of registrations."""
         self._registry = registry
         self._replicas = replicas
@@ -87,7 +92,7 @@ def _name_occupied_text(occupied: NameOccupied) -> str:
 
 
 class GrpcRegistryClient:
-    """Client of one registry. Implements `workers.ports.Registry`; an async context manager that owns its channel."""
+    """Client of one registry. Implements `fleet.membership.ports.Registry`; an async context manager that owns its channel."""
 
     def __init__(self, address: str, timeout: Nanos = TIMEOUT, access: ControlAccess = OPEN_ACCESS) -> None:
         self._timeout_seconds = timeout / SECOND
@@ -155,7 +160,7 @@ def _unreachable(error: grpc.aio.AioRpcError, tls_cause: str = "") -> RegistryUn
 class GrpcRegistries:
     """Client of all registries behind one name, such as the routers of a headless Kubernetes Service.
 
-    Implements `workers.ports.Registry`. The name is resolved with each renewal, so a new router is told within a third
+    Implements `fleet.membership.ports.Registry`. The name is resolved with each renewal, so a new router is told within a third
     of a lease. A worker is registered once one router has accepted it, because the others may be starting or stopping.
     """
 

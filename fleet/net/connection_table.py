@@ -8,7 +8,7 @@ Rules:
    `GRACE_SECONDS`: silent ones, then closing ones, then incomplete heads. If there is none, the one goes that has
    waited longest, including idle ones; incomplete bodies go last. So the connections of one burst do not displace each
    other while others have been idle for longer. If no connection waits, the newcomer is refused.
-3. One client address has at most `per_address` connections. At that limit it makes room among its own connections only,
+3. One client address has a limited share of the connections. At that limit it makes room among its own connections only,
    so it can never shut out another address.
 4. Every operation takes constant time. The start of a request is only noted; a newcomer that meets such a connection
    removes it from its group, once per request.
@@ -69,7 +69,7 @@ class ConnectionSlot(Generic[Client]):
         self.since = 0.0
         """The time at which the connection began to wait in that group."""
         self.served = False
-        """True while a request is being served. The connection sets it, and `ConnectionTable.waits` clears it."""
+        """True while a request is being served. The connection sets it, and `ConnectionTable.mark_waiting` clears it."""
         self.left = False
         """True after the slot was given up or displaced."""
 
@@ -77,7 +77,7 @@ class ConnectionSlot(Generic[Client]):
 class ConnectionAdmission(Struct, Generic[Client], frozen=True):
     """Answer to a newcomer."""
 
-    place: ConnectionSlot[Client] | None = None
+    slot: ConnectionSlot[Client] | None = None
     """The slot of the newcomer; None if the table refused it."""
 
     displaced: Client | None = None
@@ -86,12 +86,7 @@ class ConnectionAdmission(Struct, Generic[Client], frozen=True):
 
 class ConnectionTable(Generic[Client]):
     def __init__(self, most: int, address_share: float) -> None:
-        """Create an empty table.
-
-        Args:
-            most: Largest number of connections.
-            address_share: Largest part of `most` for one client address, above 0; 1 means all.
-        """
+        """Create an empty table for `most` connections; one client address may have the part `address_share` of them."""
         assert 0 < address_share <= 1
         self.displaced = 0  # connections that gave way since the start
         self.refused = 0  # newcomers that were refused since the start
@@ -107,54 +102,51 @@ class ConnectionTable(Generic[Client]):
     def admit(self, client: Client, address: str, now: float) -> ConnectionAdmission[Client]:
         """Admit a connection as a silent one if there is a slot or one can be freed.
 
-        Args:
-            client: The connection.
-            address: The client's key from `client_key`.
-            now: The present time in seconds by a monotonic clock.
+        `address` comes from `client_key`; `now` is in seconds by a monotonic clock.
         """
         known = self._addresses.get(address)
         if known is not None and known.connections >= self._per_address:
-            displaced = self._first(known.waiting, now)
+            displaced = self._next_to_displace(known.waiting, now)
         elif self._connections >= self._most:
-            displaced = self._first(self._waiting, now)
+            displaced = self._next_to_displace(self._waiting, now)
         else:
-            return ConnectionAdmission(self._enter(client, address, now))
+            return ConnectionAdmission(self._add(client, address, now))
         if displaced is None:
             self.refused += 1
             return ConnectionAdmission()
         self.displaced += 1
         self.remove(displaced)
-        return ConnectionAdmission(self._enter(client, address, now), displaced.client)
+        return ConnectionAdmission(self._add(client, address, now), displaced.client)
 
-    def waits(self, place: ConnectionSlot[Client], group: WaitingFor, now: float) -> None:
+    def mark_waiting(self, slot: ConnectionSlot[Client], group: WaitingFor, now: float) -> None:
         """Note that a connection waits from now on. A connection that has left the table is ignored.
 
         A connection that has waited in the same group all the time keeps its turn; one that was served goes to the end.
         """
-        if place.left:
+        if slot.left:
             return
-        if place.group is not group:
-            self._leave_group(place)
-            place.group = group
-            place.since = now
-            self._waiting.add(place, group)
-            place.address.waiting.add(place, group)
-        elif place.served:
-            place.since = now
-            self._waiting.to_end(place, group)
-            place.address.waiting.to_end(place, group)
-        place.served = False
+        if slot.group is not group:
+            self._leave_group(slot)
+            slot.group = group
+            slot.since = now
+            self._waiting.add(slot, group)
+            slot.address.waiting.add(slot, group)
+        elif slot.served:
+            slot.since = now
+            self._waiting.move_to_end(slot, group)
+            slot.address.waiting.move_to_end(slot, group)
+        slot.served = False
 
-    def remove(self, place: ConnectionSlot[Client]) -> None:
+    def remove(self, slot: ConnectionSlot[Client]) -> None:
         """Give up a slot. A second call has no effect."""
-        if place.left:
+        if slot.left:
             return
-        place.left = True
-        self._leave_group(place)
+        slot.left = True
+        self._leave_group(slot)
         self._connections -= 1
-        place.address.connections -= 1
-        if not place.address.connections:
-            del self._addresses[place.address.name]
+        slot.address.connections -= 1
+        if not slot.address.connections:
+            del self._addresses[slot.address.name]
 
     def check(self) -> None:
         """Assert the invariants of the table."""
@@ -163,48 +155,48 @@ class ConnectionTable(Generic[Client]):
         assert all(0 < each.connections <= self._per_address for each in self._addresses.values())
         for group in WaitingFor:
             members = self._waiting.of(group)
-            assert all(place.group is group and not place.left for place in members)
-            of_addresses = [place for each in self._addresses.values() for place in each.waiting.of(group)]
+            assert all(slot.group is group and not slot.left for slot in members)
+            of_addresses = [slot for each in self._addresses.values() for slot in each.waiting.of(group)]
             assert set(members) == set(of_addresses)
             assert len(members) == len(of_addresses)
-            since = [place.since for place in members]
+            since = [slot.since for slot in members]
             assert since == sorted(since)
 
-    def _first(self, waiting: "_Groups[Client]", now: float) -> ConnectionSlot[Client] | None:
+    def _next_to_displace(self, waiting: "_Groups[Client]", now: float) -> ConnectionSlot[Client] | None:
         """Return the slot to give up next; None if every connection is being served."""
         longest: ConnectionSlot[Client] | None = None
         for group in _OWING:
-            place = self._longest(waiting, group)
-            if place is not None and now - place.since >= GRACE_SECONDS:
-                return place
-            if place is not None and (longest is None or place.since < longest.since):
-                longest = place
-        idle = self._longest(waiting, WaitingFor.IDLE)
+            slot = self._longest_waiting(waiting, group)
+            if slot is not None and now - slot.since >= GRACE_SECONDS:
+                return slot
+            if slot is not None and (longest is None or slot.since < longest.since):
+                longest = slot
+        idle = self._longest_waiting(waiting, WaitingFor.IDLE)
         if idle is not None and (longest is None or idle.since <= longest.since):
             return idle
-        return longest or self._longest(waiting, WaitingFor.BODY)
+        return longest or self._longest_waiting(waiting, WaitingFor.BODY)
 
-    def _longest(self, waiting: "_Groups[Client]", group: WaitingFor) -> ConnectionSlot[Client] | None:
+    def _longest_waiting(self, waiting: "_Groups[Client]", group: WaitingFor) -> ConnectionSlot[Client] | None:
         """Return the slot of that group that has waited longest; None if the group is empty."""
-        while (first := waiting.first(group)) is not None and first.served:
-            self._leave_group(first)
-        return first
+        while (slot := waiting.longest_waiting(group)) is not None and slot.served:
+            self._leave_group(slot)
+        return slot
 
-    def _enter(self, client: Client, address: str, now: float) -> ConnectionSlot[Client]:
+    def _add(self, client: Client, address: str, now: float) -> ConnectionSlot[Client]:
         known = self._addresses.get(address)
         if known is None:
             known = self._addresses[address] = _ClientAddress(address)
         known.connections += 1
         self._connections += 1
-        place = ConnectionSlot(client, known)
-        self.waits(place, WaitingFor.SILENT, now)
-        return place
+        slot = ConnectionSlot(client, known)
+        self.mark_waiting(slot, WaitingFor.SILENT, now)
+        return slot
 
-    def _leave_group(self, place: ConnectionSlot[Client]) -> None:
-        if place.group is not None:
-            self._waiting.discard(place, place.group)
-            place.address.waiting.discard(place, place.group)
-            place.group = None
+    def _leave_group(self, slot: ConnectionSlot[Client]) -> None:
+        if slot.group is not None:
+            self._waiting.discard(slot, slot.group)
+            slot.address.waiting.discard(slot, slot.group)
+            slot.group = None
 
 
 class _Groups(Generic[Client]):
@@ -216,26 +208,26 @@ class _Groups(Generic[Client]):
         # By position and not by key, because hashing a member of an enum is slow.
         self._members: list[OrderedDict[ConnectionSlot[Client], None] | None] = [None] * len(WaitingFor)
 
-    def add(self, place: ConnectionSlot[Client], group: WaitingFor) -> None:
+    def add(self, slot: ConnectionSlot[Client], group: WaitingFor) -> None:
         members = self._members[group]
         if members is None:
             members = self._members[group] = OrderedDict()
-        members[place] = None
+        members[slot] = None
 
-    def to_end(self, place: ConnectionSlot[Client], group: WaitingFor) -> None:
+    def move_to_end(self, slot: ConnectionSlot[Client], group: WaitingFor) -> None:
         members = self._members[group]
         assert members is not None
-        members.move_to_end(place)
+        members.move_to_end(slot)
 
-    def discard(self, place: ConnectionSlot[Client], group: WaitingFor) -> None:
+    def discard(self, slot: ConnectionSlot[Client], group: WaitingFor) -> None:
         members = self._members[group]
         assert members is not None
-        del members[place]
+        del members[slot]
 
     def of(self, group: WaitingFor) -> list[ConnectionSlot[Client]]:
         return list(self._members[group] or ())
 
-    def first(self, group: WaitingFor) -> ConnectionSlot[Client] | None:
+    def longest_waiting(self, group: WaitingFor) -> ConnectionSlot[Client] | None:
         """Return the slot that has been in that group longest; None if the group is empty."""
         members = self._members[group]
         return next(iter(members)) if members else None

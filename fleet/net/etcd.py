@@ -35,12 +35,7 @@ class EtcdChannels:
     """Holds one channel at a time, to the endpoint that answered last or else to the next one."""
 
     def __init__(self, endpoints: Sequence[str], credentials: Credentials, section: str) -> None:
-        """Create the holder without connecting.
-
-        Args:
-            endpoints: host:port of the members of the etcd cluster.
-            credentials: No authority means no TLS.
-            section: The settings section, for error messages.
+        """Create the holder without connecting. No authority means no TLS; `section` is the settings section in messages.
 
         Raises:
             ConfigurationRefused: A file of `credentials` cannot be read.

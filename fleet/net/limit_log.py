@@ -18,21 +18,16 @@ class ConnectionLimitLog:
         self._table = table
         self._displaced = 0  # count at the last message
         self._refused = 0  # count at the last message
-        self._tell_at = float("-inf")
+        self._next_log_at = float("-inf")
 
     def log_changes(self, now: float, listen: str) -> None:
-        """Log how many connections gave way or were refused since the last message, if any.
-
-        Args:
-            now: The present time in seconds by a monotonic clock.
-            listen: The address of the port, for the log.
-        """
+        """Log how many connections gave way or were refused since the last message, if any."""
         table = self._table
         displaced, refused = table.displaced - self._displaced, table.refused - self._refused
-        if not (displaced or refused) or now < self._tell_at:
+        if not (displaced or refused) or now < self._next_log_at:
             return
         self._displaced, self._refused = table.displaced, table.refused
-        self._tell_at = now + LOG_INTERVAL_SECONDS
+        self._next_log_at = now + LOG_INTERVAL_SECONDS
         log.warning(
             "connection limit reached",
             extra={"listen": listen, "connections": len(table), "displaced": displaced, "refused": refused},
@@ -45,8 +40,8 @@ class SlowClientLog:
     def __init__(self, limits: ConnectionSettings) -> None:
         self.disconnected = 0  # clients disconnected since the start
         self._limits = limits
-        self._told = 0  # count at the last message
-        self._tell_at = float("-inf")
+        self._logged = 0  # count at the last message
+        self._next_log_at = float("-inf")
         self._client = ""  # the client that was disconnected last
         self._waiting = 0  # bytes that this client had not read
 
@@ -57,17 +52,17 @@ class SlowClientLog:
 
     def log_changes(self, now: float, listen: str) -> None:
         """Log how many clients were disconnected since the last message, if any, and the last of them."""
-        if self.disconnected == self._told or now < self._tell_at:
+        if self.disconnected == self._logged or now < self._next_log_at:
             return
         log.warning(
             "clients cut off because they read too slowly",
             extra={
                 "listen": listen,
-                "clients": self.disconnected - self._told,
+                "clients": self.disconnected - self._logged,
                 "last_client": self._client,
                 "unread_bytes": self._waiting,
                 "write_timeout_seconds": self._limits.write_timeout_seconds,
                 "min_read_bytes": self._limits.min_read_bytes,
             },
         )
-        self._told, self._tell_at = self.disconnected, now + LOG_INTERVAL_SECONDS
+        self._logged, self._next_log_at = self.disconnected, now + LOG_INTERVAL_SECONDS

@@ -35,7 +35,7 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     is disconnected, even if it reads a byte now and then."""
 
     min_read_bytes: Annotated[int, Meta(ge=1, le=1024 * MIB)] = 64 * KIB
-    """See `write_timeout_seconds`. A connection's writer waits when this many bytes are buffered, so the default
+    """The bytes of `write_timeout_seconds`. A connection's writer waits when this many bytes are buffered, so the default
     requires a rate of 2 KiB/s, which every network has."""
 
 

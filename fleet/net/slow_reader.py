@@ -41,9 +41,7 @@ class SlowReader:
     def __init__(self, period: float, min_bytes: int) -> None:
         """Create the limit for a client that has nothing to read.
 
-        Args:
-            period: The length of a period, in the unit of the times given to `overdue`.
-            min_bytes: The bytes that the client must read in a period where more is waiting.
+        In each `period`, in the unit of the times given to `overdue`, the client must read `min_bytes` if so many wait.
         """
         self._period = period
         self._min_bytes = min_bytes

@@ -11,9 +11,8 @@ BACKLOG = 4096  # pending connections, the default maximum of Linux; a flood mus
 def bind_tcp(address: str, *, shared: bool = False) -> tuple[socket.socket, str]:
     """Bind a listening socket at ``host:port``; also return the address with the port that was taken.
 
-    Args:
-        address: Port 0 takes a free port.
-        shared: Whether other processes of this user may listen on the same port; the kernel then spreads connections.
+    Port 0 takes a free port. With `shared`, other processes of this user may listen on the port, and the kernel spreads
+    connections.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.

@@ -74,11 +74,9 @@ from fleet.peers.messages import (
     encode_taken,
     encode_thresholds,
 )
-from fleet.router.kv_index.peer_prompts import PromptAnnouncements
-from fleet.router.messages import PeerEvent, PeerLeft, PeerPlaced, PeerReserved, ReservationTotals, SessionsBound
-from fleet.router.sessions import SessionTable
+from fleet.router.api import RouterApi
+from fleet.router.messages import PeerLeft, PeerPlaced, PeerReserved, ReservationTotals, SessionsBound
 from fleet.router.settings.router import RouterSettings, Thresholds
-from fleet.router.state.snapshot import Explanation
 from fleet.router.tenants import BucketLevels, Tenants, TenantUsageDelta
 from fleet.v1 import control_pb2, selection_pb2
 from fleet.v1 import replica_pb2 as pb
@@ -106,26 +104,6 @@ class PeerLimits(Struct, frozen=True):
 
     tenants: Tenants
     clock: Clock
-
-
-class RouterApi(Protocol):
-    """The part of `fleet.router.server.RouterServer` that peers need."""
-
-    on_change: Callable[[], None] | None
-
-    @property
-    def sessions(self) -> SessionTable: ...
-
-    @property
-    def prompts(self) -> PromptAnnouncements: ...
-
-    def booked(self) -> Mapping[WorkerId, ReservationTotals]: ...
-
-    def hear(self, event: PeerEvent) -> None: ...
-
-    def explain(self, request_id: RequestId) -> Explanation | None: ...
-
-    def tune(self, thresholds: Thresholds) -> None: ...
 
 
 class RegistryApi(Protocol):

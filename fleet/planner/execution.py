@@ -51,10 +51,7 @@ def forbidden(plan: Plan, seen: Observation) -> Plan | None:
 def rollback(plan: Plan, before: Observation, seen: Observation) -> Plan | None:
     """Return the plan that rolls back the unfinished part of another plan, or None if there is nothing to roll back.
 
-    Args:
-        plan: The plan that is given up.
-        before: The observation that it was made on.
-        seen: The present observation.
+    The plan was made on the observation `before`; the present observation is `seen`.
     """
     replicas = {}
     for each in pools_of(plan, seen):
@@ -68,16 +65,13 @@ def rollback(plan: Plan, before: Observation, seen: Observation) -> Plan | None:
 
 
 def to_write(plan: Plan, seen: Observation, there: Observation) -> list[PoolObservation]:
-    """Return the present pools whose numbers have still to be written; pools that shrink come first.
+    """Return the present pools (`there`) whose numbers have still to be written; pools that shrink come first.
 
-    Args:
-        plan: The plan.
-        seen: The observation that it was made on.
-        there: The present observation.
+    The plan was made on the observation `seen`.
 
     Raises:
-        Refused: There is no such pool, or it is pinned.
-        Stale: Somebody has written since.
+        PlanRefused: There is no such pool, or it is pinned.
+        PlanConflict: Somebody has written since.
     """
     left = []
     for name, replicas in plan.replicas.items():

@@ -14,8 +14,8 @@ class PlanConnector(Protocol):
         """Return the present state of the pools.
 
         Raises:
-            Unreachable: Nothing is known; observe again later. The last observation may still be true.
-            Gone: Whoever obeyed plans there has ended without a word.
+            ConnectorUnreachable: Nothing is known; observe again later. The last observation may still be true.
+            OrchestratorGone: Whoever obeyed plans there has ended without a word.
         """
         ...
 
@@ -26,10 +26,10 @@ class PlanConnector(Protocol):
         more replicas than before or after it. A second call with the same plan writes the rest.
 
         Raises:
-            Stale: Somebody has written since; observe again. Nothing is written, or a part if it happened meanwhile.
-            Refused: A pool does not exist, is pinned, or may not be written. Nothing, or a part, is written.
-            Unreachable: A part may be written.
-            Gone: Whoever obeyed plans there has ended without a word.
+            PlanConflict: Somebody has written since; observe again. Nothing is written, or a part if it happened meanwhile.
+            PlanRefused: A pool does not exist, is pinned, or may not be written. Nothing, or a part, is written.
+            ConnectorUnreachable: A part may be written.
+            OrchestratorGone: Whoever obeyed plans there has ended without a word.
         """
         ...
 

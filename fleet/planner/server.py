@@ -37,10 +37,10 @@ async def carry_out(
         The outcome and the last observation.
 
     Raises:
-        Stale: Somebody has changed a pool since; plan again.
-        Refused: A pool cannot be changed.
-        Unreachable: No answer until the deadline, or for a minute after it. What is written stays.
-        Gone: The orchestrator has ended.
+        PlanConflict: Somebody has changed a pool since; plan again.
+        PlanRefused: A pool cannot be changed.
+        ConnectorUnreachable: No answer until the deadline, or for a minute after it. What is written stays.
+        OrchestratorGone: The orchestrator has ended.
     """
     deadline = clock.now() + plan.within
     await _patiently(lambda: connector.apply(plan, before), deadline, clock, trouble)

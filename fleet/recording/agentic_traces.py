@@ -115,13 +115,7 @@ class _SessionReader:
         self._agents = 0
 
     def of(self, rows: tuple[_Row, ...], field: str, start: float, parent: int) -> Iterator[_TimedRequest]:
-        """Yield the requests of one agent.
-
-        Args:
-            rows: The rows of the agent.
-            field: Their path, for errors.
-            start: The start of the agent in seconds.
-            parent: The agent that started it.
+        """Yield the requests of one agent, which started at `start` seconds; `field` is the path of its rows.
 
         Raises:
             ValueError: A row is malformed; the message names the field.
@@ -151,7 +145,7 @@ class _SessionReader:
             if len(names) % self._gathered:
                 chain.append(names[-1])
             if len(set(chain)) < len(chain):
-                raise ValueError(f"{place}.hash_delta: an id is there twice, so it cannot name a prefix")
+                raise ValueError(f"{place}.hash_delta: an id occurs twice, so it cannot name a prefix")
             arrival = Nanos(round((start + row.t) * SECOND))
             request = TraceRequest(arrival, row.prompt_tokens, tuple(chain), row.output_tokens, self._session)
             yield _TimedRequest(request, Nanos(arrival + round(row.api_time * SECOND)), agent, parent)

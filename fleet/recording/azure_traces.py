@@ -24,17 +24,10 @@ def is_header(line: bytes) -> bool:
 def azure_requests(
     path: Path, header: TraceLine, lines: Iterator[TraceLine], chain: UnsharedNames, *, ordered: bool
 ) -> Iterator[TraceRequest]:
-    """Yield a request for each row, with arrivals from the first one.
-
-    Args:
-        path: The file.
-        header: Its first line.
-        lines: The other lines.
-        chain: Makes names for the blocks of prompts.
-        ordered: Whether rows must be in the order of their arrival.
+    """Yield a request for each row, with arrivals from the first one. `chain` makes names for the blocks of prompts.
 
     Raises:
-        TraceError: A row is malformed.
+        TraceError: A row is malformed, or out of order where `ordered` is set.
     """
     columns = [name.strip() for name in header[1].decode("utf-8-sig", "replace").split(",")]
     for name in (TIME, PROMPT, ANSWER):
@@ -51,7 +44,7 @@ def azure_requests(
         began = began or moment
         arrival = (moment - began) // MICROSECOND * 1000
         if ordered and arrival < latest:
-            raise TraceError(f"{path}:{number}: {TIME}: {fields[time].strip()} is before that of the row above")
+            raise TraceError(f"{path}:{number}: {TIME}: {fields[time].strip()} is before the row above")
         latest = arrival
         prompt_tokens = _tokens(path, number, PROMPT, fields[prompt], 1, LONGEST_PROMPT)
         answer_tokens = _tokens(path, number, ANSWER, fields[answer], 0, LONGEST_NUMBER)
@@ -62,12 +55,12 @@ def _moment(path: Path, number: int, text: str) -> datetime:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
-        raise TraceError(f"{path}:{number}: {TIME}: {text!r} is no time") from error
+        raise TraceError(f"{path}:{number}: {TIME}: {text!r} is not a time") from error
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
 
 
 def _tokens(path: Path, number: int, field: str, text: str, least: int, most: int) -> int:
     text = text.strip()
     if not (text.isascii() and text.isdecimal()) or len(text) > 13 or not least <= int(text) <= most:
-        raise TraceError(f"{path}:{number}: {field}: {text!r} is no number of tokens from {least} to {most}")
+        raise TraceError(f"{path}:{number}: {field}: {text!r} is not a number of tokens from {least} to {most}")
     return int(text)

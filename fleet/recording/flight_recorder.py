@@ -48,13 +48,7 @@ class FlightRecorder:
     """One recording. Implements `fleet.router.observer.Observer`, and hashes prompts for its machine."""
 
     def __init__(self, path: Path, most_bytes: int, head: RecordingHead, hasher: PromptHasher = hash_prompt):
-        """Open the recording.
-
-        Args:
-            path: The file.
-            most_bytes: The largest size of the file.
-            head: The first line.
-            hasher: Hashes prompts; its results are recorded.
+        """Open the recording at `path`, of at most `most_bytes`. The results of `hasher` are recorded.
 
         Raises:
             ConfigurationRefused: The file cannot be written.
@@ -72,7 +66,7 @@ class FlightRecorder:
         if path.is_dir():
             raise ConfigurationRefused(f"record: {path}: Is a directory; name a file")
         if path.exists() and not path.is_file():  # for example a device, which rotation would rename
-            raise ConfigurationRefused(f"record: {path}: Is no regular file; name another")
+            raise ConfigurationRefused(f"record: {path}: Is not a regular file; name another")
         try:
             _new_path(path).touch(mode=0o600)
             file = _new_path(path).open("wb", buffering=0)
@@ -167,14 +161,7 @@ class FlightRecorder:
 def open_recorded_machine(
     settings: RouterSettings, seed: int, policy: PlacementPolicy, now: Nanos, *, also: Observer | None = None
 ) -> tuple[ObservedMachine, FlightRecorder]:
-    """Return a router's machine and the recorder that observes it.
-
-    Args:
-        settings: The router's settings, which name the file.
-        seed: The seed of its random source.
-        policy: The placement policy.
-        now: The present instant.
-        also: A further observer, called after the recorder.
+    """Return a router's machine and the recorder that observes it; `also` is a further observer, called after the recorder.
 
     Raises:
         ConfigurationRefused: The file cannot be written.

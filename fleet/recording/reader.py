@@ -101,7 +101,7 @@ class Recording:
 
     def _read_event(self, entry: RecordingEntry) -> RecordedEvent:
         if (decoder := _events().get(entry.name)) is None:
-            raise self._error(f"name: {entry.name!r} is no event of a router")
+            raise self._error(f"name: {entry.name!r} is not an event of a router")
         event = self._decode(entry.event, decoder, "event")
         if isinstance(event, RecordedSteps):
             event = _stepped(event)
@@ -110,7 +110,7 @@ class Recording:
         try:
             keys = [_unpacked(each) for each in entry.keys]
         except (ValueError, struct.error) as error:
-            raise self._error("keys: are no base64 of 8 bytes each") from error
+            raise self._error("keys: are not base64 of 8 bytes each") from error
         return RecordedEvent(line=self._line_number, now=entry.now, event=event, keys=keys, commands=entry.commands)
 
     def _next_line(self, file: BinaryIO) -> bytes | None:

@@ -74,7 +74,7 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
         TraceError: The file cannot be read repeatedly, or a line is too long.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise TraceError(f"{path}: is no regular file, and a trace is read several times")
+        raise TraceError(f"{path}: is not a regular file, and a trace is read several times")
     try:
         with open_plain_or_gzip(path) as stream:
             for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
@@ -87,13 +87,7 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
 
 
 def read_rows(path: Path, cut: RowSelection, *, header: int = 0) -> Iterator[TraceLine]:
-    """Return the selected rows.
-
-    Args:
-        path: The file.
-        cut: The selection; shares require counting the lines first.
-        header: Lines at the start that are no rows.
-    """
+    """Return the selected rows after `header` lines. Shares require counting the lines first."""
     lines = read_lines(path)
     for _ in range(header):
         next(lines, None)
@@ -126,7 +120,7 @@ def decode_row(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
         field = place.removeprefix(".")
         raise TraceError(f"{path}:{number}: {field + ': ' if field else ''}{what}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(f"{path}:{number}: is no JSON object: {error}") from error
+        raise TraceError(f"{path}:{number}: is not a JSON object: {error}") from error
 
 
 def decode_object(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.core.clock import MILLISECOND, Nanos
-from fleet.recording import agentic_traces, azure_traces
-from fleet.recording import traffic as recorded_traffic
-from fleet.recording.agentic_traces import TraceSession, TraceTurn
+from fleet.recording.agentic_traces import BLOCK_TOKENS, TraceSession, agentic_requests, agentic_sessions
+from fleet.recording.azure_traces import TIME, azure_requests, is_header
 from fleet.recording.trace_rows import (
     Count,
     RowSelection,
@@ -37,22 +36,10 @@ from fleet.recording.trace_rows import (
     read_lines,
     read_rows,
 )
+from fleet.recording.traffic import recorded_block_tokens, recorded_requests
 from kvstore.block import blocks_for
 from kvstore.eviction.trace_replay import TraceRequest
 
-__all__ = [
-    "LIVE_SESSIONS",
-    "RowSelection",
-    "Trace",
-    "TraceError",
-    "TraceFile",
-    "TraceSession",
-    "TraceTurn",
-    "open_trace",
-    "read_trace",
-]
-
-BLOCK_TOKENS = agentic_traces.BLOCK_TOKENS
 LIVE_SESSIONS = 64
 FIRST_UNSHARED_NAME = 1 << 62
 """The first name for blocks of unknown content, above all names that a trace may use."""
@@ -98,11 +85,7 @@ class _Record(Struct, frozen=True):
 
 
 def read_trace(path: Path, *, live_sessions: int = LIVE_SESSIONS) -> Trace:
-    """Return all requests of a file.
-
-    Args:
-        path: The file.
-        live_sessions: Concurrent sessions, for formats with sessions.
+    """Return all requests of a file, with `live_sessions` concurrent sessions in formats with sessions.
 
     Raises:
         TraceError: The file cannot be read, or a row is malformed.
@@ -136,14 +119,12 @@ def open_trace(
     del lines  # closes the file
     if first is None:
         raise TraceError(f"{path}: is empty")
-    if azure_traces.is_header(first[1]):
+    if is_header(first[1]):
         return _of_requests(
             "azure",
             block_tokens,
             rows=lambda: read_rows(path, cut, header=1),
-            read=lambda rows: azure_traces.azure_requests(
-                path, first, rows, _UnsharedNames(block_tokens), ordered=not sort
-            ),
+            read=lambda rows: azure_requests(path, first, rows, _UnsharedNames(block_tokens), ordered=not sort),
             sort=sort,
             from_first=sort or cut.begin > 0,
         )
@@ -163,8 +144,8 @@ def open_trace(
         return TraceFile(
             format="agentic",
             block_tokens=BLOCK_TOKENS,
-            requests=lambda: agentic_traces.agentic_requests(path, read_rows(path, cut), live_sessions),
-            sessions=lambda: agentic_traces.agentic_sessions(path, read_rows(path, cut)),
+            requests=lambda: agentic_requests(path, read_rows(path, cut), live_sessions),
+            sessions=lambda: agentic_sessions(path, read_rows(path, cut)),
             count=None,
         )
     if "arrival" in keys and "prompt_tokens" in keys:
@@ -179,7 +160,7 @@ def open_trace(
         )
     raise TraceError(
         f"{path}:{first[0]}: has neither hash_ids (mooncake) nor requests (agentic), nor arrival (records of a simulation),"
-        f" nor recording, and no column {azure_traces.TIME} (azure)"
+        f" nor recording, and no column {TIME} (azure)"
     )
 
 
@@ -210,12 +191,12 @@ def _of_requests(
 
 def _of_recording(path: Path, cut: RowSelection, block_tokens: int) -> TraceFile:
     if not cut.is_whole:
-        raise TraceError(f"{path}: part and sample are of rows, and lines of a recording are events: cut by its time")
-    size = recorded_traffic.recorded_block_tokens(path) or block_tokens
+        raise TraceError(f"{path}: part and sample count rows, and the lines of a recording are events: select by time")
+    size = recorded_block_tokens(path) or block_tokens
     return TraceFile(
         format="recording",
         block_tokens=size,
-        requests=lambda: recorded_traffic.recorded_requests(path, size, _UnsharedNames(size)),
+        requests=lambda: recorded_requests(path, size, _UnsharedNames(size)),
         sessions=None,
         count=None,
     )
@@ -252,7 +233,7 @@ def _mooncake(path: Path, lines: Iterator[TraceLine], *, ordered: bool) -> Itera
     for number, line in lines:
         row = decode_row(path, number, line, _MooncakeRow)
         if ordered and row.timestamp < latest:
-            raise TraceError(f"{path}:{number}: timestamp: {row.timestamp:g} is before that of the row above")
+            raise TraceError(f"{path}:{number}: timestamp: {row.timestamp:g} is before the row above")
         latest = row.timestamp
         _check_chain(path, number, row.hash_ids, row.input_length, BLOCK_TOKENS)
         yield TraceRequest(Nanos(round(row.timestamp * MILLISECOND)), row.input_length, row.hash_ids, row.output_length)
@@ -280,4 +261,4 @@ def _check_chain(path: Path, number: int, chain: tuple[int, ...], tokens: int, b
     if len(chain) > blocks_for(tokens, block_tokens):
         raise TraceError(f"{path}:{number}: hash_ids: {len(chain)} blocks are more than {tokens} tokens fill")
     if len(set(chain)) < len(chain):
-        raise TraceError(f"{path}:{number}: hash_ids: an id is there twice, so it cannot name a prefix")
+        raise TraceError(f"{path}:{number}: hash_ids: an id occurs twice, so it cannot name a prefix")

@@ -49,10 +49,7 @@ def recorded_block_tokens(path: Path) -> int | None:
 def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> Iterator[TraceRequest]:
     """Yield requests in the order of their arrival, with times from the start of the recording.
 
-    Args:
-        path: The recording.
-        block_tokens: The block size whose keys are used.
-        chain: Makes names for prompts without recorded keys of that size.
+    `chain` makes names for prompts without recorded keys for blocks of `block_tokens`.
 
     Raises:
         TraceError: A line is malformed.
@@ -95,8 +92,8 @@ def _entries(path: Path) -> Iterator[RecordedEvent]:
 def _names(entry: RecordedEvent, event: Arrived, tokens: int, block_tokens: int) -> tuple[int, ...]:
     """Return the recorded keys of the prompt's full blocks; empty if there are none of that size."""
     full = tokens // block_tokens
-    told = [*(keys for size, keys in event.keys.items() if size == block_tokens), *entry.keys]
-    return next((tuple(keys) for keys in told if len(keys) == full and len(set(keys)) == full), ())
+    known = [*(keys for size, keys in event.keys.items() if size == block_tokens), *entry.keys]
+    return next((tuple(keys) for keys in known if len(keys) == full and len(set(keys)) == full), ())
 
 
 def _apply_commands(live: dict[RequestId, _HeldRequest], entry: RecordedEvent) -> None:

@@ -16,9 +16,8 @@ from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Start
 from fleet.router.messages import CancelAttempt, Command, Dispatch, attempt_id
 from fleet.router.placement.decision import Decision
-from fleet.router.queueing.admission_queue import rank
-from fleet.router.queueing.prefill_queues import PrefillQueues
-from fleet.router.queueing.prefill_rate import PrefillRate
+from fleet.router.queueing.admission_queue import queue_position
+from fleet.router.queueing.prefill_queues import PrefillQueues, PrefillRate
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import Attempt, LiveRequest
 
@@ -64,9 +63,9 @@ class Attempts:
         """Note that a prompt is computed, so the next one in the worker's prefill queue may go."""
         if (tokens := self._queues.leave(live.id)) and live.attempt is not None:
             self._rates[live.attempt.worker_id].computed(tokens, now)
-            self._rest(live.attempt.worker_id)
+            self._note_idle(live.attempt.worker_id)
 
-    def _rest(self, worker_id: WorkerId) -> None:
+    def _note_idle(self, worker_id: WorkerId) -> None:
         """Stop the worker's prefill clock if it has nothing more to compute."""
         if not self._queues.sent_tokens(worker_id):
             self._rates[worker_id].idle()
@@ -91,11 +90,11 @@ class Attempts:
         if live.attempt is not None and not self._queues.holds(live.id):
             out.append(CancelAttempt(worker_id=live.attempt.worker_id, request_id=live.attempt.id))
 
-    def over(self, live: LiveRequest) -> None:
+    def end(self, live: LiveRequest) -> None:
         """End the attempt of a request; nothing happens if it has none."""
         if live.attempt is not None:
             if self._queues.leave(live.id) and live.attempt.worker_id in self._rates:
-                self._rest(live.attempt.worker_id)
+                self._note_idle(live.attempt.worker_id)
             del self._attempts[live.attempt.id]
             live.attempt = None
 
@@ -131,7 +130,7 @@ class Attempts:
                     rate = self._rates[worker_id] = PrefillRate()
                 rate.busy(now)
             return True
-        place = rank(
+        place = queue_position(
             live.since,
             arrived.priority,
             tokens,

@@ -67,7 +67,6 @@ from fleet.router.placement.rejection import Rejection, WaitForRoom
 from fleet.router.placer import Placer
 from fleet.router.policy import PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission
-from fleet.router.queueing.ledger import ReservationLedger
 from fleet.router.queueing.ordered_requests import OrderedRequests
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers
 from fleet.router.sessions import SessionTable
@@ -98,8 +97,8 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
-OTHER_LANES = 2  # other workers that are tried for a request that would wait too long; each try is a placement
-CLEARLY_SHORTER = 0.25  # share of the allowed wait; below it another prefill queue is worth more than blocks that are cached elsewhere
+OTHER_WORKERS_TRIED = 2  # other workers that are tried for a request that would wait too long; each try is a placement
+SHORT_WAIT_SHARE = 0.25  # share of the allowed wait; below it another prefill queue is worth more than blocks that are cached elsewhere
 
 # A request needs about ten of these; looking up an enum member takes 65 ns, and a module variable 5.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
@@ -137,9 +136,8 @@ class RouterMachine:
         self._workers = self.registry.workers
         self.live_requests: dict[RequestId, LiveRequest] = {}
         self.attempts = Attempts(settings)
-        self._admission = QueueAdmission(settings)
+        self._admission = QueueAdmission(settings, self.registry)
         self.queue = self._admission.queue
-        self._ledger = ReservationLedger(self.registry, self.queue)
         self._deadlines = OrderedRequests()
         self._seq = 0
         self._statistics = RouterStatistics(settings.explained_requests)
@@ -178,17 +176,17 @@ class RouterMachine:
                 case ThresholdsChanged():
                     self._tuned(event.thresholds)
                 case PeerReserved():
-                    self._ledger.shared(event.replica, event.booked)
+                    self._admission.peer_reserved(event.replica, event.booked)
                 case PeerPlaced():
                     self.registry.note_peer_prompts(event.replica, event.placed, event.over, now)
                 case PeerLeft():
                     self.registry.forget_peer_prompts(event.replica)
-                    self._ledger.shared(event.replica, {})
+                    self._admission.peer_reserved(event.replica, {})
                 case SessionsBound():
                     self.placer.sessions.clock_heard(event.clock, now)
                     for binding in event.bindings:
                         self.placer.sessions.heard(binding, now)
-                        self._ledger.session_moved(binding.key)
+                        self._admission.session_moved(binding.key)
                     self._sessions_dropped()
                 case WorkerJoined():
                     self._joined(event, now, out)
@@ -197,26 +195,26 @@ class RouterMachine:
                 case WorkerDraining():
                     if (worker := self.registry.get(event.worker_id)) is not None:
                         self.registry.drain(event.worker_id)
-                        self._ledger.gone(worker)
+                        self._admission.worker_gone(worker)
                 case KvPathsChanged():
                     if (worker := self.registry.get(event.worker_id)) is not None:
                         self.registry.paths_changed(event.worker_id, event.kv_paths, event.store_id)
-                        self._ledger.joined(worker.description.model)
+                        self._admission.worker_joined(worker.description.model)
                 case WorkerResumed():
                     if (worker := self.registry.get(event.worker_id)) is not None:
                         self.registry.resume(event.worker_id)
-                        self._ledger.joined(worker.description.model)
+                        self._admission.worker_joined(worker.description.model)
                 case AttemptRejected():
                     self._attempt_rejected(event, now, out)
                 case Undelivered():
                     self._undelivered(event, now, out)
                 case _:
                     assert_never(event)
-        if freed := self._ledger.freed:
+        if may_move := self._admission.may_move:
             if len(self.queue):
                 self._move_queues(now, out)
             else:
-                freed.clear()
+                may_move.clear()
         if self.attempts.opened:
             self.attempts.move(self.live_requests, now, out)
         return out
@@ -263,7 +261,7 @@ class RouterMachine:
             outcome = self._place(self.live_requests[request_id], now, out)
             return outcome.busy if isinstance(outcome, WaitForRoom) else None
 
-        self._ledger.move(place)
+        self._admission.move(place)
 
     # Placement.
 
@@ -296,7 +294,7 @@ class RouterMachine:
             case Rejection():
                 self._statistics.impossible(outcome.cause)
                 if live.arrived.session:
-                    self._ledger.session_moved(live.session_key)  # the session may have been forgotten
+                    self._admission.session_moved(live.session_key)  # the session may have been forgotten
                 self._reject(live, outcome.reason, outcome.message, out, field=outcome.field, cause=outcome.cause)
             case WaitForRoom():
                 pass
@@ -315,7 +313,7 @@ class RouterMachine:
             return None
         passed_over: list[WorkerId] = []
         found: Decision | None = None
-        while found is None and len(passed_over) < OTHER_LANES:
+        while found is None and len(passed_over) < OTHER_WORKERS_TRIED:
             passed_over.append(placed.prefill or placed.decode)
             live.failed_on = {(each, self.registry[each].description.incarnation): None for each in passed_over}
             outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
@@ -323,14 +321,14 @@ class RouterMachine:
                 break
             placed = outcome
             seconds = self.attempts.seconds_to_wait(live, placed, now)
-            if seconds is None or seconds <= CLEARLY_SHORTER * self.settings.max_queue_seconds:
+            if seconds is None or seconds <= SHORT_WAIT_SHARE * self.settings.max_queue_seconds:
                 found = placed
         live.failed_on = {}
         return found
 
     def _sessions_dropped(self) -> None:
         for session in self.placer.sessions.dropped():
-            self._ledger.session_moved(session)
+            self._admission.session_moved(session)
 
     def _dispatch(self, live: LiveRequest, placed: Decision, now: Nanos, out: list[Command]) -> None:
         self._statistics.placed(live, placed, self.policy)
@@ -338,19 +336,19 @@ class RouterMachine:
         live.stage = advance(live.stage, _DISPATCHED)
         self.placer.taken(live, placed, now)
         if live.arrived.session:
-            self._ledger.session_moved(live.session_key)
+            self._admission.session_moved(live.session_key)
         if placed.prefill is None:
-            self._ledger.reserve(live, placed.decode, placed.prefill_tokens, now).assume(live, now)
+            self.registry.reserve(live, placed.decode, placed.prefill_tokens, now).assume(live, now)
             self.attempts.begin(live, placed.decode, _AGGREGATED, now, out)
         else:
-            self._ledger.reserve(live, placed.decode, 0, now)
-            self._ledger.reserve(live, placed.prefill, placed.prefill_tokens, now)
+            self.registry.reserve(live, placed.decode, 0, now)
+            self.registry.reserve(live, placed.prefill, placed.prefill_tokens, now)
             self.attempts.begin(live, placed.prefill, _PREFILL, now, out)
 
     def _tuned(self, thresholds: Thresholds) -> None:
         self.settings = structs.replace(self.settings, **structs.asdict(thresholds))
-        self.attempts.settings = self._admission.settings = self.placer.settings = self.settings
-        self._ledger.tuned(self.settings)
+        self.attempts.settings = self.placer.settings = self.settings
+        self._admission.tune(self.settings)
 
     # Progress.
 
@@ -368,7 +366,7 @@ class RouterMachine:
             if (
                 progress.finish is _GIVEN_UP
             ):  # the worker cancelled it; attempts that the router cancels are forgotten at once
-                self._failed(live, Reason.WORKER_LOST, "the worker gave the request up", now, out)
+                self._failed(live, Reason.WORKER_LOST, "the worker cancelled the request", now, out)
             elif attempt.phase is _PREFILL:
                 self._prefilled(live, attempt, progress, now, out)
             else:
@@ -420,14 +418,14 @@ class RouterMachine:
             self._complete(live, progress.finish, out)
             return
         if progress.handoff is None or not progress.token_ids:
-            self._failed(live, Reason.INTERNAL, "the prefill worker handed nothing over", now, out)
+            self._failed(live, Reason.INTERNAL, "the prefill worker sent no handoff", now, out)
             return
         decode_id = self._decode_worker(live, self.registry[attempt.worker_id], progress.handoff, now)
         if decode_id is None:
-            self._failed(live, Reason.KV_MISMATCH, "no decode worker is left that can read the hand-off", now, out)
+            self._failed(live, Reason.KV_MISMATCH, "no remaining decode worker can read the handoff", now, out)
             return
-        self._ledger.release(live, attempt.worker_id)
-        self.attempts.over(live)
+        self._release(live, attempt.worker_id)
+        self.attempts.end(live)
         if live.emits_prefill_token(progress.handoff.kv_path):
             self._emit(live, decode_id, progress, out)
         live.stage = advance(live.stage, RequestTransition.HANDED_OVER)
@@ -446,8 +444,8 @@ class RouterMachine:
         chosen = self.placer.choose_decode(live, candidate_table, prefill.description, handoff.kv_path, now)
         if chosen is not None:
             for worker_id in [other for other in live.reserved_on if self.registry[other] is not prefill]:
-                self._ledger.release(live, worker_id)
-            self._ledger.reserve(live, chosen, 0, now)
+                self._release(live, worker_id)
+            self.registry.reserve(live, chosen, 0, now)
         return chosen
 
     def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, out: list[Command]) -> None:
@@ -467,7 +465,7 @@ class RouterMachine:
         if self.registry.get(event.description.worker_id) is not None:  # a new incarnation replaces the old one
             self._left(event.description.worker_id, now, out)
         self.registry.join(event.description, event.address, event.knowledge, event.believed_for)
-        self._ledger.joined(event.description.model)
+        self._admission.worker_joined(event.description.model)
 
     def _left(self, worker_id: WorkerId, now: Nanos, out: list[Command]) -> None:
         worker = self.registry.get(worker_id)
@@ -477,7 +475,7 @@ class RouterMachine:
         self.attempts.forget(worker_id)
         booked = [self.live_requests[request_id] for request_id in worker.reservations]
         self.registry.leave(worker_id)
-        self._ledger.gone(worker)
+        self._admission.worker_gone(worker)
         for live in booked:
             live.reserved_on.remove(worker_id)
         for live in booked:
@@ -619,8 +617,14 @@ class RouterMachine:
 
     def _withdraw(self, live: LiveRequest) -> None:
         """Release everything that a request holds on workers."""
-        self._ledger.release_all(live)
-        self.attempts.over(live)
+        for worker_id in live.reserved_on[:]:
+            self._release(live, worker_id)
+        self.attempts.end(live)
+
+    def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
+        """Release what a request holds on a worker, so that queued requests may get it."""
+        self.registry.release(live, worker_id)
+        self._admission.room_released(live.arrived.model, worker_id)
 
     # Views.
 
@@ -687,10 +691,9 @@ class RouterMachine:
 
     def check(self) -> None:
         """Assert that requests, attempts, reservations, queues and deadlines agree. For tests and the simulator."""
-        self.registry.check()
-        self.queue.check()
+        self.registry.check(self.live_requests)
+        self._admission.check()
         self.attempts.check(self.live_requests)
-        self._ledger.check(self.live_requests)
         queued = set(self.queue.ids())
         for live in self.live_requests.values():
             assert (live.stage is RequestStage.QUEUED) == (live.id in queued) == (live.attempt is None), live
@@ -703,5 +706,5 @@ class RouterMachine:
 def _why_it_ends(live: LiveRequest) -> str:
     """Return why no other worker can continue an answer that has begun."""
     if live.arrived.only_end:
-        return "a part of its answer was passed on, and another server cannot go on with it"
-    return "another worker cannot go on with this sampling"
+        return "a part of its answer was passed on, and another server cannot continue it"
+    return "another worker cannot continue with this sampling"

@@ -54,7 +54,7 @@ class Placer:
             free = structs.replace(placement_request, placement=Placement.AUTO, kv_path=None, pin=None)
             outcome = decide(free, candidate_table, self._policy, settings, self._rng, learned)
             if isinstance(outcome, Rejection):
-                message = f"its worker was lost; {outcome.message}"
+                message = f"the worker was lost; {outcome.message}"
                 outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
         if isinstance(outcome, Rejection) and outcome.cause is RejectionCause.SESSION_LOST:
             self.sessions.forget(live.session_key, now)

@@ -134,10 +134,10 @@ class RouterServer:
         self._workers = workers
         self._clock = clock
         self._streams: dict[RequestId, RequestListener] = {}
-        self._unheard: deque[RouterEvent] = deque()
-        self._absorbing = False
-        self._broken: Exception | None = None  # a bug that interrupted a decision
-        self._broke = asyncio.Event()
+        self._events: deque[RouterEvent] = deque()
+        self._processing = False
+        self._bug: Exception | None = None  # a bug that interrupted a decision
+        self._bug_met = asyncio.Event()
         self.on_change: Callable[[], None] | None = None  # called after each event, for readers of `booked`
         self._closed = False  # no more requests are accepted
         self._idle = asyncio.Event()
@@ -151,7 +151,7 @@ class RouterServer:
 
     def hear(self, event: WorkerEvent | PeerEvent) -> None:
         """Process an event of a worker or a peer router at once."""
-        self._absorb(event)
+        self._process(event)
 
     def models(self) -> tuple[ModelCard, ...]:
         return self._machine.models()
@@ -168,7 +168,7 @@ class RouterServer:
     def tune(self, thresholds: Thresholds) -> None:
         """Set thresholds for all further requests; the queued ones are tried again."""
         log.info("thresholds set", extra=structs.asdict(thresholds))
-        self._absorb(ThresholdsChanged(thresholds=thresholds))
+        self._process(ThresholdsChanged(thresholds=thresholds))
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
         return self._machine.booked()
@@ -201,9 +201,9 @@ class RouterServer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_time(), name="deadlines")
-                await self._broke.wait()
-                assert self._broken is not None
-                raise self._broken
+                await self._bug_met.wait()
+                assert self._bug is not None
+                raise self._bug
         finally:
             self._closed = True
             for request_id, stream in list(self._streams.items()):
@@ -237,13 +237,13 @@ class RouterServer:
             )
         self._streams[arrived.request_id] = stream
         self._idle.clear()
-        self._absorb(arrived)
+        self._process(arrived)
 
     def close(self, request_id: RequestId, stream: RequestListener) -> None:
         """Stop listening; a request that is not over is cancelled everywhere."""
         if self._streams.get(request_id) is stream:
             self._forget(request_id)
-            self._absorb(RequestCancelled(request_id=request_id))
+            self._process(RequestCancelled(request_id=request_id))
 
     async def _keep_time(self) -> Never:
         """Tell the machine when a deadline has come."""
@@ -254,32 +254,32 @@ class RouterServer:
                 async with asyncio.timeout(None if due is None else max(0, due - self._clock.now()) / SECOND):
                     await self._sooner.wait()
             except TimeoutError:
-                self._absorb(RouterTicked())
+                self._process(RouterTicked())
 
-    def _absorb(self, event: RouterEvent) -> None:
+    def _process(self, event: RouterEvent) -> None:
         """Let the machine process an event, and perform its commands; an undeliverable command is another event.
 
         A bug on the way is raised and ends `run`: no further decision of the machine can be trusted, and the caller (a socket's reader,
         or a client's call) can do nothing about it.
         """
-        if self._broken is not None:
+        if self._bug is not None:
             return
-        events = self._unheard
+        events = self._events
         events.append(event)
-        if self._absorbing:  # a command has caused this event; the other commands go first
+        if self._processing:  # a command has caused this event; the other commands go first
             return
-        self._absorbing = True
+        self._processing = True
         try:
             while events:
                 for command in self._machine.handle(events.popleft(), self._clock.now()):
                     if (failure := self._perform(command)) is not None:
                         events.append(failure)
         except Exception as bug:
-            self._broken, self._closed = bug, True
-            self._broke.set()
+            self._bug, self._closed = bug, True
+            self._bug_met.set()
             raise
         finally:
-            self._absorbing = False
+            self._processing = False
         if self.on_change is not None:
             self.on_change()
         due = self._machine.next_deadline()

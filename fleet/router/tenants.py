@@ -142,13 +142,13 @@ class Tenants:
                 if (other := self._by_key.setdefault(key, name)) != name:
                     raise ConfigurationRefused(f"tenants.{name}.api_key_sha256: {key[:8]}… is a key of {other!r} too")
         self.settle_with_others: SettleWithPeers | None = None
-        """Set by whoever tells other routers directly what is taken here (rule 4)."""
+        """Set by the component that tells peer routers directly what is taken here (rule 4)."""
 
         self.on_taken: Callable[[], None] | None = None
         """Called when something was taken from a bucket here; must not block."""
 
         self.others = 0
-        """Routers that are told directly."""
+        """The number of peer routers that are told directly."""
 
         self._usage = {name: TenantUsage() for name in settings}
         self._limited = {name: _TenantLimits(tenant, now) for name, tenant in settings.items() if tenant.is_limited}

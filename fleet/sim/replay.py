@@ -97,11 +97,7 @@ class RecordingReplay:
     """A recording and the machine that replays it; `run` works once."""
 
     def __init__(self, path: Path, profile_of: Callable[[WorkerDescription], WorkerProfile | None] | None = None):
-        """Read the head of a recording.
-
-        Args:
-            path: File of the recording.
-            profile_of: Returns the profile of a worker; None: predict nothing.
+        """Read the head of a recording; latencies are predicted if `profile_of` returns the profiles of workers.
 
         Raises:
             ConfigurationRefused: It is no recording, or its policy is not installed.
@@ -123,7 +119,7 @@ class RecordingReplay:
             decided: Called with the decisions of each event, as lines of `fleet.sim.decision_log`.
 
         Raises:
-            RecordingRefused: A line cannot be understood.
+            RecordingError: A line cannot be understood.
         """
         recording = self._recording
         first = last = recording.head.began

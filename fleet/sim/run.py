@@ -62,18 +62,18 @@ def simulate(
     plan: RunPlan,
     traffic: Traffic,
     *,
-    told: Callable[[EndedRequest], None] | None = None,
+    on_end: Callable[[EndedRequest], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
-    look_every: Nanos = SAMPLE_EVERY,
+    sample_every: Nanos = SAMPLE_EVERY,
 ) -> RunResult:
     """Run to the end of the last request.
 
     Args:
         plan: What is simulated.
         traffic: What clients send: requests in the order of their arrival, or sessions.
-        told: Called with each request that is over.
+        on_end: Called with each request that is over.
         progress: Called from time to time with the number of requests that are over, and the simulated seconds.
-        look_every: Time between two samples of the timeline. It grows with the run, so that there are at most `MOST_SAMPLES`.
+        sample_every: Time between two samples of the timeline. It grows with the run, so that there are at most `MOST_SAMPLES`.
     """
     began = time.process_time()
     kernel = Kernel(plan.seed)
@@ -81,14 +81,14 @@ def simulate(
 
     def ended(request: EndedRequest) -> None:
         tally.add(request)
-        if told is not None:
-            told(request)
+        if on_end is not None:
+            on_end(request)
 
     world = World(kernel, plan.pools, plan.router, ended=ended, **world_arguments(plan))
     for fault in plan.faults:
         world.fail(fault)
     clients = start_clients(plan.clients, kernel, world, traffic, ended)
-    timeline = _TimelineSampler(kernel, world, look_every, lambda: clients.over, progress)
+    timeline = _TimelineSampler(kernel, world, sample_every, lambda: clients.over, progress)
     with _GarbageCollectorOff():
         kernel.run()
     world.check()

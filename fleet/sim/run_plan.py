@@ -44,11 +44,7 @@ MOST_NAMES = 8
 
 
 def plan(scenario: Scenario, folder: Path) -> RunPlan:
-    """Return the plan of a scenario.
-
-    Args:
-        scenario: The scenario.
-        folder: Folder that its paths are relative to.
+    """Return the plan of a scenario whose paths are relative to a folder.
 
     Raises:
         ConfigurationRefused: A GPU, model or policy is unknown, or the model does not fit; the message names the field.
@@ -76,10 +72,6 @@ def plan(scenario: Scenario, folder: Path) -> RunPlan:
 def traffic(scenario: Scenario, folder: Path) -> Traffic:
     """Return what the clients of a scenario send.
 
-    Args:
-        scenario: The scenario.
-        folder: Folder that its paths are relative to.
-
     Raises:
         ConfigurationRefused: The workload cannot be read, or does not suit the clients. An invalid row further down raises when it
             is reached.
@@ -92,11 +84,11 @@ def run_scenario(
     scenario: Scenario,
     folder: Path,
     *,
-    told: Callable[[EndedRequest], None] | None = None,
+    on_end: Callable[[EndedRequest], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> RunResult:
     """Plan and run a scenario; see `plan`, `traffic` and `simulate`."""
-    return simulate(plan(scenario, folder), traffic(scenario, folder), told=told, progress=progress)
+    return simulate(plan(scenario, folder), traffic(scenario, folder), on_end=on_end, progress=progress)
 
 
 def _store(section: SimulatedStoreSection, block_tokens: int, model: ModelSizes) -> StoreProfile:

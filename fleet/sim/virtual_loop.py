@@ -41,12 +41,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """An event loop that runs while its kernel runs; `complete` runs the kernel for one coroutine."""
 
     def __init__(self, kernel: Kernel, delay: Nanos):
-        """Begin without tasks.
-
-        Args:
-            kernel: Virtual time.
-            delay: One-way delay of data on connections.
-        """
+        """Begin without tasks; data on connections arrives after `delay`."""
         self.kernel = kernel
         self.delay = delay
         self._ready: deque[asyncio.Handle] = deque()

@@ -139,13 +139,7 @@ class World:
         ended: Callable[[EndedRequest], None] | None = None,
         deadline: Nanos | None = None,
     ) -> RequestId:
-        """Send a request now.
-
-        Args:
-            request: What the client sends.
-            ended: Called when the request is over, instead of the world's callback; not called if it is cancelled.
-            deadline: Instant at which the client gives up.
-        """
+        """Send a request now; `ended` replaces the world's callback and is not called if the request is cancelled."""
         self._has_deadlines = self._has_deadlines or deadline is not None
         self._numbered += 1
         request_id = RequestId(str(self._numbered))

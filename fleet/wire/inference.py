@@ -1,6 +1,6 @@
-"""The public protocol (proto/fleet/v1/inference.proto) to and from our values, for both its ends.
+"""Public protocol (proto/fleet/v1/inference.proto): translation for clients and servers.
 
-What a message cannot say is refused here, with the field; what it says is checked by `fleet.core.validation`.
+Values that have no equivalent are rejected here, with the field. `fleet.core.validation` checks the others.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,15 +70,15 @@ _OPTIONAL = (
 
 
 def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline: Nanos | None) -> GenerateRequest:
-    """A client's message as a request.
+    """Decode a client's request.
 
     Args:
-        message: As it came.
-        request_id: For a message that brings none.
-        deadline: Of the call and of `message.timeout_ms`, whichever is earlier.
+        message: The message.
+        request_id: Id for a message without one.
+        deadline: The earlier deadline of the call and of `message.timeout_ms`.
 
     Raises:
-        Refused: INVALID_ARGUMENT; there is no prompt, or a choice is none that we know.
+        RequestRejected: INVALID_ARGUMENT, because there is no prompt, or an enumeration value is unknown.
     """
     if message.placement not in _PLACEMENTS:
         raise invalid("placement", f"{message.placement} is not a known value")
@@ -103,11 +103,11 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
 
 
 def encode_request(request: GenerateRequest, sampling: Mapping[str, object], timeout_ms: int) -> pb.GenerateRequest:
-    """A request as a client sends it.
+    """Encode a request of a client.
 
     Args:
-        request: All but its sampling.
-        sampling: Fields of `Sampling` by name; those that are absent take the server's defaults.
+        request: The request without its sampling parameters.
+        sampling: Fields of `Sampling` by name; absent ones take the server's defaults.
         timeout_ms: 0: none.
 
     Raises:
@@ -142,10 +142,10 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
 
 
 def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.GenerateResponse:
-    """What streams back to the client; `token_text` is asked for log probabilities only."""
+    """Encode an event of an answer; `token_text` is only called for log probabilities."""
     match event:
         case Delta():
-            response = pb.GenerateResponse()  # filled in place: there is one for each token
+            response = pb.GenerateResponse()  # filled in place, because there is one per token
             delta = response.delta
             delta.SetInParent()
             delta.text = event.text
@@ -174,10 +174,10 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
 
 
 def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
-    """What a server sent; None for an event that this version does not know.
+    """Decode an event of an answer; None for an event that this version does not know.
 
     Raises:
-        ValueError: It contradicts itself, or names what this version does not know.
+        ValueError: It contradicts itself, or contains an unknown value.
     """
     match message.WhichOneof("event"):
         case "delta":
@@ -211,7 +211,7 @@ def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
 
 
 def encode_model(card: ModelCard) -> pb.Model:
-    """A model as `ListModels` gives it."""
+    """Encode a model for `ListModels`."""
     return pb.Model(
         name=card.name,
         max_model_len=card.max_model_len,
@@ -222,7 +222,7 @@ def encode_model(card: ModelCard) -> pb.Model:
 
 
 def decode_model(message: pb.Model) -> ModelCard:
-    """A model as a client has it."""
+    """Decode a model of `ListModels`."""
     return ModelCard(
         name=ModelName(message.name),
         max_model_len=message.max_model_len,

@@ -1,13 +1,13 @@
-"""The Open Inference Protocol (proto/fleet/v1/kserve.proto) to and from our values. Pure.
+"""Open Inference Protocol (proto/fleet/v1/kserve.proto): translation of requests and answers.
 
-Tensors and their names are those of vLLM's backend for Triton, which clients of language models know.
+Tensors have the names of vLLM's backend for Triton, which clients of language models know.
 
 Rules:
 
-1. A request is one prompt, `text_input` or `input_ids`. Its tensors have one row, with or without a batch dimension of 1
-   before it; the answer's tensors are shaped as the prompt is, and encoded (`contents` or raw) as the request is.
-2. An answer has every output that was asked for in each of its responses. `finish_reason` is empty but in the last one.
-3. What we do not know is refused by name, as it is among parameters (`fleet.wire.kserve_parameters`).
+1. A request is one prompt, `text_input` or `input_ids`. Its tensors have one row, optionally after a batch dimension of
+   1. The answer's tensors have the same shape as the prompt and the same encoding (`contents` or raw) as the request.
+2. Each response has all requested outputs. `finish_reason` is empty except in the last one.
+3. Unknown inputs, outputs and parameters are rejected by name (`fleet.wire.kserve_parameters`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,10 @@ from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve_parameters import SAMPLING_INPUT, read_parameters
 from fleet.wire.kserve_tensors import AcceptedTensor, Elements, InputTensors, add_tensor, quoted
 
-VERSION = "1"  # of every model
+VERSION = "1"  # the only version of every model
 PLATFORM = "fleet"
-MAX_ID_CHARACTERS = 256  # it goes back with every response
-MAX_ERROR_CHARACTERS = 500  # as in the other protocol
+MAX_ID_CHARACTERS = 256  # each response repeats the id
+MAX_ERROR_CHARACTERS = 500  # as in the public protocol
 FINAL = "triton_final_response"
 
 _INPUTS: Mapping[str, AcceptedTensor] = {
@@ -44,49 +44,49 @@ _OUTPUTS: Mapping[str, AcceptedTensor] = {
     "logprobs": AcceptedTensor(("BYTES",)),
 }
 _FIELD_NAMES: Mapping[str, str] = {"text": "text_input", "token_ids": "input_ids", "model": "model_name"}
-"""Field paths of the public protocol to those of this one."""
+"""Field names of this protocol, by field paths of the public protocol."""
 
 
 class KServeResponseFormat(Struct, frozen=True, kw_only=True):
-    """How a client wants to be answered."""
+    """The form of the answer that a client asked for."""
 
-    id: str  # its own, given back
+    id: str  # the client's own id, which each response repeats
     outputs: tuple[str, ...]
-    raw: bool  # elements of tensors go beside them
+    raw: bool  # tensor elements are beside the tensors
     batched: bool  # shapes begin with a dimension of 1
 
 
 class KServeRequest(Struct, frozen=True, kw_only=True):
-    """A request as we understood it."""
+    """A decoded request."""
 
     request: GenerateRequest
-    stream: bool  # a response for every step, in place of one
+    stream: bool  # a response per step instead of one
     form: KServeResponseFormat
-    names: Mapping[str, str]  # of fields, for refusals that come later
+    names: Mapping[str, str]  # the client's field names, for later rejections
 
 
 class KServePart(Struct, frozen=True, kw_only=True):
-    """What one response says of an answer: all of it, or what came since the last one."""
+    """Content of one response: the whole answer, or what came since the last response."""
 
     text: str
     token_ids: Sequence[int] = ()
     logprobs: Sequence[Logprobs] = ()
-    finished: Finished | None = None  # None: there is more to come
+    finished: Finished | None = None  # None: more responses follow
 
 
 def decode_infer(
     message: pb.ModelInferRequest, request_id: RequestId, now: Nanos, latest: Nanos | None
 ) -> KServeRequest:
-    """A client's message as a request.
+    """Decode a client's request.
 
     Args:
-        message: As it came.
-        request_id: The router's name for the request; the client's own need not be unique.
-        now: When it came.
-        latest: The call's deadline.
+        message: The message.
+        request_id: The router's id of the request; the client's own need not be unique.
+        now: Time of arrival.
+        latest: Deadline of the call.
 
     Raises:
-        Refused: INVALID_ARGUMENT or MODEL_NOT_FOUND, naming the input, output or parameter.
+        RequestRejected: INVALID_ARGUMENT or MODEL_NOT_FOUND, with the input, output or parameter.
     """
     if len(message.id) > MAX_ID_CHARACTERS:
         raise invalid("id", f"has {len(message.id)} characters, and {MAX_ID_CHARACTERS} are allowed")
@@ -133,14 +133,14 @@ def encode_part(
     model: ModelName,
     token_text: Callable[[int], str],
 ) -> pb.ModelInferResponse:
-    """A response; the last one of a request says in its parameters what was used, and how the router calls the request.
+    """Encode a response; the last one has the usage and the router's request id among its parameters.
 
     Args:
-        part: What it says.
-        form: How.
-        request_id: The router's name for the request, under which logs and explanations know it.
-        model: Which answered.
-        token_text: Asked for log probabilities only.
+        part: Its content.
+        form: Its form.
+        request_id: The router's id of the request, for logs and explanations.
+        model: The model that answered.
+        token_text: Only called for log probabilities.
     """
     response = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=form.id)
     for name in form.outputs:
@@ -157,13 +157,13 @@ def encode_part(
 
 
 def encode_streamed(response: pb.ModelInferResponse, *, final: bool) -> pb.ModelStreamInferResponse:
-    """A response as one of a stream."""
+    """Wrap a response for a stream."""
     response.parameters[FINAL].bool_param = final
     return pb.ModelStreamInferResponse(infer_response=response)
 
 
 def encode_refusal(refused: RequestRejected, client_id: str, model: str) -> pb.ModelStreamInferResponse:
-    """The last response to a request of a stream that was not, or not completely, served."""
+    """Encode the last response of a stream whose request was rejected or not completed."""
     message = refused.message
     if len(message) > MAX_ERROR_CHARACTERS:
         message = f"{message[:MAX_ERROR_CHARACTERS]}…"
@@ -178,7 +178,7 @@ def encode_refusal(refused: RequestRejected, client_id: str, model: str) -> pb.M
 
 
 def encode_model(card: ModelCard) -> pb.ModelMetadataResponse:
-    """What a model takes and gives."""
+    """Encode the inputs and outputs of a model."""
     return pb.ModelMetadataResponse(
         name=card.name,
         versions=[VERSION],
@@ -189,10 +189,10 @@ def encode_model(card: ModelCard) -> pb.ModelMetadataResponse:
 
 
 def check_version(field: str, version: str) -> None:
-    """Models have one version.
+    """Check that no other version than the only one is asked for.
 
     Raises:
-        Refused: MODEL_NOT_FOUND.
+        RequestRejected: MODEL_NOT_FOUND.
     """
     if version not in ("", VERSION):
         raise RequestRejected(
@@ -208,7 +208,7 @@ def _described(name: str, tensor: AcceptedTensor) -> pb.ModelMetadataResponse.Te
 
 
 def _prompt(tensors: InputTensors) -> tuple[Prompt, str]:
-    """The prompt, and the input in which it came."""
+    """Return the prompt, and the name of its input."""
     text, ids = tensors.text("text_input"), tensors.get("input_ids")
     if text is not None and ids is not None:
         raise invalid("input_ids", "is a second prompt beside text_input; send one of them")
@@ -256,7 +256,7 @@ def _output(name: str, part: KServePart, token_text: Callable[[int], str]) -> El
 
 
 def _logprobs(part: KServePart, token_text: Callable[[int], str]) -> bytes:
-    """A JSON list with an object for each token: its log probability, and the most likely ones."""
+    """Encode log probabilities as a JSON list with an object per token."""
     return msgspec.json.encode(
         [
             {

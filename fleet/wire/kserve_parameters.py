@@ -1,12 +1,12 @@
-"""What a request of the Open Inference Protocol says besides its prompt. Pure.
+"""Parameters of the Open Inference Protocol: everything in a request besides its prompt.
 
 Rules:
 
-1. Sampling parameters come as JSON in the input `sampling_parameters`, or one by one as parameters of the request: as
-   numbers, or as text, since not every client's protocol has fractions. None may come in both.
-2. What we do not know is refused by name: a parameter that is ignored would change the answer without a word.
-   `sequence_start` and `sequence_end` alone are ignored; our sessions need neither.
-3. `priority` counts as Triton's: 1 goes first, and 0 is the default, which stands where 101 does.
+1. Sampling parameters come as JSON in the input `sampling_parameters`, or one by one as request parameters, as numbers
+   or as text, because not every client's protocol has fractions. A parameter must not come in both.
+2. Unknown parameters are rejected by name, because ignoring one would silently change the answer. Only `sequence_start`
+   and `sequence_end` are ignored, because sessions do not need them.
+3. `priority` has Triton's meaning: 1 goes first, and 0 is the default, which equals 101.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,20 +21,20 @@ from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
 from fleet.v1 import kserve_pb2 as pb
 
-MAX_TIMEOUT_MICROSECONDS = (2**32 - 1) * 1000  # as far as the other fronts go, 49 days
-DEFAULT_PRIORITY = 101  # the highest of ours, 100, is Triton's 1
+MAX_TIMEOUT_MICROSECONDS = (2**32 - 1) * 1000  # as for the other protocols, 49 days
+DEFAULT_PRIORITY = 101  # Triton's 1 is our highest priority, 100
 SAMPLING_INPUT = "sampling_parameters"
 
 _SHOWN_CHARACTERS = 100
 
 
 class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The input `sampling_parameters`; names are vLLM's. Null is the same as absent."""
+    """The input `sampling_parameters`, with vLLM's names. Null means absent."""
 
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None  # -1: off, as 0 is
+    top_k: int | None = None  # -1 and 0: off
     min_p: float | None = None
     seed: int | None = None
     presence_penalty: float | None = None
@@ -45,7 +45,7 @@ class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_field
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
     stop: str | list[str] | None = None
-    # Only to be refused by name; see _ALREADY_SO.
+    # Known only for a clear rejection; see _FIXED_VALUES.
     n: int | None = None
     best_of: int | None = None
     detokenize: bool | None = None
@@ -55,12 +55,12 @@ class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RequestParameters(SamplingParameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of a request: those of sampling, and what else there is to say of it."""
+    """All request parameters: those of sampling and the others."""
 
     priority: Annotated[int, Meta(ge=0, le=2 * DEFAULT_PRIORITY - 1)] = 0
     timeout: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MICROSECONDS)] = 0  # microseconds from arrival; 0: none
     session: str = ""
-    sequence_id: Any = 0  # what Triton calls a session: a number or a text
+    sequence_id: Any = 0  # Triton's name for a session: a number or a text
     sequence_start: bool = False
     sequence_end: bool = False
     tenant: str = ""
@@ -68,8 +68,8 @@ class RequestParameters(SamplingParameters, frozen=True, kw_only=True, forbid_un
     kv_path: KvPath | None = None
     expected_tokens: int = 0
     pin: str = ""
-    labels: str = ""  # with commas between them
-    triton_enable_empty_final_response: bool = False  # our final response always comes, and is not empty
+    labels: str = ""  # separated by commas
+    triton_enable_empty_final_response: bool = False  # ignored: our final response always comes, and is not empty
 
 
 _FIXED_VALUES: Mapping[str, object] = {
@@ -80,13 +80,13 @@ _FIXED_VALUES: Mapping[str, object] = {
     "skip_special_tokens": True,
     "use_beam_search": False,
 }
-"""Parameters that we cannot obey, with the value that asks for what happens anyway."""
+"""Parameters without an effect, with the only value that is accepted."""
 
 _SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name in SamplingParameters.__struct_fields__)
 
 
 class KServeOptions(Struct, frozen=True, kw_only=True):
-    """Everything that was said besides the prompt, in our words."""
+    """The decoded parameters."""
 
     sampling: Sampling
     stop: tuple[str, ...]
@@ -99,18 +99,18 @@ class KServeOptions(Struct, frozen=True, kw_only=True):
     expected_tokens: int
     pin: str
     labels: tuple[str, ...]
-    names: Mapping[str, str]  # what the client called the fields, by paths of the public protocol
+    names: Mapping[str, str]  # the client's field names, by paths of the public protocol
 
 
 def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) -> KServeOptions:
-    """What a request says besides its prompt.
+    """Decode the parameters of a request.
 
     Args:
-        parameters: Of the request.
-        listed: The input `sampling_parameters`; empty: there is none.
+        parameters: The request parameters.
+        listed: Content of the input `sampling_parameters`; empty: none.
 
     Raises:
-        Refused: INVALID_ARGUMENT, naming the parameter as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT, with the parameter's name as the client wrote it.
     """
     one_by_one = _request_parameters(parameters)
     together = _listed_parameters(listed) if listed else SamplingParameters()
@@ -180,7 +180,7 @@ def _strings(stop: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _session(told: RequestParameters) -> tuple[str, str]:
-    """The session, and what the client called it."""
+    """Return the session, and the client's name for this field."""
     if told.sequence_id in (0, "", None):
         return told.session, "session"
     if told.session:
@@ -194,7 +194,7 @@ AnyStruct = TypeVar("AnyStruct", bound=Struct)
 
 
 def _converted(convert: Callable[[], AnyStruct], parent: str) -> AnyStruct:
-    """What `convert` gives, its errors as refusals; msgspec ends its messages with the path."""
+    """Return the result of `convert`; its errors become rejections with the path of the value."""
     try:
         return convert()
     except msgspec.ValidationError as error:

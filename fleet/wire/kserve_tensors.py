@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol, checked for being what their names say. Pure.
+"""Tensors of the Open Inference Protocol, with checks of names, types and shapes.
 
-A tensor's elements are in its `contents`, in the field of its datatype, or beside all tensors in raw form, where numbers lie
-one after the other, little-endian, and text has its length before it.
+The elements of a tensor are in the field of its type in `contents`, or in raw form beside all tensors: numbers one
+after the other, little-endian, and texts with their length before them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from msgspec import Struct
 from fleet.core.errors import invalid
 from fleet.v1 import kserve_pb2 as pb
 
-LENGTH_BYTES = 4  # before each element of raw BYTES
+LENGTH_BYTES = 4  # length before each element of raw BYTES
 
 _SHOWN_SIZES = 8
 _SHOWN_CHARACTERS = 100
@@ -23,7 +23,7 @@ Elements = Sequence[Any]
 
 class _Datatype(Struct, frozen=True):
     contents: str  # field of InferTensorContents
-    numpy: str = ""  # of raw contents; empty: each element after its length
+    numpy: str = ""  # type of raw contents; empty: each element follows its length
 
 
 _DATATYPES: Mapping[str, _Datatype] = {
@@ -36,20 +36,20 @@ _DATATYPES: Mapping[str, _Datatype] = {
 
 
 class AcceptedTensor(Struct, frozen=True):
-    """What an input may be."""
+    """The types and sizes that an input may have."""
 
     datatypes: tuple[str, ...]
-    any_size: bool = False  # else one element
+    any_size: bool = False  # False: exactly one element
 
 
 class InputTensors:
     """The inputs of a request, by name."""
 
     def __init__(self, message: pb.ModelInferRequest, accepted: Mapping[str, AcceptedTensor]) -> None:
-        """Read them all.
+        """Decode all inputs.
 
         Raises:
-            Refused: INVALID_ARGUMENT, naming the input that is not as accepted.
+            RequestRejected: INVALID_ARGUMENT, with the name of the input that is not accepted.
         """
         self.raw = bool(message.raw_input_contents)
         self._elements: dict[str, Elements] = {}
@@ -75,14 +75,14 @@ class InputTensors:
         return self._elements.get(name)
 
     def batched(self, name: str) -> bool:
-        """Whether an input's shape begins with a batch dimension."""
+        """Return True if the shape of an input begins with a batch dimension."""
         return name in self._batched
 
     def text(self, name: str) -> str | None:
-        """The one element of an input that is text.
+        """Return the only element of a text input.
 
         Raises:
-            Refused: It is not UTF-8.
+            RequestRejected: It is not UTF-8.
         """
         if (elements := self._elements.get(name)) is None:
             return None
@@ -100,15 +100,15 @@ class InputTensors:
 def add_tensor(
     response: pb.ModelInferResponse, name: str, datatype: str, elements: Elements, *, raw: bool, batched: bool
 ) -> None:
-    """Add a tensor of one row to a response.
+    """Add a tensor with one row to a response.
 
     Args:
-        response: Has its other tensors in the same form.
-        name: Of the output.
-        datatype: As the protocol calls it.
-        elements: Of the row.
-        raw: Whether they go beside the tensor.
-        batched: Whether its shape begins with a batch dimension.
+        response: Its other tensors have the same form.
+        name: Name of the output.
+        datatype: Name of the type in the protocol.
+        elements: The row.
+        raw: True if the elements go beside the tensor.
+        batched: True if the shape begins with a batch dimension.
     """
     known = _DATATYPES[datatype]
     shape = [1, len(elements)] if batched else [len(elements)]
@@ -123,12 +123,12 @@ def add_tensor(
 
 
 def quoted(text: str) -> str:
-    """A client's word in a message, as much of it as one wants to read."""
+    """Quote a client's text for a message, shortened."""
     return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…")
 
 
 def _elements(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None, accepted: AcceptedTensor) -> Elements:
-    """What a tensor holds, from either of its two forms."""
+    """Return the elements of a tensor in either form."""
     name, shape = tensor.name, tensor.shape
     if tensor.datatype not in accepted.datatypes:
         raise invalid(name, f"must be {' or '.join(accepted.datatypes)}, not {quoted(tensor.datatype)}")
@@ -152,12 +152,12 @@ def _elements(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None, 
 
 
 def _unpacked(name: str, raw: bytes, datatype: _Datatype) -> Elements:
-    """Elements of raw contents; of text, there can be only one."""
+    """Return the elements of raw contents; a text input has only one."""
     if datatype.numpy:
         width = np.dtype(datatype.numpy).itemsize
         if len(raw) % width:
             raise invalid(name, f"has {len(raw)} raw bytes, and each element takes {width}")
-        numbers: Elements = np.frombuffer(raw, datatype.numpy)  # type: ignore[assignment]  # as good as a sequence
+        numbers: Elements = np.frombuffer(raw, datatype.numpy)  # type: ignore[assignment]  # behaves like a sequence
         return numbers
     end = LENGTH_BYTES + int.from_bytes(raw[:LENGTH_BYTES], "little")
     if len(raw) < end:

@@ -1,4 +1,4 @@
-"""What an answer must be (`StructuredOutput` in proto/fleet/v1/inference.proto) to and from our values. Pure."""
+"""Structured output: translation from and to proto/fleet/v1/inference.proto."""
 
 from typing import assert_never
 
@@ -25,9 +25,9 @@ def encode_structured_output(form: StructuredOutput | None) -> pb.Form | None:
 
 
 def decode_structured_output(message: pb.Form) -> StructuredOutput | None:
-    """The value in `message`, of which nothing is checked; None for one that says nothing, or what this version does not know.
+    """Decode without checks; return None for an empty rule, or one that this version does not know.
 
-    None must be refused: an answer that may be anything is not what was asked for.
+    The caller must reject None, because an unrestricted answer is not what the client asked for.
     """
     match message.WhichOneof("form"):
         case "json_object":

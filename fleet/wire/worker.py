@@ -1,13 +1,13 @@
-"""`fleet.core.work` values to `worker.proto` messages and back.
+"""Worker protocol: translation of `fleet.core.work` values from and to `worker.proto`.
 
 Rules:
 
-1. Encoding never fails: our own values are sound. Decoding checks everything that a foreign or newer peer could get
-   wrong and raises `MalformedMessage`, which names the field.
-2. Unknown *fields* are ignored, as protobuf intends; an unknown *message* in a stream decodes to None, so that a newer
-   peer may say more than this one understands. Unknown enumeration values are malformed: acting on half an
-   instruction is worse than refusing it.
-3. `Step` is the hot path: one message a decode step, a few microseconds a token.
+1. Encoding never fails, because our own values are valid. Decoding checks everything that a faulty or newer peer could
+   get wrong, and raises `MalformedMessage` with the field.
+2. Unknown fields are ignored, as protobuf intends. An unknown message in a stream decodes to None, so that a newer peer
+   may send more than this version knows. Unknown enumeration values are malformed, because half an instruction must not
+   be obeyed.
+3. `Step` is the hot path: one message per decode step, a few microseconds per token.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,15 +48,15 @@ from kvstore.block import HASH_BYTES, SALT_BYTES, TOKEN_BYTES, HashAlgorithm, sp
 from kvstore.layouts.fingerprint import Fingerprint
 
 LONGEST_TIMEOUT_MS = 2**32 - 1
-"""Of `Start.timeout_ms`: 49 days. A client's deadline may be later; the router keeps it, the worker need not."""
+"""Longest `Start.timeout_ms`: 49 days. A client's deadline may be later; the router keeps it."""
 
 
 class MalformedMessage(Exception):
-    """A message that cannot be understood.
+    """A message that cannot be decoded.
 
     Attributes:
-        field: Its path, as in ``start.sampling.top_k``.
-        request_id: The request that it is about; empty where that is unknown too.
+        field: Path of the field, such as ``start.sampling.top_k``.
+        request_id: The request of the message; empty if unknown.
     """
 
     def __init__(self, field: str, message: str, *, request_id: str = ""):
@@ -76,7 +76,7 @@ Name = TypeVar("Name", bound=StrEnum)
 
 
 def encode_router_message(message: RouterMessage) -> pb.RouterMessage:
-    """What a router says to a worker."""
+    """Encode a message of a router to a worker."""
     match message:
         case Start():
             return pb.RouterMessage(start=_start_to_wire(message))
@@ -89,10 +89,10 @@ def encode_router_message(message: RouterMessage) -> pb.RouterMessage:
 
 
 def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
-    """The value in `message`; None for one that this version does not know.
+    """Decode a message of a router; None for one that this version does not know.
 
     Raises:
-        Malformed: A field is wrong; nothing may be started.
+        MalformedMessage: A field is wrong; nothing may be started.
     """
     match message.WhichOneof("message"):
         case "start":
@@ -106,7 +106,7 @@ def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
 
 
 def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
-    """What a worker says to a router."""
+    """Encode a message of a worker to a router."""
     match message:
         case Step():
             return _step_to_wire(message)
@@ -134,10 +134,10 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
 
 
 def decode_worker_message(message: pb.WorkerMessage) -> WorkerMessage | None:
-    """The value in `message`; None for one that this version does not know.
+    """Decode a message of a worker; None for one that this version does not know.
 
     Raises:
-        Malformed: A field is wrong; nothing that the worker says can be trusted any more.
+        MalformedMessage: A field is wrong; nothing from this worker can be trusted any more.
     """
     match message.WhichOneof("message"):
         case "step":
@@ -193,10 +193,10 @@ def encode_description(description: WorkerDescription) -> pb.Description:
 
 
 def decode_description(description: pb.Description) -> WorkerDescription:
-    """What a worker says that it is.
+    """Decode a worker's description.
 
     Raises:
-        Malformed: A field is wrong.
+        MalformedMessage: A field is wrong.
     """
     return WorkerDescription(
         worker_id=WorkerId(_filled(description.worker_id, "description.worker_id")),
@@ -247,13 +247,13 @@ def _kv_to_wire(kv: Fingerprint | None) -> pb.KvFingerprint | None:
 
 
 def _kv_from_wire(kv: pb.KvFingerprint, path: str) -> Fingerprint:
-    """Not whether it makes sense: whoever compares it with another one finds that out."""
+    """Decode a fingerprint without checking its values; comparing it with another one does that."""
     algorithm = _named(HashAlgorithm, kv.hash_algorithm, f"{path}.hash_algorithm")
     told = {name: getattr(kv, name) for name in Fingerprint.__struct_fields__}
     return Fingerprint(**{**told, "hash_algorithm": algorithm})
 
 
-# Router to worker.
+# Router to worker
 
 
 def _start_to_wire(start: Start) -> pb.Start:
@@ -298,7 +298,7 @@ def _start_from_wire(start: pb.Start) -> Start:
             adapter=start.adapter,
         )
     except MalformedMessage as error:
-        error.request_id = RequestId(request_id)  # so that the refusal can be told to whom it concerns
+        error.request_id = RequestId(request_id)  # tells which request the rejection concerns
         raise
 
 
@@ -368,15 +368,15 @@ def _handoff_from_wire(handoff: pb.Handoff, path: str) -> Handoff:
     )
 
 
-# Worker to router.
+# Worker to router
 
 
 def _step_to_wire(step: Step) -> pb.WorkerMessage:
     message = pb.WorkerMessage()
-    message.step.SetInParent()  # present even when empty
+    message.step.SetInParent()  # present even if empty
     add = message.step.progress.add
     for progress in step.progress:
-        wire = add()  # field by field: a quarter faster than by keywords
+        wire = add()  # field by field: a quarter faster than with keywords
         wire.request_id = progress.request_id
         wire.token_ids.extend(progress.token_ids)
         if progress.logprobs:
@@ -482,7 +482,7 @@ def _kv_event_to_wire(event: KvEvent) -> pb.KvEvent:
 def _kv_event_from_wire(event: pb.KvEvent) -> KvEvent:
     kind = event.WhichOneof("event")
     decode = _KV_EVENTS.get(kind or "")
-    if decode is None:  # an unknown change cannot be skipped: the view of the cache would be wrong from here on
+    if decode is None:  # skipping an unknown event would make the view of the cache wrong
         raise MalformedMessage("kv_events.events", "one of them is of an unknown kind")
     return decode(event)
 
@@ -494,7 +494,7 @@ _KV_EVENTS: dict[str, Callable[[pb.KvEvent], KvEvent]] = {
 }
 
 
-# Checks.
+# Checks
 
 
 def _hashes(joined: bytes, path: str) -> tuple[bytes, ...]:

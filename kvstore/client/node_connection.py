@@ -20,7 +20,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import grpc
 
@@ -32,7 +32,7 @@ from kvstore.messages import DataPath, StoreClientCounters
 from kvstore.namespace import KvNamespace
 from kvstore.ports import Transport
 from kvstore.protocol import wire
-from kvstore.security.channels import LoadedCredentials, load
+from kvstore.security.channels import load
 from kvstore.security.credentials import Credentials
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
@@ -74,104 +74,53 @@ class CounterAccumulator:
 
 
 class NodeConnection:
-    """Connection of one client to one node, made by `open` or `open_early`. Thread-safe."""
+    """Connection of one client to one node. Thread-safe."""
 
     def __init__(
         self,
         address: str,
         namespace: KvNamespace,
-        channel: grpc.Channel,
-        session: NodeSession | None,
         *,
         call_timeout: Nanos,
         prefer: tuple[DataPath, ...],
-        access: LoadedCredentials,
+        credentials: Credentials,
         clock: Clock,
     ):
-        self.stub = pb_grpc.BlockStoreStub(channel)
+        """Prepare the channel; call `open` or `open_early` next. Raise BadCredentials if a file cannot be used."""
+        self._access = load(credentials)
+        self._channel = self._access.channel(address, CHANNEL_OPTIONS)
+        self.stub = pb_grpc.BlockStoreStub(self._channel)
         self.counting = CounterAccumulator()
         self.closed = threading.Event()
         self._address = address
         self._namespace = namespace
-        self._channel = channel
-        self._session = session
+        self._session: NodeSession | None = None
         self._outdated = False  # the node has reported another incarnation
         self._call_timeout = call_timeout
         self._prefer = prefer
-        self._access = access
         self._clock = clock
         self._breaker = CircuitBreaker()
-        self._ended_incarnations: deque[str] = deque(maxlen=16)  # incarnations that have ended
+        self._ended_incarnations: deque[str] = deque(maxlen=16)
         self._handshake = threading.Lock()
         self._memory_breaker = CircuitBreaker()  # for attempts to map shared memory (rule 5)
         self._seeking = threading.Lock()
         self._slower: list[Transport] = []  # data paths from before shared memory; calls may still use them
 
-    @classmethod
-    def open(
-        cls,
-        address: str,
-        namespace: KvNamespace,
-        *,
-        deadline: Nanos,
-        call_timeout: Nanos,
-        prefer: tuple[DataPath, ...],
-        credentials: Credentials,
-        clock: Clock,
-    ) -> Self:
-        """Perform the handshake by the deadline; arguments and errors are those of `StoreClient.connect`."""
-        access = load(credentials)
-        channel = access.channel(address, CHANNEL_OPTIONS)
+    def open(self, deadline: Nanos) -> None:
+        """Perform the handshake by the deadline; errors are those of `StoreClient.connect`, and close the channel."""
         try:
-            stub = pb_grpc.BlockStoreStub(channel)
-            session = shake_hands(stub, address, namespace, prefer, access.data_key, clock, deadline)
+            self._session = self._shake_hands(deadline)
         except StoreUnreachable as error:
-            channel.close()
-            cause = access.diagnose(address)
+            self._channel.close()
+            cause = self._access.diagnose(self._address)
             raise (StoreUnreachable(f"{error}: {cause}") if cause else error) from error.__cause__
         except BaseException:
-            channel.close()
+            self._channel.close()
             raise
-        return cls(
-            address,
-            namespace,
-            channel,
-            session,
-            call_timeout=call_timeout,
-            prefer=prefer,
-            access=access,
-            clock=clock,
-        )
 
-    @classmethod
-    def open_early(
-        cls,
-        address: str,
-        namespace: KvNamespace,
-        *,
-        call_timeout: Nanos,
-        prefer: tuple[DataPath, ...],
-        credentials: Credentials,
-        clock: Clock,
-        failure: str = "",
-    ) -> Self:
-        """Open a connection to a node that does not answer yet (rule 6).
-
-        The arguments are those of `open`. `failure` says why an earlier attempt did not reach the node; it is logged.
-        """
-        access = load(credentials)
-        connection = cls(
-            address,
-            namespace,
-            access.channel(address, CHANNEL_OPTIONS),
-            None,
-            call_timeout=call_timeout,
-            prefer=prefer,
-            access=access,
-            clock=clock,
-        )
-        threading.Thread(target=connection._join, args=(failure,), name="kvstore-join", daemon=True).start()
-        return connection
+    def open_early(self, failure: str = "") -> None:
+        """Perform the handshake when the node answers (rule 6), after an earlier attempt that had this failure."""
+        threading.Thread(target=self._join, args=(failure,), name="kvstore-join", daemon=True).start()
 
     @property
     def session(self) -> NodeSession | None:
@@ -206,7 +155,7 @@ class NodeConnection:
             else:
                 self._breaker.succeeded()
                 if session.memory:
-                    self._seek_memory(session)
+                    self._retry_shared_memory(session)
                 return answer
         return None
 
@@ -244,19 +193,10 @@ class NodeConnection:
         if reported:
             self._log_not_joined(reported)
         while not self.closed.is_set():
-            deadline = Nanos(self._clock.now() + nanos(JOIN_SECONDS))
             try:
-                session = shake_hands(
-                    self.stub,
-                    self._address,
-                    self._namespace,
-                    self._prefer,
-                    self._access.data_key,
-                    self._clock,
-                    deadline,
-                )
+                session = self._shake_hands(Nanos(self._clock.now() + nanos(JOIN_SECONDS)))
             except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
-                failure, cause = self._explained(error)
+                failure, cause = self._explain(error)
                 if (not reported or cause not in reported) and not self.closed.is_set():
                     reported = failure
                     self._log_not_joined(failure)
@@ -273,7 +213,12 @@ class NodeConnection:
                 log.info("store node joined", extra={"address": self._address, "store": session.store_id})
                 return
 
-    def _explained(self, error: Exception) -> tuple[str, str]:
+    def _shake_hands(self, deadline: Nanos) -> NodeSession:
+        return shake_hands(
+            self.stub, self._address, self._namespace, self._prefer, self._access.data_key, self._clock, deadline
+        )
+
+    def _explain(self, error: Exception) -> tuple[str, str]:
         """Return the failure to join, and the part of it that identifies the cause (empty for a node that is just away)."""
         if not isinstance(error, StoreUnreachable) or self.closed.is_set():
             return str(error), str(error)
@@ -302,10 +247,10 @@ class NodeConnection:
         self.counting.add(failures=1)
         if self._breaker.closed:
             log.warning("store node does not answer", extra={"address": self._address, "reason": reason})
-            self._look_at_tls()
+            self._diagnose_tls()
         self._breaker.failed(started, self._clock.now())
 
-    def _look_at_tls(self) -> None:
+    def _diagnose_tls(self) -> None:
         """Let a thread find out whether TLS is the cause, so that callers do not wait for it."""
         if not self._access.authority:
             return
@@ -333,9 +278,7 @@ class NodeConnection:
             return self._session
         started = self._clock.now()
         try:
-            session = shake_hands(
-                self.stub, self._address, self._namespace, self._prefer, self._access.data_key, self._clock, deadline
-            )
+            session = self._shake_hands(deadline)
         except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
             self._failed(started, str(error))
             return None
@@ -349,17 +292,19 @@ class NodeConnection:
         self._close_transports(former)
         return session
 
-    def _seek_memory(self, session: NodeSession) -> None:
+    def _retry_shared_memory(self, session: NodeSession) -> None:
         now = self._clock.now()
         if not self._memory_breaker.allows(now) or not self._seeking.acquire(blocking=False):
             return
         try:
-            threading.Thread(target=self._map, args=(session,), name="kvstore-memory", daemon=True).start()
+            threading.Thread(
+                target=self._map_shared_memory, args=(session,), name="kvstore-memory", daemon=True
+            ).start()
         except RuntimeError:  # no thread can be started now
             self._memory_breaker.failed(now, self._clock.now())
             self._seeking.release()
 
-    def _map(self, session: NodeSession) -> None:
+    def _map_shared_memory(self, session: NodeSession) -> None:
         started = self._clock.now()
         try:
             better = with_shared_memory(session, self._namespace, self._clock, Nanos(started + self._call_timeout))

@@ -58,9 +58,7 @@ LOOK_AGAIN_SECONDS = (
 )
 
 LEAST_BATCH = 32  # blocks
-BATCH_BYTES = (
-    16 << 20
-)  # a batch has more blocks than LEAST_BATCH if they are small, because each batch has a fixed cost
+BATCH_BYTES = 16 << 20  # small blocks make larger batches, because each batch has a fixed cost
 
 MOVED, CORRUPT = BlockOutcome.MOVED, BlockOutcome.CORRUPT
 """Enum members, looked up once: the look-up is slow for each block."""
@@ -79,12 +77,28 @@ def batch_blocks(block_bytes: int) -> int:
 class StoreClient:
     """Client for one namespace of one node, made by `connect` or `join`. Thread-safe."""
 
-    def __init__(self, connection: NodeConnection, namespace: KvNamespace, *, call_timeout: Nanos, clock: Clock):
-        self.connection = connection
+    def __init__(
+        self,
+        address: str,
+        namespace: KvNamespace,
+        *,
+        call_timeout_seconds: float,
+        prefer: Sequence[str],
+        credentials: Credentials | None,
+        clock: Clock | None,
+    ):
+        self._clock = clock or MonotonicClock()
         self._namespace = namespace
-        self._call_timeout = call_timeout
-        self._clock = clock
+        self._call_timeout = nanos(call_timeout_seconds)
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self.connection = NodeConnection(
+            address,
+            namespace,
+            call_timeout=self._call_timeout,
+            prefer=tuple(DataPath(path) for path in prefer),
+            credentials=credentials or Credentials(),
+            clock=self._clock,
+        )
 
     @classmethod
     def connect(
@@ -116,18 +130,16 @@ class StoreClient:
             InvalidArgument: No node can store such blocks; names the field.
             BadCredentials: A file of the credentials cannot be used; names the field.
         """
-        clock = clock or MonotonicClock()
-        call_timeout = nanos(call_timeout_seconds)
-        connection = NodeConnection.open(
+        client = cls(
             address,
             namespace,
-            deadline=Nanos(clock.now() + nanos(timeout_seconds)),
-            call_timeout=call_timeout,
-            prefer=tuple(DataPath(path) for path in prefer),
-            credentials=credentials or Credentials(),
+            call_timeout_seconds=call_timeout_seconds,
+            prefer=prefer,
+            credentials=credentials,
             clock=clock,
         )
-        return cls(connection, namespace, call_timeout=call_timeout, clock=clock)
+        client.connection.open(Nanos(client._clock.now() + nanos(timeout_seconds)))
+        return client
 
     @classmethod
     def join(
@@ -148,7 +160,6 @@ class StoreClient:
         not joined yet. `wait_seconds` says how long to wait for the node here. The other arguments and the errors are
         those of `connect`.
         """
-        clock = clock or MonotonicClock()
         failure = ""
         if wait_seconds > 0:
             try:
@@ -163,17 +174,16 @@ class StoreClient:
                 )
             except StoreUnreachable as error:
                 failure = str(error)
-        call_timeout = nanos(call_timeout_seconds)
-        connection = NodeConnection.open_early(
+        client = cls(
             address,
             namespace,
-            call_timeout=call_timeout,
-            prefer=tuple(DataPath(path) for path in prefer),
-            credentials=credentials or Credentials(),
+            call_timeout_seconds=call_timeout_seconds,
+            prefer=prefer,
+            credentials=credentials,
             clock=clock,
-            failure=failure,
         )
-        return cls(connection, namespace, call_timeout=call_timeout, clock=clock)
+        client.connection.open_early(failure)
+        return client
 
     @property
     def joined(self) -> bool:
@@ -459,8 +469,8 @@ class StoreClient:
         if session is None or not isinstance(session.transport, SharedMemoryTransport):
             return {}
         until = earlier(deadline, self._transfer_deadline(len(positions)))
-        told = session.transport.put_shard(grant.places.slots.some(positions), share, sources, until)
-        return {position: added for position, added in zip(positions, told, strict=True) if added is not None}
+        contributions = session.transport.put_shard(grant.places.slots.some(positions), share, sources, until)
+        return {position: added for position, added in zip(positions, contributions, strict=True) if added is not None}
 
     def publish(self, grant: WriteGrant, checksums: Mapping[int, int], *, deadline: Nanos | None = None) -> int:
         """End a reservation of this client; blocks whose checksums are given, by position, become readable.
@@ -550,10 +560,7 @@ class StoreClient:
     def _publish(self, places: ClientWriteReservation, written: Mapping[int, int], deadline: Nanos | None) -> int:
         assert places.reservation_id != NO_RESERVATION
         request = pb.PublishRequest(
-            reservation_id=places.reservation_id,
-            indices=written.keys(),
-            crc32c=written.values(),
-            owner=self._owner,
+            reservation_id=places.reservation_id, indices=written.keys(), crc32c=written.values(), owner=self._owner
         )
         response = self.connection.call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
         return response.published if response is not None else 0

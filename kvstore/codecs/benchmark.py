@@ -1,4 +1,4 @@
-"""What a codec gains and costs, on blocks that look like KV: for benchmarks, and for whoever has to choose one."""
+"""Codec benchmark: measures size, speed and error of a codec on blocks that look like KV."""
 
 import statistics
 from collections.abc import Callable
@@ -18,19 +18,19 @@ SECOND = 1e9
 
 
 class CodecFigures(Struct, frozen=True, kw_only=True):
-    """Of one codec. Speeds are of the block's bytes, one thread, medians."""
+    """The measurements of one codec. Speeds are medians of one thread, in bytes of the original block."""
 
-    ratio: float  # bytes of a block / bytes kept
+    ratio: float  # bytes of a block / bytes of its encoded form
     encode_bytes_per_second: float
     decode_bytes_per_second: float
-    error_rms: float  # of decoded values, relative to the values' own root mean square; 0 is exact
+    error_rms: float  # root mean square of the errors, relative to that of the values; 0 is exact
     error_largest: float  # largest error, relative to the block's largest magnitude
 
 
 def kv_like_block(namespace: KvNamespace, seed: int = 0) -> ByteArray:
-    """A block of normally distributed values, with channels whose magnitudes differ by factors, as those of keys do.
+    """Make a block of normally distributed values, whose channels differ in magnitude as those of keys do.
 
-    Of dtypes other than float16, bfloat16 and float32, the bytes are random.
+    For dtypes other than float16, bfloat16 and float32, the bytes are random.
     """
     random = np.random.default_rng(seed)
     heads = (namespace.layers, namespace.kv_heads)
@@ -44,14 +44,7 @@ def kv_like_block(namespace: KvNamespace, seed: int = 0) -> ByteArray:
 
 
 def measure(codec: Codec, namespace: KvNamespace, now: Callable[[], Nanos], rounds: int = 7) -> CodecFigures:
-    """Encode and decode one block in turns.
-
-    Args:
-        codec: Of that namespace.
-        namespace: What the block looks like.
-        now: The clock.
-        rounds: Times; the first is not counted.
-    """
+    """Encode and decode one block `rounds` times, after one round that is not counted."""
     block = kv_like_block(namespace)
     key = BlockKey(namespace.digest, bytes(16))
     decoded = np.empty_like(block)

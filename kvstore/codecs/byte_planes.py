@@ -1,7 +1,7 @@
-"""Lossless: the bytes of all values by significance, each plane compressed by itself where that helps.
+"""Byte planes: a lossless codec that separates the bytes of values by significance, and compresses each plane if it helps.
 
-The high bytes of neighbouring floating-point values (sign and exponent) resemble each other; the low bytes are noise that
-no compressor gains from. Apart, the first shrink and the second are kept as they are, at the price of a copy.
+The high bytes of neighbouring floating-point values (sign and exponent) are similar; the low bytes are noise that no
+compressor can shrink. When they are separated, the high bytes shrink and the low bytes are stored as they are.
 
 Body: the length of each plane as 4 little-endian bytes, then the planes, least significant first. A plane of full length
 is not compressed.
@@ -25,28 +25,28 @@ class Compressor(Protocol):
 
     @property
     def codec_id(self) -> int:
-        """Of the codec that splits bytes and uses this."""
+        """The id of the byte-plane codec with this compressor."""
         ...
 
     def compress(self, plane: ByteArray) -> bytes: ...
 
     def decompress(self, packed: ByteArray, length: int) -> ByteArray:
-        """Exactly `length` bytes; allocates no more than that, whatever `packed` claims.
+        """Decompress to exactly `length` bytes, and allocate no more than that.
 
         Raises:
-            UndecodableBlock: These bytes do not decompress to that many.
+            UndecodableBlock: The input does not decompress to that length.
         """
         ...
 
 
 class SplitCodec:
-    """See the module and `kvstore.ports.Codec`."""
+    """Implements `kvstore.ports.Codec` with byte planes and a compressor."""
 
     def __init__(self, namespace: KvNamespace, compressor: Compressor):
         self.codec_id = compressor.codec_id
         self._compressor = compressor
         self._block_bytes = namespace.block_bytes
-        self._width = namespace.element_bytes or 1  # of a dtype that nobody knows: bytes as they come
+        self._width = namespace.element_bytes or 1  # an unknown dtype is treated as single bytes
         self._plane_bytes = self._block_bytes // self._width
         self._lengths = struct.Struct(f"<{self._width}I")
 
@@ -65,7 +65,7 @@ class SplitCodec:
         assert into.nbytes == self._block_bytes, (into.nbytes, self._block_bytes)
         payload = EncodedBlock(self.codec_id, key, encoded)
         if payload.form is not PayloadForm.PACKED or payload.body.nbytes < self._lengths.size:
-            raise UndecodableBlock("no planes")
+            raise UndecodableBlock("the block has no byte planes")
         lengths = self._lengths.unpack_from(payload.body.data)
         if payload.body.nbytes != self._lengths.size + sum(lengths):
             raise UndecodableBlock(f"planes of {lengths} bytes in {payload.body.nbytes}")

@@ -1,15 +1,15 @@
-"""What every smaller form of a block begins with, and how bytes are refused that are not that block.
+"""Encoded block: the header of every compressed or quantised block, and its check.
 
     version   1 byte
-    form      1 byte: 0 the block as it is, 1 as the codec packs it
+    form      1 byte: 0 for the block as it is, 1 for the codec's form
     reserved  2 bytes, zero
-    bound     3 × float32: how far decoded values may be off, see `ErrorBound`; zeros where nothing is lost
-    check     8 bytes: XXH3-64, seeded with the codec's id, the block's key and all of the above; over the block's bytes
-              where they come back as they were, over the packed bytes otherwise
+    bound     3 × float32: the largest error of decoded values (`ErrorBound`); zeros for a lossless codec
+    check     8 bytes: XXH3-64, seeded with the codec's id, the block's key and all fields above. It covers the block's
+              bytes for a lossless codec, and the body otherwise
     body
 
-All little-endian. The check makes another block's payload, another codec's and a damaged one errors. It is no
-protection from someone who means to deceive; `kvstore.codecs.sealing` is.
+All fields are little-endian. The check detects damage and the payload of another block or codec. It does not protect
+against deliberate changes; `kvstore.codecs.sealing` does.
 """
 
 import struct
@@ -36,7 +36,7 @@ class PayloadForm(IntEnum):
 
 
 class ErrorBound(Struct, frozen=True):
-    """A decoded value x' of x is off by at most `relative` * |x| + `of_largest` * largest + `least`.
+    """The error of a decoded value x is at most `relative` * |x| + `of_largest` * largest + `least`.
 
     `largest` is the largest magnitude among the values that share a scale with x.
     """
@@ -58,16 +58,7 @@ def pack(
     bound: ErrorBound,
     check: ByteArray | None = None,
 ) -> ByteArray:
-    """Header and body in one.
-
-    Args:
-        codec_id: Of the codec that made the body.
-        key: Of the block.
-        body: Pieces that follow each other.
-        form: Of the body.
-        bound: Of the decoded values.
-        check: What the check is over; None: the body.
-    """
+    """Join header and body; `check` holds the bytes that the check covers, by default those of the body."""
     prefix = _PREFIX.pack(VERSION, form, 0, bound.relative, bound.of_largest, bound.least)
     hasher = xxhash.xxh3_64(seed=_seed(codec_id, key, prefix))
     for piece in body if check is None else [check.data]:
@@ -76,7 +67,7 @@ def pack(
 
 
 class EncodedBlock:
-    """An encoded block whose header has been read. `check` has to be called before its content is believed."""
+    """An encoded block with its header parsed. The caller has to call `check` before it uses the content."""
 
     __slots__ = ("_check", "_seed", "body", "bound", "form")
 
@@ -84,14 +75,14 @@ class EncodedBlock:
         """Read the header.
 
         Raises:
-            UndecodableBlock: It is none, or of a version that is not known here.
+            UndecodableBlock: There is no header, or its version is unknown.
         """
         if encoded.nbytes < HEADER_BYTES:
             raise UndecodableBlock(f"{encoded.nbytes} bytes are fewer than a header's {HEADER_BYTES}")
         prefix = encoded[: _PREFIX.size].tobytes()
         version, form, reserved, *bound = _PREFIX.unpack(prefix)
         if version != VERSION or reserved or form not in tuple(PayloadForm):
-            raise UndecodableBlock(f"version {version}, form {form} is not known here")
+            raise UndecodableBlock(f"unknown version {version} or form {form}")
         self.form = PayloadForm(form)
         self.bound = ErrorBound(*bound)
         self.body: ByteArray = encoded[HEADER_BYTES:]
@@ -99,20 +90,20 @@ class EncodedBlock:
         (self._check,) = _CHECK.unpack_from(encoded.data, _PREFIX.size)
 
     def check(self, content: ByteArray) -> None:
-        """Compare with what the check was made of.
+        """Verify the bytes that the check covers.
 
         Raises:
-            UndecodableBlock: It is something else.
+            UndecodableBlock: The bytes do not match the check.
         """
         if xxhash.xxh3_64_intdigest(content.data, seed=self._seed) != self._check:
-            raise UndecodableBlock("the check does not fit: damaged, or another block's")
+            raise UndecodableBlock("the check does not match: damaged, or another block's bytes")
 
 
 def bound_of(encoded: ByteArray) -> ErrorBound:
-    """How far the values of a kept block may be off, read from its header.
+    """Read the error bound of an encoded block from its header.
 
     Raises:
-        UndecodableBlock: It has no such header.
+        UndecodableBlock: There is no such header.
     """
     return EncodedBlock(0, BlockKey(b"", b""), encoded).bound
 

@@ -1,4 +1,4 @@
-"""Bytes as they are: what does not have to be smaller or sealed."""
+"""Plain codec: stores blocks unchanged."""
 
 import numpy as np
 
@@ -8,14 +8,14 @@ from kvstore.messages import BlockKey
 
 
 class PlainCodec:
-    """See `kvstore.ports.Codec`. `encode` copies nothing."""
+    """Implements `kvstore.ports.Codec`; `encode` does not copy."""
 
     codec_id = 0
 
     def encode(self, key: BlockKey, block: ByteArray) -> ByteArray:  # noqa: ARG002 - the same for every block
         return block
 
-    def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:  # noqa: ARG002 - see above
+    def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:  # noqa: ARG002 - the same for every block
         if encoded.nbytes != into.nbytes:
             raise UndecodableBlock(f"{encoded.nbytes} bytes, not {into.nbytes}")
         np.copyto(into, encoded)

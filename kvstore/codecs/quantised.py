@@ -1,15 +1,13 @@
-"""Lossy: 16-bit floating-point values as 8 bits and a scale, at half the size, with a bound on what is lost.
+"""Quantised codecs: 16-bit floating-point values as 8 bits and a scale, with a bound on the error.
 
-Two forms, for two needs:
+- E4M3 has one scale for each head of each layer, a power of two. Each value keeps 4 significant bits, so its error is at
+  most 1/16 of the value. The size is one half.
+- INT8 has one scale for each channel (an element of a head of a layer, over the block's tokens). The error is at most
+  0.4 % of the channel's largest value. For KV this is six times less than E4M3 on average, since the outliers of keys are
+  in few channels. The size is 0.56 at 16 tokens in a block, and less with more tokens.
 
-- E4M3 with one scale for each head of each layer, a power of two. Every value keeps 4 significant bits, whatever the
-  others are: off by at most 1/16 of itself. Half the size.
-- INT8 with one scale for each channel (an element of a head of a layer, over the block's tokens). Off by at most 0.4 %
-  of the channel's largest value, which for KV is six times less than E4M3 on average, since outliers of keys keep to
-  their channels. 0.56 of the size at 16 tokens a block, less with more.
-
-What is stored begins with the bound (`kvstore.codecs.encoded_block`). A block with an infinity or a NaN is kept as it is.
-Values are stored heads before tokens, whatever the layout at rest is, so that what shares a scale is together.
+The stored form begins with the error bound (`kvstore.codecs.encoded_block`). A block with an infinity or a NaN is stored
+unchanged. Values are stored with heads before tokens in every layout, so that values with one scale are adjacent.
 """
 
 import numpy as np
@@ -32,11 +30,11 @@ class BlockValues:
     """A namespace's blocks as 16-bit patterns, [heads of all layers, tokens, elements]."""
 
     def __init__(self, namespace: KvNamespace):
-        """Plan how blocks are brought into that order.
+        """Plan the conversion of blocks into that order.
 
         Raises:
-            LayoutMismatch: The namespace's layout is none.
-            ValueError: Its values are not 16-bit floating-point numbers.
+            LayoutMismatch: The namespace's layout is invalid.
+            ValueError: The values are not 16-bit floating-point numbers.
         """
         self.half = HalfFormat(namespace.dtype)
         shape = BlockShape.of(namespace)
@@ -47,7 +45,7 @@ class BlockValues:
         self._is_ordered = self._order.run_count == 1
 
     def of(self, block: ByteArray) -> NDArray[np.uint16]:
-        """The values of a block; shares memory with it where the order is the same."""
+        """Return the values of a block; they share its memory if the order is the same."""
         if not self._is_ordered:
             ordered = np.empty_like(block)
             self._order.perform([block], [ordered])
@@ -63,7 +61,7 @@ class BlockValues:
 
 
 class Fp8Codec:
-    """E4M3, round to nearest even. Body: a scale's exponent as int16 for each layer and head, then the codes."""
+    """E4M3, rounded to nearest even. Body: one exponent as int16 for each head of each layer, then the codes."""
 
     codec_id = 3
 
@@ -110,8 +108,8 @@ class Int8Codec:
 
     def __init__(self, namespace: KvNamespace):
         self._values = BlockValues(namespace)
-        # Half a step, which is the largest magnitude / 127 rounded up to bfloat16 (1/128 more at most), and the
-        # rounding of the result; what is lost where scale and result are near zero is `least`.
+        # The error is half a step, and the rounding of the result. A step is the largest magnitude / 127, rounded up to
+        # bfloat16 (at most 1/128 more). `least` covers scales and results near zero.
         half = self._values.half
         self._bound = ErrorBound(half.half_step, 0.004, half.half_least + HalfFormat.BFLOAT16.half_least)
 
@@ -142,7 +140,7 @@ class Int8Codec:
 
 
 def _exponents(largest: NDArray[np.float32]) -> NDArray[np.int16]:
-    """The least exponents for which no value / 2**exponent is beyond E4M3."""
+    """Return the least exponents for which every value / 2**exponent fits into E4M3."""
     fractions, exponents = np.frexp(largest)
     beyond = fractions > E4M3_LARGEST / 512  # 448 is 7/8 of 2**9
     return (exponents - 9 + beyond).astype("<i2")

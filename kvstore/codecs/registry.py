@@ -1,6 +1,6 @@
-"""Which codec a namespace's blocks go through on their way to a backing tier: one choice for a node, one codec a namespace.
+"""Codec registry: the codec of each namespace for one tier, made from the tier's settings.
 
-The libraries are optional (extra `codecs`), and imported here only when the settings ask for them.
+The libraries are optional (extra `codecs`), and are imported only if the settings need them.
 """
 
 import threading
@@ -24,31 +24,31 @@ INSTALL = "install it with: pip install 'fleet-serving[codecs]'"
 
 class Compression(StrEnum):
     NONE = "none"
-    ZSTD = "zstd"  # exact; 0.7 of the size of bfloat16
-    LZ4 = "lz4"  # exact; 0.9, and quick to read
-    FP8 = "fp8"  # half; every value off by up to 1/16 of itself
-    INT8 = "int8"  # 0.56; off by up to 0.4 % of the largest value of its channel
+    ZSTD = "zstd"  # lossless; 0.7 of the size for bfloat16
+    LZ4 = "lz4"  # lossless; 0.9 of the size, and fast to read
+    FP8 = "fp8"  # half the size; the error of a value is up to 1/16 of it
+    INT8 = "int8"  # 0.56 of the size; the error is up to 0.4 % of the largest value of the channel
 
 
 class CodecSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How blocks are kept outside a node's memory."""
+    """How blocks are encoded outside a node's memory."""
 
     compression: Compression = Compression.NONE
-    """None by default: below some 3 GB/s a core, compression pays only where the tier is slower than that."""
+    """None by default: a core compresses less than about 3 GB/s, so compression pays only for tiers slower than that."""
 
     sealing_secrets: tuple[str, ...] = ()
-    """Secrets to encrypt with, newest first, at least 64 hexadecimal digits each (``openssl rand -hex 32``). Empty: no
-    encryption. To rotate, put a new one in front. Nodes that share a tier need the same ones."""
+    """Secrets for encryption, newest first, each of at least 64 hexadecimal digits (``openssl rand -hex 32``). Empty: no
+    encryption. To rotate, add a new one at the front. Nodes that share a tier need the same secrets."""
 
     def __post_init__(self) -> None:
         for index, secret in enumerate(self.sealing_secrets):
             if len(secret) < SECRET_DIGITS or len(secret) % 2 or set(secret) - set("0123456789abcdefABCDEF"):
                 raise ValueError(
                     f"sealing_secrets[{index}]: not an even number of at least {SECRET_DIGITS} hexadecimal digits; "
-                    "make one with: openssl rand -hex 32"
+                    "make a secret with: openssl rand -hex 32"
                 )
         if len({secret.lower() for secret in self.sealing_secrets}) != len(self.sealing_secrets):
-            raise ValueError("sealing_secrets: the same secret twice")
+            raise ValueError("sealing_secrets: a secret is listed twice")
 
     def __repr__(self) -> str:
         return f"CodecSettings(compression={self.compression.value!r}, sealing_secrets={len(self.sealing_secrets)})"
@@ -58,11 +58,11 @@ class Codecs:
     """The codecs of one node by namespace. Thread-safe."""
 
     def __init__(self, settings: CodecSettings, limit: int = 256):
-        """Load what the settings ask for.
+        """Load the libraries that the settings need.
 
         Args:
-            settings: For all namespaces.
-            limit: Namespaces that are remembered; beyond it, the one that nobody asked for the longest is forgotten.
+            settings: The settings for all namespaces.
+            limit: Most namespaces to remember; the least recently used one is forgotten first.
 
         Raises:
             StoreNotStarted: A library is not installed.
@@ -74,11 +74,11 @@ class Codecs:
         self._lock = threading.Lock()
 
     def open(self, namespace: KvNamespace) -> Codec:
-        """Make a namespace known; again is fine.
+        """Return the codec of a namespace, and make it on the first call.
 
         Raises:
-            InvalidArgument: The compression is not for values of this kind. Names the field.
-            LayoutMismatch: The layout is none, or the block size does not follow from the other fields.
+            InvalidArgument: The compression does not support this dtype; the error names the field.
+            LayoutMismatch: The layout is invalid, or the block size does not match the other fields.
         """
         digest = namespace.digest
         with self._lock:
@@ -93,10 +93,10 @@ class Codecs:
         return codec
 
     def of(self, digest: bytes) -> Codec:
-        """The codec of a namespace.
+        """Return the codec of an open namespace.
 
         Raises:
-            NamespaceUnknown: It was not opened, or has been forgotten.
+            NamespaceUnknown: The namespace was not opened, or was forgotten.
         """
         with self._lock:
             codec = self._opened.get(digest)
@@ -140,11 +140,15 @@ def _sealing(secrets: tuple[str, ...]) -> Callable[[bytes, Codec], Codec]:
 
 
 def _halves(namespace: KvNamespace, compression: Compression) -> KvNamespace:
-    """The namespace, if its values can be scaled."""
+    """Return the namespace if its values can be quantised.
+
+    Raises:
+        InvalidArgument: The dtype is not a 16-bit floating-point type.
+    """
     if namespace.dtype not in tuple(HalfFormat):
         raise InvalidArgument(
             "namespace.dtype",
-            f"{namespace.dtype} cannot be kept as {compression}, which is for {' and '.join(HalfFormat)}; "
+            f"{compression} compression supports only {' and '.join(HalfFormat)}, not {namespace.dtype}; "
             "set compression to none, zstd or lz4 on this node",
         )
     return namespace

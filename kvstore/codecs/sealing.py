@@ -1,24 +1,23 @@
-"""Encryption of blocks that leave a node's memory: AES-256-GCM around another codec.
+"""Sealing: encryption of blocks that leave a node's memory, with AES-256-GCM around another codec.
 
 Rules:
 
-1. A deployment has secrets of at least 32 bytes each, newest first. The newest seals; any of them opens what it sealed.
-   To rotate, put a new one in front, and drop the old one when what it sealed may be lost: a store is only a cache.
-2. The key of a namespace is HKDF-SHA256(secret, info "fleet.kvstore.seal.v1" ‖ 0x00 ‖ digest of the namespace). The key of
-   a block is HMAC-SHA256(key of its namespace, name of the block). So a 96-bit random nonce has to be fresh only
-   among the times that one block was sealed, and no volume of data calls for a rotation.
-3. What is authenticated besides the bytes: version, ids of this codec and of the one inside, id of the secret, digest and
-   name. A payload that is handed out under another block's name, in another namespace, or as another codec's does not open.
-4. The id of a secret is 8 bytes of HKDF under another info; it tells which one to use, and nothing about it.
+1. A deployment has one or more secrets of at least 32 bytes, newest first. The newest one encrypts, and each one decrypts
+   what it has encrypted. To rotate, add a new secret at the front; drop an old one when its blocks may become misses.
+2. The key of a namespace is HKDF-SHA256(secret, info "fleet.kvstore.seal.v1" ‖ 0x00 ‖ namespace digest). The key of a block
+   is HMAC-SHA256(namespace key, block hash). So the random 96-bit nonces have to differ only among the encryptions of one
+   block, and no amount of data requires a rotation.
+3. The authenticated data holds the version, the ids of this codec, the inner codec and the secret, the namespace digest and
+   the block hash. So a payload does not decrypt under another block, namespace or codec.
+4. The id of a secret is 8 bytes of HKDF with another info. It selects the secret, and reveals nothing about it.
 
     version   1 byte
-    inner     1 byte, id of the codec inside
-    secret    8 bytes, id
+    inner     1 byte, id of the inner codec
+    secret    8 bytes, id of the secret
     nonce     12 bytes
-    sealed    as many bytes as went in, and a tag of 16
+    sealed    the encrypted bytes, and a tag of 16 bytes
 
-Lengths and access patterns are not hidden, and a tier may always answer with an older payload of the same block: it holds
-the same KV.
+Lengths and access patterns are not hidden. A tier may return an older payload of the same block, which holds the same KV.
 """
 
 import hmac
@@ -39,7 +38,7 @@ from kvstore.ports import Codec
 
 VERSION = 1
 SEALED = 0x80
-"""Set in the id of a sealed codec; the other bits are the id of the one inside."""
+"""The bit of a sealed codec's id; the other bits are the id of the inner codec."""
 
 SECRET_BYTES = 32
 KEY_BYTES = 32
@@ -53,7 +52,7 @@ _ID_INFO = b"fleet.kvstore.secret-id.v1\0"
 
 
 class SealingKeys(Struct, frozen=True):
-    """The keys of one namespace by id of the secret that they were made of. Never printed."""
+    """The keys of one namespace, by the id of their secret. They are never printed."""
 
     newest: bytes  # id
     by_id: Mapping[bytes, bytes]
@@ -63,13 +62,8 @@ class SealingKeys(Struct, frozen=True):
 
 
 def keys_for(digest: bytes, secrets: Sequence[bytes]) -> SealingKeys:
-    """The keys of a namespace (rule 2).
-
-    Args:
-        digest: Of the namespace.
-        secrets: Newest first; at least one.
-    """
-    assert secrets, "nothing to seal with"
+    """Derive the keys of a namespace (rule 2) from one or more secrets, newest first."""
+    assert secrets, "no secret to seal with"
     assert all(len(secret) >= SECRET_BYTES for secret in secrets), f"a secret is shorter than {SECRET_BYTES} bytes"
     ids = [_derive(secret, _ID_INFO, _ID_BYTES) for secret in secrets]
     keys = [_derive(secret, _NAMESPACE_INFO + digest, KEY_BYTES) for secret in secrets]
@@ -77,7 +71,7 @@ def keys_for(digest: bytes, secrets: Sequence[bytes]) -> SealingKeys:
 
 
 class SealedCodec:
-    """See the module and `kvstore.ports.Codec`."""
+    """Implements `kvstore.ports.Codec` by encrypting the output of another codec."""
 
     def __init__(self, inner: Codec, keys: SealingKeys, nonces: Callable[[int], bytes] = os.urandom):
         assert not inner.codec_id & SEALED, "sealed already"
@@ -102,9 +96,9 @@ class SealedCodec:
             raise UndecodableBlock(f"{encoded.nbytes} bytes are fewer than a seal's {_OVERHEAD_BYTES}")
         head = encoded[:_HEAD_BYTES].tobytes()
         if head[0] != VERSION or head[1] != self._inner.codec_id:
-            raise UndecodableBlock(f"version {head[0]}, codec {head[1]} is not what is sealed here")
+            raise UndecodableBlock(f"sealed with version {head[0]} and codec {head[1]}, which this node does not use")
         if (namespace_key := self._keys.by_id.get(head[2:])) is None:
-            raise UndecodableBlock(f"sealed with secret {head[2:].hex()}, which is not among ours")
+            raise UndecodableBlock(f"sealed with secret {head[2:].hex()}, which this node does not have")
         sealed_from = _HEAD_BYTES + NONCE_BYTES
         content = np.empty(encoded.nbytes - _OVERHEAD_BYTES, np.uint8)
         try:
@@ -115,7 +109,7 @@ class SealedCodec:
                 content.data,
             )
         except InvalidTag as error:
-            raise UndecodableBlock("the seal is broken: damaged, or another block's") from error
+            raise UndecodableBlock("the seal is broken: damaged, or another block's bytes") from error
         self._inner.decode(key, content, into)
 
     def _cipher(self, namespace_key: bytes, key: BlockKey) -> AESGCM:

@@ -1,9 +1,9 @@
-"""From a block in the pool to the bytes that a tier keeps, with the checksum that was published and no other.
+"""Verification: encodes a block of the pool for a tier, and decodes it, without ever trusting unverified bytes.
 
-Bytes of the pool may be wrong, or change while a tier writes them: a writer that outlived its reservation may scribble
-there. A tier that summed up what it found would keep wrong bytes under a right checksum. So what is kept as it is keeps the
-checksum that the block was published with, and what is encoded is copied and looked at first. On the way up the same holds:
-the checksum is that of what was decoded, not of what lies in the pool afterwards.
+Bytes in the pool may be wrong, or change while a tier writes them, because a writer whose reservation has ended may still
+write there. A checksum that is taken from such bytes would make wrong bytes look right. So an unencoded block keeps its
+published checksum, and a block to encode is copied and verified first. A decoded block is given the checksum of the
+decoded bytes, not of the pool's bytes afterwards.
 """
 
 import numpy as np
@@ -15,30 +15,23 @@ from kvstore.ports import Codec
 
 
 def encoded(codec: Codec, key: BlockKey, block: ByteArray, checksum: int) -> tuple[ByteArray, int] | None:
-    """What to keep of a block, and its CRC-32C; None when the block is not what its checksum says.
-
-    Args:
-        codec: Of the block's namespace.
-        key: Names the block.
-        block: Its bytes.
-        checksum: CRC-32C that it was published with.
-    """
+    """Return the encoded block and its CRC-32C; None if the block does not match `checksum`, its published CRC-32C."""
     if codec.codec_id == PlainCodec.codec_id:
         return (block, checksum) if crc32c([block]) == checksum else None
-    still = block.copy()
-    if crc32c([still]) != checksum:
+    copy = block.copy()
+    if crc32c([copy]) != checksum:
         return None
-    content = codec.encode(key, still)
+    content = codec.encode(key, copy)
     return content, crc32c([content])
 
 
 def decoded(codec: Codec, key: BlockKey, content: ByteArray, into: ByteArray) -> int:
-    """Put into the pool what a tier has kept of a block; returns its CRC-32C.
+    """Decode a tier's content into the pool; return the block's CRC-32C.
 
     Raises:
-        UndecodableBlock: The content is not what the codec makes; nothing was put there.
+        UndecodableBlock: The content cannot be decoded; nothing was written to `into`.
     """
-    still = np.empty_like(into)
-    codec.decode(key, content, still)
-    np.copyto(into, still)
-    return crc32c([still])
+    block = np.empty_like(into)
+    codec.decode(key, content, block)
+    np.copyto(into, block)
+    return crc32c([block])

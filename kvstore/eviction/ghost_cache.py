@@ -1,4 +1,4 @@
-"""Ghost cache: the pool's hit rate at other sizes or under other policies, from a sample of the live traffic. Pure.
+"""Ghost cache: the pool's hit rate at other sizes or under other policies, from a sample of the live traffic.
 
 Rules:
 
@@ -65,13 +65,13 @@ class _SampledCache(Generic[K]):
     def __init__(self, rule: EvictionPolicy[K], capacity_blocks: int):
         self._policy = rule
         self._capacity = capacity_blocks
-        self._held: set[K] = set()
+        self.held: set[K] = set()
         self.hits = 0.0
 
     def look(self, chain: Sequence[K], now: Nanos) -> None:
         held = 0
         for key in chain:
-            if key not in self._held:
+            if key not in self.held:
                 break
             held += 1
         self.hits += held
@@ -79,20 +79,20 @@ class _SampledCache(Generic[K]):
             self._policy.admit(key, 1, now)
 
     def store(self, chain: Sequence[K], now: Nanos) -> None:
-        new = [key for key in chain if key not in self._held]
-        missing = len(self._held) + len(new) - self._capacity
+        new = [key for key in chain if key not in self.held]
+        missing = len(self.held) + len(new) - self._capacity
         if missing > 0:
             own = set(chain)
             while missing > 0 and (victim := self._policy.choose()) is not None:
                 self._policy.withdraw(victim)
                 if victim not in own:
-                    self._held.remove(victim)
+                    self.held.remove(victim)
                     missing -= 1
             if missing > 0:
                 del new[-missing:]
-        self._held.update(new)
+        self.held.update(new)
         for key in reversed(chain):
-            if key in self._held:
+            if key in self.held:
                 self._policy.admit(key, 1, now)
 
 
@@ -124,7 +124,7 @@ class GhostCache(Generic[K]):
         self.share = min(1.0, sampled_blocks / capacity_blocks)
         self._sample = sample
         self._half_life = half_life
-        self._caches: Mapping[GhostCacheScenario, _SampledCache[K]] = {
+        self.caches: Mapping[GhostCacheScenario, _SampledCache[K]] = {
             scenario: _SampledCache(_policy(scenario), max(1, round(capacity_blocks * self.share * scenario.scale)))
             for scenario in scenarios
         }
@@ -139,14 +139,14 @@ class GhostCache(Generic[K]):
         self._looked_up += len(sampled)
         self._expected += len(chain) * self.share
         if sampled:
-            for cache in self._caches.values():
+            for cache in self.caches.values():
                 cache.look(sampled, now)
 
     def stored(self, chain: Sequence[K], now: Nanos) -> None:
         """Record that a client published the missing blocks of a chain; pass all of it, not only the new blocks."""
         sampled = self._sample(chain, self.share)
         if sampled:
-            for cache in self._caches.values():
+            for cache in self.caches.values():
                 cache.store(sampled, now)
 
     def estimates(self) -> list[HitRateEstimate]:
@@ -158,7 +158,7 @@ class GhostCache(Generic[K]):
                 scale=scenario.scale,
                 hit_rate=min(1.0, max(0.0, (cache.hits + unseen) / self._expected)) if self._expected else 0.0,
             )
-            for scenario, cache in self._caches.items()
+            for scenario, cache in self.caches.items()
         ]
 
     def _fade(self, now: Nanos) -> None:
@@ -166,7 +166,7 @@ class GhostCache(Generic[K]):
         self._faded_at = now
         self._looked_up *= kept
         self._expected *= kept
-        for cache in self._caches.values():
+        for cache in self.caches.values():
             cache.hits *= kept
 
 
@@ -195,26 +195,26 @@ class GhostCaches:
         self._capacity_bytes = capacity_bytes
         self._scenarios = [GhostCacheScenario(policy, scale) for scale in SCALES]
         self._scenarios += [GhostCacheScenario(other) for other in ALTERNATIVES if other != policy]
-        self._namespaces: OrderedDict[bytes, _NamespaceUse] = OrderedDict()  # the last used one is last
+        self.namespaces: OrderedDict[bytes, _NamespaceUse] = OrderedDict()  # the last used one is last
         self._faded_at = Nanos(0)
 
     def open(self, namespace: KvNamespace) -> None:
         """Record a new namespace, which gets a ghost cache at once while there are fewer than the limit."""
         digest = namespace.digest
-        if digest in self._namespaces:
+        if digest in self.namespaces:
             return
-        if len(self._namespaces) >= MAX_NAMESPACES:
-            self._namespaces.popitem(last=False)
-        use = self._namespaces[digest] = _NamespaceUse(namespace.block_bytes)
+        if len(self.namespaces) >= MAX_NAMESPACES:
+            self.namespaces.popitem(last=False)
+        use = self.namespaces[digest] = _NamespaceUse(namespace.block_bytes)
         if len(self._with_ghost_cache()) < MAX_GHOST_CACHES:
             self._begin(use)
 
     def looked_up(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
         """Record that a client asked for a chain; pass all of it."""
-        if (use := self._namespaces.get(digest)) is None:
+        if (use := self.namespaces.get(digest)) is None:
             return
         self._fade(now)
-        self._namespaces.move_to_end(digest)
+        self.namespaces.move_to_end(digest)
         use.used += len(chain)
         if use.ghost_cache is None:
             self._take_over(use)
@@ -223,14 +223,14 @@ class GhostCaches:
 
     def stored(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
         """Record that a client writes the missing blocks of a chain."""
-        use = self._namespaces.get(digest)
+        use = self.namespaces.get(digest)
         if use is not None and use.ghost_cache is not None:
             use.ghost_cache.stored(chain, now)
 
     def estimates(self) -> tuple[NamespaceEstimates, ...]:
         return tuple(
             NamespaceEstimates(fingerprint=digest.hex(), estimates=tuple(use.ghost_cache.estimates()))
-            for digest, use in self._namespaces.items()
+            for digest, use in self.namespaces.items()
             if use.ghost_cache is not None
         )
 
@@ -249,14 +249,14 @@ class GhostCaches:
         use.ghost_cache = GhostCache(blocks, self._scenarios, sample_names)
 
     def _with_ghost_cache(self) -> list[_NamespaceUse]:
-        return [use for use in self._namespaces.values() if use.ghost_cache is not None]
+        return [use for use in self.namespaces.values() if use.ghost_cache is not None]
 
     def _fade(self, now: Nanos) -> None:
         if now < self._faded_at + FADE_EVERY:
             return
         kept = 0.5 ** ((now - self._faded_at) / HALF_LIFE)
         self._faded_at = now
-        for use in self._namespaces.values():
+        for use in self.namespaces.values():
             use.used *= kept
 
 

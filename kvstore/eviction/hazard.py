@@ -76,10 +76,10 @@ class HazardEviction(Generic[K]):
         """
         self._saving = saving
         self._remembered = remembered
-        self._times = ReuseTimes(len(RHYTHMS) + 1)
-        self._held: dict[K, _ChainRun[K]] = {}
-        self._gone: OrderedDict[K, _ChainRun[K]] = OrderedDict()
-        self._rows: dict[Row, OrderedDict[_ChainRun[K], None]] = {}
+        self.times = ReuseTimes(len(RHYTHMS) + 1)
+        self.held: dict[K, _ChainRun[K]] = {}
+        self.gone: OrderedDict[K, _ChainRun[K]] = OrderedDict()
+        self.rows: dict[Row, OrderedDict[_ChainRun[K], None]] = {}
         self._burst: list[K] = []
         self._burst_at, self._size = Nanos(0), 0
         self._now = Nanos(0)  # never goes back
@@ -100,11 +100,11 @@ class HazardEviction(Generic[K]):
     def withdraw(self, key: K) -> None:
         if self._burst:
             self._use()
-        run = self._held.pop(key)
+        run = self.held.pop(key)
         self._leave(run, 1)
-        self._gone[key] = run
-        if len(self._gone) > self._remembered and len(self._gone) > len(self._held):
-            _, forgotten = self._gone.popitem(last=False)
+        self.gone[key] = run
+        if len(self.gone) > self._remembered and len(self.gone) > len(self.held):
+            _, forgotten = self.gone.popitem(last=False)
             forgotten.cohort.alive -= 1
 
     def choose(self) -> K | None:
@@ -119,18 +119,18 @@ class HazardEviction(Generic[K]):
         """Return the probability that the block is used within `span` after its last use, as known for its class."""
         if self._burst:
             self._use()
-        run = self._held.get(key) or self._gone.get(key)
-        return self._times.probability(run.row[0], 0, span) if run is not None else 0.0
+        run = self.held.get(key) or self.gone.get(key)
+        return self.times.probability(run.row[0], 0, span) if run is not None else 0.0
 
     def __len__(self) -> int:
         if self._burst:
             self._use()
-        return len(self._held)
+        return len(self.held)
 
     def __contains__(self, key: K) -> bool:
         if self._burst:
             self._use()
-        return key in self._held
+        return key in self.held
 
     # Uses
 
@@ -173,16 +173,16 @@ class HazardEviction(Generic[K]):
         fresh = self._uses - self._learnt_at_uses
         if fresh >= LEARN_AFTER and fresh >= self._uses * LEARN_SHARE:
             self._learnt_at_uses = self._uses
-            self._times.learn(self._now)
+            self.times.learn(self._now)
         self._ranked_at = self._now
-        self._ranking = [self._candidate(row, newest=newest) for row in self._rows for newest in (False, True)]
+        self._ranking = [self._candidate(row, newest=newest) for row in self.rows for newest in (False, True)]
         heapq.heapify(self._ranking)
 
     def _former(self, chain: list[K]) -> list[_ChainRun[K] | None]:
-        """Return the run that each block was in, also if the block has been evicted since."""
-        former = list(map(self._held.get, chain))
-        if self._gone and None in former:
-            gone = self._gone
+        """Return the run that each block was in, including blocks that have been evicted since."""
+        former = list(map(self.held.get, chain))
+        if self.gone and None in former:
+            gone = self.gone
             return [gone.pop(key, None) if run is None else run for key, run in zip(chain, former, strict=True)]
         return former
 
@@ -198,31 +198,31 @@ class HazardEviction(Generic[K]):
         if self._now - run.used_at <= SAME_USE:
             run.cohort.alive -= blocks
             return run.uses
-        self._times.reused(run.cohort, blocks, self._now)
+        self.times.reused(run.cohort, blocks, self._now)
         return min(run.uses + 1, USES[-1])
 
     def _begin(self, uses: int, rhythm: int, saving: float) -> _ChainRun[K]:
-        row = (self._times.class_of(uses, rhythm), saving)
+        row = (self.times.class_of(uses, rhythm), saving)
         run: _ChainRun[K] = _ChainRun(self._now, uses, rhythm, row)
-        runs = self._rows.get(row)
+        runs = self.rows.get(row)
         if runs is None:
-            runs = self._rows[row] = OrderedDict()
+            runs = self.rows[row] = OrderedDict()
             heapq.heappush(self._ranking, (0.0, self._now, row, False))
         runs[run] = None
-        heapq.heappush(self._ranking, (saving * self._times.value(row[0], 0), self._now, row, True))
+        heapq.heappush(self._ranking, (saving * self.times.value(row[0], 0), self._now, row, True))
         return run
 
     def _move(self, keys: list[K], old: _ChainRun[K] | None, run: _ChainRun[K]) -> None:
         """Move consecutive blocks from their former run, where they may still be held, to a new one."""
-        held_before = len(self._held)
-        self._held.update(dict.fromkeys(keys, run))
+        held_before = len(self.held)
+        self.held.update(dict.fromkeys(keys, run))
         run.keys += keys
         run.live += len(keys)
         if old is not None:
-            self._leave(old, len(keys) - (len(self._held) - held_before))
+            self._leave(old, len(keys) - (len(self.held) - held_before))
 
     def _times_used(self, run: _ChainRun[K]) -> None:
-        run.cohort = self._times.used(run.row[0], len(run.keys), self._now)
+        run.cohort = self.times.used(run.row[0], len(run.keys), self._now)
 
     def _leave(self, run: _ChainRun[K], blocks: int) -> None:
         """Record that so many blocks of the run are evicted or in another run."""
@@ -231,10 +231,10 @@ class HazardEviction(Generic[K]):
             return
         run.keys.clear()
         run.following = None
-        row = self._rows[run.row]
+        row = self.rows[run.row]
         del row[run]
         if not row:
-            del self._rows[run.row]
+            del self.rows[run.row]
 
     # Choices
 
@@ -243,7 +243,7 @@ class HazardEviction(Generic[K]):
         ranking = self._ranking
         while ranking:
             _, _, row, newest = heapq.heappop(ranking)
-            if row not in self._rows:
+            if row not in self.rows:
                 continue
             candidate = self._candidate(row, newest=newest)  # the row may have changed since it was ranked
             least = not ranking or candidate <= ranking[0]
@@ -258,14 +258,14 @@ class HazardEviction(Generic[K]):
     def _candidate(self, row: Row, *, newest: bool) -> Candidate:
         of, saving = row
         used_at = self._end(row, newest=newest).used_at
-        return saving * self._times.value(of, self._now - used_at), used_at, row, newest
+        return saving * self.times.value(of, self._now - used_at), used_at, row, newest
 
     def _end(self, row: Row, *, newest: bool) -> _ChainRun[K]:
-        runs = self._rows[row]
+        runs = self.rows[row]
         return next(reversed(runs)) if newest else next(iter(runs))
 
     def _tail(self, run: _ChainRun[K]) -> K:
-        keys, held = run.keys, self._held
+        keys, held = run.keys, self.held
         while held.get(keys[-1]) is not run:
             keys.pop()
         return keys[-1]

@@ -1,4 +1,4 @@
-"""Hit savings: the time that a hit in the pool saves, for the eviction policy by value. Pure.
+"""Hit savings: the time that a hit in the pool saves, for the eviction policy by value.
 
 Rules:
 
@@ -31,15 +31,12 @@ class HitSavings:
     """Savings of all namespaces of a node."""
 
     def __init__(
-        self,
-        *,
-        seconds_a_token: float = UNKNOWN_SECONDS_A_TOKEN,
-        memory_bytes_a_second: float = MEMORY_BYTES_A_SECOND,
+        self, *, seconds_a_token: float = UNKNOWN_SECONDS_A_TOKEN, memory_bytes_a_second: float = MEMORY_BYTES_A_SECOND
     ):
         """Start without reports; call `attach` before the first question."""
         self._seconds_a_token = seconds_a_token
         self._memory_seconds_a_byte = 1 / memory_bytes_a_second
-        self._told: OrderedDict[bytes, deque[float]] = OrderedDict()  # seconds per block
+        self._reports: OrderedDict[bytes, deque[float]] = OrderedDict()  # seconds per block
 
     def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:
         """Connect the parts of the node, which are made after its policy.
@@ -49,24 +46,24 @@ class HitSavings:
         self._namespace = namespace
         self._below = below
 
-    def told(self, digest: bytes, blocks: int, seconds: float) -> None:
+    def report(self, digest: bytes, blocks: int, seconds: float) -> None:
         """Record a worker's report that computing these blocks, or some of them, takes so long."""
         if blocks <= 0 or seconds <= 0:
             return
-        self._told.setdefault(digest, deque(maxlen=SAMPLES)).append(seconds / blocks)
-        self._told.move_to_end(digest)
-        if len(self._told) > MAX_NAMESPACES:
-            self._told.popitem(last=False)
+        self._reports.setdefault(digest, deque(maxlen=SAMPLES)).append(seconds / blocks)
+        self._reports.move_to_end(digest)
+        if len(self._reports) > MAX_NAMESPACES:
+            self._reports.popitem(last=False)
 
-    def computing(self, digest: bytes) -> float:
+    def computing_seconds(self, digest: bytes) -> float:
         """Return the seconds to compute one block."""
-        if told := self._told.get(digest):
-            return max(told)
+        if report := self._reports.get(digest):
+            return max(report)
         return self._namespace(digest).block_tokens * self._seconds_a_token
 
     def saving(self, key: BlockKey, size_bytes: int) -> float:
         """Return the seconds that a hit saves per byte, for the block and all of its chain."""
-        elsewhere = self.computing(key.digest)
+        elsewhere = self.computing_seconds(key.digest)
         if (loading := self._below(key, size_bytes)) is not None:
             elsewhere = min(elsewhere, loading)
         a_byte = elsewhere / size_bytes - self._memory_seconds_a_byte

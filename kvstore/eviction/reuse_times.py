@@ -1,4 +1,4 @@
-"""Reuse times: how long after a use the next use of a block comes, learned for each class of blocks. Pure.
+"""Reuse times: how long after a use the next use of a block comes, learned for each class of blocks.
 
 Rules:
 
@@ -84,7 +84,7 @@ class ReuseTimes:
         self.classes = (len(USES) + 1) * rhythms
         self._reused = [[0.0] * BUCKETS for _ in range(self.classes)]
         self._at_risk = [[0.0] * BUCKETS for _ in range(self.classes)]
-        self._ageing: list[list[deque[ReuseCohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
+        self.ageing: list[list[deque[ReuseCohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
         self._values: list[list[float]] = []
         self._surviving: list[list[float]] = []
         self._blocks = self._squares = 0.0  # sums over runs: number of blocks, and its square
@@ -99,7 +99,7 @@ class ReuseTimes:
         self._at_risk[of][0] += blocks
         self._blocks += blocks
         self._squares += blocks * blocks
-        ageing = self._ageing[of][0]
+        ageing = self.ageing[of][0]
         if ageing and now - ageing[-1].used_at < COHORT:
             cohort = ageing[-1]
         else:
@@ -151,7 +151,7 @@ class ReuseTimes:
 
     def _age(self, of: int, now: Nanos) -> None:
         """Move the cohorts that have reached the next bucket."""
-        ageing, at_risk = self._ageing[of], self._at_risk[of]
+        ageing, at_risk = self.ageing[of], self._at_risk[of]
         for bucket in range(BUCKETS - 2, -1, -1):
             here, latest = ageing[bucket], now - EDGES[bucket + 1]
             while here and here[0].used_at <= latest:

@@ -1,4 +1,4 @@
-"""Session pauses: keeps or demotes the KV of sessions that wait for a tool or a user, replayed on recorded sessions. Pure.
+"""Session pauses: keeps or demotes the KV of sessions that wait for a tool or a user, replayed on recorded sessions.
 
 Rules:
 

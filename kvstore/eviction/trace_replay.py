@@ -1,4 +1,4 @@
-"""Trace replay: the hit rate of the store's policies and admission on recorded requests, without bytes and I/O. Pure.
+"""Trace replay: the hit rate of the store's policies and admission on recorded requests, without bytes and I/O.
 
 The rules are those of `kvstore.pool.machine`, as far as they affect a hit rate:
 

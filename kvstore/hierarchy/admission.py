@@ -1,4 +1,4 @@
-"""Tier admission: which blocks are worth writing to a tier that wears out, within a daily write budget. Pure.
+"""Tier admission: which blocks are worth writing to a tier that wears out, within a daily write budget.
 
 Rules:
 

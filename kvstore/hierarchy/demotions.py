@@ -1,4 +1,4 @@
-"""Demotions: copy blocks from the pool to the backing tiers, and confirm what these still have. Pure.
+"""Demotions: copy blocks from the pool to the backing tiers, and confirm what these still have.
 
 A part of `kvstore.hierarchy.machine`. Rules:
 
@@ -57,7 +57,7 @@ class Demotions:
                 self._pool.unpin(pinned.pin_id, now)
                 continue  # all blocks were evicted while they waited
             demotion = _Demotion(
-                id=DemotionId(self._queue.number()),
+                id=DemotionId(self._queue.new_id()),
                 tier=tier.index,
                 pinned=pinned,
                 keys=frozenset(each.key for each in pinned.addresses),
@@ -66,7 +66,7 @@ class Demotions:
             )
             self._demotions[demotion.id] = demotion
             tier.demoting += 1
-            self._queue.give(Demote(demotion.id, tier.index, pinned.addresses, pinned.checksums, demotion.until))
+            self._queue.put(Demote(demotion.id, tier.index, pinned.addresses, pinned.checksums, demotion.until))
 
     def is_demoting(self, tier: TierState, key: BlockKey) -> bool:
         """Return whether a block waits for a tier or is being copied to it."""
@@ -105,10 +105,10 @@ class Demotions:
             return True
         if not tier.reading.allows(now):
             return False
-        confirmation = Confirm(ConfirmId(self._queue.number()), tier.index, asked, Nanos(now + CONFIRM_WITHIN))
+        confirmation = Confirm(ConfirmId(self._queue.new_id()), tier.index, asked, Nanos(now + CONFIRM_WITHIN))
         self._confirmations[confirmation.confirm_id] = confirmation
         self._unconfirmed.update((tier.index, key) for key in asked)
-        self._queue.give(confirmation)
+        self._queue.put(confirmation)
         return True
 
     def is_being_confirmed(self, tier: TierState, key: BlockKey) -> bool:

@@ -1,8 +1,9 @@
-"""Tier hierarchy: decides which blocks move between a node's pool and its backing tiers. Pure.
+"""Tier hierarchy: decides which blocks move between a node's pool and its backing tiers.
 
 `kvstore.hierarchy.promotions` brings chains up to the pool and `kvstore.hierarchy.demotions` copies blocks down to the
 tiers. Both share `kvstore.hierarchy.tier_states`, the knowledge about each tier, and
-`kvstore.hierarchy.transfer_queue`, the decided transfers. Each module lists its own rules. These hold for all of them:
+`kvstore.hierarchy.transfer_queue`, the decided transfers. None of them does I/O. Each module lists its own rules; these
+hold for all:
 
 1. Only the pool machine leases and evicts blocks. The hierarchy reserves places in the pool for promoted blocks and
    pins the blocks that it demotes. Until the copying thread reports that it is done, these bytes belong to it.
@@ -51,7 +52,7 @@ class Hierarchy:
         """Return how long a promotion from the first tier with the block takes; None if that is unknown."""
         for tier in self._tiers:
             if key in tier.known and tier.reading.closed:
-                return tier.pace.latest(size_bytes)
+                return tier.speed.latest(size_bytes)
         return None
 
     def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
@@ -81,9 +82,9 @@ class Hierarchy:
         """Return how many of these blocks came from which tier, each block once; the others were in the pool."""
         return self._promotions.promoted(digest, names)
 
-    def left(self, digest: bytes, names: Iterable[BlockHash]) -> None:
+    def forget_origins(self, digest: bytes, names: Iterable[BlockHash]) -> None:
         """Forget where these blocks came from, because they left the pool."""
-        self._promotions.left(digest, names)
+        self._promotions.forget_origins(digest, names)
 
     # Demotions
 
@@ -132,7 +133,7 @@ class Hierarchy:
         return key in self._tiers[tier].known
 
     def forgets(self, tier: int) -> bool:
-        """Return whether a tier may lose blocks without reporting it, like a server short of memory."""
+        """Return whether a tier may lose blocks without reporting it, such as a server that is short of memory."""
         return not self._tiers[tier].rule.finds_in_memory
 
     def confirm(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> bool:
@@ -191,7 +192,7 @@ class Hierarchy:
 
     def commands(self) -> list[TierTransfer]:
         """Return the decided transfers in order; each is handed out once."""
-        return self._queue.taken()
+        return self._queue.take_all()
 
     def changes(self) -> list[BlockChanges]:
         """Return the changes that watchers have to learn; each is handed out once."""

@@ -1,4 +1,4 @@
-"""Promotions: bring chains from the backing tiers up to the pool. Pure; a part of `kvstore.hierarchy.machine`.
+"""Promotions: bring chains from the backing tiers up to the pool. It is a part of `kvstore.hierarchy.machine`.
 
 Rules:
 
@@ -40,9 +40,7 @@ class Promotions:
         self._queue = queue
         self._promotions: dict[PromotionId, _Promotion] = {}
         self._loading: dict[BlockKey, _Promotion] = {}
-        self._late_reservations: dict[
-            PromotionId, WriteReservation
-        ] = {}  # places of ended promotions that a thread may still write to
+        self._late_reservations: dict[PromotionId, WriteReservation] = {}  # a late thread may still write there
         self._promoted: dict[BlockKey, str] = {}  # tier from which a block came, until a client was told
         self.refused = 0  # promotions refused because of MAX_PROMOTIONS
 
@@ -60,18 +58,11 @@ class Promotions:
     def prefetch(
         self, digest: bytes, chain: Sequence[BlockHash], held: int, max_wait: Nanos, now: Nanos, tenant: bytes = b""
     ) -> int:
-        """Promote the blocks of a chain that follow those in the pool.
+        """Promote the blocks of a chain that follow the `held` leading blocks in the pool.
 
-        Args:
-            digest: Digest of the namespace.
-            chain: Block hashes from the start of the chain.
-            held: Number of leading blocks that are in the pool.
-            max_wait: Longest time that the requester will wait: the time that computing the blocks would take.
-            now: The current time.
-            tenant: Tenant whose quota pays for the places.
-
-        Returns:
-            How many blocks after the held ones are being promoted or looked for.
+        `max_wait` is the longest time that the requester will wait: the time that computing the blocks would take. The
+        quota of `tenant` pays for the places. Return how many blocks after the held ones are being promoted or looked
+        for.
         """
         missing = chain[held : held + MAX_PROMOTION_BLOCKS]
         if not missing or max_wait <= 0 or not self._tiers:
@@ -82,18 +73,17 @@ class Promotions:
             if len(self._promotions) >= MAX_PROMOTIONS:
                 self.refused += 1
                 return 0
-            ours = [BlockKey(digest, name) for name in missing]
-            ours = ours[
-                : next((i for i, key in enumerate(ours) if key in self._loading), None)
-            ]  # another promotion brings the rest
+            keys = [BlockKey(digest, name) for name in missing]
+            # Another promotion brings the rest from the first block on that is being promoted.
+            keys = keys[: next((i for i, key in enumerate(keys) if key in self._loading), None)]
             block_bytes = self._pool.block_bytes(digest)
-            chain = tuple(chain[: held + len(ours)])
+            chain = tuple(chain[: held + len(keys)])
             promotion = _Promotion(
-                PromotionId(self._queue.number()), digest, block_bytes, chain, held, deadline, tenant
+                PromotionId(self._queue.new_id()), digest, block_bytes, chain, held, deadline, tenant
             )
             self._promotions[promotion.id] = promotion
-            self._loading.update(dict.fromkeys(ours, promotion))
-            self._look(promotion, 0, now)
+            self._loading.update(dict.fromkeys(keys, promotion))
+            self._ask_tiers(promotion, 0, now)
         else:
             promotion.deadline = max(promotion.deadline, deadline)
         return self.loading(digest, missing)
@@ -108,11 +98,11 @@ class Promotions:
             tier.reading.succeeded()
         self._forget_lost(promotion, tier, count)
         if count == 0:
-            self._look(promotion, promotion.tier + 1, now)
+            self._ask_tiers(promotion, promotion.tier + 1, now)
             return
-        if tier.pace.seconds(count * promotion.block_bytes, now) > (promotion.deadline - now) / SECOND:
+        if tier.speed.seconds(count * promotion.block_bytes, now) > (promotion.deadline - now) / SECOND:
             tier.counters.too_slow += 1
-            self._look(promotion, promotion.tier + 1, now)
+            self._ask_tiers(promotion, promotion.tier + 1, now)
             return
         count = min(count, self._queue.batch_blocks(promotion.block_bytes))
         names = promotion.chain[: promotion.position + count]
@@ -120,15 +110,13 @@ class Promotions:
             reservation = self._pool.reserve(
                 promotion.digest, names, owner=NODE, lease=None, now=now, tenant=promotion.tenant
             )
-        except (
-            NamespaceUnknown
-        ):  # it was empty and was closed while the tier answered: nobody needs these blocks any more
+        except NamespaceUnknown:  # it was empty and was closed meanwhile: nobody needs these blocks any more
             self._end(promotion)
             return
         run = [place for place in reservation.reserved if place.index >= promotion.position]
         if not run or run[0].index != promotion.position:  # no room, or another writer has just reserved the block
             self._give_back(reservation, now)
-            self._look(promotion, promotion.tier, now) if run else self._end(promotion)
+            self._ask_tiers(promotion, promotion.tier, now) if run else self._end(promotion)
             return
         run = [place for index, place in enumerate(run) if place.index == promotion.position + index]
         promotion.reservation = reservation
@@ -136,7 +124,7 @@ class Promotions:
         promotion.began = now
         promotion.until = Nanos(max(promotion.deadline, now + FETCH_AT_LEAST))
         addresses = tuple(self._address(promotion.digest, place.slot) for place in run)
-        self._queue.give(Fetch(promotion.id, tier.index, addresses, promotion.until))
+        self._queue.put(Fetch(promotion.id, tier.index, addresses, promotion.until))
 
     def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
         """Continue a promotion after a `Fetch` has ended with these results."""
@@ -150,7 +138,7 @@ class Promotions:
             tier.reading.succeeded()
         else:
             tier.failed(tier.reading, promotion.began, now)  # a call that queued behind a hanging one returns nothing
-        tier.pace.measured(good * promotion.block_bytes, now - promotion.began, now)
+        tier.speed.measured(good * promotion.block_bytes, now - promotion.began, now)
         tier.counters.loaded += good
         keys = [BlockKey(promotion.digest, promotion.chain[index]) for index in promotion.places]
         self._tiers.know(
@@ -165,7 +153,7 @@ class Promotions:
         while len(self._promoted) > MAX_UNREPORTED:
             del self._promoted[next(iter(self._promoted))]
         # The next tier may have a block that this one announced and did not deliver.
-        self._look(promotion, 0 if good == len(answers) else promotion.tier + 1, now)
+        self._ask_tiers(promotion, 0 if good == len(answers) else promotion.tier + 1, now)
 
     @property
     def has_promoted(self) -> bool:
@@ -180,7 +168,7 @@ class Promotions:
                 found[tier] = found.get(tier, 0) + 1
         return found
 
-    def left(self, digest: bytes, names: Iterable[BlockHash]) -> None:
+    def forget_origins(self, digest: bytes, names: Iterable[BlockHash]) -> None:
         """Forget where these blocks came from, because they left the pool."""
         if self._promoted:
             for name in names:
@@ -196,7 +184,7 @@ class Promotions:
         tier.failed(tier.reading, started, now)
         if isinstance(transfer, Fetch):
             self._publish(promotion, (), now)
-        self._look(promotion, promotion.tier + 1, now)
+        self._ask_tiers(promotion, promotion.tier + 1, now)
 
     def late(self, transfer: Find | Fetch, started: Nanos, now: Nanos) -> None:
         """End a promotion whose transfer missed its deadline, and keep the places that the thread may still write to."""
@@ -215,7 +203,7 @@ class Promotions:
                 assert self._loading[BlockKey(promotion.digest, name)] is promotion
         assert set(self._loading.values()) <= set(self._promotions.values())
 
-    def _look(self, promotion: "_Promotion", tier_index: int, now: Nanos) -> None:
+    def _ask_tiers(self, promotion: "_Promotion", tier_index: int, now: Nanos) -> None:
         """Ask the tiers from this index on for the next blocks of a promotion; end it when none is left to ask."""
         while promotion.position < len(promotion.chain) and self._pool.is_present(
             BlockKey(promotion.digest, promotion.chain[promotion.position])
@@ -233,7 +221,7 @@ class Promotions:
                 BlockKey(promotion.digest, name)
                 for name in promotion.chain[promotion.position : promotion.position + batch]
             )
-            self._queue.give(Find(promotion.id, tier.index, keys, promotion.deadline))
+            self._queue.put(Find(promotion.id, tier.index, keys, promotion.deadline))
             return
         self._end(promotion)
 

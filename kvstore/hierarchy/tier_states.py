@@ -1,4 +1,4 @@
-"""Tier states: what a node knows about each backing tier: its rule, contents, speed and health. Pure.
+"""Tier states: what a node knows about each backing tier: its rule, contents, speed and health.
 
 Rules:
 
@@ -59,12 +59,10 @@ class TierState:
         self.rule = rule
         self.reading = CircuitBreaker()
         self.writing = CircuitBreaker()  # separate, because a full disk can still be read
-        self.pace = TierSpeed()
+        self.speed = TierSpeed()
         self.counters = TierCounters()
         self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # blocks that wait for a demotion, with their sizes
-        self.known: RecentMap[BlockKey, None] = RecentMap(
-            rule.remember_blocks
-        )  # blocks that the tier is believed to have
+        self.known: RecentMap[BlockKey, None] = RecentMap(rule.remember_blocks)  # believed to be in the tier
         self.demoting = 0  # batches that are being demoted
 
     @property

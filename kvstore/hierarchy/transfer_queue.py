@@ -1,4 +1,4 @@
-"""Transfer queue: transfers that the hierarchy has decided and nobody has begun. Pure."""
+"""Transfer queue: transfers that the hierarchy has decided and nobody has begun."""
 
 from itertools import count
 
@@ -13,7 +13,7 @@ class TransferQueue:
         self._numbers = count(1)
         self._commands: list[TierTransfer] = []
 
-    def number(self) -> int:
+    def new_id(self) -> int:
         """Return a new id for a promotion, demotion or confirmation."""
         return next(self._numbers)
 
@@ -21,10 +21,10 @@ class TransferQueue:
         """Return how many blocks of that size one transfer moves."""
         return max(1, self._batch_bytes // block_bytes)
 
-    def give(self, transfer: TierTransfer) -> None:
+    def put(self, transfer: TierTransfer) -> None:
         self._commands.append(transfer)
 
-    def taken(self) -> list[TierTransfer]:
+    def take_all(self) -> list[TierTransfer]:
         """Return the queued transfers; each is handed out once."""
         commands, self._commands = self._commands, []
         return commands

@@ -1,12 +1,12 @@
-"""Layout conversion: between the blocks of one engine and the same blocks at rest in a store.
+"""Conversion: turns the blocks of one engine into the store's layout, and back.
 
 Rules:
 
-1. A store keeps whole-model blocks in one layout, `kvstore.namespace.AT_REST`. An engine keeps one object per rank, in
-   its own layout. Neither is part of a block's hash. Engines of any layout and number of ranks therefore share their
-   blocks, and each converts its own.
-2. An impossible conversion is refused when it is made, with the name of the field, before any byte moves.
-3. Bytes are moved and never changed, and each byte of the destination is written.
+1. A store holds whole-model blocks in one layout, `kvstore.namespace.AT_REST`. An engine holds one object of a block on
+   each rank, in its own layout. The block hash depends on neither, so engines with different layouts and numbers of ranks
+   share their blocks, and each engine converts its own.
+2. An impossible conversion is an error when the `Conversion` is made, before any byte moves. The error names the field.
+3. Bytes are moved and never changed, and every byte of the destination is written.
 """
 
 from collections.abc import Sequence
@@ -24,25 +24,29 @@ from kvstore.namespace import AT_REST
 
 
 class Conversion:
-    """Conversion in both directions. It has no state, so any number of threads may use it."""
+    """Converts between the blocks of an engine and those at rest. Thread-safe, because it has no mutable state."""
 
     def __init__(self, engine: Fingerprint):
-        """Make the plans for both directions; raise LayoutMismatch, which names the field, if there are none."""
+        """Make the plans for both directions.
+
+        Raises:
+            LayoutMismatch: The layout is invalid, or the heads cannot be divided among the ranks; names the field.
+        """
         stored = replace(engine, layout=AT_REST, tp=1)
-        self._reading = _agreed(stored, engine)
-        self._writing = _agreed(engine, stored)
+        self._reading = _make_plans(stored, engine)
+        self._writing = _make_plans(engine, stored)
         self._ranks: list[slice] = []
         self.stored_bytes = engine.at_rest.block_bytes
         self.engine_bytes = 0
-        """Size of a block in the engine, all ranks together; more than at rest if ranks hold the same heads."""
+        """Bytes of a block on all ranks of the engine together; more than at rest if ranks hold the same heads."""
         for part in shards_by_rank(engine.shape, engine.layout, engine.tp):
             start = self.engine_bytes
             self.engine_bytes += engine.shape.bytes_of(part.box)
             self._ranks.append(slice(start, self.engine_bytes))
 
     def read(self, stored: Piece) -> ByteArray:
-        """Convert a block of the store to the engine's: the objects of all ranks, one after the other."""
-        source = _bytes(stored, self.stored_bytes)
+        """Convert a block of the store to the engine's form: the objects of all ranks, in order."""
+        source = _checked_bytes(stored, self.stored_bytes)
         if not self._reading:
             return source.copy()
         held = np.empty(self.engine_bytes, np.uint8)
@@ -51,8 +55,8 @@ class Conversion:
         return held
 
     def write(self, held: Piece) -> ByteArray:
-        """Convert a block of the engine, its ranks one after the other, to the store's."""
-        source = _bytes(held, self.engine_bytes)
+        """Convert a block of the engine (the objects of all ranks, in order) to the store's form."""
+        source = _checked_bytes(held, self.engine_bytes)
         if not self._writing:
             return source.copy()
         stored = np.empty(self.stored_bytes, np.uint8)
@@ -61,8 +65,8 @@ class Conversion:
         return stored
 
 
-def _agreed(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
-    """Return the plan of each reading rank; none if there is nothing to do."""
+def _make_plans(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
+    """Return a plan for each reading rank; no plans if the forms are identical."""
     agreement = negotiate(writer=writer, reader=reader)
     match agreement:
         case Identical():
@@ -75,8 +79,8 @@ def _agreed(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
             assert_never(agreement)
 
 
-def _bytes(block: Piece, expected: int) -> ByteArray:
+def _checked_bytes(block: Piece, expected: int) -> ByteArray:
     (found,) = pieces(block)
     if found.nbytes != expected:
-        raise LayoutMismatch("block_bytes", f"block_bytes: a block of {found.nbytes} bytes, not {expected}")
+        raise LayoutMismatch("block_bytes", f"block_bytes: a block has {found.nbytes} bytes instead of {expected}")
     return found

@@ -1,14 +1,13 @@
-"""Layout fingerprints: whether a reader can use the blocks of a writer, and what the conversion costs.
+"""Fingerprint: describes what a side's blocks mean and how they lie in memory, and compares two such descriptions.
 
-The check happens before any byte moves. Each side describes its blocks in the same terms, for every engine and every
-maker of accelerators. `negotiate` compares two descriptions and returns one of three results:
+`negotiate` tells whether a reader can use a writer's blocks, and at what cost. It gives one of three answers:
 
-- `Identical`: each rank finds its bytes as it needs them.
-- `Convertible`: the same values in another layout, or divided among another number of ranks. The result has the plan of
-  each reading rank, and the cost per block for whoever chooses the pair (router, planner).
-- `Incompatible`: not the same values. It names the first field that differs.
+- `Identical`: every rank finds its bytes in the form that it needs.
+- `Convertible`: the values are the same, in another layout or divided among another number of ranks. The answer holds a
+  plan for each reading rank, and the cost of a block, so that a router or planner can choose.
+- `Incompatible`: the values differ. The answer names the first field that differs.
 
-A description has a version. Whatever this version cannot prove equal is incompatible.
+Fingerprints have a version; another version is incompatible.
 """
 
 from msgspec import Struct
@@ -22,9 +21,7 @@ from kvstore.namespace import AT_REST, KvNamespace
 FINGERPRINT_VERSION = 1
 
 MAX_TP = 1024
-"""Most ranks of one side: ten times as many as any engine uses, and few enough that a peer's description costs at most a
-second.
-"""
+"""Most ranks of one side: ten times more than any engine uses, and few enough that `negotiate` takes at most a second."""
 
 MUST_BE_EQUAL = (
     "version",
@@ -39,11 +36,11 @@ MUST_BE_EQUAL = (
     "head_dim",
     "hash_algorithm",
 )
-"""Fields in the order in which a difference is reported; the fields that a person would check first come first."""
+"""Fields that must be equal, in the order in which a difference is reported: the most obvious ones come first."""
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
-    """Description of one side's blocks and of its objects: one object per rank, with all layers."""
+    """The description of one side's blocks, where each rank has one object with all layers."""
 
     version: int = FINGERPRINT_VERSION
     model: str
@@ -53,10 +50,10 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
     element_bytes: int
     block_tokens: int
     layers: int
-    kv_heads: int  # heads of the whole model
-    head_dim: int  # elements per head and token, keys and values together
-    layout: str  # layout of one rank's object, see `kvstore.namespace`
-    tp: int = 1  # number of ranks that share the heads; 1 means a whole-model object
+    kv_heads: int  # of the whole model
+    head_dim: int  # elements of a head for one token, keys and values together
+    layout: str  # of one rank's object, as `kvstore.namespace` defines it
+    tp: int = 1  # ranks among which the heads are divided; 1 is a whole-model object
     hash_algorithm: HashAlgorithm = HashAlgorithm.SHA256_128
 
     @property
@@ -71,12 +68,12 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
     @property
     def is_at_rest(self) -> bool:
-        """True if these blocks lie as a store keeps them: one whole-model object each, without any conversion."""
+        """True if the blocks are in the store's form: one whole-model object each, with nothing to convert."""
         return self.layout == AT_REST and self.tp == 1
 
     @property
     def at_rest(self) -> KvNamespace:
-        """Namespace of these blocks in a store; the layout and ranks of this side are not part of it."""
+        """The namespace of these blocks in a store, which does not depend on this side's layout and ranks."""
         shape = self.shape
         return KvNamespace(
             model=self.model,
@@ -93,15 +90,15 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
 
 class ConversionCost(Struct, frozen=True, kw_only=True):
-    """Cost of converting one block for all ranks of the reader; the slowest rank counts if they work at the same time."""
+    """The cost of converting one block for all ranks of the reader."""
 
-    bytes: int  # bytes moved for all ranks; more than the block if ranks hold the same heads
-    runs: int  # contiguous pieces on both sides, for all ranks
-    bytes_a_rank: int  # bytes of the rank that moves most
+    bytes: int  # moved for all ranks; more than the block's size if ranks hold the same heads
+    runs: int  # pieces that are contiguous on both sides, for all ranks
+    bytes_a_rank: int  # of the rank that moves most
     runs_a_rank: int
 
     def seconds(self, *, bytes_per_second: float, seconds_per_run: float) -> float:
-        """Return how long a block takes when each rank moves its own shard."""
+        """Return the seconds for a block if all ranks move their shards at the same time."""
         return self.bytes_a_rank / bytes_per_second + self.runs_a_rank * seconds_per_run
 
 
@@ -110,7 +107,7 @@ class Identical(Struct, frozen=True):
 
 
 class Convertible(Struct, frozen=True):
-    plans: tuple[RepackPlan, ...]  # one for each reading rank; the sources are the writer's objects in order of rank
+    plans: tuple[RepackPlan, ...]  # one for each reading rank; sources are the writer's objects in order of rank
     cost: ConversionCost
 
 
@@ -126,9 +123,10 @@ Agreement = Identical | Convertible | Incompatible
 
 
 def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) -> Fingerprint:
-    """Return the description of one side; `layout` None means the layout at rest.
+    """Make the fingerprint of a side with `tp` ranks; `layout` is that of a rank's object, by default the one at rest.
 
-    Raise LayoutMismatch if the namespace's block size does not follow from its other fields.
+    Raises:
+        LayoutMismatch: The namespace's block size does not match its other fields.
     """
     shape = BlockShape.of(namespace)
     return Fingerprint(
@@ -148,16 +146,16 @@ def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) 
 
 
 def negotiate(*, writer: Fingerprint, reader: Fingerprint) -> Agreement:
-    """Compare two descriptions. Never raises, because descriptions may come from a peer."""
+    """Compare two fingerprints. Never raises, because fingerprints may come from a peer."""
     for field in MUST_BE_EQUAL:
         written, wanted = getattr(writer, field), getattr(reader, field)
         if written != wanted:
             return Incompatible(field, f"{field}: {written!r} is written, {wanted!r} is read")
     if writer.version != FINGERPRINT_VERSION:
-        return Incompatible("version", f"version: {writer.version} is not known here, {FINGERPRINT_VERSION} is")
+        return Incompatible("version", f"version: {writer.version} is unknown here; use {FINGERPRINT_VERSION}")
     for side in (writer, reader):
         if side.tp > MAX_TP:
-            return Incompatible("tp", f"tp: {side.tp} ranks are more than {MAX_TP}")
+            return Incompatible("tp", f"tp: {side.tp} ranks are more than the limit of {MAX_TP}")
     for field in ("element_bytes", "block_tokens", "layers", "kv_heads", "head_dim"):
         if getattr(writer, field) < 1:
             return Incompatible(field, f"{field}: must be at least 1")

@@ -1,17 +1,16 @@
-"""Rank shards: several ranks copy their parts of a block to or from the one block that they share in the pool.
+"""Rank shards: moves the part of a block that one rank holds between the rank's memory and the shared block.
 
 Rules:
 
-1. A block in a store is whole and has one checksum (`kvstore.layouts.shards`). The ranks write it together: one rank
-   reserves its place, each rank writes its own runs, and the reserving rank publishes the block after all of them have
-   reported.
-2. A rank that writes its runs reports their contribution to the checksum, computed from its own bytes. The block's
-   checksum is made of these contributions alone, never of the bytes in the pool. A run that did not arrive, or that was
-   overwritten, makes the block corrupt for its readers, and never silently wrong.
-3. A rank reads its own runs and verifies the whole block in one pass.
+1. A block in a store is whole and has one checksum (`kvstore.layouts.shards`). Several ranks write it together: one rank
+   reserves its place, each rank writes its own runs, and the first rank publishes the block when all have reported.
+2. Each rank reports what its runs add to the checksum, computed from its own bytes. The block's checksum is made from
+   these sums only, and never from the bytes in the pool. So a run that is missing or was overwritten makes the block
+   corrupt for its readers, and readers never get wrong bytes.
+3. A rank reads its own runs and verifies the whole block, in one pass over it.
 
-CRC-32C is linear: with every register at zero, the checksum of a block is the exclusive or of the checksums of its
-parts, each with zeros in place of the others. A table for each length skips the zeros at once.
+CRC-32C is linear. If the register begins at zero, the sum of a block is the exclusive or of the sums of its shards, each
+padded with zeros. A table for each length skips the zeros at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,20 +27,20 @@ from kvstore.messages import ClientWriteReservation, Slots
 from kvstore.namespace import AT_REST
 from kvstore.native import checksums
 
-POLYNOMIAL = 0x82F63B78  # Castagnoli polynomial with reflected bits; RFC 3720, appendix B.4
-ONES = 0xFFFFFFFF  # initial value of a checksum, which is also inverted at the end
+POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reflected; RFC 3720, appendix B.4
+ONES = 0xFFFFFFFF  # the initial register, and the mask that inverts the result
 
 Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class WriteGrant(Struct, frozen=True, kw_only=True):
-    """Places that one rank reserved for all ranks to write to. Can be encoded by msgspec."""
+    """Places that one rank has reserved for all ranks to write to. msgspec can encode it."""
 
     incarnation: str  # incarnation of the node
     places: ClientWriteReservation
 
     def some(self, first: int, end: int) -> "WriteGrant":
-        """Return a grant for some of the places; the reservation stays the same."""
+        """Return a grant for some of the places, under the same reservation."""
         places = self.places
         return WriteGrant(
             incarnation=self.incarnation,
@@ -55,18 +54,17 @@ class WriteGrant(Struct, frozen=True, kw_only=True):
 
 
 _CopyStep: TypeAlias = "tuple[int, Tables | None, int, int, int, slice | None]"
-"""Piece of a run within one part of the rank's memory. It is a tuple because a block has hundreds of them.
+"""One piece of a run within one part of the rank's memory; a tuple, because a block has hundreds of pieces.
 
-The items are: the end of the piece before, the effect of the zeros since then, the begin and end of this piece, the
-index of the part, and the slice of the part (None: all of it).
-"""
+The items are: end of the piece before; table for the zeros in between; start and end of this piece; index of the part;
+slice of the part (None: all of it)."""
 
 
 class RankShard:
-    """Runs of one rank within a block at rest. The bytes of the shard are these runs in order. Thread-safe."""
+    """The runs of one rank within a block at rest; the shard's bytes are these runs in order. Thread-safe."""
 
     def __init__(self, block_bytes: int, runs: Iterable[tuple[int, int]]):
-        """Define the shard by the offset and length of each run, in order, none empty."""
+        """Describe a shard of a block by the start and length of each run, in order, none empty."""
         self.block_bytes = block_bytes
         self.runs = tuple(runs)
         self.bytes = sum(length for _, length in self.runs)
@@ -80,26 +78,30 @@ class RankShard:
 
     @classmethod
     def of_rank(cls, shape: BlockShape, *, tp: int, rank: int) -> Self:
-        """Return the shard of one rank, in the order of the store; raise LayoutMismatch if there is no such rank."""
+        """Return the shard of a rank, with its layers and heads in the order of the store.
+
+        Raises:
+            LayoutMismatch: The heads cannot be divided among `tp` ranks, or there is no such rank.
+        """
         plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.shard_box(tp, rank))])
         start, there, length = (RUN_FIELDS.index(name) for name in ("source_offset", "destination_offset", "length"))
         rows = sorted(plan.runs().tolist(), key=lambda row: row[there])
         return cls(shape.bytes_of(shape.everything), [(row[start], row[length]) for row in rows])
 
     def put(self, parts: Sequence[ByteArray], block: ByteArray) -> int:
-        """Copy this rank's runs into a block; return their contribution to its checksum (`whole_checksums`)."""
+        """Copy this rank's runs into a block; return what they add to its checksum (`whole_checksums`)."""
         register = 0
-        for _, gap, start, end, index, within in self._cut(parts):
+        for _, gap, start, end, index, within in self._copy_steps(parts):
             if gap is not None:
-                register = _passed(register, gap)
+                register = _skip_zeros(register, gap)
             part = parts[index] if within is None else parts[index][within]
             register = checksums.copy(register ^ ONES, part, block[start:end]) ^ ONES
-        return _passed(register, _zeros(self.block_bytes - self._end))
+        return _skip_zeros(register, _zeros(self.block_bytes - self._end))
 
     def get(self, block: ByteArray, parts: Sequence[ByteArray]) -> int:
-        """Copy this rank's runs out of a block; return the checksum of the whole block, with these bytes as they arrived."""
+        """Copy this rank's runs out of a block; return the whole block's checksum, taken from the copied bytes."""
         checksum = 0
-        for before, gap, start, end, index, within in self._cut(parts):
+        for before, gap, start, end, index, within in self._copy_steps(parts):
             if gap is not None:
                 checksum = checksums.extend(checksum, block[before:start])
             part = parts[index] if within is None else parts[index][within]
@@ -108,19 +110,19 @@ class RankShard:
 
     def take(self, block: ByteArray, parts: Sequence[ByteArray]) -> None:
         """Copy this rank's runs out of a verified block."""
-        for _, _, start, end, index, within in self._cut(parts):
+        for _, _, start, end, index, within in self._copy_steps(parts):
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 
-    def _cut(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
-        """Return the runs, divided where the parts end; they are equal for all blocks of an engine."""
+    def _copy_steps(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
+        """Divide the runs where the parts end; cached, because all blocks of an engine have the same part sizes."""
         sizes = tuple([part.nbytes for part in parts])
         steps = self._steps.get(sizes)
         if steps is None:
             assert sum(sizes) == self.bytes, (sizes, self.bytes)
-            steps = self._steps[sizes] = tuple(self._walk(sizes))
+            steps = self._steps[sizes] = tuple(self._make_steps(sizes))
         return steps
 
-    def _walk(self, sizes: Sequence[int]) -> Iterator[_CopyStep]:
+    def _make_steps(self, sizes: Sequence[int]) -> Iterator[_CopyStep]:
         part = first = before = 0
         for run, length in self.runs:
             start, end = run, run + length
@@ -136,15 +138,15 @@ class RankShard:
 
 
 def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
-    """Return the checksum of a block from the contributions of all its shards."""
-    checksum = _passed(ONES, _zeros(block_bytes)) ^ ONES
+    """Return the checksum of a block from what each of its shards adds to it."""
+    checksum = _skip_zeros(ONES, _zeros(block_bytes)) ^ ONES
     for each in sums:
         checksum ^= each
     return checksum
 
 
 def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Return the checksums of those blocks that all ranks have written, by index, from the contributions of each rank."""
+    """Return the checksums, by index, of the blocks that all ranks have written; `sums_by_rank` holds their reports."""
     return {
         index: whole_checksums(block_bytes, [sums[index] for sums in sums_by_rank])
         for index in sums_by_rank[0]
@@ -152,30 +154,30 @@ def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int
     }
 
 
-def _passed(register: int, zeros: Tables) -> int:
-    """Return the register after zero bytes."""
+def _skip_zeros(register: int, zeros: Tables) -> int:
+    """Return the register after the zero bytes that the tables stand for."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 
 
-@lru_cache(maxsize=256)  # lengths of gaps: a few for each layout and number of ranks
+@lru_cache(maxsize=256)  # there are a few lengths for each layout and number of ranks
 def _zeros(count: int) -> Tables:
-    """Return what so many zero bytes do to a register, for each of its bytes."""
-    power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # effect of one zero bit on each bit of the register
+    """Return tables for the effect of `count` zero bytes on each byte of the register."""
+    power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # the effect of one zero bit on each bit of the register
     columns = [1 << bit for bit in range(32)]
     bits = 8 * count
     while bits:
         if bits & 1:
-            columns = [_times(power, column) for column in columns]
-        power = [_times(power, column) for column in power]
+            columns = [_multiply(power, column) for column in columns]
+        power = [_multiply(power, column) for column in power]
         bits >>= 1
     lowest, low, high, highest = (
-        tuple(_times(columns[start : start + 8], value) for value in range(256)) for start in (0, 8, 16, 24)
+        tuple(_multiply(columns[start : start + 8], value) for value in range(256)) for start in (0, 8, 16, 24)
     )
     return lowest, low, high, highest
 
 
-def _times(columns: Sequence[int], vector: int) -> int:
+def _multiply(columns: Sequence[int], vector: int) -> int:
     product = 0
     for bit, column in enumerate(columns):
         if vector >> bit & 1:

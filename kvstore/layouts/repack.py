@@ -1,17 +1,16 @@
-"""Repacking: move a block from one layout and set of ranks into another.
+"""Repacking: moves a block from one layout and set of ranks into another.
 
 Rules:
 
-1. A plan is made once for each pair of object sets, from their shards alone (`kvstore.layouts.shards`), and serves
-   every block. Making it touches no bytes, so a mismatch is refused before anything moves.
-2. `plan_fill` writes each byte of each destination exactly once. A plan that cannot do that is refused, never
-   shortened.
-3. If several objects hold the same head (replicas), the first one that is tried gives it. `kvstore.layouts.fingerprint`
-   begins with another object for each rank, which spreads the load.
-4. Bytes are moved and never changed: every data type is a number of bytes.
+1. A plan is made once for each pair of object sets, from their shards alone (`kvstore.layouts.shards`), and serves every
+   block. Making it touches no bytes, so a mismatch is an error before any byte moves.
+2. A plan of `plan_fill` writes every byte of every destination exactly once. If that is impossible, there is no plan.
+3. If several objects hold the same head, the first one that is tried provides it. A caller that begins with a different
+   object for each rank spreads the load, as `kvstore.layouts.fingerprint` does.
+4. Bytes are moved and never changed; a dtype is only a number of bytes.
 
-A plan consists of strided copies, one for each pair of objects with common content. A contiguous piece on both sides is
-one run of such a copy. All copies of a block are one kernel call.
+A plan consists of strided copies, one for each pair of objects that overlap. Bytes that are contiguous on both sides form
+one run of such a copy. One kernel call performs all copies of a block.
 """
 
 import math
@@ -29,11 +28,11 @@ from kvstore.native import kernels
 from kvstore.native.kernels_twin import COPY_AXES, COPY_COLUMNS
 
 RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "length")
-"""Columns of `RepackPlan.runs`: indices of objects, and bytes."""
+"""Columns of `RepackPlan.runs`; objects are given by their index, offsets and lengths in bytes."""
 
 
 class StridedCopy(Struct, frozen=True, kw_only=True):
-    """Equally long runs between two objects, evenly spaced along some axes. Offsets, strides and lengths are bytes."""
+    """Runs of equal length between two objects, evenly spaced along some axes. All sizes are in bytes."""
 
     source: int  # index of the source object
     destination: int
@@ -49,7 +48,7 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
         return math.prod(self.counts)
 
     def row(self) -> list[int]:
-        """Return the row of `kvstore.native.kernels_twin.copy`."""
+        """Return the copy as a row for `kvstore.native.kernels_twin.copy`."""
         unused = COPY_AXES - len(self.counts)
         axes = zip(self.counts, self.source_strides, self.destination_strides, strict=True)
         where = [self.source, self.source_offset, self.destination, self.destination_offset, self.run_bytes]
@@ -57,7 +56,7 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
 
 
 class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
-    """Copies that move the bytes of one block from some objects into others."""
+    """The copies that move one block from some objects into others."""
 
     source_bytes: tuple[int, ...]  # sizes of the source objects
     destination_bytes: tuple[int, ...]
@@ -65,51 +64,47 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def bytes(self) -> int:
-        """Bytes that are moved per block."""
+        """Bytes that are moved for one block."""
         return sum(copy.runs * copy.run_bytes for copy in self.copies)
 
     @property
     def run_count(self) -> int:
-        """Contiguous pieces on both sides per block."""
+        """Pieces of one block that are contiguous on both sides."""
         return sum(copy.runs for copy in self.copies)
 
     def perform(self, sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None:
         """Move one block.
 
         Args:
-            sources: Bytes of the source objects, contiguous, in the order of the plan.
-            destinations: Bytes of the destination objects. Bytes that the plan does not name stay unchanged.
+            sources: The objects' bytes, contiguous, in the order for which the plan was made.
+            destinations: The same for the destinations. Bytes outside the plan stay unchanged.
 
         Raises:
-            ValueError: An object does not have the size of its shard; nothing was moved.
+            ValueError: An object has a wrong size; nothing was moved.
         """
         _check("sources", sources, self.source_bytes)
         _check("destinations", destinations, self.destination_bytes)
-        kernels.copy(self._table, sources, destinations)
+        kernels.copy(self.table, sources, destinations)
 
     @cached_property
-    def _table(self) -> NDArray[np.int64]:
+    def table(self) -> NDArray[np.int64]:
         rows = [copy.row() for copy in self.copies]
         return np.array(rows, np.int64).reshape(len(rows), COPY_COLUMNS)
 
     def runs(self) -> NDArray[np.int64]:
-        """Return each run as a row of `RUN_FIELDS`, for a transport that fetches only the runs of one rank."""
+        """Return every run as a row of `RUN_FIELDS`, for a transport that fetches only the runs of one rank."""
         return np.concatenate([np.zeros((0, len(RUN_FIELDS)), np.int64), *(_runs(copy) for copy in self.copies)])
 
 
 def plan_fill(
     shape: BlockShape, sources: Sequence[BlockShard], destinations: Sequence[BlockShard], *, first: int = 0
 ) -> RepackPlan:
-    """Plan how each destination is filled from the sources that hold its content.
+    """Plan to fill every destination from the sources that hold its bytes.
 
-    Args:
-        shape: Shape of the whole block.
-        sources: Existing objects.
-        destinations: Objects to fill.
-        first: Index of the source that is tried before all others (rule 3); the rest follow in order, then wrap around.
+    The source with index `first` is tried before all others (rule 3); the rest follow in cyclic order.
 
     Raises:
-        LayoutMismatch: A layout is invalid, or the sources do not hold everything that a destination needs.
+        LayoutMismatch: A layout is invalid, or the sources lack bytes that a destination needs.
     """
     copies = [
         _copy(shape, sources, source, destinations, destination, box)
@@ -120,7 +115,11 @@ def plan_fill(
 
 
 def read_shard(shape: BlockShape, at_rest: str, into: Sequence[BlockShard]) -> RepackPlan:
-    """Plan how one rank reads a whole-model block into its memory, in one piece or in one per layer."""
+    """Plan the copy from a whole-model block into the memory of one rank, which may have one object for each layer.
+
+    Raises:
+        LayoutMismatch: A layout is invalid, or a shard is not within the block.
+    """
     return plan_fill(shape, [BlockShard(at_rest, shape.everything)], into)
 
 
@@ -135,7 +134,7 @@ def _plan(
 
 
 def _covering(shape: BlockShape, wanted: Box, parts: Sequence[BlockShard], first: int) -> Iterator[tuple[int, Box]]:
-    """Yield boxes that make up `wanted` without overlap, each with the index of the source that gives it."""
+    """Yield disjoint boxes that make up `wanted`, each with the index of the part that provides it."""
     if wanted.overlap(shape.everything) != wanted:
         raise LayoutMismatch("heads", f"heads: {wanted} is not within {shape.everything}")
     missing = [wanted]
@@ -150,7 +149,7 @@ def _covering(shape: BlockShape, wanted: Box, parts: Sequence[BlockShard], first
                 rests.append(box)
         missing = rests
     if missing and wanted:
-        raise LayoutMismatch("heads", f"heads: the sources do not have {missing[0]}")
+        raise LayoutMismatch("heads", f"heads: the sources lack {missing[0]}")
 
 
 def _copy(
@@ -185,7 +184,7 @@ def _copy(
 
 
 def _merge(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge neighbouring axes that follow each other without a gap on both sides."""
+    """Merge neighbouring axes that are contiguous on both sides."""
     merged: list[tuple[int, int, int]] = []
     for to_stride, from_stride, count in axes:
         if merged and merged[-1][:2] == (to_stride * count, from_stride * count):
@@ -196,7 +195,7 @@ def _merge(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _extents(shape: BlockShape, box: Box) -> dict[str, int]:
-    """Return the sizes of the axes. An odd number of elements is never divided into keys and values (`BlockShape.axes`)."""
+    """Return the sizes of the axes. An odd `head_dim` is never divided into keys and values (`BlockShape.axes`)."""
     halves = 1 if shape.head_dim % 2 else 2
     return {
         "L": box.layers.count,
@@ -208,7 +207,7 @@ def _extents(shape: BlockShape, box: Box) -> dict[str, int]:
 
 
 def _place(shape: BlockShape, part: BlockShard, box: Box) -> tuple[int, dict[str, int]]:
-    """Return the offset of a box within a shard that holds it, and the strides of its axes, in bytes."""
+    """Return the offset of a box within a part that holds it, and the strides of the axes, in bytes."""
     extents = _extents(shape, part.box)
     strides: dict[str, int] = {}
     stride = shape.element_bytes
@@ -234,4 +233,4 @@ def _runs(copy: StridedCopy) -> NDArray[np.int64]:
 def _check(name: str, objects: Sequence[ByteArray], sizes: tuple[int, ...]) -> None:
     found = tuple(each.nbytes for each in objects)
     if found != sizes:
-        raise ValueError(f"{name}: objects of {found} bytes, not {sizes}")
+        raise ValueError(f"{name}: objects have {found} bytes instead of {sizes}")

@@ -1,13 +1,12 @@
-"""Block shards: the layers and heads of a block that one object holds, and their layout.
+"""Shards: which layers and heads of a block an object holds, and in which order of axes.
 
 Rules:
 
 1. A block belongs to the whole model: all layers, all heads of keys and values, the same `block_tokens` tokens. Shards
-   differ from the block and from each other only by their layers, their heads and their layout (see
-   `kvstore.namespace`).
-2. With tensor-parallel size T, rank r holds the heads r * H / T up to (r + 1) * H / T. If there are more ranks than
-   heads, T / H neighbouring ranks hold the same whole head.
-3. Sizes that do not divide have no shards. They are refused with the name of the field before any byte moves.
+   differ from it and from each other only in their layers, heads and layout (`kvstore.namespace`).
+2. With tensor-parallel size T, rank r holds heads r * H / T up to (r + 1) * H / T. If there are more ranks than heads,
+   T / H neighbouring ranks hold the same whole head.
+3. Sizes that do not divide are an error that names the field, before any byte moves.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from kvstore.namespace import KvNamespace
 
 
 class Span(Struct, frozen=True, order=True):
-    """Consecutive layers or heads; may be empty."""
+    """A range of consecutive layers or heads, which may be empty."""
 
     first: int
     count: int
@@ -35,7 +34,7 @@ class Span(Struct, frozen=True, order=True):
 
 
 class Box(Struct, frozen=True):
-    """Some layers of some heads."""
+    """A range of layers combined with a range of heads."""
 
     layers: Span
     heads: Span
@@ -47,39 +46,38 @@ class Box(Struct, frozen=True):
         return Box(self.layers.overlap(other.layers), self.heads.overlap(other.heads))
 
     def without(self, hole: "Box") -> "list[Box]":
-        """Return the rest of this box without a box inside it: up to four boxes, none of them empty."""
+        """Return what remains without a box that lies within this one: up to four boxes, none empty."""
         above = Span(self.layers.first, hole.layers.first - self.layers.first)
         below = Span(hole.layers.end, self.layers.end - hole.layers.end)
         before = Span(self.heads.first, hole.heads.first - self.heads.first)
         after = Span(hole.heads.end, self.heads.end - hole.heads.end)
-        rests = [
-            Box(above, self.heads),
-            Box(hole.layers, before),
-            Box(hole.layers, after),
-            Box(below, self.heads),
-        ]
+        rests = [Box(above, self.heads), Box(hole.layers, before), Box(hole.layers, after), Box(below, self.heads)]
         return [rest for rest in rests if rest]
 
 
 class BlockShard(Struct, frozen=True):
-    """Content and layout of one object. Its bytes are contiguous."""
+    """One object with a part of a block, in a layout. Its bytes are contiguous."""
 
     layout: str
     box: Box
 
 
 class BlockShape(Struct, frozen=True, kw_only=True):
-    """Sizes of the axes of a whole model's block."""
+    """The sizes of the axes of a whole model's block."""
 
     layers: int
     kv_heads: int
     block_tokens: int
-    head_dim: int  # elements per head and token, keys and values together
+    head_dim: int  # elements of a head for one token, keys and values together
     element_bytes: int
 
     @classmethod
     def of(cls, namespace: KvNamespace) -> Self:
-        """Return the shape of a namespace's blocks; raise LayoutMismatch if `block_bytes` contradicts it."""
+        """Return the shape of a namespace's blocks.
+
+        Raises:
+            LayoutMismatch: `block_bytes` does not match the shape and the dtype.
+        """
         if (element_bytes := namespace.element_bytes) is None:
             raise LayoutMismatch(
                 "block_bytes",
@@ -101,10 +99,10 @@ class BlockShape(Struct, frozen=True, kw_only=True):
         return box.layers.count * box.heads.count * self.block_tokens * self.head_dim * self.element_bytes
 
     def axes(self, layout: str) -> str:
-        """Return the five axes of a layout in order, including ``K``.
+        """Return the five axes of a layout in order, with ``K``.
 
-        Raise LayoutMismatch if the layout is invalid, or separates keys and values although the number of elements is
-        odd.
+        Raises:
+            LayoutMismatch: The layout is invalid, or separates keys and values although `head_dim` is odd.
         """
         if sorted(layout.replace("K", "", 1)) != list("DHLN"):
             known = "each of L, H, N, D once, and K at most once"
@@ -113,18 +111,26 @@ class BlockShape(Struct, frozen=True, kw_only=True):
             return layout.replace("D", "KD")
         if self.head_dim % 2:
             raise LayoutMismatch(
-                "layout", f"layout: {layout!r} has keys apart from values; head_dim is {self.head_dim}"
+                "layout", f"layout: {layout!r} separates keys and values; head_dim {self.head_dim} is odd"
             )
         return layout
 
     def replicas(self, tp: int) -> int:
-        """Return how many ranks hold the same head; raise LayoutMismatch if the heads cannot be divided among `tp` ranks."""
+        """Return how many ranks hold the same head.
+
+        Raises:
+            LayoutMismatch: The heads cannot be divided among `tp` ranks.
+        """
         if tp < 1 or (self.kv_heads % tp and tp % self.kv_heads):
-            raise LayoutMismatch("tp", f"tp: {self.kv_heads} heads cannot be shared out among {tp} ranks")
+            raise LayoutMismatch("tp", f"tp: {self.kv_heads} heads cannot be divided among {tp} ranks")
         return max(1, tp // self.kv_heads)
 
     def shard_box(self, tp: int, rank: int) -> Box:
-        """Return the layers and heads of one rank (rule 2); raise LayoutMismatch if there is no such rank."""
+        """Return the layers and heads of one rank (rule 2).
+
+        Raises:
+            LayoutMismatch: The heads cannot be divided among `tp` ranks, or there is no such rank.
+        """
         replicas = self.replicas(tp)
         if not 0 <= rank < tp:
             raise LayoutMismatch("rank", f"rank: {rank} is not one of {tp} ranks")
@@ -133,6 +139,10 @@ class BlockShape(Struct, frozen=True, kw_only=True):
 
 
 def shards_by_rank(shape: BlockShape, layout: str, tp: int) -> Sequence[BlockShard]:
-    """Return the objects of all ranks of an engine in order of rank; raise LayoutMismatch if `tp` is impossible."""
+    """Return the objects of all ranks of an engine, in order of rank.
+
+    Raises:
+        LayoutMismatch: The heads cannot be divided among `tp` ranks.
+    """
     shape.replicas(tp)
     return [BlockShard(layout, shape.shard_box(tp, rank)) for rank in range(tp)]

@@ -138,12 +138,7 @@ def _blocks(parts: list[ByteArray], block_bytes: int) -> list[list[ByteArray]]:
 
 
 def _place(
-    pool: ByteArray,
-    stamps: NDArray[np.uint64],
-    page_bytes: int,
-    offset: int,
-    generation: int,
-    block_bytes: int,
+    pool: ByteArray, stamps: NDArray[np.uint64], page_bytes: int, offset: int, generation: int, block_bytes: int
 ) -> ByteArray | None:
     """Return the bytes of a block; None if the place belongs to another block, or does not exist."""
     page = offset // page_bytes

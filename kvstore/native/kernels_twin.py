@@ -21,7 +21,8 @@ run.
 """
 
 LONGEST_ITEM = 1 << 20
-"""Bytes. Longer runs are copied as bytes: the overhead of a run does not matter there, and numpy's items end at 2 GiB.
+"""Longest run, in bytes, that is one numpy item. Longer runs are copied as single bytes, which costs little for them;
+numpy's items end at 2 GiB.
 """
 
 LARGEST_CODE = 127.0

@@ -46,9 +46,7 @@ SEND_BYTES = 2 * FRAME_BYTES
 HIGH_WATER_BYTES = 256 << 10
 """A connection with more bytes to send is `full`: as many as travel between hosts in a millisecond at 2 Gbit/s."""
 
-TURN_BYTES = (
-    64 << 10
-)  # more data follows a piece of this size at once, so one connection could keep the event loop busy
+TURN_BYTES = 64 << 10  # after a larger piece, other connections get their turn
 JOINED_BYTES = 32 << 10  # up to here, joining the pieces costs less than a vectored write
 
 TCP_OPTIONS = (
@@ -106,7 +104,7 @@ class FrameDecoder:
     def __init__(self, limit: int = FRAME_BYTES):
         self._limit = limit
         self._head = b""  # head of an incomplete frame; with all four bytes, a part of the payload is missing
-        self._body = BytesIO()
+        self.body = BytesIO()
         self._missing = 0
         self.fault: FrameTooLong | None = None
 
@@ -149,7 +147,7 @@ class FrameDecoder:
         body = start + HEAD.size
         self._head = data[start:body]
         if len(self._head) == HEAD.size:
-            self._missing = self._announced(data, start) - self._body.write(memoryview(data)[body:])
+            self._missing = self._announced(data, start) - self.body.write(memoryview(data)[body:])
 
     def _resume(self, data: bytes, payloads: list[bytes]) -> int:
         """Continue a frame that has begun; return where in `data` the next one begins."""
@@ -160,11 +158,11 @@ class FrameDecoder:
             if len(self._head) < HEAD.size:
                 return start
             self._missing = self._announced(self._head, 0)
-        written = self._body.write(memoryview(data)[start : start + self._missing])
+        written = self.body.write(memoryview(data)[start : start + self._missing])
         self._missing -= written
         if not self._missing:
-            payloads.append(self._body.getvalue())  # transfers the buffer instead of copying it
-            self._head, self._body = b"", BytesIO()
+            payloads.append(self.body.getvalue())  # transfers the buffer instead of copying it
+            self._head, self.body = b"", BytesIO()
         return start + written
 
 
@@ -197,7 +195,7 @@ class FrameConnection(asyncio.Protocol):
         self._send_limit = send_limit
         self._turn_frames = turn_frames
         self._waiting: deque[bytes] = deque()  # frames for the next turns; reading is paused meanwhile
-        self._cutter = FrameDecoder(limit)
+        self._decoder = FrameDecoder(limit)
         self._leaving: list[bytes] = []  # parts to send in this turn of the event loop
         self._leaving_bytes = 0
         self._paused = False  # the transport's buffer is full
@@ -216,7 +214,7 @@ class FrameConnection(asyncio.Protocol):
     @property
     def torn(self) -> bool:
         """True if an incoming frame has begun and not ended."""
-        return self._cutter.torn
+        return self._decoder.torn
 
     def send(self, *parts: bytes) -> None:
         """Send one frame whose payload is the concatenation of `parts`. Does nothing when the connection is over.
@@ -247,7 +245,7 @@ class FrameConnection(asyncio.Protocol):
     def allow(self, limit: int) -> None:
         """Accept and send payloads of up to `limit` bytes from the next piece of the stream on."""
         self._limit = limit
-        self._cutter.allow(limit)
+        self._decoder.allow(limit)
 
     def hand_over(self, receiver: "FrameReceiver", limit: int) -> None:
         """Give everything from the next piece of the stream on to another receiver with this limit."""
@@ -294,7 +292,7 @@ class FrameConnection(asyncio.Protocol):
         self._receiver = self._accept(self)
 
     def data_received(self, data: bytes) -> None:
-        payloads = self._cutter.cut(data)
+        payloads = self._decoder.cut(data)
         if len(payloads) > self._turn_frames:
             self._waiting.extend(payloads)
             self._transport.pause_reading()
@@ -305,14 +303,14 @@ class FrameConnection(asyncio.Protocol):
             if self._over:
                 return
             received(payload)
-        if self._cutter.fault is not None:
-            self.abort(self._cutter.fault)
+        if self._decoder.fault is not None:
+            self.abort(self._decoder.fault)
         elif len(data) >= TURN_BYTES:
             self._transport.pause_reading()
             self._loop.call_soon(self._go_on)
 
     def eof_received(self) -> None:
-        if self._cutter.torn:
+        if self._decoder.torn:
             self.abort(FrameTorn())
 
     def pause_writing(self) -> None:
@@ -341,8 +339,8 @@ class FrameConnection(asyncio.Protocol):
             raise
         if self._waiting:
             self._loop.call_soon(self._receive_waiting)
-        elif self._cutter.fault is not None:
-            self.abort(self._cutter.fault)
+        elif self._decoder.fault is not None:
+            self.abort(self._decoder.fault)
         else:
             self._loop.call_soon(self._go_on)
 

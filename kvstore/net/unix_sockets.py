@@ -30,7 +30,7 @@ Identity = tuple[int, int, int]
 
 
 @contextlib.contextmanager
-def alone(field: str, path: str) -> Iterator[None]:
+def folder_lock(field: str, path: str) -> Iterator[None]:
     """Lock the folder of a socket while the path is cleared and until the socket listens.
 
     Otherwise, one of two nodes that start at once could take the other's socket for one that was left behind, and
@@ -108,7 +108,7 @@ def clear_path(field: str, path: str) -> None:
 
 def listen(field: str, path: str) -> socket.socket:
     """Return a listening, non-blocking socket that only this user may connect to."""
-    with alone(field, path):
+    with folder_lock(field, path):
         clear_path(field, path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

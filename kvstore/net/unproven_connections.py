@@ -1,4 +1,4 @@
-"""Unproven connections: limits the connections that have not proven the secret yet, and chooses which one gives way. Pure.
+"""Unproven connections: limits the connections that have not proven the secret yet, and chooses which one gives way.
 
 A connection leaves the list when it is proven, so silent strangers cost proven clients nothing. When the list is full,
 the oldest connection of the address with the most connections gives way. A host with many silent connections therefore

@@ -1,4 +1,4 @@
-"""Pool allocator: decides where blocks lie and which blocks make room for others. Pure.
+"""Pool allocator: decides where blocks lie and which blocks make room for others.
 
 The allocator is a part of `kvstore.pool.machine`, whose rules hold here; only the machine calls it. It collects the
 commands for the pool's memory and the changes for the watchers. It does not know why a block is pinned, or how long it
@@ -10,17 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvstore.block import BlockHash
 from kvstore.clock import Nanos
 from kvstore.eviction.policy import EvictionPolicy
-from kvstore.messages import (
-    SLOT,
-    Address,
-    BlockChanges,
-    BlockKey,
-    Claim,
-    Discard,
-    ReservedSlot,
-    Slot,
-    TierCommand,
-)
+from kvstore.messages import SLOT, Address, BlockChanges, BlockKey, Claim, Discard, ReservedSlot, Slot, TierCommand
 from kvstore.pool.extents import FreeExtents, occupied_bytes
 from kvstore.pool.lifecycle import READABLE, BlockState, BlockTransition, advance
 from kvstore.pool.open_namespaces import OpenNamespace, OpenNamespaces, StoredBlock
@@ -105,9 +95,7 @@ class PoolAllocator:
 
     def publish(self, opened: OpenNamespace, written: Iterable[tuple[StoredBlock, int]]) -> None:
         """Make written blocks readable, given with their checksums. The eviction policy does not know them yet."""
-        published = advance(
-            RESERVED, BlockTransition.PUBLISH
-        )  # looked up once: a block that is being written is reserved
+        published = advance(RESERVED, BlockTransition.PUBLISH)  # looked up once: the blocks are reserved
         writing, put = opened.writing, opened.readable.put
         changed = self._changed.setdefault(opened.digest, {})
         for block, crc32c in written:

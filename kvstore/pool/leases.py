@@ -1,4 +1,4 @@
-"""Lease table: open leases and write reservations with their deadlines. Pure.
+"""Lease table: open leases and write reservations with their deadlines.
 
 Rules:
 
@@ -51,7 +51,7 @@ class LeaseTable:
         self._limit = limit
         self._open: dict[int, BlockLease | PendingWrite] = {}
         self._unending: set[int] = set()
-        self._deadlines = _Deadlines()
+        self.deadlines = _Deadlines()
         self.reservations = 0  # number of open reservations
 
     def next_id(self) -> int:
@@ -63,15 +63,15 @@ class LeaseTable:
         if len(self._open) - len(self._unending) >= self._limit:
             raise Exhausted(f"{self._limit} leases and reservations are open (max_leases)")
 
-    def grant(self, what: BlockLease | PendingWrite, until: Nanos | None) -> int:
+    def grant(self, entry: BlockLease | PendingWrite, until: Nanos | None) -> int:
         """Open a lease or a reservation and return its id. Without `until` it stays open until `end`."""
         granted = self.next_id()
-        self._open[granted] = what
-        self.reservations += isinstance(what, PendingWrite)
+        self._open[granted] = entry
+        self.reservations += isinstance(entry, PendingWrite)
         if until is None:
             self._unending.add(granted)
         else:
-            self._deadlines.add(until, granted)
+            self.deadlines.add(until, granted)
         return granted
 
     def lease(self, granted: int) -> BlockLease | None:
@@ -95,21 +95,21 @@ class LeaseTable:
 
     def due(self, now: Nanos) -> Iterator[BlockLease | PendingWrite]:
         """Close and yield what has ended by now."""
-        for granted in self._deadlines.due(now):
-            if (what := self._open.get(granted)) is not None:
+        for granted in self.deadlines.due(now):
+            if (entry := self._open.get(granted)) is not None:
                 self.end(granted)
-                yield what
-        if self._deadlines.is_cluttered(len(self._open)):
-            self._deadlines.keep(self._open.keys())
+                yield entry
+        if self.deadlines.is_cluttered(len(self._open)):
+            self.deadlines.keep(self._open.keys())
 
     def check(self) -> None:
         """Assert the rules."""
         assert self._unending <= self._open.keys()
-        assert all(granted in self._deadlines or granted in self._unending for granted in self._open), (
+        assert all(granted in self.deadlines or granted in self._unending for granted in self._open), (
             "a lease has no deadline"
         )
         assert len(self._open) - len(self._unending) <= self._limit
-        assert self.reservations == sum(isinstance(what, PendingWrite) for what in self)
+        assert self.reservations == sum(isinstance(entry, PendingWrite) for entry in self)
 
     def __iter__(self) -> Iterator[BlockLease | PendingWrite]:
         return iter(self._open.values())

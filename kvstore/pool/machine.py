@@ -1,6 +1,6 @@
-"""Pool machine: decides which blocks a node's pool holds, who may read or write them, and which ones leave. Pure.
+"""Pool machine: decides which blocks a node's pool holds, who may read or write them, and which ones leave.
 
-The server performs the commands of the machine. Rules:
+The machine does no I/O; the server performs its commands. Rules:
 
 1. A writer reserves a block and publishes it with its checksum. A published block is readable. A match under a lease
    pins it. It leaves by eviction, or because its bytes were found wrong. `kvstore.pool.lifecycle` has the table of
@@ -253,9 +253,7 @@ class BlockMachine:
                 if index not in checksums:
                     self._allocator.abandon(opened, block)
         find, admit = opened.readable.get, self._allocator.admit
-        for name in reversed(
-            writing.names
-        ):  # admits the new blocks, and counts a use of the blocks before them (rule 6)
+        for name in reversed(writing.names):  # includes blocks that were there before: this is a use (rule 6)
             there = find(name)
             if there is not None and not there.pins:
                 admit(there, now)
@@ -361,13 +359,13 @@ class BlockMachine:
         pins: dict[int, int] = {}
         reserved: set[int] = set()
         held: set[StoredBlock] = set()
-        for what in self._leases:
-            if isinstance(what, PendingWrite):
-                reserved |= {block.generation for block in what.blocks.values()}
+        for entry in self._leases:
+            if isinstance(entry, PendingWrite):
+                reserved |= {block.generation for block in entry.blocks.values()}
                 continue
-            for block in what.blocks:
+            for block in entry.blocks:
                 pins[block.generation] = pins.get(block.generation, 0) + 1
-            held |= set(what.blocks) if what.hold is not None else set()
+            held |= set(entry.blocks) if entry.hold is not None else set()
         for block in self._allocator:
             assert block.pins == pins.get(block.generation, 0), "a pin without a lease, or the other way round"
             assert (block.pins > 0) == (block.state in (BlockState.PINNED, BlockState.CONDEMNED))
@@ -382,15 +380,15 @@ class BlockMachine:
         self._pin(lease.blocks)
         return LeaseId(self._leases.grant(lease, until))
 
-    def _end(self, what: BlockLease | PendingWrite, now: Nanos) -> None:
+    def _end(self, entry: BlockLease | PendingWrite, now: Nanos) -> None:
         """Free what an ended lease or reservation held."""
-        if isinstance(what, PendingWrite):
-            for block in what.blocks.values():
-                self._allocator.abandon(what.opened, block)
+        if isinstance(entry, PendingWrite):
+            for block in entry.blocks.values():
+                self._allocator.abandon(entry.opened, block)
             return
-        if what.hold is not None:
-            self._pins.end(what.hold, what.blocks)
-        self._unpin(what.blocks, now, is_use=what.is_use)
+        if entry.hold is not None:
+            self._pins.end(entry.hold, entry.blocks)
+        self._unpin(entry.blocks, now, is_use=entry.is_use)
 
     def _pin(self, blocks: Iterable[StoredBlock]) -> None:
         pinned = advance(BlockState.HELD, BlockTransition.PIN)  # looked up once: a readable block without a pin is held

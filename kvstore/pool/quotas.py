@@ -1,4 +1,4 @@
-"""Tenant quotas: the most bytes that the blocks of one tenant may occupy in the pool. Pure.
+"""Tenant quotas: the most bytes that the blocks of one tenant may occupy in the pool.
 
 Rules:
 

@@ -1,4 +1,4 @@
-"""Session pins: blocks that waiting sessions keep in the pool, within a limit. Pure.
+"""Session pins: blocks that waiting sessions keep in the pool, within a limit.
 
 Rules:
 
@@ -39,7 +39,7 @@ class SessionPins:
 
     def begin(self, key: SessionPinKey, blocks: Sequence[StoredBlock], lease_id: LeaseId) -> None:
         """Record that a lease pins these blocks for a session."""
-        assert key not in self._by_session, "the former hold of the session has not ended"
+        assert key not in self._by_session, "the session's former pin has not ended"
         self._by_session[key] = lease_id
         for block in blocks:
             if block not in self._holders:

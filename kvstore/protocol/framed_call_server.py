@@ -29,7 +29,7 @@ SEND_BYTES = 4 * FRAME_BYTES
 STALLED = Nanos(10 * SECOND)
 TURN_REQUESTS = 8  # half a millisecond for look-ups of the usual size
 
-Act = Callable[[bytes], Message]
+CallHandler = Callable[[bytes], Message]
 """Turns the bytes of a request into its answer; raises `StoreError`, or `DecodeError` if they are not a request."""
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,8 @@ log = logging.getLogger(__name__)
 class FramedCallServer:
     """Server of framed calls; the module lists the rules."""
 
-    def __init__(self, acts: Mapping[Method, Act]):
-        """Serve the connections that `take` gets."""
-        self._acts = {bytes((method,)): act for method, act in acts.items()}
+    def __init__(self, handlers: Mapping[Method, CallHandler]):
+        self._handlers = {bytes((method,)): handler for method, handler in handlers.items()}
         self._callers: set[_CallerConnection] = set()
         self.undecodable = 0
         """Number of requests that could not be decoded since the node started."""
@@ -64,11 +63,11 @@ class FramedCallServer:
 
     def answer(self, payload: bytes) -> tuple[bytes, bytes]:
         """Return head and body of the answer; raise DecodeError if the payload is not a request."""
-        act = self._acts.get(payload[:1])
-        if act is None:
+        handler = self._handlers.get(payload[:1])
+        if handler is None:
             raise DecodeError("no such method")
         try:
-            return _WELL, act(payload[1:]).SerializeToString()
+            return _WELL, handler(payload[1:]).SerializeToString()
         except StoreError as error:
             code, field = wire.status_of(error)
             return b"", refusal_message(code, field, str(error))
@@ -88,7 +87,7 @@ class FramedCallServer:
         connection.send()  # the empty frame accepts the connection
         return caller
 
-    def garbled(self, error: Exception) -> None:
+    def count_invalid(self, error: Exception) -> None:
         """Count and log a connection that brought something other than a request."""
         self.undecodable += 1
         log.warning("local connection cut: not a request", extra={"reason": str(error)})
@@ -115,7 +114,7 @@ class _CallerConnection:
             self.connection.send(*self._server.answer(payload))
             self.connection.flush()  # before the uses are counted, which takes longer than the answer
         except DecodeError as error:
-            self._server.garbled(error)
+            self._server.count_invalid(error)
             self.connection.abort()
             return
         except ConnectionError as error:
@@ -134,7 +133,7 @@ class _CallerConnection:
 
     def lost(self, cause: Exception | None) -> None:
         if isinstance(cause, FrameTooLong):
-            self._server.garbled(cause)
+            self._server.count_invalid(cause)
         self._server.forget(self)  # a client may leave at any time
 
     def cut_if_stalled(self, now: Nanos) -> None:

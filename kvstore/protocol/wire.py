@@ -217,7 +217,7 @@ def match_message(
 
 
 def parse_match(response: pb.MatchResponse, incarnation: str, names: Sequence[BlockHash]) -> Match:
-    slots = Slots(_whole(response.slots))
+    slots = Slots(_complete_slots(response.slots))
     return Match(
         incarnation=incarnation,
         lease_id=LeaseId(response.lease_id),
@@ -238,7 +238,7 @@ def reservation_message(reservation: WriteReservation) -> pb.ReserveResponse:
 
 
 def parse_reservation(response: pb.ReserveResponse) -> ClientWriteReservation:
-    slots = Slots(_whole(response.slots))
+    slots = Slots(_complete_slots(response.slots))
     indices = tuple(response.indices)
     count = min(len(indices), len(slots))
     return ClientWriteReservation(
@@ -320,6 +320,6 @@ def _named(message: Message, kind: type[Struct]) -> dict[str, Any]:
     return {name: getattr(message, name) for name in kind.__struct_fields__}
 
 
-def _whole(slots: bytes) -> bytes:
+def _complete_slots(slots: bytes) -> bytes:
     """Return the complete slots. A node that sends incomplete ones is of another version, and nothing can be read from it."""
     return slots[: len(slots) - len(slots) % SLOT.size]

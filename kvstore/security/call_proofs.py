@@ -160,12 +160,7 @@ class _ProofClient:
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         body = request if isinstance(request, bytes) else request.SerializeToString()
         proof = CallProof.of(
-            self._key,
-            method,
-            body,
-            unix_seconds=self._now(),
-            caller=self._caller,
-            number=next(self._numbers),
+            self._key, method, body, unix_seconds=self._now(), caller=self._caller, number=next(self._numbers)
         )
 
         def is_answered(trailing: Any) -> bool:

@@ -50,7 +50,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     """Purpose of the proofs on calls: a proof for one kind of port is useless at another."""
 
     def __repr__(self) -> str:
-        return "Access(…)"  # secrets are not for logs
+        return "LoadedCredentials(…)"  # secrets are not for logs
 
     @property
     def data_key(self) -> AuthenticationKey | None:

@@ -50,7 +50,7 @@ class _OpenTier(Struct, frozen=True, kw_only=True):
     rule: TierRule
     codecs: Codecs
     settings: AnyTier
-    spend: Callable[[int], bool]
+    charge: Callable[[int], bool]
     """Charges the tier's write budget; returns False if it is used up."""
 
 
@@ -89,7 +89,7 @@ class BackingTiers:
             admission = _admission(each, budget)
             rule = TierRule(name=tier.name, admission=admission, finds_in_memory=tier.finds_in_memory)
             opened.append(
-                _OpenTier(tier=tier, rule=rule, codecs=codecs, settings=each, spend=_rewriting(budget, clock))
+                _OpenTier(tier=tier, rule=rule, codecs=codecs, settings=each, charge=_rewriting(budget, clock))
             )
         return cls(opened)
 
@@ -98,7 +98,7 @@ class BackingTiers:
         for each in self._opened:
             each.codecs.open(namespace)
 
-    def refuge(self, *, leaving: bool, is_given_up: Callable[[int], bool]) -> int | None:
+    def evacuation_tier(self, *, leaving: bool, is_given_up: Callable[[int], bool]) -> int | None:
         """Return the tier to which blocks are evacuated; None if there is none, or no need (`kvstore.service.evacuation`).
 
         If the node is `leaving`, its own tiers count too. If all suitable tiers are given up, return the first, which
@@ -115,15 +115,15 @@ class BackingTiers:
         ]
         return next((index for index in fitting if not is_given_up(index)), next(iter(fitting), None))
 
-    def depart_to(self, tier: int) -> None:
+    def begin_evacuation(self, tier: int) -> None:
         """Note that blocks are evacuated to this tier. A node that evacuates to its peers leaves their group."""
-        refuge = self.tiers[tier]
-        if isinstance(refuge, RemoteTier) and isinstance(refuge.backend, PeerBackend):
-            refuge.backend.leave()
+        evacuation_tier = self.tiers[tier]
+        if isinstance(evacuation_tier, RemoteTier) and isinstance(evacuation_tier.backend, PeerBackend):
+            evacuation_tier.backend.leave()
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
         """Charge the tier's write budget; return False if it is used up."""
-        return self._opened[tier].spend(size_bytes)
+        return self._opened[tier].charge(size_bytes)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ miss. Everything runs on one event loop, and nothing waits between a decision an
 never learns of a slot before the slot is stamped.
 """
 
+# ruff: noqa: N802 - gRPC names the methods
+
 import asyncio
 import logging
 from collections import deque
@@ -30,7 +32,7 @@ from kvstore.pool.machine import BlockMachine
 from kvstore.ports import MemoryTier
 from kvstore.protocol import wire
 from kvstore.protocol.calls import Method
-from kvstore.protocol.framed_call_server import Act
+from kvstore.protocol.framed_call_server import CallHandler
 from kvstore.service.backing_tiers import BackingTiers
 from kvstore.service.evacuation import Evacuations
 from kvstore.service.metrics import NodeSnapshot
@@ -53,9 +55,9 @@ CONDEMNED_BYTES = 8 << 20
 
 CONDEMNED_NAMES = 64  # most blocks that are checked in one turn
 
-NOTED_AT_ONCE = 64  # uses that are counted in one turn of the event loop
+USES_PER_TURN = 64  # uses that are counted in one turn of the event loop
 
-MAX_UNNOTED = 4096
+MAX_UNCOUNTED_USES = 4096
 """Most uses that wait to be counted. Only an overloaded node loses some, and they only influence which blocks are demoted.
 """
 
@@ -100,12 +102,12 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._tier = tier
         self._hierarchy = hierarchy
         self._savings = savings
-        self._on_open = backing.open_namespace
+        self._open_in_tiers = backing.open_namespace
         self._evacuations = Evacuations(machine, hierarchy, backing, self.settle, clock)
         self._nixl_offer = nixl_offer
         self._clock = clock
         self._ghost_caches = GhostCaches(tier.capacity_bytes, settings.eviction)
-        self._used: deque[_ChainUse] = deque(maxlen=MAX_UNNOTED)
+        self._uncounted_uses: deque[_ChainUse] = deque(maxlen=MAX_UNCOUNTED_USES)
         self._max_lease = nanos(settings.max_lease_seconds)
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
@@ -147,11 +149,11 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         )
 
     @property
-    def acts(self) -> Mapping[Method, Act]:
+    def framed_calls(self) -> Mapping[Method, CallHandler]:
         """Frequent calls by method, for clients of this host (`kvstore.protocol.calls`)."""
 
-        def framed(kind: type[Request], act: Callable[[Request, Nanos], Message]) -> Act:
-            return lambda message: self._settled(partial(act, kind.FromString(message)))
+        def framed(kind: type[Request], act: Callable[[Request, Nanos], Message]) -> CallHandler:
+            return lambda message: self._act_and_settle(partial(act, kind.FromString(message)))
 
         return {
             Method.MATCH: framed(pb.MatchRequest, self._match),
@@ -160,43 +162,43 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             Method.PUBLISH: framed(pb.PublishRequest, self._publish),
         }
 
-    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloResponse:  # noqa: N802 - named by the protocol
+    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloResponse:
         return await self._answer(context, lambda now: self._hello(request, now))
 
-    async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:  # noqa: N802 - named by the protocol
+    async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
         return await self._answer(context, lambda now: self._match(request, now))
 
-    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:  # noqa: N802 - named by the protocol
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         return await self._answer(context, lambda now: self._release(request, now))
 
-    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802 - named by the protocol
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         return await self._answer(context, lambda now: self._reserve(request, now))
 
-    async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:  # noqa: N802 - named by the protocol
+    async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:
         return await self._answer(context, lambda now: self._publish(request, now))
 
-    async def Hold(self, request: pb.HoldRequest, context: Context) -> pb.HoldResponse:  # noqa: N802 - named by the protocol
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> pb.HoldResponse:
         return await self._answer(context, lambda now: self._hold(request, now))
 
-    async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Context) -> pb.ReleaseHoldResponse:  # noqa: N802 - named by the protocol
+    async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Context) -> pb.ReleaseHoldResponse:
         return await self._answer(context, lambda now: self._release_hold(request, now))
 
-    async def Evacuate(self, request: pb.EvacuateRequest, context: Context) -> pb.EvacuateResponse:  # noqa: N802 - named by the protocol
+    async def Evacuate(self, request: pb.EvacuateRequest, context: Context) -> pb.EvacuateResponse:
         begin = await self._answer(context, lambda now: self._evacuation(request, now))
         return wire.evacuation_message(await begin)
 
-    async def Condemn(self, request: pb.CondemnRequest, context: Context) -> pb.CondemnResponse:  # noqa: N802 - named by the protocol
+    async def Condemn(self, request: pb.CondemnRequest, context: Context) -> pb.CondemnResponse:
         dropped = 0
         async with self._condemning:
-            for batch in await self._answer(context, lambda _: self._condemned(request)):
+            for batch in await self._answer(context, lambda _: self._condemned_batches(request)):
                 dropped += await self._answer(context, partial(self._condemn, request.digest, batch))
                 await asyncio.sleep(0)  # other clients get their turn
         return pb.CondemnResponse(dropped=dropped)
 
-    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: ARG002, N802 - the protocol
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: ARG002 - gRPC passes it
         return await self._answer(context, self._stats)
 
-    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.BlockChanges]:  # noqa: ARG002, N802 - the protocol
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.BlockChanges]:  # noqa: ARG002 - gRPC passes it
         await context.send_initial_metadata(())  # an empty store sends nothing else for a while
         sequence = 0
         try:
@@ -209,7 +211,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     def _hello(self, request: pb.HelloRequest, now: Nanos) -> pb.HelloResponse:
         namespace = wire.parse_hello(request)
-        self._on_open(namespace)  # first, because a layout that a tier refuses must not block one that fits
+        self._open_in_tiers(namespace)  # first, because a layout that a tier refuses must not block one that fits
         self._machine.open(namespace, now)
         self._ghost_caches.open(namespace)
         return pb.HelloResponse(
@@ -232,10 +234,10 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         leased = self._machine.match(digest, hashes, lease=lease, now=now, tenant=tenant)
         held = len(leased.slots)
         if lease:
-            self._note(_ChainUse(digest, hashes, held))
+            self._queue_use(_ChainUse(digest, hashes, held))
         if max_wait := wire.parse_max_wait(request.patience_ms):
             names = split(hashes)
-            self._savings.told(digest, len(names), seconds(max_wait))
+            self._savings.report(digest, len(names), seconds(max_wait))
             self._hierarchy.prefetch(digest, names, held, max_wait, now, tenant)
             self.settle()  # a tier that finds in memory may answer now
         loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))
@@ -260,7 +262,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             now=now,
             tenant=wire.parse_tenant(request.tenant),
         )
-        self._note(_ChainUse(digest, request.hashes, is_write=True))
+        self._queue_use(_ChainUse(digest, request.hashes, is_write=True))
         return wire.reservation_message(reservation)
 
     def _publish(self, request: pb.PublishRequest, now: Nanos) -> pb.PublishResponse:
@@ -293,7 +295,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._machine.block_bytes(digest)  # raises before the evacuation begins
         return self._evacuations.evacuate(digest, names, leaving=request.leaving, deadline=deadline)
 
-    def _condemned(self, request: pb.CondemnRequest) -> list[list[tuple[BlockHash, int]]]:
+    def _condemned_batches(self, request: pb.CondemnRequest) -> list[list[tuple[BlockHash, int]]]:
         """Return the blocks that a client condemns, each once, in batches for one turn of the event loop."""
         block_bytes = self._machine.block_bytes(wire.parse_digest(request.digest))
         blocks = list(dict.fromkeys(wire.parse_condemned(request)))
@@ -305,13 +307,13 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return sum(
             self._machine.condemn(digest, name, generation, now)
             for name, generation in blocks
-            if self._is_bad(digest, name, generation)
+            if self._is_corrupt(digest, name, generation)
         )
 
     def _stats(self, now: Nanos) -> pb.StatsResponse:  # noqa: ARG002 - the signature of all answers
         return wire.stats_message(self.stats(), self._identity.store_id)
 
-    def _is_bad(self, digest: bytes, name: BlockHash, generation: int) -> bool:
+    def _is_corrupt(self, digest: bytes, name: BlockHash, generation: int) -> bool:
         """Return whether a block is corrupt. A client that misread or lies must not cost others a good block."""
         slot = self._machine.find(digest, name)
         if slot is None or slot.generation != generation:
@@ -326,7 +328,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     async def _answer(self, context: Context, act: Callable[[Nanos], Answer]) -> Answer:
         try:
-            return self._settled(act)
+            return self._act_and_settle(act)
         except StoreError as error:
             if isinstance(error, LayoutMismatch | NamespaceInUse):
                 self._mismatches += 1
@@ -334,24 +336,24 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             code, field = wire.status_of(error)
             await context.abort(code, str(error), ((wire.FIELD_KEY, field),) if field else ())
 
-    def _settled(self, act: Callable[[Nanos], Answer]) -> Answer:
+    def _act_and_settle(self, act: Callable[[Nanos], Answer]) -> Answer:
         """Return the answer after everything that was decided on the way has been performed."""
         try:
             return act(self._clock.now())
         finally:
             self.settle()
 
-    def _note(self, use: "_ChainUse") -> None:
+    def _queue_use(self, use: "_ChainUse") -> None:
         """Report a use to the hierarchy and the ghost caches, after the client has its answer."""
-        if not self._used:
-            asyncio.get_running_loop().call_soon(self._note_some)
-        self._used.append(use)
+        if not self._uncounted_uses:
+            asyncio.get_running_loop().call_soon(self._count_uses)
+        self._uncounted_uses.append(use)
 
-    def _note_some(self) -> None:
+    def _count_uses(self) -> None:
         now = self._clock.now()
         try:
-            for _ in range(min(len(self._used), NOTED_AT_ONCE)):
-                use = self._used.popleft()
+            for _ in range(min(len(self._uncounted_uses), USES_PER_TURN)):
+                use = self._uncounted_uses.popleft()
                 names = split(use.hashes)
                 if use.is_write:
                     self._ghost_caches.stored(use.digest, names, now)
@@ -359,8 +361,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
                     self._ghost_caches.looked_up(use.digest, names, now)
                     self._hierarchy.offer(use.digest, names[: use.held], now)
         finally:
-            if self._used:
-                asyncio.get_running_loop().call_soon(self._note_some)
+            if self._uncounted_uses:
+                asyncio.get_running_loop().call_soon(self._count_uses)
         self.settle()
 
     def _perform(self) -> None:
@@ -369,6 +371,6 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             (claim if isinstance(command, Claim) else discard)(command.address)
         changes = self._machine.changes()
         for each in changes:
-            self._hierarchy.left(each.digest, each.removed)
+            self._hierarchy.forget_origins(each.digest, each.removed)
             self._hierarchy.offer(each.digest, each.stored, self._clock.now())
         self._watchers.tell([*changes, *self._hierarchy.changes()])

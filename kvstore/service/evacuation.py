@@ -65,36 +65,36 @@ class Evacuations:
         NamespaceUnknown if the namespace was never opened.
         """
         block_bytes = self._machine.block_bytes(digest)
-        refuge = self._backing.refuge(leaving=leaving, is_given_up=self._is_given_up)
-        if refuge is None:
+        evacuation_tier = self._backing.evacuation_tier(leaving=leaving, is_given_up=self._is_given_up)
+        if evacuation_tier is None:
             return EvacuationResult(done=len(names))
-        self._backing.depart_to(refuge)
-        tier = self._backing.tiers[refuge]
-        failed_before = self._hierarchy.counters(refuge).failures
+        self._backing.begin_evacuation(evacuation_tier)
+        tier = self._backing.tiers[evacuation_tier]
+        failed_before = self._hierarchy.counters(evacuation_tier).failures
         keys = [BlockKey(digest, name) for name in names]
-        departure = Evacuation(
+        evacuation = Evacuation(
             self._hierarchy,
-            refuge,
+            evacuation_tier,
             [key for key in dict.fromkeys(keys) if self._machine.is_present(key)],
-            pay=partial(self._backing.may_write, refuge, block_bytes),
-            failures=lambda: self._hierarchy.counters(refuge).failures + tier.status().failures,
+            charge=partial(self._backing.may_write, evacuation_tier, block_bytes),
+            failures=lambda: self._hierarchy.counters(evacuation_tier).failures + tier.status().failures,
         )
         while True:
             now = self._clock.now()
-            departure.go_on(now)
+            evacuation.advance(now)
             self._settle()
-            departure.look()
-            if departure.is_over or now >= deadline:
+            evacuation.collect()
+            if evacuation.is_done or now >= deadline:
                 break
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
-        still_here = departure.still_here()
+        remaining = evacuation.remaining()
         return EvacuationResult(
             tier=tier.name,
-            done=next((index for index, key in enumerate(keys) if key in still_here), len(keys)),
-            moved=departure.moved,
-            there=departure.there,
-            refused=departure.refused,
-            failed=self._hierarchy.counters(refuge).failures - failed_before,
+            done=next((index for index, key in enumerate(keys) if key in remaining), len(keys)),
+            moved=evacuation.moved,
+            there=evacuation.there,
+            refused=evacuation.refused,
+            failed=self._hierarchy.counters(evacuation_tier).failures - failed_before,
         )
 
     def _is_given_up(self, tier: int) -> bool:
@@ -107,10 +107,10 @@ class Evacuation:
     def __init__(
         self,
         hierarchy: Hierarchy,
-        refuge: int,
+        evacuation_tier: int,
         keys: Sequence[BlockKey],
         *,
-        pay: Callable[[], bool],
+        charge: Callable[[], bool],
         failures: Callable[[], int],
     ):
         """Start; nothing is copied yet.
@@ -120,9 +120,9 @@ class Evacuation:
         """
         self.moved = self.there = self.refused = 0  # finished blocks
         self._hierarchy = hierarchy
-        self._refuge = refuge
+        self._tier = evacuation_tier
         self._keys = keys
-        self._pay = pay
+        self._charge = charge
         self._failures = failures
         # The fields below hold the indices of blocks in `keys`.
         self._unsure: list[int] = []  # blocks that the tier should have and was not asked about
@@ -133,69 +133,69 @@ class Evacuation:
         self._failed_at: dict[int, int] = {}  # number of moved blocks at a block's first failure
         self._strikes: dict[int, int] = {}
         for index, key in enumerate(keys):
-            if not hierarchy.has(refuge, key):
+            if not hierarchy.has(evacuation_tier, key):
                 self._waiting.append(index)
-            elif hierarchy.forgets(refuge):
+            elif hierarchy.forgets(evacuation_tier):
                 self._unsure.append(index)
             else:
                 self.there += 1
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         return not (self._unsure or self._confirming or self._waiting or self._under_way)
 
-    def still_here(self) -> set[BlockKey]:
+    def remaining(self) -> set[BlockKey]:
         """Return the blocks that are not done."""
         return {self._keys[index] for index in (*self._unsure, *self._confirming, *self._waiting, *self._under_way)}
 
-    def go_on(self, now: Nanos) -> None:
+    def advance(self, now: Nanos) -> None:
         """Confirm blocks that the tier should have, and demote those that it lacks, as far as its queue has room."""
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
         until = min(unclear, default=len(self._keys))  # a more valuable block may have to be copied first
-        due = [index for index in self._waiting[: self._hierarchy.room(self._refuge)] if index < until]
+        due = [index for index in self._waiting[: self._hierarchy.room(self._tier)] if index < until]
         del self._waiting[: len(due)]
         failures = self._failures()
         handed = []
         for index in due:
             key = self._keys[index]
-            if self._hierarchy.has(self._refuge, key):
+            if self._hierarchy.has(self._tier, key):
                 self.moved += 1
-            elif self._hierarchy.is_demoting(self._refuge, key):
+            elif self._hierarchy.is_demoting(self._tier, key):
                 self._under_way[index] = failures
-            elif index in self._paid or self._pay():
+            elif index in self._paid or self._charge():
                 self._paid.add(index)
                 self._under_way[index] = failures
                 handed.append(key)
             else:
                 self.refused += 1
-        self._hierarchy.demote_now(self._refuge, handed, now)
+        self._hierarchy.demote_now(self._tier, handed, now)
 
-    def look(self) -> None:
+    def collect(self) -> None:
         """Note the results of confirmations and demotions."""
         confirming, self._confirming = self._confirming, []
         for index in confirming:
-            if self._hierarchy.is_being_confirmed(self._refuge, self._keys[index]):
+            if self._hierarchy.is_being_confirmed(self._tier, self._keys[index]):
                 self._confirming.append(index)
-            elif self._hierarchy.has(self._refuge, self._keys[index]):
+            elif self._hierarchy.has(self._tier, self._keys[index]):
                 self.there += 1
             else:
                 insort(self._waiting, index)
         failures = self._failures()
         # Demotions end in the order in which they began, so a look costs no more than the new results.
         back = list(takewhile(lambda index: not self._is_going_down(index), self._under_way))
-        arrived = {index for index in back if self._hierarchy.has(self._refuge, self._keys[index])}
+        arrived = {index for index in back if self._hierarchy.has(self._tier, self._keys[index])}
         for index in back:
             has_failed = failures > self._under_way.pop(index)
             if index in arrived:
                 continue
-            if has_failed and not self._is_out(index):
+            if has_failed and not self._gives_up(index):
                 insort(self._waiting, index)
             else:  # the tier refuses it, or it is not in the pool any more
                 self.refused += 1
         self.moved += len(arrived)
 
-    def _is_out(self, index: int) -> bool:
+    def _gives_up(self, index: int) -> bool:
         """Count a failure of a block; return whether the block fails although others arrive."""
         others_arrived = self.moved > self._failed_at.setdefault(index, self.moved)
         self._strikes[index] = self._strikes.get(index, 0) + others_arrived
@@ -206,7 +206,7 @@ class Evacuation:
         if self._confirming or not self._unsure:
             return True
         asked = self._unsure[:ASKED_AT_ONCE]
-        if not self._hierarchy.confirm(self._refuge, [self._keys[index] for index in asked], now):
+        if not self._hierarchy.confirm(self._tier, [self._keys[index] for index in asked], now):
             return False
         self._confirming = asked
         del self._unsure[:ASKED_AT_ONCE]
@@ -214,4 +214,4 @@ class Evacuation:
 
     def _is_going_down(self, index: int) -> bool:
         key = self._keys[index]
-        return self._hierarchy.is_demoting(self._refuge, key) and not self._hierarchy.has(self._refuge, key)
+        return self._hierarchy.is_demoting(self._tier, key) and not self._hierarchy.has(self._tier, key)

@@ -150,9 +150,7 @@ class _SnapshotCollector:
             "kvstore_data_unproven", "Data plane connections that could not prove the secret", found.unproven
         )
         yield CounterMetricFamily(
-            "kvstore_data_crowded_out",
-            "Unproven data plane connections that gave way to new ones",
-            found.crowded_out,
+            "kvstore_data_crowded_out", "Unproven data plane connections that gave way to new ones", found.crowded_out
         )
         yield CounterMetricFamily(
             "kvstore_expired", "Leases and reservations that ended by their deadline", stats.expired

@@ -97,7 +97,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             taken = SharedMemoryTier(settings.capacity_bytes, settings.huge_pages, clock, given_up)
             return opened.enter_context(contextlib.closing(taken))
 
-        tier = await _to_its_end(take_memory, given_up.set)
+        tier = await _in_thread(take_memory, given_up.set)
         savings = HitSavings(
             seconds_a_token=1 / settings.prefill_tokens_per_second,
             memory_bytes_a_second=settings.memory_bytes_per_second,
@@ -126,9 +126,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket = _absolute(settings.shm_socket)
             listener = sockets.listen("shm_socket", shm_socket)
             stack.callback(listener.close)
-            stack.callback(
-                sockets.remove, shm_socket, sockets.identity(shm_socket)
-            )  # while no other process can take the path
+            # Called while no other process can take the path.
+            stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))
         identity = NodeIdentity(
             store_id=settings.store_id,
             incarnation=incarnation,
@@ -136,7 +135,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket=shm_socket,
             data_address=data_address,
         )
-        backing = await _to_its_end(
+        backing = await _in_thread(
             lambda: BackingTiers.open(settings.tiers, machine.namespace, settings.credentials, clock, opened)
         )
         hierarchy = Hierarchy(machine, backing.rules, min(BATCH_BYTES, tier.capacity_bytes // BATCHES_A_POOL))
@@ -149,7 +148,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         service = BlockStoreService(
             settings, identity, machine, tier, hierarchy, savings, backing, lambda: nixl.offer, clock
         )
-        callers, guard = FramedCallServer(service.acts), DecodingInterceptor()
+        callers, guard = FramedCallServer(service.framed_calls), DecodingInterceptor()
         stack.callback(callers.close)
 
         def look() -> NodeSnapshot:
@@ -168,7 +167,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         if settings.metrics_listen:
             _serve_metrics(settings.metrics_listen, metrics.registry, stack)
         listen = await stack.enter_async_context(_control_plane(settings.listen, service, access, guard))
-        stack.callback(tasks.create_task(_pass_time(service, plane, callers, clock)).cancel)
+        stack.callback(tasks.create_task(_tick_forever(service, plane, callers, clock)).cancel)
         if offers_nixl:
             stack.callback(tasks.create_task(nixl.run()).cancel)
         if listener is not None:
@@ -183,7 +182,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         )
 
 
-async def _to_its_end(act: Callable[[], Result], give_up: Callable[[], None] = lambda: None) -> Result:
+async def _in_thread(act: Callable[[], Result], give_up: Callable[[], None] = lambda: None) -> Result:
     """Call `act` in a thread. A caller that is cancelled waits until `act` has ended, so that what it opened is known."""
     calling = asyncio.get_running_loop().run_in_executor(None, act)
     try:
@@ -271,7 +270,7 @@ async def _start(nixl: NixlNode, use: NixlUse) -> None:
 
 def _bind(server: grpc.aio.Server, field: str, address: str, access: LoadedCredentials) -> str:
     path = unix_path(address)
-    with sockets.alone(field, path) if path else contextlib.nullcontext():
+    with sockets.folder_lock(field, path) if path else contextlib.nullcontext():
         if path:
             sockets.clear_path(field, path)  # gRPC would take it from a living process too
         try:
@@ -283,7 +282,7 @@ def _bind(server: grpc.aio.Server, field: str, address: str, access: LoadedCrede
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-async def _pass_time(
+async def _tick_forever(
     service: BlockStoreService, plane: DataPlaneServer, callers: FramedCallServer, clock: Clock
 ) -> None:
     while True:

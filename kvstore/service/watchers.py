@@ -23,12 +23,12 @@ class Watchers:
 
     def __init__(self, queue_messages: int):
         self._queue_messages = queue_messages
-        self._streams: set[_WatcherStream] = set()
+        self.streams: set[_WatcherStream] = set()
 
     async def watch(self, dump: Sequence[BlockChanges]) -> AsyncGenerator[BlockChanges, None]:
         """Yield the dump, then all changes until closed; raise WatcherTooSlow if the consumer is too slow."""
         stream = _WatcherStream(self._queue_messages)
-        self._streams.add(stream)
+        self.streams.add(stream)
         try:
             for changes in dump:
                 for part in _cut(changes):
@@ -36,13 +36,13 @@ class Watchers:
             while True:
                 yield await stream.next()
         finally:
-            self._streams.discard(stream)
+            self.streams.discard(stream)
 
     def tell(self, changes: Sequence[BlockChanges]) -> None:
         """Send changes to all watchers without waiting."""
         for change in changes:
             for part in _cut(change):
-                for stream in self._streams:
+                for stream in self.streams:
                     stream.put(part)
 
 

@@ -74,7 +74,7 @@ class FileMapping:
         """
         self.bytes: ByteArray = np.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=np.uint8)
 
-    def populate(self, limit_bytes: int, given_up: Event | None = None) -> None:
+    def populate(self, limit_bytes: int, cancelled: Event | None = None) -> None:
         """Allocate the first `limit_bytes`, and enter them into this process's page tables.
 
         Raises:
@@ -86,7 +86,7 @@ class FileMapping:
         def take(start: int) -> None:
             self._advise(start, min(CHUNK_BYTES, end - start), MADV_POPULATE_WRITE)
 
-        _in_chunks(end, take, given_up)
+        _in_chunks(end, take, cancelled)
 
     def ask_for_huge_pages(self) -> None:
         with contextlib.suppress(OSError):  # a system without huge pages
@@ -103,17 +103,17 @@ class FileMapping:
             raise OSError(number, os.strerror(number))
 
 
-def take(size: int, huge_pages: HugePages, given_up: Event | None = None) -> tuple[int, FileMapping, Pages]:
+def allocate(size: int, huge_pages: HugePages, cancelled: Event | None = None) -> tuple[int, FileMapping, Pages]:
     """Allocate a file of at least `size` bytes; return its descriptor, this process's mapping of it, and its page kind.
 
     Raises:
-        StoreNotStarted: The memory is not available, or not in the required pages; or `given_up` was set (rule 5).
+        StoreNotStarted: The memory is not available, or not in the required pages; or `cancelled` was set (rule 5).
     """
     if huge_pages is not HugePages.NEVER:
         lack = _huge_page_shortage(size)
         if not lack:
             try:
-                return _taken(_rounded(size, huge_page_bytes()), os.MFD_HUGETLB, given_up)
+                return _allocate(_round_up(size, huge_page_bytes()), os.MFD_HUGETLB, cancelled)
             except OSError as error:  # a control group may have less than the machine
                 lack = error.strerror or str(error)
         if huge_pages is HugePages.REQUIRE:
@@ -125,7 +125,7 @@ def take(size: int, huge_pages: HugePages, given_up: Event | None = None) -> tup
     if size > available:
         raise StoreNotStarted(f"capacity_bytes: {size} bytes are needed, and {available} bytes of memory are available")
     try:
-        file, memory, pages = _taken(size, 0, given_up, ask=huge_pages is HugePages.AUTO)
+        file, memory, pages = _allocate(size, 0, cancelled, ask=huge_pages is HugePages.AUTO)
     except OSError as error:
         raise StoreNotStarted(
             f"capacity_bytes: {size} bytes of shared memory cannot be allocated: {error.strerror}"
@@ -151,11 +151,11 @@ def _huge_page_shortage(size: int) -> str:
     page_bytes = huge_page_bytes()
     if not page_bytes or not hasattr(os, "memfd_create"):
         return "the system has none"
-    free, needed = _meminfo("HugePages_Free"), _rounded(size, page_bytes) // page_bytes
+    free, needed = _meminfo("HugePages_Free"), _round_up(size, page_bytes) // page_bytes
     return "" if free >= needed else f"{needed} pages are needed, and {free} are free"
 
 
-def _taken(size: int, flags: int, given_up: Event | None, *, ask: bool = False) -> tuple[int, FileMapping, Pages]:
+def _allocate(size: int, flags: int, cancelled: Event | None, *, ask: bool = False) -> tuple[int, FileMapping, Pages]:
     file = _anonymous_file(flags)
     try:
         os.ftruncate(file, size)
@@ -163,11 +163,11 @@ def _taken(size: int, flags: int, given_up: Event | None, *, ask: bool = False) 
         if ask:
             memory.ask_for_huge_pages()
         try:
-            memory.populate(size, given_up)
+            memory.populate(size, cancelled)
         except OSError as error:
             if error.errno != errno.EINVAL or flags:
                 raise
-            _write_zeros(file, size, given_up)  # the kernel is older, or is not Linux
+            _write_zeros(file, size, cancelled)  # the kernel is older, or is not Linux
         if hasattr(os, "memfd_create"):
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, StoreNotStarted):
@@ -186,7 +186,7 @@ def _anonymous_file(flags: int) -> int:
         return os.dup(temporary.fileno())
 
 
-def _write_zeros(file: int, size: int, given_up: Event | None) -> None:
+def _write_zeros(file: int, size: int, cancelled: Event | None) -> None:
     zeros = bytes(ZEROS_BYTES)
 
     def write(start: int) -> None:
@@ -194,23 +194,23 @@ def _write_zeros(file: int, size: int, given_up: Event | None) -> None:
         while start < end:
             start += os.pwrite(file, zeros[: end - start], start)
 
-    _in_chunks(size, write, given_up)
+    _in_chunks(size, write, cancelled)
 
 
-def _in_chunks(size: int, act: Callable[[int], None], given_up: Event | None) -> None:
-    """Call `act` with the offset of every chunk, in several threads, until `given_up` is set."""
+def _in_chunks(size: int, act: Callable[[int], None], cancelled: Event | None) -> None:
+    """Call `act` with the offset of every chunk, in several threads, until `cancelled` is set."""
 
-    def unless_given_up(start: int) -> None:
-        if given_up is not None and given_up.is_set():
+    def unless_cancelled(start: int) -> None:
+        if cancelled is not None and cancelled.is_set():
             raise StoreNotStarted("capacity_bytes: cancelled while the memory was being allocated")
         act(start)
 
     with ThreadPoolExecutor(min(TAKING_THREADS, os.cpu_count() or 1), thread_name_prefix="kvstore-pages") as threads:
-        for _ in threads.map(unless_given_up, range(0, size, CHUNK_BYTES)):
+        for _ in threads.map(unless_cancelled, range(0, size, CHUNK_BYTES)):
             pass
 
 
-def _rounded(size: int, page_bytes: int) -> int:
+def _round_up(size: int, page_bytes: int) -> int:
     return size + -size % page_bytes
 
 

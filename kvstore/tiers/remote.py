@@ -27,7 +27,6 @@ from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult, TierStat
 from kvstore.tiers.fence import Fence
 from kvstore.tiers.second_reading import ReadingVerdict
 from kvstore.tiers.statistics import TierStatistics
-from kvstore.tiers.tier_gate import TierGate
 
 REMOVE_WITHIN = Nanos(1 * SECOND)
 
@@ -76,11 +75,11 @@ class TierBackend(Protocol):
         ...
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
-        """See `kvstore.ports.BackingTier`."""
+        """Return how many leading blocks are stored."""
         ...
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """See `kvstore.ports.BackingTier`; the keys are distinct."""
+        """Return which of these distinct blocks are stored."""
         ...
 
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
@@ -121,7 +120,7 @@ class RemoteTier(Generic[S]):
         self.backend = backend
         self._statistics = statistics
         self._clock = clock
-        self._gate = TierGate(statistics, clock)
+        self._closed = False
         self._guard = threading.Lock()
         self._fence = Fence()
 
@@ -132,7 +131,7 @@ class RemoteTier(Generic[S]):
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         self._require_open()
         known = next((index for index, key in enumerate(keys) if not self.backend.takes(key)), len(keys))
-        if not known or self._gate.is_late(deadline):
+        if not known or self._is_late(deadline):
             return 0
         return self._counted(lambda: self.backend.find(keys[:known], deadline))
 
@@ -141,7 +140,7 @@ class RemoteTier(Generic[S]):
         known = list(dict.fromkeys(key for key in keys if self.backend.takes(key)))
         if not known:
             return [False] * len(keys)
-        if self._gate.is_late(deadline):
+        if self._is_late(deadline):
             raise TierFailed(f"the deadline passed before the {self.name} tier was asked")
         answers = self._counted(lambda: self.backend.holds(known, deadline))
         there = {key for key, is_there in zip(known, answers, strict=True) if is_there}
@@ -162,7 +161,7 @@ class RemoteTier(Generic[S]):
             if self.backend.takes(key, block.nbytes)
         }
         self._statistics.count(refused=len(set(keys)) - len(work))
-        if work and not self._gate.is_late(deadline):
+        if work and not self._is_late(deadline):
             self._allow_partial(lambda: self.backend.put(work, there, deadline), there)
         self._statistics.mark_present(key for key, is_there in there.items() if is_there)
         return [there.get(key, False) for key in keys]
@@ -175,7 +174,7 @@ class RemoteTier(Generic[S]):
             for index, (key, buffer) in enumerate(zip(keys, into, strict=True))
             if self.backend.takes(key, buffer.nbytes)
         }
-        if work and not self._gate.is_late(deadline):
+        if work and not self._is_late(deadline):
             self._allow_partial(lambda: self.backend.get(work, answers, deadline), answers)
         fetched = [answers.get(index, GONE) for index in range(len(keys))]
         self._statistics.count_fetched(fetched, into)
@@ -188,11 +187,11 @@ class RemoteTier(Generic[S]):
             if answer.outcome is BlockOutcome.CORRUPT
         }
         damaged = self._examine(corrupt, deadline) if corrupt else 0
-        self._note(sound=sum(answer.outcome is BlockOutcome.MOVED for answer in fetched), damaged=damaged)
+        self._report_to_fence(sound=sum(answer.outcome is BlockOutcome.MOVED for answer in fetched), damaged=damaged)
         return fetched
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        if not keys or self._gate.is_closed:
+        if not keys or self._closed:
             return
         self._statistics.mark_gone(keys)
         try:
@@ -218,7 +217,7 @@ class RemoteTier(Generic[S]):
         )
 
     def close(self) -> None:
-        self._gate.close()
+        self._closed = True
         self.backend.close()
 
     def _require_open(self) -> None:
@@ -227,7 +226,8 @@ class RemoteTier(Generic[S]):
         Raises:
             TierFailed: It is closed or fenced.
         """
-        self._gate.require_open()
+        if self._closed:
+            raise TierFailed(f"the {self.name} tier is closed")
         with self._guard:
             opens = self._fence.reopen(self._clock.now())
             is_fenced = self._fence.is_closed
@@ -236,6 +236,12 @@ class RemoteTier(Generic[S]):
         if is_fenced:
             self._statistics.count(failures=1)
             raise TierFailed(f"the {self.name} tier is fenced, because its answers were damaged in transit")
+
+    def _is_late(self, deadline: Nanos) -> bool:
+        """Return whether the deadline has passed, and count that as a failure."""
+        is_late = self._clock.now() >= deadline
+        self._statistics.count(failures=is_late)
+        return is_late
 
     def _examine(self, corrupt: Mapping[BlockKey, int], deadline: Nanos) -> int:
         """Remove blocks that are stored corrupt, and return how many were damaged in transit instead."""
@@ -262,7 +268,7 @@ class RemoteTier(Generic[S]):
         self.discard(stored_corrupt)
         return damaged
 
-    def _note(self, *, sound: int, damaged: int) -> None:
+    def _report_to_fence(self, *, sound: int, damaged: int) -> None:
         """Report blocks that were read to the fence."""
         with self._guard:
             closes = self._fence.record(sound=sound, damaged=damaged, now=self._clock.now())

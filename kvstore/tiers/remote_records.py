@@ -2,9 +2,9 @@
 
 Rules:
 
-1. A value is a head of 64 bytes, then the payload: the block as the namespace's codec encodes it. The head holds magic
-   "FKVR", format version (1), codec id (1), 2 zero bytes, namespace digest (16), block hash (16), block length (8), payload
-   length (8), CRC-32C of the payload (4), CRC-32C of the preceding head bytes (4). Integers are big-endian.
+1. A value is a head of 64 bytes, then the payload: the block as the namespace's codec encodes it. Integers are big-endian.
+   The head: magic "FKVR", format version (1), codec id (1), 2 zero bytes, namespace digest (16), block hash (16), block
+   length (8), payload length (8), CRC-32C of the payload (4), CRC-32C of the head up to here (4).
 2. Other programs may write to the server, so a value is not trusted. A block is returned only if the head names the
    requested block, the lengths agree, both checksums are right and the codec has decoded the payload.
 3. A value that is garbage, truncated or another block's is corrupt. It is removed if a second reading agrees
@@ -75,7 +75,7 @@ class FramedRecord(Struct, frozen=True):
 
 
 class RemoteKeyState(Enum):
-    """What a server stores under a block's key, judged by the head of the value."""
+    """The state of a block's key on a server, judged by the head of the value."""
 
     HELD = auto()  # the block
     FREE = auto()  # nothing, or a value that may be replaced
@@ -120,7 +120,7 @@ def parse(head: bytes, key: BlockKey) -> RemoteRecordHead:
     return RemoteRecordHead(codec_id=codec_id, block_bytes=block_bytes, payload_bytes=payload_bytes, crc32c=checksum)
 
 
-def _fitting(key: BlockKey, first: bytes, length: int) -> RemoteRecordHead:
+def _parse_checked(key: BlockKey, first: bytes, length: int) -> RemoteRecordHead:
     """Return the parsed head of a value of that length.
 
     Raises:
@@ -170,7 +170,7 @@ class RecordFramer:
         try:
             found = parse(head, key)
         except NewerFormat as error:
-            self._newer(key, error)
+            self._note_newer(key, error)
             return RemoteKeyState.NEWER
         except UndecodableBlock:
             return RemoteKeyState.FREE
@@ -184,9 +184,9 @@ class RecordFramer:
             OSError: The value could not be read.
         """
         try:
-            return self._taken(key, value, into)
+            return self._read_block(key, value, into)
         except NewerFormat as error:
-            self._newer(key, error)
+            self._note_newer(key, error)
             return GONE
         except UndecodableBlock as error:
             self.corrupt(key, str(error))
@@ -203,7 +203,7 @@ class RecordFramer:
         first = read(0, min(length, HEAD_BYTES)) if length else b""
         digest = hashlib.sha256(f"{length}:".encode() + first)
         try:
-            head = _fitting(key, first, length)
+            head = _parse_checked(key, first, length)
             if head.codec_id != codec.codec_id or head.block_bytes != block_bytes:
                 return None
             payload = read(HEAD_BYTES, length) if length > HEAD_BYTES else b""
@@ -223,23 +223,23 @@ class RecordFramer:
         self._statistics.count(corrupt=1)
         log.warning("block corrupt", extra={"tier": self._statistics.name, "block": key.name.hex(), "reason": reason})
 
-    def _taken(self, key: BlockKey, value: RecordSource, into: ByteArray) -> FetchResult:
+    def _read_block(self, key: BlockKey, value: RecordSource, into: ByteArray) -> FetchResult:
         codec = self._codec(key)
         if codec is None:
             return GONE
         length = value.left
         first = bytearray(min(length, HEAD_BYTES))
         value.fill(memoryview(first))
-        head = _fitting(key, bytes(first), length)
+        head = _parse_checked(key, bytes(first), length)
         if head.codec_id != codec.codec_id or head.block_bytes != into.nbytes:
             return GONE
         if head.codec_id == PlainCodec.codec_id and head.payload_bytes == into.nbytes:
-            return self._received(value, head, into)
+            return self._receive_payload(value, head, into)
         payload = np.empty(head.payload_bytes, np.uint8)
-        self._received(value, head, payload)
+        self._receive_payload(value, head, payload)
         return FetchResult(BlockOutcome.MOVED, decoded(codec, key, payload, into))
 
-    def _received(self, value: RecordSource, head: RemoteRecordHead, into: ByteArray) -> FetchResult:
+    def _receive_payload(self, value: RecordSource, head: RemoteRecordHead, into: ByteArray) -> FetchResult:
         value.fill(into.data)
         if crc32c([into]) != head.crc32c:
             raise UndecodableBlock("the payload is damaged")
@@ -251,7 +251,7 @@ class RecordFramer:
         except NamespaceUnknown:
             return None
 
-    def _newer(self, key: BlockKey, error: NewerFormat) -> None:
+    def _note_newer(self, key: BlockKey, error: NewerFormat) -> None:
         with self._lock:
             first, self._newer_seen = not self._newer_seen, True
         if first:

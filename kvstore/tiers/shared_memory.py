@@ -4,8 +4,8 @@ Rules:
 
 1. The pool has no name: the node hands out its file descriptor. So the memory is freed with the last process that maps
    it, however the processes end, and nothing appears in /dev/shm.
-2. All pages are allocated at the start (`kvstore.tiers.file_mapping`). Too little memory is then an error at the start and
-   not a SIGBUS later, and no request pays for first touches, which are thirty times slower than copies.
+2. All pages are allocated at the start (`kvstore.tiers.file_mapping`). So too little memory is an error at the start, and
+   not a SIGBUS later. No request pays for first touches, which are thirty times slower than copies.
 3. After the blocks follows one 64-bit stamp for each page: the slot generation of the block that begins there, or 0.
    Readers and writers in other processes compare it with their slot's generation, and so notice that the place belongs
    to another block. The checksum proves the bytes; the stamp tells a block that has gone from a corrupt one.
@@ -24,7 +24,7 @@ from kvstore.clock import Clock, seconds
 from kvstore.messages import Address, Slot
 from kvstore.pool.extents import PAGE_BYTES
 from kvstore.system_clock import MonotonicClock
-from kvstore.tiers import file_mapping as pages
+from kvstore.tiers import file_mapping
 from kvstore.tiers.file_mapping import FileMapping, HugePages
 
 STAMP_BYTES = 8
@@ -71,7 +71,7 @@ class SharedMemoryTier:
         capacity_bytes: int,
         huge_pages: HugePages = HugePages.AUTO,
         clock: Clock | None = None,
-        given_up: Event | None = None,
+        cancelled: Event | None = None,
     ):
         """Allocate the memory, which takes 0.1 to 1 s for each GiB.
 
@@ -79,15 +79,15 @@ class SharedMemoryTier:
             capacity_bytes: Rounded down to whole pages.
             huge_pages: Which pages to use.
             clock: Measures the duration; the system's clock by default.
-            given_up: Another thread sets this event to cancel the allocation.
+            cancelled: Another thread sets this event to cancel the allocation.
 
         Raises:
-            StoreNotStarted: There is not enough memory, or not in the required pages; or `given_up` was set.
+            StoreNotStarted: There is not enough memory, or not in the required pages; or `cancelled` was set.
         """
         clock = clock or MonotonicClock()
         self._capacity_bytes = capacity_bytes - capacity_bytes % PAGE_BYTES
         started = clock.now()
-        self._file, memory, self.pages = pages.take(file_bytes(self._capacity_bytes), huge_pages, given_up)
+        self._file, memory, self.pages = file_mapping.allocate(file_bytes(self._capacity_bytes), huge_pages, cancelled)
         lasted_seconds = max(seconds(clock.now() - started), 1e-9)
         self.mapping = Mapping(memory, self._capacity_bytes)
         self._stamps = self.mapping.stamps.data  # a memoryview writes single stamps faster than numpy

@@ -1,4 +1,4 @@
-"""Putting blocks whose checksums nobody has taken yet, by ways that need them beforehand."""
+"""Checksums for transports that need them before they write."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,13 +6,13 @@ from kvstore.buffers import Block, crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.messages import GONE, AnySlots, BlockOutcome, FetchResult, Slot
 
-MOVED = BlockOutcome.MOVED  # looked up once: a member of an enumeration is slow to find for each block
+MOVED = BlockOutcome.MOVED  # the look-up of an enum member is slow for each block
 
 Put = Callable[[AnySlots, Sequence[Block], Nanos], list[BlockOutcome]]
 
 
 def put_with_checksums(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
-    """`Transport.put_summing`, out of `Transport.put`."""
+    """Implement `Transport.put_summing` by taking the checksums and then calling `Transport.put`."""
     summed = [
         Slot(slot.offset, slot.generation, crc32c(pieces(block))) for slot, block in zip(slots, blocks, strict=True)
     ]
@@ -21,7 +21,7 @@ def put_with_checksums(put: Put, slots: AnySlots, blocks: Sequence[Block], deadl
 
 
 def fetch_result(outcome: BlockOutcome, checksum: int) -> FetchResult:
-    """What came of one block, with its checksum if it was moved."""
+    """Return the result for one block, with its checksum if it was moved."""
     if outcome is MOVED:
         return FetchResult(outcome, checksum)
     return GONE if outcome is GONE.outcome else FetchResult(outcome)

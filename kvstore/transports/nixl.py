@@ -1,19 +1,19 @@
-"""The way between hosts that have a fast fabric: the client reads and writes the node's pool by NIXL, past the node's processor.
+"""NIXL transport: the client reads and writes the pool of a node on another host by RDMA, without the node's processor.
 
 Rules:
 
-1. A block that was read is MOVED when its checksum is right and the node's stamp of its place, read after the bytes had
-   arrived, is still the slot's generation. Generations never come again, so the place was the block's all the while.
-   A wrong checksum under the right stamp is CORRUPT, and everything else GONE.
-2. A block is written when the stamp is the slot's generation before, and is MOVED when it is so after. A writer whose
-   reservation ends in between may spoil the block that comes next, whose reader then sees a wrong checksum.
-3. NIXL has no deadlines, and a transfer that is late may write to its destination at any later time. So the first failure
-   or missed deadline closes the agent, which ends all its transfers, before the call returns: buffers whose outcome is
-   GONE are the caller's again. Calls stop waiting `CLOSING` before their deadline to have time for it.
-4. A new agent is opened in the background, when a breaker lets it; until then everything is GONE at once. What the node
-   offers then is asked again, since it may have another agent by now.
-5. UCX authenticates nobody: whoever reaches its ports and has an agent's metadata can read and write the pool. Metadata
-   goes to clients that the control plane has let in; networks have to keep strangers off the ports.
+1. A block that was read is MOVED if its checksum is right and the stamp of its place is still the slot's generation. The
+   stamp is read after the bytes. Generations are never reused, so the place belonged to the block during the whole read.
+   A wrong checksum with the right stamp is CORRUPT; everything else is GONE.
+2. A block is written only if the stamp is the slot's generation before the write, and is MOVED if it still is after it. A
+   writer whose reservation ends in between may damage the next block there, whose readers then see a wrong checksum.
+3. NIXL has no deadlines, and a late transfer may write to its destination at any time. So the first failure or missed
+   deadline closes the agent, which ends all its transfers, before the call returns. The caller can then reuse its buffers.
+   Calls stop waiting `CLOSING` before their deadline, to leave time for that.
+4. A new agent is opened in the background, when a circuit breaker allows it; until then every block is GONE at once. The
+   node is asked for its offer again, since it may have another agent by then.
+5. UCX has no authentication: every program that reaches its ports and knows an agent's metadata can read and write the
+   pool. The control plane gives the metadata only to authenticated clients; the network has to protect the ports.
 """
 
 import itertools
@@ -37,29 +37,29 @@ from kvstore.transports.checksums import put_with_checksums
 from kvstore.transports.nixl_agent import NixlAgent, NixlAgentFailed, TransferDirection, joined, spans
 
 CHUNK_BYTES = 8 << 20
-"""Of one transfer: checksums of one are taken while the next is on its way."""
+"""Size of one transfer. The checksums of one transfer are taken while the next one runs."""
 
 BATCH = 1024  # blocks whose stamps are read together
 STAMP_BYTES = 8
 
 CLOSING = Nanos(300 * MILLISECOND)
-SHORTEST = Nanos(50 * MILLISECOND)  # that a call waits, if its deadline is as near as that
+SHORTEST = Nanos(50 * MILLISECOND)  # shortest wait of a call, unless its deadline is nearer
 
 REOPENING = Nanos(10 * SECOND)
 
-SPINS = 200  # looks at a transfer before the pauses between them begin: small ones are done by then
+SPINS = 200  # polls of a transfer without a pause; small transfers are done by then
 PAUSE_SECONDS = 50e-6
-PAUSE = threading.Event()  # that nobody sets
+PAUSE = threading.Event()  # never set
 HAND_OVER_SECONDS = 0.002
-"""That the thread which moves bytes waits for the one that sums them up to begin. NIXL keeps Python's lock while it copies, so
-that the other would come to its turn when nothing is left to be done beside it."""
+"""Longest time to wait until the checksum thread has begun. NIXL holds Python's lock while it copies, so without this
+wait the checksum thread would begin only after the next copy."""
 
 NUDGE_AFTER = Nanos(2 * MILLISECOND)
 NUDGE_EVERY = Nanos(500 * MILLISECOND)
 
 
 class NixlOffer(Struct, frozen=True):
-    """What a node tells of its agent in the handshake."""
+    """The data about a node's agent that a client gets in the handshake."""
 
     metadata: bytes
     blocks: int  # address of the pool's first byte in the agent's process
@@ -67,7 +67,7 @@ class NixlOffer(Struct, frozen=True):
 
 
 class NixlTransport:
-    """See `kvstore.ports.Transport`. Threads take turns."""
+    """Implements `kvstore.ports.Transport`. Only one thread at a time moves bytes."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class NixlTransport:
         renew: Callable[[Nanos], NixlOffer | None],
         make_agent: Callable[[str], NixlAgent] = NixlAgent,
     ):
-        """Opens an agent and connects it.
+        """Open an agent, and connect it to the node's agent.
 
         Args:
-            offer: The node's.
-            block_bytes: Of the namespace, which the node has opened.
-            clock: For deadlines.
-            deadline: Of the connection.
-            renew: Asks the node for its offer, until a deadline; None: it has none now. Called in a thread of its own.
-            make_agent: With a name that no other agent has.
+            offer: The node's offer.
+            block_bytes: Block size of the namespace, which the node has opened.
+            clock: The clock of deadlines.
+            deadline: Ends the connection attempt.
+            renew: Asks the node for its current offer until a deadline; None means that it has none. Called in a new thread.
+            make_agent: Makes an agent with a unique name.
 
         Raises:
             StoreUnreachable: NIXL cannot be used here, or the node's agent does not answer in time.
@@ -102,7 +102,7 @@ class NixlTransport:
         try:
             self._connection: _NixlConnection | None = _NixlConnection(offer, make_agent, clock, deadline)
         except NixlAgentFailed as error:
-            raise StoreUnreachable(f"no way by NIXL: {error}") from error
+            raise StoreUnreachable(f"no NIXL connection: {error}") from error
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
         return self._exchange(_get, slots, [self._pieces(block) for block in into], deadline)
@@ -114,7 +114,7 @@ class NixlTransport:
         return put_with_checksums(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
-        """Waits for the call in progress, which has a deadline."""
+        """Wait for the running call, which has a deadline, and close the agent."""
         self._closed = True
         with self._turn:
             self._drop()
@@ -149,12 +149,12 @@ class NixlTransport:
         except NixlAgentFailed:
             self._breaker.failed(started, self._clock.now())
         finally:
-            del connection  # or it would outlive its agent's end
+            del connection  # a reference here would keep the agent alive after `close`
             if not in_order:
                 self._drop()
 
     def _current(self, now: Nanos) -> "_NixlConnection | None":
-        """The connection; None while there is none, which this call may begin to mend."""
+        """Return the connection; None if there is none, and then begin to open one if the breaker allows it."""
         if self._connection is None and not self._closed and not self._opening and self._breaker.allows(now):
             self._opening = True
             threading.Thread(target=self._open_again, args=(now,), name="kvstore-nixl", daemon=True).start()
@@ -165,7 +165,7 @@ class NixlTransport:
         try:
             offer = self._renew(deadline)
             connection = None if offer is None else _NixlConnection(offer, self._make_agent, self._clock, deadline)
-        except (NixlAgentFailed, StoreError, ValueError):  # the last of a control plane that was closed meanwhile
+        except (NixlAgentFailed, StoreError, ValueError):  # a closed control plane raises ValueError
             connection = None
         with self._turn:
             self._opening = False
@@ -189,37 +189,37 @@ class NixlTransport:
 
 
 class _NixlTransfer:
-    """Blocks on their way, and what has come of them."""
+    """Blocks of one transfer, and their outcomes."""
 
     def __init__(self, slots: AnySlots, blocks: list[list[ByteArray]]):
         self.slots = slots
         self.blocks = blocks
-        self.right = [False] * len(slots)  # their checksums
+        self.is_sound = [False] * len(slots)  # whether each checksum is right
         self.outcomes = [BlockOutcome.GONE] * len(slots)
         parts = [part for parts in blocks for part in parts]
-        self.starts = [0, *itertools.accumulate(len(parts) for parts in blocks)]  # of each block among the parts
+        self.starts = [0, *itertools.accumulate(len(parts) for parts in blocks)]  # index of each block's first part
         self.local = spans([(int(part.__array_interface__["data"][0]), part.nbytes) for part in parts])
         block_bytes = size_of(blocks[0])
-        inside = np.cumsum(self.local[:, 1]) - self.local[:, 1]  # where each part begins among all bytes
+        inside = np.cumsum(self.local[:, 1]) - self.local[:, 1]  # offset of each part among all bytes
         of = np.repeat(np.arange(len(blocks)), [len(parts) for parts in blocks])
         offsets = np.array([slot.offset for slot in slots], dtype=np.uint64)
-        self.remote = self.local.copy()  # by offset in the pool
+        self.remote = self.local.copy()  # with offsets in the pool instead of addresses
         self.remote[:, 0] = offsets[of] + inside - of.astype(np.uint64) * np.uint64(block_bytes)
 
     def __len__(self) -> int:
         return len(self.slots)
 
-    def chosen(self, indices: list[int]) -> "_NixlTransfer":
+    def subset(self, indices: list[int]) -> "_NixlTransfer":
         return _NixlTransfer([self.slots[index] for index in indices], [self.blocks[index] for index in indices])
 
-    def sum_up(self, chunk: range, begun: threading.Event | None = None) -> None:
-        """Find out which checksums of a chunk are right; `begun` is set when nothing of Python's is needed for a while."""
+    def check_checksums(self, chunk: range, begun: threading.Event | None = None) -> None:
+        """Check the checksums of a chunk; set `begun` just before the native code releases Python's lock."""
         parts = [part for parts in self.blocks[chunk.start : chunk.stop] for part in parts]
         block_bytes = size_of(self.blocks[chunk.start])
         if begun is not None:
             begun.set()
         for index, checksum in zip(chunk, checksums.sums(len(chunk), block_bytes, parts), strict=True):
-            self.right[index] = checksum == self.slots[index].crc32c
+            self.is_sound[index] = checksum == self.slots[index].crc32c
 
     def chunks(self) -> Iterator[range]:
         step = max(1, CHUNK_BYTES // size_of(self.blocks[0]))
@@ -231,7 +231,7 @@ _Act = Callable[["_NixlConnection", _NixlTransfer, Nanos], None]
 
 
 class _NixlConnection:
-    """An agent and its peer. All methods raise `NixlAgentFailed`; then only `close` is left."""
+    """An agent and its peer. All methods raise `NixlAgentFailed`; after that, only `close` may be called."""
 
     def __init__(self, offer: NixlOffer, make_agent: Callable[[str], NixlAgent], clock: Clock, deadline: Nanos):
         self._offer = offer
@@ -243,7 +243,7 @@ class _NixlConnection:
             self._agent.register(spans([(address, self._stamps.nbytes)]))
             self._into = spans([(address + index * STAMP_BYTES, STAMP_BYTES) for index in range(BATCH)])
             self._peer = self._agent.add_peer(offer.metadata)
-            self.holds([Slot(0, 0)], deadline)  # the way works, or it is not one
+            self.holds([Slot(0, 0)], deadline)  # proves that a transfer works
         except BaseException:
             self._agent.close()
             raise
@@ -261,7 +261,7 @@ class _NixlConnection:
         return self._agent.start(direction, work.local[parts], remote, self._peer)
 
     def holds(self, slots: AnySlots, until: Nanos) -> list[bool]:
-        """Which of these places belong to their slots' blocks now."""
+        """Return which of these places belong to their slots' blocks now."""
         pages = np.array([slot.offset // PAGE_BYTES for slot in slots], dtype=np.uint64)
         remote = np.full((len(slots), 3), (0, STAMP_BYTES, 0), dtype=np.uint64)
         remote[:, 0] = np.uint64(self._offer.stamps) + pages * np.uint64(STAMP_BYTES)
@@ -292,17 +292,19 @@ class _NixlConnection:
 
 def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
     registered = connection.register(work)
-    with ThreadPoolExecutor(1, "kvstore-checksums") as helper:  # on one host this thread is the one that copies
+    with ThreadPoolExecutor(
+        1, "kvstore-checksums"
+    ) as checksum_thread:  # on one host, this thread itself copies the bytes
         for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):
                 begun = threading.Event()
-                helper.submit(work.sum_up, arrived, begun)
+                checksum_thread.submit(work.check_checksums, arrived, begun)
                 begun.wait(HAND_OVER_SECONDS)
             else:
-                work.sum_up(arrived)
+                work.check_checksums(arrived)
     for index, is_held in enumerate(connection.holds(work.slots, until)):
         if is_held:
-            work.outcomes[index] = BlockOutcome.MOVED if work.right[index] else BlockOutcome.CORRUPT
+            work.outcomes[index] = BlockOutcome.MOVED if work.is_sound[index] else BlockOutcome.CORRUPT
     connection.deregister(registered)
 
 
@@ -310,7 +312,7 @@ def _put(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None
     held = [index for index, is_held in enumerate(connection.holds(work.slots, until)) if is_held]
     if not held:
         return
-    writing = work if len(held) == len(work) else work.chosen(held)
+    writing = work if len(held) == len(work) else work.subset(held)
     registered = connection.register(writing)
     for _ in _moved(connection, TransferDirection.WRITE, writing, until):
         pass
@@ -323,7 +325,7 @@ def _put(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None
 def _moved(
     connection: _NixlConnection, direction: TransferDirection, work: _NixlTransfer, until: Nanos
 ) -> Iterator[range]:
-    """Chunk after chunk, as they arrive, the next one being on its way already."""
+    """Yield chunks as they arrive; the next chunk is already being moved."""
     before: tuple[int, range] | None = None
     for chunk in work.chunks():
         transfer = connection.start(direction, work, chunk)

@@ -1,7 +1,7 @@
-"""A NIXL agent with the UCX backend, in our words: translation only. Needs ``nixl``.
+"""NIXL agent: a thin wrapper of a NIXL agent with the UCX backend. Needs the package ``nixl``.
 
-NIXL raises a dozen exceptions that share no base, returns states as strings and has no deadlines; UCX prints, and may end
-the process when a peer goes away at a bad moment, so that a node keeps its agent in a process of its own.
+NIXL raises a dozen exceptions without a common base, returns states as strings, and has no deadlines. UCX prints to
+standard output, and may end the process when a peer disappears. So a node runs its agent in a process of its own.
 """
 
 import contextlib
@@ -20,36 +20,36 @@ BACKEND = "UCX"
 
 
 class NixlAgentFailed(Exception):
-    """The agent, the way to its peer, or the peer: nothing more can be had from it. Close it."""
+    """The agent, its peer or their connection failed; the agent has to be closed."""
 
 
 class NixlMemoryKind(StrEnum):
-    """Where registered bytes lie."""
+    """The kind of memory that is registered."""
 
     DRAM = "DRAM"
     VRAM = "VRAM"
 
 
 class TransferDirection(StrEnum):
-    """Of a transfer, seen from who starts it."""
+    """The direction of a transfer, seen from the agent that starts it."""
 
     READ = "READ"
     WRITE = "WRITE"
 
 
 Spans: TypeAlias = NDArray[np.uint64]
-"""Stretches of a process's memory, one a row: address, length in bytes, device (0 for DRAM)."""
+"""Memory ranges of a process, one in each row: address, length in bytes, device (0 for DRAM)."""
 
 
 def spans(rows: Sequence[tuple[int, int]], device: int = 0) -> Spans:
-    """Of addresses and lengths."""
+    """Make a table from addresses and lengths."""
     table = np.full((len(rows), 3), device, dtype=np.uint64)
     table[:, :2] = rows
     return table
 
 
 def joined(table: Spans) -> Spans:
-    """The same bytes in as few spans as possible, which do not overlap; all on one device."""
+    """Merge spans of one device into as few spans as possible that do not overlap."""
     table = table[np.argsort(table[:, 0])]
     begins, ends = table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])
     first = np.flatnonzero(np.concatenate(([True], begins[1:] > ends[:-1])))
@@ -60,10 +60,10 @@ def joined(table: Spans) -> Spans:
 
 
 class NixlAgent:
-    """One end of NIXL. Not for several threads at a time. All methods raise `NixlAgentFailed`."""
+    """A NIXL agent, for one thread at a time. All methods raise `NixlAgentFailed`."""
 
     def __init__(self, name: str):
-        """Takes half a second: UCX looks at all the devices of the machine."""
+        """Open the agent, which takes half a second, because UCX examines all devices of the machine."""
         try:
             api = importlib.import_module("nixl._api")
             bindings = importlib.import_module("nixl._bindings")
@@ -74,7 +74,7 @@ class NixlAgent:
             kind for _, kind in inspect.getmembers(bindings, inspect.isclass) if issubclass(kind, Exception)
         )
         with self._translated():
-            config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])  # it would spin
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])  # that thread would spin
             self._agent = api.nixl_agent(name, config)
         if BACKEND not in self._agent.backends:
             raise NixlAgentFailed("nixl has no UCX plugin here; `fleet doctor` says more")
@@ -84,12 +84,12 @@ class NixlAgent:
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to reach this agent and the memory that it has registered."""
+        """The data that a peer needs to reach this agent and its registered memory."""
         with self._translated():
             return bytes(self._agent.get_agent_metadata())
 
     def register(self, table: Spans, memory: NixlMemoryKind = NixlMemoryKind.DRAM) -> int:
-        """Make memory usable in transfers, until `deregister` of the number that is returned."""
+        """Register memory for transfers; return the number to pass to `deregister`."""
         number = next(self._numbers)
         with self._translated():
             regions = [(*row, "") for row in table.tolist()]
@@ -101,7 +101,7 @@ class NixlAgent:
             self._agent.deregister_memory(self._registered.pop(registered))
 
     def add_peer(self, metadata: bytes) -> str:
-        """Get to know another agent; returns its name."""
+        """Add another agent as a peer; return its name."""
         with self._translated():
             name = self._agent.add_remote_agent(metadata)
             return name.decode() if isinstance(name, bytes) else str(name)
@@ -114,9 +114,9 @@ class NixlAgent:
         peer: str,
         memory: NixlMemoryKind = NixlMemoryKind.DRAM,
     ) -> int:
-        """Begin a transfer between as many spans on both sides, pairwise of one length; the peer's are in its DRAM.
+        """Begin a transfer between pairs of spans of equal length, and return its number.
 
-        Where both processes are on one host, the bytes may be there when it returns. Returns the transfer's number.
+        The peer's spans are in its DRAM. If both processes are on one host, the bytes may have been moved on return.
         """
         number = next(self._numbers)
         with self._translated():
@@ -131,7 +131,7 @@ class NixlAgent:
         return number
 
     def is_done(self, transfer: int) -> bool:
-        """Whether all its bytes are there; then the number is void."""
+        """Return whether all bytes of the transfer have been moved; its number is then no longer valid."""
         with self._translated():
             state = self._agent.check_xfer_state(self._transfers[transfer])
             if state == "PROC":
@@ -142,23 +142,23 @@ class NixlAgent:
         return True
 
     def nudge(self, peer: str) -> None:
-        """Have the peer attend to its transfers, where it is its processor that moves the bytes."""
+        """Ask the peer to make progress, for transfers whose bytes its processor moves."""
         with self._translated():
             self._agent.send_notif(peer, b"nudge")
 
     def attend(self) -> bool:
-        """Let peers connect, and move their bytes; whether one has nudged."""
+        """Let peers connect, and make progress with transfers; return whether a peer has called `nudge`."""
         with self._translated():
             return bool(self._agent.get_new_notifs())
 
     def close(self) -> None:
-        """Ends all transfers: when this returns, nothing writes to this process's memory any more. Takes 0.2 s."""
+        """End all transfers; afterwards nothing writes to this process's memory. Takes 0.2 s."""
         for transfer in self._transfers.values():
-            with contextlib.suppress(*self._failures):  # one that cannot be cancelled ends with the agent
+            with contextlib.suppress(*self._failures):  # a transfer that cannot be cancelled ends with the agent
                 transfer.release()
         self._transfers.clear()
         self._registered.clear()
-        self._agent = None  # and nobody else has it: this is its end
+        self._agent = None  # the last reference
 
     def _translated(self) -> "_Translated":
         return _Translated(self._failures)

@@ -1,6 +1,6 @@
-"""The node's end of the NIXL transport: a process that holds an agent, watched over and replaced when it dies.
+"""NIXL node: starts the process with a node's NIXL agent, and replaces it when it dies.
 
-A process of its own, because UCX ends its process when a peer goes away at a bad moment, and a node must not end with it.
+The agent has a process of its own, because UCX may end its process when a peer disappears, and the node must live on.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from kvstore.errors import StoreNotStarted
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.nixl import NixlOffer
 
-STARTING_SECONDS = 60.0  # UCX looks at all the devices of a machine, which takes seconds where processors are busy
+STARTING_SECONDS = 60.0  # UCX examines all devices of the machine, which takes seconds on a busy host
 ENDING_SECONDS = 2.0
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 def has_fabric() -> bool:
-    """Whether this host has a device that NIXL is faster on than plain TCP."""
+    """Return whether this host has an RDMA device, on which NIXL is faster than TCP."""
     return FABRICS.is_dir() and any(FABRICS.iterdir())
 
 
 class NixlNode:
-    """An agent for a pool, as long as `run` runs."""
+    """The agent process of a pool; `run` keeps it alive."""
 
     def __init__(self, tier: SharedMemoryTier):
         self._tier = tier
@@ -40,12 +40,12 @@ class NixlNode:
 
     @property
     def offer(self) -> NixlOffer | None:
-        """What to tell clients; None while there is no agent."""
+        """The offer for clients; None while there is no agent."""
         return self._offer
 
     @property
     def pid(self) -> int | None:
-        """Of the process that holds the agent."""
+        """The id of the agent process; None while there is none."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
@@ -61,7 +61,7 @@ class NixlNode:
             "kvstore.transports.nixl_process",
             str(pool),
             str(self._tier.capacity_bytes),
-            stdin=asyncio.subprocess.PIPE,  # it ends when this end is closed, however that comes about
+            stdin=asyncio.subprocess.PIPE,  # the process ends when this pipe closes, also if the node is killed
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(pool,),
         )
@@ -73,7 +73,7 @@ class NixlNode:
         except (TimeoutError, msgspec.DecodeError) as error:
             await self.stop()
             raise StoreNotStarted(
-                "nixl: its process does not come up; `fleet doctor` says whether NIXL works"
+                "nixl: the agent process did not start; `fleet doctor` says whether NIXL works"
             ) from error
         except BaseException:
             await self.stop()
@@ -92,9 +92,9 @@ class NixlNode:
             try:
                 await self.start()
             except StoreNotStarted as error:
-                log.warning("nixl process does not start", extra={"reason": str(error)})
+                log.warning("nixl process not started", extra={"reason": str(error)})
             else:
-                log.info("nixl process started again")
+                log.info("nixl process restarted")
 
     async def stop(self) -> None:
         """End the process."""

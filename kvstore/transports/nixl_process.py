@@ -1,8 +1,8 @@
-"""The process that holds a node's NIXL agent: ``python -m kvstore.transports.nixl_process POOL CAPACITY_BYTES``.
+"""NIXL process: holds a node's NIXL agent (``python -m kvstore.transports.nixl_process POOL CAPACITY_BYTES``).
 
-It maps the pool behind the file descriptor POOL, registers it, writes a `NixlOffer` as msgpack to standard output and closes
-that, then lets peers connect and move bytes until its standard input ends. It has nothing that is not in the pool: the node
-starts another one when it dies.
+It maps the pool behind the file descriptor POOL and registers it. Then it writes a `NixlOffer` as msgpack to standard
+output and closes that. It serves peers until its standard input ends. Its only state is the pool, so the node can
+replace it at any time.
 """
 
 import os
@@ -19,8 +19,8 @@ from kvstore.transports.nixl import NixlOffer
 from kvstore.transports.nixl_agent import NixlAgent, spans
 
 IDLE_SECONDS = 0.01
-"""Between two looks while nobody needs this process's help to move bytes: 1 % of a core. A client that connects waits that
-long, and so does one whose bytes this processor has to move, until its nudge is seen."""
+"""Pause between two polls while no peer needs help with its transfers; this costs 1 % of a core. A client that connects,
+or that calls `nudge`, waits that long."""
 
 BUSY_SECONDS = 0.0001
 BUSY_AFTER_A_NUDGE = Nanos(1 * SECOND)
@@ -29,9 +29,9 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def serve(pool: int, capacity_bytes: int) -> None:
-    """Until standard input ends."""
+    """Serve peers until standard input ends."""
     answer = os.dup(STDOUT)
-    os.dup2(STDERR, STDOUT)  # what NIXL and UCX print is no answer
+    os.dup2(STDERR, STDOUT)  # keeps the output of NIXL and UCX out of the answer
     mapping = Mapping(pool, capacity_bytes)
     agent = NixlAgent(f"kvstore-node-{uuid.uuid4().hex}")
     both = [(int(each.__array_interface__["data"][0]), each.nbytes) for each in (mapping.bytes, mapping.stamps)]

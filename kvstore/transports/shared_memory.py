@@ -1,9 +1,9 @@
-"""The way between processes of one host: the client maps the node's pool and copies for itself.
+"""Shared-memory transport: a client on the node's host maps the pool, and copies blocks itself.
 
-The pool's descriptor is handed out over a Unix socket (SCM_RIGHTS), to whoever names a namespace that is open. One
-exchange a connection: ``magic ‖ digest (16)`` one way, ``magic ‖ status (1) ‖ 3 unused ‖ capacity in bytes (8)`` and
-the descriptor the other way; integers are big-endian. A connection that begins with the magic `CALLS` instead is for
-the calls of `kvstore.protocol.calls`.
+The node sends the pool's descriptor over a Unix socket (SCM_RIGHTS) to every client that names an open namespace. Each
+connection has one exchange. The client sends ``magic ‖ digest (16)``; the node answers ``magic ‖ status (1) ‖ 3 unused ‖
+capacity in bytes (8)`` with the descriptor. Integers are big-endian. A connection that begins with the magic `CALLS`
+instead carries the calls of `kvstore.protocol.calls`.
 """
 
 import asyncio
@@ -33,34 +33,34 @@ ANSWER = struct.Struct(">4sB3xQ")
 GRANTED, REFUSED = 0, 1
 
 POPULATE_BYTES = 1 << 30
-"""Of a pool, set up in a client's page tables when it opens: 0.3 s a GiB once, instead of a fault a page later."""
+"""Bytes of a pool that a client enters into its page tables at the start: 0.3 s for each GiB, but no page faults later."""
 
-BATCH_BYTES = 16 << 20  # copied between two looks at the clock: one to two milliseconds
+BATCH_BYTES = 16 << 20  # copied between two checks of the clock: one to two milliseconds
 
-OUTCOMES = (BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT)  # by the number that native code gives them
+OUTCOMES = (BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT)  # indexed by the native code's numbers
 
-HANDOUT_SECONDS = 2.0  # for a client to ask its question
-HANDOUTS = 32  # connections that have not asked yet; when one more comes, who has been silent for longest goes
-QUEUE_SECONDS = 1.0  # that a client waits where too many others do; then it goes another way, and tries again by and by
-OUT_OF_FILES_SECONDS = 0.1  # until a client that waits is looked at again
+HANDOUT_SECONDS = 2.0  # time for a client to send its request
+HANDOUTS = 32  # connections that have not sent a request yet; a further one replaces the oldest
+QUEUE_SECONDS = 1.0  # longest wait of a client for a full node; then it uses another data path
+OUT_OF_FILES_SECONDS = 0.1  # pause before the next try to accept
 
 
 Answer = TypeVar("Answer")
 
 
 class SharedMemoryTransport:
-    """Reads and writes the pool in place of the node. See `kvstore.ports.Transport`."""
+    """Implements `kvstore.ports.Transport` on the mapped pool."""
 
     def __init__(self, path: str, digest: bytes, block_bytes: int, clock: Clock, deadline: Nanos):
-        """Fetches and maps the pool.
+        """Fetch the pool's descriptor, and map the pool.
 
         Raises:
-            StoreUnreachable: Nobody answers on that socket in time, or the memory cannot be mapped.
+            StoreUnreachable: The socket does not answer in time, or the memory cannot be mapped.
             NamespaceUnknown: The node does not know the namespace.
         """
         self._block_bytes = block_bytes
         self._clock = clock
-        self._mapping = _fetch(path, digest, clock, deadline)
+        self._mapping = _fetch_pool(path, digest, clock, deadline)
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
         def move(packed: bytes, parts: list[ByteArray]) -> list[BlockOutcome]:
@@ -90,7 +90,7 @@ class SharedMemoryTransport:
     def get_shard(
         self, slots: AnySlots, shard: RankShard, into: Sequence[MutableBlock], deadline: Nanos
     ) -> list[BlockOutcome]:
-        """As `get`, of what one rank holds of each block; all of the block is verified."""
+        """Fetch one rank's shard of each block, like `get`; the whole block is verified."""
         assert len(slots) == len(into), (len(slots), len(into))
         return [
             self._get_one_shard(slot, shard, pieces(each), deadline) for slot, each in zip(slots, into, strict=True)
@@ -99,9 +99,9 @@ class SharedMemoryTransport:
     def put_shard(
         self, slots: AnySlots, shard: RankShard, blocks: Sequence[Block], deadline: Nanos
     ) -> list[int | None]:
-        """Write what one rank holds of blocks into reserved slots: what it adds to their checksums.
+        """Write one rank's shard of each block into reserved slots; return what each shard adds to its block's checksum.
 
-        None for a block that was not written: its place is another's by now, or it is too late.
+        The result is None for a block that was not written: its place belongs to another block, or it is too late.
         """
         assert len(slots) == len(blocks), (len(slots), len(blocks))
         return [
@@ -109,7 +109,7 @@ class SharedMemoryTransport:
         ]
 
     def close(self) -> None:
-        """Nothing to do: the mapping goes with its last user, which may be a thread that still copies."""
+        """Do nothing: the mapping ends with its last user, which may be a thread that still copies."""
 
     def _get_one_shard(self, slot: Slot, shard: RankShard, parts: list[ByteArray], deadline: Nanos) -> BlockOutcome:
         place = self._place(slot, deadline)
@@ -128,7 +128,7 @@ class SharedMemoryTransport:
         return added if self._mapping.holds(slot) else None
 
     def _place(self, slot: Slot, deadline: Nanos) -> ByteArray | None:
-        """A block's bytes; None when they are another's, or it is too late."""
+        """Return a view of a block's bytes; None if the place belongs to another block, or it is too late."""
         if self._clock.now() >= deadline or slot.offset + self._block_bytes > self._mapping.bytes.nbytes:
             return None
         return self._mapping.block(slot.offset, self._block_bytes) if self._mapping.holds(slot) else None
@@ -141,7 +141,7 @@ class SharedMemoryTransport:
         move: Callable[[bytes, list[ByteArray]], list[Answer]],
         late: Answer,
     ) -> list[Answer]:
-        """A batch at a time, as long as there is time; what came of each block."""
+        """Move blocks in batches until the deadline; return the result of each block."""
         assert len(slots) == len(blocks), (len(slots), len(blocks))
         packed = slots.packed if isinstance(slots, Slots) else Slots.of(slots).packed
         step = max(1, BATCH_BYTES // self._block_bytes)
@@ -154,7 +154,7 @@ class SharedMemoryTransport:
         return answers
 
 
-def _fetch(path: str, digest: bytes, clock: Clock, deadline: Nanos) -> Mapping:
+def _fetch_pool(path: str, digest: bytes, clock: Clock, deadline: Nanos) -> Mapping:
     files: list[int] = []
     try:
         with connect(path, min(QUEUE_SECONDS, seconds(deadline - clock.now()))) as connection:
@@ -167,7 +167,7 @@ def _fetch(path: str, digest: bytes, clock: Clock, deadline: Nanos) -> Mapping:
         if status != GRANTED:
             raise NamespaceUnknown(digest)
         if not files:
-            raise StoreUnreachable(f"unix:{path} sent no memory")
+            raise StoreUnreachable(f"unix:{path} sent no file descriptor")
         mapping = Mapping(files[0], capacity_bytes)
     except (OSError, ValueError) as error:
         raise StoreUnreachable(f"no shared memory from unix:{path}: {reason(error)}") from error
@@ -179,7 +179,7 @@ def _fetch(path: str, digest: bytes, clock: Clock, deadline: Nanos) -> Mapping:
 
 
 class MemoryHandout:
-    """The node's end: hands the pool out."""
+    """Memory handout: the node's socket that gives the pool's memory to processes of its host."""
 
     def __init__(
         self,
@@ -188,30 +188,30 @@ class MemoryHandout:
         knows: Callable[[bytes], bool],
         take_caller: Callable[[socket.socket], Awaitable[None]] | None = None,
     ):
-        """Serves from `run` on.
+        """Prepare the handout; `run` serves it.
 
         Args:
-            listener: A listening Unix socket, not blocking; the caller closes it.
-            tier: Whose memory to hand out.
-            knows: Whether the namespace with that digest is open.
-            take_caller: Takes a connection over that is for calls; None: they are not served here.
+            listener: A listening, non-blocking Unix socket; the caller closes it.
+            tier: The pool.
+            knows: Returns whether the namespace with that digest is open.
+            take_caller: Takes over a connection for calls; None if calls are not served here.
         """
         self._listener = listener
         self._tier = tier
         self._knows = knows
         self._take_caller = take_caller
-        self._silent: dict[int, asyncio.Task[None]] = {}  # connections that have not asked yet, by number; oldest first
+        self._waiting: dict[int, asyncio.Task[None]] = {}  # connections without a request, by number; oldest first
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Serve until cancelled."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             for number in itertools.count():
                 connection = await self._accepted(loop)
-                if len(self._silent) >= HANDOUTS:
-                    self._silent.pop(next(iter(self._silent))).cancel()
-                self._silent[number] = tasks.create_task(self._serve(number, connection))
-                await asyncio.sleep(0)  # it may have asked already; and accepting does not wait while there are more
+                if len(self._waiting) >= HANDOUTS:
+                    self._waiting.pop(next(iter(self._waiting))).cancel()
+                self._waiting[number] = tasks.create_task(self._serve(number, connection))
+                await asyncio.sleep(0)  # lets the task read a request that is already there
 
     async def _accepted(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
         while True:
@@ -225,14 +225,14 @@ class MemoryHandout:
                 return connection
 
     async def _serve(self, number: int, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, TimeoutError):  # a client that left, or says nothing
+        with connection, contextlib.suppress(OSError, TimeoutError):  # the client left, or is silent
             try:
-                question = await _question(connection)
+                request = await _read_request(connection)
             finally:
-                self._silent.pop(number, None)
-            if len(question) < QUESTION.size:
+                self._waiting.pop(number, None)
+            if len(request) < QUESTION.size:
                 return
-            magic, digest = QUESTION.unpack(question)
+            magic, digest = QUESTION.unpack(request)
             if magic == CALLS and self._take_caller is not None:
                 await self._take_caller(socket.socket(fileno=connection.detach()))
             if magic != MAGIC:
@@ -244,14 +244,14 @@ class MemoryHandout:
                 connection.send(ANSWER.pack(MAGIC, REFUSED, 0))
 
 
-async def _question(connection: socket.socket) -> bytes:
-    """What a client asks; less where it leaves before that."""
+async def _read_request(connection: socket.socket) -> bytes:
+    """Read a client's request; return fewer bytes if the client leaves."""
     loop = asyncio.get_running_loop()
-    question = b""
+    request = b""
     async with asyncio.timeout(HANDOUT_SECONDS):
-        while len(question) < QUESTION.size:
-            received = await loop.sock_recv(connection, QUESTION.size - len(question))
+        while len(request) < QUESTION.size:
+            received = await loop.sock_recv(connection, QUESTION.size - len(request))
             if not received:
                 break
-            question += received
-    return question
+            request += received
+    return request

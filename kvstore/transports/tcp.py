@@ -1,12 +1,11 @@
-"""The client's end of the TCP data plane: a few connections, requests in windows, everything with a deadline.
+"""TCP transport: the client's end of the TCP data plane, with a few connections and requests in windows.
 
-Sockets block, in the system and without Python's lock, until all that was asked for is there or the system's own timer
-ends the wait: one call moves megabytes, where polling before each read would move what a socket buffer holds.
+Sockets block in the kernel, without Python's lock, until all requested bytes have arrived or the kernel's timer ends the
+wait. So one call moves megabytes, while polling before each read would move one socket buffer at a time.
 """
 
 import contextlib
 import socket
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -17,6 +16,7 @@ from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.net.addresses import host_port
+from kvstore.net.unix_sockets import TIMEVAL
 from kvstore.security.authentication import AuthenticationKey, ProofSide, nonce
 from kvstore.transports.checksums import put_with_checksums
 from kvstore.transports.tcp_frames import (
@@ -33,11 +33,9 @@ from kvstore.transports.tcp_frames import (
 )
 
 CONNECTIONS = 4
-"""Of one client: as many threads move bytes at a time, and further ones wait for their turn."""
+"""Connections of one client: that many threads move bytes at a time, and further threads wait."""
 
-CHUNK_BYTES = 4 << 20  # received at a time, and summed up while they are still in the processor's cache
-
-TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as SO_RCVTIMEO wants them
+CHUNK_BYTES = 4 << 20  # received at a time; their checksum is taken while they are in the processor's cache
 
 OUTCOMES = {
     DataPlaneStatus.DONE: BlockOutcome.MOVED,
@@ -49,7 +47,7 @@ Each = TypeVar("Each")
 
 
 class TcpTransport:
-    """See `kvstore.ports.Transport`. Connections that break are replaced by the next calls, as far as a breaker lets them."""
+    """Implements `kvstore.ports.Transport`. The next call replaces a broken connection if the breaker allows it."""
 
     def __init__(
         self,
@@ -60,18 +58,18 @@ class TcpTransport:
         deadline: Nanos,
         key: AuthenticationKey | None = None,
     ):
-        """Connects and binds to the namespace.
+        """Connect, and bind to the namespace.
 
         Args:
             address: ``host:port``.
-            digest: Of the namespace.
-            block_bytes: Of the namespace.
-            clock: For deadlines.
-            deadline: Of the connection.
-            key: That both ends have to prove (`Purpose.DATA`); None: neither does, and a node that asks is refused.
+            digest: The namespace's digest.
+            block_bytes: The namespace's block size.
+            clock: The clock of deadlines.
+            deadline: Ends the connection attempt.
+            key: The key that both ends have to prove (`Purpose.DATA`). None: no proofs; a node that wants one is an error.
 
         Raises:
-            StoreUnreachable: Nobody answers there in time, or it is not a node that has the key.
+            StoreUnreachable: The node does not answer in time, or does not prove the key.
             NamespaceUnknown: The node does not know the namespace.
         """
         self._host, self._port = host_port(address)
@@ -81,7 +79,7 @@ class TcpTransport:
         self._key = key
         self._breaker = CircuitBreaker()
         self._room = threading.Semaphore(CONNECTIONS)
-        self._guard = threading.Lock()  # of what follows
+        self._guard = threading.Lock()  # guards the breaker and the following fields
         self._closed = False
         self._busy: set[socket.socket] = set()
         self._idle = [self._open(deadline)]
@@ -96,11 +94,11 @@ class TcpTransport:
         return put_with_checksums(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
-        """Calls in other threads end with misses."""
+        """Close all connections; running calls of other threads end with misses."""
         with self._guard:
             self._closed = True
             for connection in self._busy:
-                with contextlib.suppress(OSError):  # broken already
+                with contextlib.suppress(OSError):  # already broken
                     connection.shutdown(socket.SHUT_RDWR)
             while self._idle:
                 self._idle.pop().close()
@@ -121,7 +119,7 @@ class TcpTransport:
 
     @contextlib.contextmanager
     def _connection(self, deadline: Nanos) -> Iterator[socket.socket | None]:
-        """A connection to use alone; None when there is none now. A failure inside ends it, and is told to the breaker."""
+        """Give a connection for exclusive use; None if there is none. A failure closes it, and counts for the breaker."""
         started = self._clock.now()
         connection = self._take(started, deadline)
         if connection is None:
@@ -134,7 +132,7 @@ class TcpTransport:
         except (OSError, ValueError):
             with self._guard:
                 self._breaker.failed(started, self._clock.now())
-                while self._idle:  # of the same node
+                while self._idle:  # they lead to the same node
                     self._idle.pop().close()
         finally:
             with self._guard:
@@ -142,7 +140,7 @@ class TcpTransport:
                 if in_step and not self._closed:
                     self._breaker.succeeded()
                     self._idle.append(connection)
-                else:  # replies that nobody reads would be taken for those of the next requests
+                else:  # unread replies would be taken for replies to the next requests
                     connection.close()
 
     def _take(self, now: Nanos, deadline: Nanos) -> socket.socket | None:
@@ -157,7 +155,7 @@ class TcpTransport:
                 return None
         try:
             connection = self._open(deadline)
-        except (StoreUnreachable, NamespaceUnknown):  # the control plane will find out which, and mend it
+        except (StoreUnreachable, NamespaceUnknown):  # the control connection finds the cause and repairs it
             with self._guard:
                 self._breaker.failed(now, self._clock.now())
             return None
@@ -170,26 +168,26 @@ class TcpTransport:
             with contextlib.ExitStack() as undo:
                 timeout_seconds = max(seconds(deadline - self._clock.now()), 0.001)
                 connection = undo.enter_context(socket.create_connection((self._host, self._port), timeout_seconds))
-                connection.settimeout(None)  # the system keeps the time from now on
+                connection.settimeout(None)  # from now on, the kernel's timers apply
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._introduce(_DataPlaneSocket(connection, self._clock, deadline))
+                self._shake_hands(_DataPlaneSocket(connection, self._clock, deadline))
                 undo.pop_all()
                 return connection
         except (OSError, ValueError) as error:
             raise StoreUnreachable(f"no data plane at {self._host}:{self._port}: {error}") from error
 
-    def _introduce(self, channel: "_DataPlaneSocket") -> None:
-        mine = nonce()
-        channel.send([OPENING.pack(MAGIC, DataPlaneOperation.OPEN, self._digest, mine)])
-        magic, status, theirs = CHALLENGE.unpack(channel.read(CHALLENGE.size))
+    def _shake_hands(self, channel: "_DataPlaneSocket") -> None:
+        client_nonce = nonce()
+        channel.send([OPENING.pack(MAGIC, DataPlaneOperation.OPEN, self._digest, client_nonce)])
+        magic, status, node_nonce = CHALLENGE.unpack(channel.read(CHALLENGE.size))
         if magic != MAGIC:
-            raise ValueError("that is not a store node")
+            raise ValueError("the answer is not from a store node")
         if status == DataPlaneStatus.AUTHENTICATE:
             if self._key is None:
                 raise StoreUnreachable(
-                    f"{self._host}:{self._port} asks for a proof: set this client's secret to the node's"
+                    f"{self._host}:{self._port} asks for a proof: give this client the node's secret"
                 )
-            words = (self._digest, mine, theirs)
+            words = (self._digest, client_nonce, node_nonce)
             channel.send([self._key.proof(ProofSide.CLIENT, *words)])
             magic, status, proof = VERDICT.unpack(channel.read(VERDICT.size))
             if magic != MAGIC or status == DataPlaneStatus.REFUSED:
@@ -197,11 +195,11 @@ class TcpTransport:
             if not self._key.proves(proof, ProofSide.NODE, *words):
                 raise StoreUnreachable(f"{self._host}:{self._port} is not the node: it does not prove the secret")
         elif self._key is not None:
-            raise StoreUnreachable(f"{self._host}:{self._port} proves nothing: set the node's secret to this client's")
+            raise StoreUnreachable(f"{self._host}:{self._port} has no secret: give the node this client's secret")
         if status == DataPlaneStatus.UNKNOWN:
             raise NamespaceUnknown(self._digest)
         if status != DataPlaneStatus.DONE:
-            raise ValueError(f"an answer of status {status}")
+            raise ValueError(f"unexpected status {status}")
 
     def _pieces(self, block: Block) -> list[ByteArray]:
         parts = pieces(block)
@@ -210,7 +208,7 @@ class TcpTransport:
 
 
 class _BlockTransfer:
-    """A block on its way, and what has come of it."""
+    """One block to move, and its outcome."""
 
     def __init__(self, slot: Slot, parts: list[ByteArray]):
         self.slot = slot
@@ -219,7 +217,7 @@ class _BlockTransfer:
 
 
 class _DataPlaneSocket:
-    """A connection, for as long as a deadline allows. Raises OSError when it breaks, ValueError when it talks nonsense."""
+    """A connection with a deadline. An OSError means that it is broken, a ValueError that the node's bytes are invalid."""
 
     def __init__(self, connection: socket.socket, clock: Clock, deadline: Nanos):
         self._connection = connection
@@ -256,33 +254,33 @@ class _DataPlaneSocket:
 
 
 def _pipeline(operation: DataPlaneOperation, work: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
-    """Notes the outcome of each block that was dealt with before the connection broke, if it did."""
+    """Move blocks, and note the outcome of each one; blocks after a broken connection keep their first outcome."""
     waiting: list[_BlockTransfer] = []
-    for window in _cut(work, WINDOW):
-        _ask(operation, window, channel)
-        if waiting:  # one request ahead of the replies
-            _answer(operation, waiting, channel)
+    for window in _batches(work, WINDOW):
+        _send_request(operation, window, channel)
+        if waiting:  # keeps one request ahead of the replies
+            _read_reply(operation, waiting, channel)
         waiting = window
-    _answer(operation, waiting, channel)
+    _read_reply(operation, waiting, channel)
 
 
-def _ask(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
+def _send_request(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
     heads = [ENTRY.pack(each.slot.offset, each.slot.generation, each.slot.crc32c) for each in window]
     bodies = [part.data for each in window for part in each.parts] if operation is DataPlaneOperation.PUT else []
     channel.send([b"".join([REQUEST.pack(MAGIC, operation, len(window)), *heads]), *bodies])
 
 
-def _answer(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
+def _read_reply(operation: DataPlaneOperation, window: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
     reply = channel.read(REPLY.size + len(window))
     if REPLY.unpack_from(reply) != (MAGIC, len(window)):
-        raise ValueError("that is not the reply to the request")
+        raise ValueError("the reply does not match the request")
     statuses = [_status(each) for each in reply[REPLY.size :]]
     if operation is DataPlaneOperation.PUT:
         for each, status in zip(window, statuses, strict=True):
             each.outcome = OUTCOMES[status]
         return
     incoming = [each for each, status in zip(window, statuses, strict=True) if status is DataPlaneStatus.DONE]
-    for chunk in _cut(incoming, max(1, CHUNK_BYTES // size_of(window[0].parts))):
+    for chunk in _batches(incoming, max(1, CHUNK_BYTES // size_of(window[0].parts))):
         channel.receive([part.data for each in chunk for part in each.parts])
         for each in chunk:
             if crc32c(each.parts) == each.slot.crc32c:
@@ -290,16 +288,16 @@ def _answer(operation: DataPlaneOperation, window: list[_BlockTransfer], channel
     after = [_status(each) for each in channel.read(len(window))]
     for each, *held in zip(window, statuses, after, strict=True):
         if each.outcome is not BlockOutcome.MOVED and held == [DataPlaneStatus.DONE, DataPlaneStatus.DONE]:
-            each.outcome = BlockOutcome.CORRUPT  # although the place was still that block's
+            each.outcome = BlockOutcome.CORRUPT  # the place still belonged to the block
 
 
 def _status(value: int) -> DataPlaneStatus:
     status = DataPlaneStatus(value)
     if status not in OUTCOMES:
-        raise ValueError(f"status {status.name} in a reply")
+        raise ValueError(f"unexpected status {status.name} in a reply")
     return status
 
 
-def _cut(work: list[Each], size: int) -> Iterator[list[Each]]:
+def _batches(work: list[Each], size: int) -> Iterator[list[Each]]:
     for start in range(0, len(work), size):
         yield work[start : start + size]

@@ -1,16 +1,16 @@
-"""The node's end of the TCP data plane.
+"""TCP server: the node's end of the TCP data plane.
 
 Rules:
 
-1. All on one event loop, and bytes go between sockets and the pool directly. Nothing changes between a look at the
-   machine and the system call right after it; after every pause the look is repeated.
-2. A connection is a generator that reads like the conversation it leads (`kvstore.transports.tcp_frames`). It makes system
-   calls that do not block, and yields what its socket has to be ready for before the next one.
-3. After `TURN_BYTES` a connection lets the others go on.
-4. Nothing is kept for a slow client but one request: what it does not take stays in the pool.
-5. A connection is a newcomer until it has proven the secret; without a secret, until it has named a namespace that is open
-   here. Newcomers have a small share of their own (`MAX_UNPROVEN`), in which the oldest gives way to the next
-   (`kvstore.net.unproven_connections`), and never a place of the `CONNECTIONS` of those who are proven.
+1. Everything runs on one event loop, and bytes move between sockets and the pool directly. A connection asks the machine
+   for a place right before each system call, and asks again after every wait.
+2. A connection is a generator that follows the protocol step by step (`kvstore.transports.tcp_frames`). It makes
+   non-blocking system calls, and yields the readiness that it needs before the next one.
+3. After `TURN_BYTES`, a connection lets the others run.
+4. For a slow client, the node stores only one request; the blocks that the client has not taken stay in the pool.
+5. A connection is unproven until it has proven the secret; without a secret, until it has named an open namespace.
+   Unproven connections have `MAX_UNPROVEN` places of their own, where a new one replaces the oldest
+   (`kvstore.net.unproven_connections`). They never take one of the `CONNECTIONS` places of proven connections.
 """
 
 import asyncio
@@ -43,22 +43,22 @@ from kvstore.transports.tcp_frames import (
 )
 
 STALLED = Nanos(10 * SECOND)
-"""A connection that is in the middle of something and has not moved a byte for this long is cut."""
+"""A connection that has moved no byte for this long in the middle of an exchange is closed."""
 
 CONNECTIONS = 512
-"""Proven ones, at a time: each client keeps four at most."""
+"""Most proven connections at a time. A client keeps at most four."""
 
 MAX_UNPROVEN = 64
-"""Connections in their handshake, at a time. It takes two round trips, so that these let thousands of clients in each second."""
+"""Most connections in their handshake. It takes two round trips, so this lets in thousands of clients each second."""
 
 BACKLOG = 128
 TURN_BYTES = 2 << 20
 SCRATCH_BYTES = 1 << 18
-LOW_WATER_BYTES = 1 << 18  # of a body, received at a time if that much is still to come
+LOW_WATER_BYTES = 1 << 18  # least bytes of a body to receive at a time, if that many are outstanding
 
 
 class SocketReadiness(Enum):
-    """What a connection waits for."""
+    """The socket state that a connection waits for."""
 
     TO_READ = auto()
     TO_WRITE = auto()
@@ -72,13 +72,13 @@ class DataPlaneServer:
     """Serves blocks to other hosts."""
 
     def __init__(self, machine: BlockMachine, tier: MemoryTier, clock: Clock, key: AuthenticationKey | None = None):
-        """Serves from `listen` on.
+        """Prepare the server; `listen` starts it.
 
         Args:
-            machine: Says which places may be read and written.
-            tier: Where the bytes lie.
-            clock: Says which connections have stalled.
-            key: That clients have to prove, and the node proves to them; None: anybody is served.
+            machine: Decides which places may be read and written.
+            tier: The pool with the bytes.
+            clock: Finds stalled connections.
+            key: The key that clients and the node prove to each other. None: every client is served.
         """
         self.machine = machine
         self.tier = tier
@@ -86,16 +86,16 @@ class DataPlaneServer:
         self.key = key
         self.connections: set[DataPlaneConnection] = set()
         self.refused = 0  # clients that could not prove the key
-        self.crowded_out = 0  # newcomers that gave way to the next before they had proven anything
+        self.crowded_out = 0  # unproven connections that were replaced by a new one
         self._unproven: UnprovenConnections[DataPlaneConnection] = UnprovenConnections(MAX_UNPROVEN)
         self._listener: socket.socket | None = None
         self._accepts = False
 
     async def listen(self, host: str, port: int) -> str:
-        """Start serving; returns the ``host:port`` that was bound.
+        """Start serving; return the ``host:port`` that was bound.
 
         Raises:
-            StoreNotStarted: The address cannot be had.
+            StoreNotStarted: The address cannot be bound.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -109,7 +109,7 @@ class DataPlaneServer:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def cut_stalled(self, now: Nanos) -> None:
-        """Ends connections whose other end has stopped in the middle of something. To be called now and then."""
+        """Close connections that have stalled in the middle of an exchange. The server calls this regularly."""
         for connection in list(self.connections):
             if connection.busy and now - connection.moved_at >= STALLED:
                 connection.cut()
@@ -138,9 +138,9 @@ class DataPlaneServer:
         assert self._listener is not None
         try:
             accepted, address = self._listener.accept()
-        except OSError as error:  # a client that left meanwhile, mostly
+        except OSError as error:  # mostly a client that has left again
             if error.errno in OUT_OF_FILES:
-                self._stop_accepting()  # until the next look around
+                self._stop_accepting()  # until the next `cut_stalled`
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -153,20 +153,20 @@ class DataPlaneServer:
         connection.proceed()
 
     def admit(self, connection: "DataPlaneConnection") -> bool:
-        """Take a newcomer among the proven connections; False where there are as many as may be."""
+        """Move a connection to the proven ones; return False if there is no place."""
         if len(self.connections) - len(self._unproven) >= CONNECTIONS:
             return False
         self._unproven.discard(connection)
         return True
 
     def forget(self, connection: "DataPlaneConnection") -> None:
-        """Count a connection no more, since it is over."""
+        """Remove a closed connection."""
         self.connections.discard(connection)
         self._unproven.discard(connection)
 
 
 class DataPlaneConnection:
-    """One client."""
+    """One connection of a client."""
 
     def __init__(self, plane: DataPlaneServer, accepted: socket.socket, loop: asyncio.AbstractEventLoop):
         self._plane = plane
@@ -174,14 +174,14 @@ class DataPlaneConnection:
         self._loop = loop
         self._conversation = self._serve()
         self._waits_for: SocketReadiness | None = None
-        self._turn = 0  # bytes moved since the others had theirs
+        self._turn = 0  # bytes moved in this turn (rule 3)
         self._scratch: bytearray | None = None
         self._low_water = 1
-        self.busy = True  # in the middle of something: not between two requests
+        self.busy = True  # in the middle of an exchange
         self.moved_at = plane.clock.now()
 
     def proceed(self) -> None:
-        """As far as it goes without waiting. Whatever goes wrong ends this connection, and no other."""
+        """Run as far as possible without waiting. An error ends only this connection."""
         self._turn = 0
         try:
             ready = next(self._conversation)
@@ -211,20 +211,20 @@ class DataPlaneConnection:
             self._loop.add_writer(self._socket, self.proceed)
         self._waits_for = ready
 
-    # The conversation
+    # The protocol
 
     def _serve(self) -> Steps[None]:
-        _, operation, digest, theirs = OPENING.unpack((yield from self._frame(OPENING.size)))
+        _, operation, digest, client_nonce = OPENING.unpack((yield from self._frame(OPENING.size)))
         if operation != DataPlaneOperation.OPEN:
-            raise ValueError("that is not a client")
-        if not (yield from self._open(digest, theirs)):
+            raise ValueError("the first frame is not an OPENING")
+        if not (yield from self._open(digest, client_nonce)):
             return
         block_bytes = self._plane.machine.namespace(digest).block_bytes
         while True:
             self.busy = False
             _, operation, count = REQUEST.unpack((yield from self._frame(REQUEST.size)))
             if not 1 <= count <= WINDOW:
-                raise ValueError("that is not a request")
+                raise ValueError(f"a request of {count} blocks")
             entries = yield from self._read(ENTRY.size * count)
             slots = [Slot(*entry) for entry in ENTRY.iter_unpack(entries)]
             if operation == DataPlaneOperation.GET:
@@ -232,19 +232,19 @@ class DataPlaneConnection:
             elif operation == DataPlaneOperation.PUT:
                 yield from self._put(digest, slots, block_bytes)
             else:
-                raise ValueError(f"no operation {operation}")
+                raise ValueError(f"unknown operation {operation}")
 
-    def _open(self, digest: bytes, theirs: bytes) -> Steps[bool]:
-        """Whether the client may go on."""
-        key, mine = self._plane.key, nonce()
+    def _open(self, digest: bytes, client_nonce: bytes) -> Steps[bool]:
+        """Perform the handshake; return whether the client may send requests."""
+        key, node_nonce = self._plane.key, nonce()
         if key is None:
             status = self._namespace_status(digest)
             if status is DataPlaneStatus.DONE and not self._plane.admit(self):
                 return False
-            yield from self._write(CHALLENGE.pack(MAGIC, status, mine))
+            yield from self._write(CHALLENGE.pack(MAGIC, status, node_nonce))
             return status is DataPlaneStatus.DONE
-        yield from self._write(CHALLENGE.pack(MAGIC, DataPlaneStatus.AUTHENTICATE, mine))
-        words = (digest, theirs, mine)
+        yield from self._write(CHALLENGE.pack(MAGIC, DataPlaneStatus.AUTHENTICATE, node_nonce))
+        words = (digest, client_nonce, node_nonce)
         proof = yield from self._read(PROOF_BYTES)
         if not key.proves(proof, ProofSide.CLIENT, *words):
             self._plane.refused += 1
@@ -294,7 +294,7 @@ class DataPlaneConnection:
         yield from self._write(REPLY.pack(MAGIC, len(slots)) + statuses)
 
     def _receive(self, digest: bytes, incoming: "deque[_IncomingBlock]", block_bytes: int) -> int:
-        """Straight into the pool, as long as the reservations last; what has no place to go is read and forgotten."""
+        """Receive bytes directly into the pool; bytes of a block without a reservation are read and dropped."""
         views: list[memoryview] = []
         room = TURN_BYTES
         for block in incoming:
@@ -311,7 +311,7 @@ class DataPlaneConnection:
         return self._socket.recvmsg_into(views)[0]
 
     def _wake_at(self, count: int) -> None:
-        """Have the socket be ready to read only when that many bytes are there."""
+        """Let the socket become readable only when that many bytes have arrived."""
         if count != self._low_water:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._low_water = count
@@ -323,15 +323,15 @@ class DataPlaneConnection:
         right = crc32c([self._plane.tier.view(address)]) == block.slot.crc32c
         return DataPlaneStatus.DONE if right else DataPlaneStatus.CORRUPT
 
-    # Its steps
+    # Steps of the protocol
 
     def _frame(self, size: int) -> Steps[bytes]:
-        """Ends the connection as soon as it can be seen that something else comes."""
+        """Read a frame; raise `ValueError` as soon as its magic is wrong."""
         head = yield from self._read(1)
         self.busy = True
         head += yield from self._read(len(MAGIC) - 1)
         if head != MAGIC:
-            raise ValueError("that does not begin with the magic")
+            raise ValueError("the frame does not begin with the magic")
         return head + (yield from self._read(size - len(MAGIC)))
 
     def _read(self, size: int) -> Steps[bytes]:
@@ -357,7 +357,7 @@ class DataPlaneConnection:
             )
 
     def _attempt(self, ready: SocketReadiness, act: Callable[[], int]) -> Steps[int]:
-        """How many bytes `act` has moved, which is called when the socket is ready, and again until it moves some."""
+        """Call `act` each time the socket is ready until it moves bytes; return their number."""
         if self._turn >= TURN_BYTES:
             yield ready
         while True:
@@ -374,9 +374,9 @@ class DataPlaneConnection:
 
 
 class _IncomingBlock:
-    """A block of a PUT, as far as it has arrived."""
+    """A block of a PUT that is being received."""
 
     def __init__(self, slot: Slot):
         self.slot = slot
-        self.filled = 0  # bytes
-        self.whole = True  # all of them went to the block's place
+        self.filled = 0  # bytes received
+        self.whole = True  # whether all bytes so far went to the block's place

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from loadtests.unavailable import SystemUnavailable
+from loadtests.environments import SystemUnavailable
 
 Contestant = Callable[[], float]
 

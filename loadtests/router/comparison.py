@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from loadtests.environments import SystemUnavailable
 from loadtests.router.figures import BenchmarkRow, MeasuredRound, missing, row
 from loadtests.router.load.client import Next, round_of
 from loadtests.router.load.prompts import Conversations, NewPrompts, Vocabulary
@@ -16,7 +17,6 @@ from loadtests.router.mock_workers import workers
 from loadtests.router.scenarios import RouterScenario
 from loadtests.router.systems.processes import ask, running_on, started_module
 from loadtests.router.systems.targets import DIRECT, BenchmarkSetting, RouterTarget, RunningRouter
-from loadtests.unavailable import SystemUnavailable
 
 WARM_UP = 0  # number of the round that does not count
 

@@ -23,11 +23,11 @@ from msgspec import Struct
 
 from fleet.client.requests import build_message
 from fleet.net.grpc.options import CHANNEL_OPTIONS
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import environment
 from loadtests.router.figures import BenchmarkRow, MeasuredRound, missing, row
 from loadtests.router.systems.processes import Cores, cpu_seconds, resident_bytes, running_on, started
 from loadtests.router.systems.targets import BenchmarkSetting, RouterTarget
-from loadtests.unavailable import SystemUnavailable
 
 NAME = "grpc-stream"
 METHOD = "/fleet.v1.Inference/Generate"

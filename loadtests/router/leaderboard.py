@@ -21,7 +21,8 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.recording.traces import TraceError, read_trace
+from fleet.recording.trace_rows import TraceError
+from fleet.recording.traces import read_trace
 from fleet.router.placement.policies.built_in import BUILT_IN, DEFAULT, policy
 from loadtests.router.simulated.cluster import PolicyOutcome, SimulatedDevice, ideal_rate, run
 from loadtests.router.simulated.traffic import (

@@ -89,20 +89,20 @@ def run(case: StudyCase) -> StudyRun:
 
 
 def simulated(
-    plan: RunPlan, requests: Iterable[TraceRequest], told: Callable[[EndedRequest], None] | None = None
+    plan: RunPlan, requests: Iterable[TraceRequest], on_end: Callable[[EndedRequest], None] | None = None
 ) -> RunOutcome:
     """Simulate open requests on a plan."""
-    return simulate(plan, iter(requests), told=told).outcome
+    return simulate(plan, iter(requests), on_end=on_end).outcome
 
 
 def run_all(
-    cases: Sequence[StudyCase], effort: Effort, told: Callable[[StudyRun], None] | None = None
+    cases: Sequence[StudyCase], effort: Effort, on_end: Callable[[StudyRun], None] | None = None
 ) -> list[StudyRun]:
     """Run all cases and return their results in order."""
     ran = []
     for each in spread(run, cases, effort.processes):
-        if told is not None:
-            told(each)
+        if on_end is not None:
+            on_end(each)
         ran.append(each)
     return ran
 

@@ -70,7 +70,7 @@ def schema() -> Schema:
     (root, _), parts = msgspec.json.schema_components([Values, OperatorSettings], ref_template="#/definitions/{name}")
     structs = _structs(Values) | _structs(OperatorSettings)
     for name, part in parts.items():
-        for field, text in _documented(structs.get(name)).items():
+        for field, text in documented_fields(structs.get(name)).items():
             part["properties"][field] = {"description": text} | part["properties"][field]
     # Not the field's type, because only the chart knows the values of settings without a default.
     parts["OperatorValues"]["properties"]["settings"] |= {"$ref": "#/definitions/OperatorSettings"}
@@ -126,7 +126,7 @@ def _yaml(value: Any) -> str:
 
 
 def _lines(kind: type[Struct], value: Struct) -> Iterator[str]:
-    described = _documented(kind)
+    described = documented_fields(kind)
     for field in msgspec.structs.fields(kind):
         name = field.encode_name
         if text := described.get(name):
@@ -166,7 +166,7 @@ def _structs(of: type[Struct]) -> dict[str, type[Struct]]:
 
 
 @cache
-def _documented(kind: type[Struct] | None) -> Mapping[str, str]:
+def documented_fields(kind: type[Struct] | None) -> Mapping[str, str]:
     """Return the docstrings of the fields of a type and its bases, by the fields' names on the wire."""
     if kind is None:
         return {}

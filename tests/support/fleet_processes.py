@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from fleet.client import Client
 from tests.support.shared_memory import segments_of
 from tests.support.waiting import eventually
 
@@ -123,6 +124,11 @@ def routers_of(parent: int) -> list[int]:
     """Return the process ids of the running routers of `fleet serve router --processes`."""
     children = psutil.Process(parent).children()
     return alive(child.pid for child in children if "router-" in " ".join(command_of(child)))
+
+
+def workers_seen(client: Client) -> set[str]:
+    """Return the ids of the workers that a router knows."""
+    return {worker.worker_id for pool in client.status().pools for worker in pool.workers}
 
 
 def is_listening(port: int) -> bool:

@@ -15,7 +15,7 @@ def eventually(look: Callable[[], Found], seconds: float = SECONDS) -> Found:
     """Wait until `look` returns a true value and return it; the thread is blocked meanwhile."""
     ends = time.monotonic() + seconds
     while not (found := look()):
-        assert time.monotonic() < ends, "it did not happen in time"
+        assert time.monotonic() < ends, "the condition was not met in time"
         time.sleep(BETWEEN_SECONDS)
     return found
 
@@ -24,7 +24,7 @@ async def until(look: Callable[[], Found], seconds: float = SECONDS) -> Found:
     """Wait until `look` returns a true value and return it; other tasks run meanwhile."""
     ends = time.monotonic() + seconds
     while not (found := look()):
-        assert time.monotonic() < ends, "it did not happen in time"
+        assert time.monotonic() < ends, "the condition was not met in time"
         await asyncio.sleep(BETWEEN_SECONDS)
     return found
 

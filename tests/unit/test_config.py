@@ -3,9 +3,10 @@
 import pytest
 from msgspec import Struct
 
-from fleet.config import ClusterSection, PoolSection, Topology, load, model_folder, read_file_changes, save, served_name
+from fleet.config import load, read_file_changes, save
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Role
+from fleet.local.settings import ClusterSection, PoolSection, Topology, model_folder, served_name
 from fleet.router.settings.router import RouterSettings
 from kvstore.service.settings import StoreSettings
 from workers.settings import WorkerSettings

@@ -3,7 +3,7 @@
 Rules:
 
 1. Blocks move from memory that ends to memory that stays. The engine's blocks go to the store, if the engine can
-   still write them. From the store they go to a tier that other nodes read (`kvstore.evacuation`), and if the store
+   still write them. From the store they go to a tier that other nodes read (`kvstore.service.evacuation`), and if the store
    ends with this process, to its peers or its disk too.
 2. Blocks go in the order of `workers.store.evacuation_priority`, so that a drain with little time or a small
    `most_bytes` saves the hottest prefixes.

@@ -7,7 +7,7 @@ Rules:
    strings, so such an end looks like a cancellation here. A prefill attempt, and an attempt without a token, pins
    nothing.
 2. A pin lasts as long as `LATEST` of the observed pauses did that followed a pause of similar length
-   (`kvstore.pauses`), but at most `longest`. While too few pauses are known, it lasts `longest`.
+   (`kvstore.eviction.session_pauses`), but at most `longest`. While too few pauses are known, it lasts `longest`.
 3. When the session goes on, its pin ends with the first tokens. Until then the pin keeps the blocks in the store, and
    from then on the engine has them.
 4. The store knows a session by a digest of its name and the tenant's salt, so that nobody can end another tenant's

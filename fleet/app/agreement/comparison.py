@@ -69,15 +69,10 @@ def served(plan: RunPlan, traffic: Traffic) -> LoggedRun:
 
 
 def serve(plan: RunPlan, traffic: Traffic, machine: RouterMachine) -> list[EndedRequest]:
-    """Run a plan through production's servers.
-
-    Args:
-        plan: The plan.
-        traffic: What clients send.
-        machine: The router's machine, made with the hasher `keys_from_tokens`, and seed and policy of the plan.
+    """Run a plan through production's servers; `machine` has the hasher `keys_from_tokens`, and seed and policy of the plan.
 
     Raises:
-        Stuck: A request is never over.
+        RequestStuck: A request is never over.
     """
     kernel, ended = Kernel(plan.seed, begin=-JOIN_TIME), list[EndedRequest]()
     world = ProductionWorld(

@@ -26,13 +26,7 @@ class HostedEngine:
         execute: Callable[[Dispatch | CancelAttempt], None],
         load: Callable[[], LoadReport],
     ):
-        """Begin as a ready engine.
-
-        Args:
-            description: The worker's description in the world.
-            execute: Gives the world's worker what a router said.
-            load: Returns the worker's load report.
-        """
+        """Begin as a ready engine, which gives commands to `execute` and reports `load`."""
         self.facts = EngineFacts(
             name=description.engine,
             model=description.model,

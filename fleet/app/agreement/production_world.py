@@ -28,6 +28,7 @@ from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, TokenBytes
 from fleet.core.work import LoadReport, WorkerDescription
 from fleet.membership.messages import Deregister, NameOccupied, Register, RegistrationSuperseded
+from fleet.membership.ports import NameHeld, WorkerSuperseded
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from fleet.net.grpc.options import MAX_MESSAGE_BYTES
@@ -51,7 +52,6 @@ from fleet.sim.virtual_loop import VirtualLoop
 from fleet.sim.world import World
 from kvstore.net.frames import FrameConnection
 from workers.connections.router_streams import routers_of
-from workers.ports import NameHeld, WorkerSuperseded
 from workers.registration import RegistryEntry
 from workers.server import WorkerServer
 from workers.settings import WorkerSettings
@@ -71,14 +71,7 @@ class ProductionWorld(World):
     """A world whose router and workers run production's servers; `close` it after the last request."""
 
     def __init__(self, *arguments: Any, machine: RouterMachine, message_delay: Nanos, **named: Any):
-        """Begin like `World`; its argument `record` has no effect here.
-
-        Args:
-            arguments: Arguments of `World`; the first one is the kernel.
-            machine: The router's machine, made with the hasher `keys_from_tokens`.
-            message_delay: One-way delay between router and workers.
-            named: Further arguments of `World`.
-        """
+        """Begin like `World`, whose argument `record` has no effect here; `machine` has the hasher `keys_from_tokens`."""
         kernel, _, settings = arguments
         self._loop = VirtualLoop(kernel, message_delay)  # type: ignore[abstract]  # see its rule 5
         self._registry = RegistryServer(MembershipSettings(), kernel)
@@ -244,7 +237,7 @@ class _WorkerProcess:
 
 
 class _InMemoryRegistry:
-    """Implements `workers.ports.Registry` in memory.
+    """Implements `fleet.membership.ports.Registry` in memory.
 
     A call and the notification of routers take a message delay each, so the last events of an incarnation reach routers before its
     successor takes its place.

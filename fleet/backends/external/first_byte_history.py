@@ -14,7 +14,7 @@ BEYOND = 0.05  # share of times above the expected one
 CAUTION = (
     8.0  # caution with few times: with one known time nine times as much is expected, with eight times twice as much
 )
-MOST_ABOVE = 4
+MAX_FACTOR = 4
 
 _BUCKETS = 130  # twice the bits of an instant
 
@@ -64,7 +64,7 @@ class FirstByteHistory:
             self._rates = [each // 2 for each in self._rates]
             self.count = sum(self._times)
         self._time, self._rate = _upper(self._times), _upper(self._rates)
-        self._most_time, self._most_rate = MOST_ABOVE * self._time, MOST_ABOVE * self._rate
+        self._most_time, self._most_rate = MAX_FACTOR * self._time, MAX_FACTOR * self._rate
 
 
 def _upper(counts: list[int]) -> Nanos:

@@ -37,8 +37,8 @@ from fleet.core.ids import RequestId
 from fleet.router.settings.router import OpenAiWorkerSettings
 
 SUSPECT_FACTOR = 2.0  # multiple of the expected time; a needless trial request costs little
-ENOUGH = 8  # answers after which a server is judged by its own past alone
-MOST_SILENT = 3.0  # like Envoy's ejection after a number of failures; each answer removes a fifth of them
+MIN_ANSWERS = 8  # answers after which a server is judged by its own past alone
+MAX_SILENT_REQUESTS = 3.0  # like Envoy's ejection after a number of failures; each answer removes a fifth of them
 KEPT_BY_AN_ANSWER = 0.8
 BACK_WITH = 2.0  # silent requests that a returning server starts with
 OVERTAKEN = 4  # later requests that were answered first: too many for chance or for the order within a batch
@@ -48,8 +48,8 @@ FREE_KIB = 4  # KiB of a prompt; more of it may take longer than the past says, 
 KIB_SECONDS = 0.25  # 1,000 tokens a second, the slowest prefill that is expected
 
 FIRST_PAUSE = 1 * SECOND  # between trial requests, and before a server returns
-LONGEST_ASK_PAUSE = 10 * SECOND
-LONGEST_OUT_PAUSE = 30 * SECOND
+MAX_TRIAL_PAUSE = 10 * SECOND
+MAX_OUT_PAUSE = 30 * SECOND
 CALM = 60 * SECOND  # time without trouble after which the pauses start again from the first
 
 _UNSEEN = Nanos(-1)
@@ -269,7 +269,7 @@ class SilenceDetector:
         if trial is not TrialOutcome.ANSWERED:
             return
         if (
-            not self._unresponsive or self.past[True].count < ENOUGH
+            not self._unresponsive or self.past[True].count < MIN_ANSWERS
         ):  # the duration of a hang does not measure the server's speed
             self.past[True].add(waited, 1)
         self._heard_at = max(self._heard_at, now)
@@ -297,12 +297,12 @@ class SilenceDetector:
             self._ask_pause = FIRST_PAUSE
         self._asked_at = now
         self._ask_from = Nanos(now + self._ask_pause)
-        self._ask_pause = min(2 * self._ask_pause, LONGEST_ASK_PAUSE)
+        self._ask_pause = min(2 * self._ask_pause, MAX_TRIAL_PAUSE)
         commands.append(SendTrial())
 
     def _judge(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand], *, spare: bool) -> None:
         """Take the server out of rotation if there is evidence and another server can serve."""
-        failing = self._silent >= MOST_SILENT and spare
+        failing = self._silent >= MAX_SILENT_REQUESTS and spare
         if not (self._unresponsive or failing):
             return
         began = Nanos(now - silence)
@@ -312,7 +312,7 @@ class SilenceDetector:
             self._out_pause = FIRST_PAUSE
         self._out, self._passed = True, False
         self._back_from = Nanos(now + self._out_pause)
-        self._out_pause = min(2 * self._out_pause, LONGEST_OUT_PAUSE)
+        self._out_pause = min(2 * self._out_pause, MAX_OUT_PAUSE)
         self._ask_pause, self._ask_from = FIRST_PAUSE, now  # the alarm was right
         if self._unresponsive:
             why = f"no byte came for {silence / SECOND:.1f} s, and no answer to a trial request"
@@ -376,7 +376,7 @@ class SilenceDetector:
             else:
                 over = self._stuck(each, now, limit) and not each.moved
             if over:
-                commands.append(AbandonRequest(each.work_id, f"it said nothing for {quiet / SECOND:.1f} s"))
+                commands.append(AbandonRequest(each.work_id, f"the server sent nothing for {quiet / SECOND:.1f} s"))
 
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
         """Return since when the server owes a byte and has sent none; None if it owes nothing.
@@ -417,7 +417,7 @@ class SilenceDetector:
     def _expected(self, streams: bool, kib: int, total: int) -> float | None:
         own = self.past[streams]
         every = [own.expected(kib, total)] if own.count else []
-        if own.count < ENOUGH:
+        if own.count < MIN_ANSWERS:
             every += [each.past[streams].expected(kib, total) for each in self._siblings if each.past[streams].count]
         return max(every, default=None)
 

@@ -479,7 +479,7 @@ class Upstream(asyncio.Protocol):
 
 
 class _ExpectedAnswer:
-    """What the parser still has to find: the beginning and the end of one answer.
+    """Parser callbacks for what is still to come: the beginning and the end of one answer.
 
     The parser calls `pop` itself, which needs no Python function. If nothing is left to pop, the server has sent more
     than was asked for, and the parser fails.
@@ -512,7 +512,7 @@ class UpstreamUsage(Struct, frozen=True):
     cached_tokens: int | None  # None: not reported, which for some servers means 0
 
 
-class _Choice(Struct):
+class _EventChoice(Struct):
     """The fields of a choice that may hold content."""
 
     delta: dict[str, object] | None = None
@@ -523,7 +523,7 @@ class _Choice(Struct):
 class _Event(Struct):
     """The fields of an event that may hold content."""
 
-    choices: list[_Choice]
+    choices: list[_EventChoice]
 
 
 _EVENTS = Decoder(_Event)

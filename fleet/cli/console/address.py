@@ -1,13 +1,13 @@
-"""Which cluster a command is for, and what a person is told when it does not answer."""
+"""Address options of commands, and messages for clusters that do not answer."""
 
 import argparse
 
 from fleet.client import Client, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
 from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
 from fleet.client.errors import NO_CLIENTS_PORT
-from fleet.config import Topology
 from fleet.core.errors import ConfigurationRefused
 from fleet.local.runs import run_at
+from fleet.local.settings import Topology
 from fleet.net.control.access import load_control_access
 from kvstore.security.credentials import Credentials
 
@@ -20,14 +20,14 @@ CAUSES = {
     "before receiving SETTINGS frame": "whoever listens there does not answer",
     "http1.x server": "that is an HTTP address, and no router's gRPC address",
 }
-"""What gRPC's words mean, by what they contain."""
+"""Plain causes for messages of gRPC, by a part of the message."""
 
 CREDENTIALS = "control_credentials"
-"""The options `--control-…` together, as a diagnosis of TLS names them."""
+"""Name of the `--control-…` options in a TLS diagnosis."""
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    """The option that says which cluster."""
+    """Add the option for the address of a cluster."""
     default = Topology().router.grpc_listen
     parser.add_argument(
         "--address",
@@ -39,18 +39,18 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which cluster, for commands that ask at a router's control port."""
+    """Add the options for the address and control port of a cluster."""
     add_address(parser)
     parser.add_argument(
         "--control-address",
         type=router_address,
         metavar="HOST:PORT",
-        help="the router's control address, or unix:/path (default: as a router of this user on this machine has it)",
+        help="the router's control address, or unix:/path (default: that of this user's router on this machine)",
     )
     files = {
-        "secret-file": "file with the secret that the control port asks for",
-        "authority": "certificates (PEM) that the control port's must be signed by",
-        "certificate": "certificate (PEM) to show to the control port",
+        "secret-file": "file with the secret of the control port",
+        "authority": "certificates (PEM) that verify the control port",
+        "certificate": "certificate (PEM) for the control port",
         "key": "private key (PEM) of that certificate",
     }
     for name, text in files.items():
@@ -61,7 +61,7 @@ def control_client(arguments: argparse.Namespace) -> Client:
     """Return a client for the options of `add_control`.
 
     Raises:
-        ConfigurationRefused: A file that they name cannot be used.
+        ConfigurationRefused: A credentials file cannot be used.
     """
     return Client(
         arguments.address, control=arguments.control_address or "", control_credentials=_credentials(arguments)
@@ -77,7 +77,7 @@ def _credentials(arguments: argparse.Namespace) -> Credentials:
 
 
 def describe_control_error(error: FleetError, arguments: argparse.Namespace) -> str:
-    """Say why a call to a control port failed, and what to do."""
+    """Return why a call to a control port failed, and what to do."""
     if error.reason is None and isinstance(error, Unauthenticated):
         return (
             f"{arguments.control_address or arguments.address}: {error.message}; --control-secret-file names the file that the"
@@ -96,7 +96,7 @@ def describe_control_error(error: FleetError, arguments: argparse.Namespace) -> 
 
 
 def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> str:
-    """Say why nobody answers at the address that `--control-address` names; a diagnosis of TLS takes some seconds at most."""
+    """Return why `--control-address` does not answer; a TLS diagnosis takes a few seconds at most."""
     address = arguments.control_address
     access = load_control_access(CREDENTIALS, _credentials(arguments))
     if cause := access.diagnose(address, CREDENTIALS):
@@ -106,7 +106,7 @@ def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> st
 
 
 def describe_error(error: FleetError, address: str) -> str:
-    """Why a call to an address failed, and what to do where nobody answers there."""
+    """Return why a call to an address failed, and what to do."""
     if error.reason is None and isinstance(error, DeadlineExceeded):
         return f"{address}: no answer in time; --address names a router's gRPC address, which its HTTP address is not"
     if isinstance(error, ServerError) and error.message == NO_CLIENTS_PORT:
@@ -115,7 +115,7 @@ def describe_error(error: FleetError, address: str) -> str:
         return error.message
     run = run_at(address)
     if run is not None and run.killed:
-        return f"{address}: the cluster in {run.folder} was killed; fleet up clears up after it and starts another"
+        return f"{address}: the cluster in {run.folder} was killed; fleet up cleans up after it and starts another"
     return f"{address}: {_cause(error)}; fleet up starts a cluster on this machine, --address names another's router"
 
 
@@ -124,10 +124,10 @@ def _cause(error: FleetError) -> str:
 
 
 def router_address(text: str) -> str:
-    """Return an address of the command line as it is.
+    """Check an address of the command line and return it.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: It is invalid.
     """
     host, _, port = text.rpartition(":")
     is_port = port.isdecimal() and 1 <= int(port) <= MOST_PORT

@@ -2,7 +2,7 @@
 
 DONE = 0
 FAILED = 1
-MISUSED = 2  # a command line
-CONFIGURATION_REFUSED = 3  # a configuration, or another file that was to be read
-HUNG = 4  # a worker's engine made no progress; whoever supervises the worker starts another
-REPLACED = 5  # another process has a worker's id; whoever supervises the worker starts another
+MISUSED = 2  # wrong command line
+CONFIGURATION_REFUSED = 3  # a configuration or another input file was refused
+HUNG = 4  # the engine of a worker made no progress; its supervisor starts another worker
+REPLACED = 5  # another process has the worker's id; its supervisor starts another worker

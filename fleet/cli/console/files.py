@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Files that appear complete or not at all."""
 
 import os
 from collections.abc import Iterator
@@ -10,14 +10,10 @@ from fleet.core.errors import ConfigurationRefused
 
 @contextmanager
 def whole_file(path: Path, option: str) -> Iterator[Path]:
-    """What is written to the path that this yields is at `path` afterwards; nothing is, if the block does not end well.
-
-    Args:
-        path: Of the file. What is no regular file, a pipe say, is written to directly.
-        option: That named it.
+    """Yield a temporary path, whose file moves to `path` afterwards, but only if the block succeeds.
 
     Raises:
-        ConfigurationRefused: It cannot be written there; at once, if that can be seen at once.
+        ConfigurationRefused: The file cannot be written; names the option.
     """
     try:
         if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on the last line of a terminal, and nothing where there is none."""
+"""Progress bar: the last line of a terminal, and nothing without a terminal."""
 
 import sys
 from types import TracebackType
@@ -9,21 +9,21 @@ ERASED = "\r\x1b[K"
 
 
 class ProgressBar:
-    """A context: its line is gone afterwards."""
+    """Progress bar as a context; its line is removed at the end."""
 
     def __init__(self, total: int | None, file: TextIO | None = None):
-        """A bar that is full with `total`; where that is not known, only the words."""
+        """Create a bar that is full at `total`; without a total only the words are shown."""
         self._total = total
         self._file = sys.stderr if file is None else file
         self.shown = self._file.isatty()
 
     def __call__(self, done: int, words: str) -> None:
-        """So much of the total is done; what the words beside the bar say."""
+        """Show the progress: the number of finished items, and words beside the bar."""
         if self.shown:
             print(end=f"{ERASED}{self._bar(done)}{words}", file=self._file, flush=True)
 
     def line(self, words: str) -> None:
-        """A line that stays, above the bar; with or without a terminal."""
+        """Print a line above the bar, with or without a terminal."""
         print(f"{ERASED if self.shown else ''}{words}", file=self._file, flush=True)
 
     def _bar(self, done: int) -> str:

@@ -1,15 +1,15 @@
-"""Times on a command line."""
+"""Durations on a command line."""
 
 import argparse
 
-LONGEST = 86_400  # a day: what is longer is a slip of the pen
+LONGEST = 86_400  # one day; a longer time is a typing mistake
 
 
 def seconds(text: str) -> float:
-    """For an argument's `type`: a number of seconds, above 0 and up to a day.
+    """Parse the `type` of an argument: a number of seconds above 0, up to one day.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: It is invalid.
     """
     try:
         number = float(text)

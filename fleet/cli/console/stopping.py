@@ -1,7 +1,7 @@
-"""Being told to stop: Ctrl-C and SIGTERM end a command alike, so that whatever it has begun is cleared away.
+"""Interrupts: Ctrl-C and SIGTERM end a command in the same way, so that it always cleans up.
 
-Neither takes effect in the middle of an import, or while msgspec looks at a type: what C has half built there is not made to be left
-(msgspec 0.22 crashes now and then). A moment later it does, or at the end of what is to be ended alike.
+Neither acts during an import, or while msgspec inspects a type, because an exception there can crash C code (msgspec
+0.22). It then acts a moment later, or at the end of the context.
 """
 
 import signal
@@ -11,28 +11,28 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-RETRY_SECONDS = 0.01  # seconds
+RETRY_SECONDS = 0.01
 IMPORT_FRAME = "<frozen importlib._bootstrap>"
 MSGSPEC_FRAME = "/msgspec/_utils.py"
 
 
 @contextmanager
 def raise_interrupt_on(stopping: Sequence[signal.Signals] = INTERRUPT_SIGNALS) -> Iterator[None]:
-    """Within, these raise `KeyboardInterrupt`; in the main thread only, which is the one that signals reach.
+    """Raise `KeyboardInterrupt` at these signals within the context; in other threads than the main one do nothing.
 
-    What was ignored before is ignored further on: background jobs of a shell do not hear Ctrl-C. SIGALRM is taken.
+    Ignored signals stay ignored, because background jobs of a shell must not react to Ctrl-C. The context uses SIGALRM.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     asked = False
 
-    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler of signals
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler
         nonlocal asked
         asked = True
         if not _in_unsafe_frame(frame):
             raise KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)  # asks again
+        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)  # tries again
 
     before = {number: signal.getsignal(number) for number in (*stopping, signal.SIGALRM)}
     try:

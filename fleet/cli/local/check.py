@@ -1,12 +1,12 @@
-"""`fleet up --check`: the same tokens, whichever way the blocks took, and proof that they moved.
+"""`fleet up --check`: compares the tokens of both KV paths with those of one engine, and proves that blocks moved.
 
 Rules:
 
 1. The reference is one engine that does everything, without a store and without a connector.
-2. Then, for each way, a cluster of its own: one prefill worker, one decode worker, and every prompt disaggregated. The prompts
-   are the same, eight at a time, greedy, so every token has to be the same.
-3. Equal tokens alone prove nothing: an engine that could not fetch a block computes it. So each prompt must have had blocks
-   moved in its decode phase, unless the decode engine held all of them already.
+2. Then each KV path gets a cluster of one prefill and one decode worker, and every prompt is disaggregated. The prompts
+   are the same, eight at a time, with greedy decoding, so all tokens must be the same.
+3. Equal tokens alone prove nothing, because an engine that cannot fetch a block computes it. So blocks must have moved
+   in the decode phase of each prompt, unless the decode engine held all of them already.
 """
 
 import asyncio
@@ -20,33 +20,33 @@ from msgspec import Struct, structs
 from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
 from fleet.cli.local.reference_prompts import LONGEST, reference_prompts
 from fleet.client import AsyncClient, FleetError
-from fleet.config import PoolSection, StorePlace, Topology
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.requests import TOKEN_BYTES, KvOrigin, KvPhase, Source, TokenBytes
 from fleet.core.roles import KvPath, Phase, Placement, Role
 from fleet.core.system_clock import SystemClock
 from fleet.local.processes import ClusterFailed
+from fleet.local.settings import PoolSection, StorePlace, Topology
 
 ANSWER_TOKENS = 56
 AT_A_TIME = 8
-WITHIN = {  # a prompt, with seven others beside it
+WITHIN = {  # for a prompt with seven others beside it
     KvPath.STORE: Nanos(180 * SECOND),
     KvPath.DIRECT: Nanos(600 * SECOND),  # on CPUs a NIXL transfer can stall for half a minute
 }
-SILENCE_SECONDS = 60.0  # two engines with NIXL's spinning threads can starve every other process of a small machine
-QUEUE_SECONDS = 600.0  # one stalled transfer makes a router predict a long wait and refuse; the check waits
+SILENCE_SECONDS = 60.0  # two engines with NIXL's spinning threads can starve other processes of a small machine
+QUEUE_SECONDS = 600.0  # one stalled transfer makes a router predict a long wait and reject; the check waits instead
 MOVED_BY = {KvPath.STORE: Source.STORE, KvPath.DIRECT: Source.DIRECT}
 
 
 class Interrupted(ClusterFailed):
-    """Somebody asked to stop: no verdict."""
+    """A stop was requested, so there is no verdict."""
 
     def __init__(self) -> None:
         super().__init__("interrupted")
 
 
 class CheckedCompletion(Struct, frozen=True, kw_only=True):
-    """What came back for one prompt."""
+    """The answer to one prompt."""
 
     tokens: tuple[int, ...]
     kv: tuple[KvPhase, ...]
@@ -55,7 +55,7 @@ class CheckedCompletion(Struct, frozen=True, kw_only=True):
 
 
 class CheckVerdict(Struct, frozen=True, kw_only=True):
-    """The line that is printed for one way."""
+    """The verdict for one KV path, printed as a line of JSON."""
 
     ok: bool
     prompts: int
@@ -68,17 +68,17 @@ class CheckVerdict(Struct, frozen=True, kw_only=True):
 
 
 async def check(topology: Topology, surroundings: LocalClusterOptions, paths: Sequence[KvPath]) -> bool:
-    """Run the check for each way and print a line of JSON for each; whether all of them are good.
+    """Check each KV path and print a line of JSON for each; return True if all are good.
 
     Args:
-        topology: The model, the engine and its settings; pools and ways are the check's own.
-        surroundings: Where the clusters run; each keeps its logs in a folder of its own.
-        paths: The ways to check, in this order.
+        topology: The model, the engine and its settings; the check sets pools and paths itself.
+        surroundings: Folders of the clusters; each cluster has its own folder for logs.
+        paths: The paths to check, in this order.
 
     Raises:
-        ConfigurationRefused: The topology cannot be obeyed.
+        ConfigurationRefused: The topology cannot be used.
         ClusterFailed: The reference could not be computed.
-        Interrupted: Somebody asked to stop.
+        Interrupted: A stop was requested.
     """
     length = min(topology.cluster.max_model_len, LONGEST + ANSWER_TOKENS)
     expected: list[CheckedCompletion] = []
@@ -112,7 +112,7 @@ async def _check_path(
     block_tokens: int,
     expected: Sequence[CheckedCompletion],
 ) -> CheckVerdict:
-    """One way, in a cluster of its own. A cluster that fails is a bad verdict, not the end of the check."""
+    """Check one path in a cluster of its own. A cluster that fails gives a bad verdict and does not end the check."""
     got: list[CheckedCompletion | None] = []
 
     async def compare(cluster: LocalCluster) -> None:
@@ -140,7 +140,7 @@ async def _check_path(
 async def _ask_all(
     cluster: LocalCluster, prompts: Sequence[TokenBytes], placement: Placement, within: Nanos
 ) -> tuple[list[CheckedCompletion | None], int]:
-    """Answers in the order of the prompts, None where a request failed; and the tokens of a block."""
+    """Return the answers in the order of the prompts (None for failed requests), and the tokens per block."""
     answers: list[CheckedCompletion | None] = [None] * len(prompts)
     turn = asyncio.Semaphore(AT_A_TIME)
     async with AsyncClient(cluster.plan.grpc) as client:
@@ -186,7 +186,7 @@ def judge(
     got: Sequence[CheckedCompletion | None],
     complaints: Sequence[str],
 ) -> CheckVerdict:
-    """Sum up the answers of one way; None stands for a request that failed, and is among the complaints."""
+    """Summarise the answers of one path; None is a failed request, which is among the complaints."""
     answers = [answer for answer in got if answer is not None]
     origins = [origin for answer in answers for origin in _decode_origins(answer) if origin.source is MOVED_BY[path]]
     return CheckVerdict(
@@ -209,7 +209,7 @@ def judge(
 def complaint(
     path: KvPath, prompt_tokens: int, block_tokens: int, expected: CheckedCompletion, answer: CheckedCompletion | None
 ) -> str | None:
-    """What is wrong with one answer; None if nothing is."""
+    """Return what is wrong with an answer, or None."""
     if answer is None:
         return "no answer"
     if answer.tokens != expected.tokens:
@@ -223,10 +223,10 @@ def complaint(
 
 
 def blocks_received(answer: CheckedCompletion, path: KvPath, prompt_tokens: int, block_tokens: int) -> bool:
-    """Whether the decode phase had blocks moved to it, as far as there were any that it did not hold itself.
+    """Return True if blocks moved to the decode phase, as far as its engine did not hold them.
 
-    The last token of a prompt is always computed, because its output is the first token of the answer; so its block does not
-    count.
+    The block of a prompt's last token does not count: this token is always computed, because its output is the first
+    token of the answer.
     """
     full_blocks = (prompt_tokens - 1) // block_tokens
     origins = _decode_origins(answer)
@@ -246,7 +246,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _reference(topology: Topology) -> Topology:
-    """One engine for everything, as the topology sets up its decode workers."""
+    """Return the topology of one engine that does everything, set up like the topology's decode workers."""
     worker = structs.replace(_pool(topology, Role.DECODE), role=Role.BOTH)
     return structs.replace(
         _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,)
@@ -266,9 +266,9 @@ def _subfolder(surroundings: LocalClusterOptions, name: str) -> LocalClusterOpti
 
 
 def _with_own_ports(topology: Topology) -> Topology:
-    """On free ports, so that a running cluster is not in the way; nobody is given up for being slow.
+    """Return the topology on free ports beside a running cluster, with patient time limits.
 
-    The store runs in a process of its own, since the check has two workers.
+    The store runs in its own process, because the check has two workers.
     """
     router = structs.replace(
         topology.router,
@@ -281,5 +281,7 @@ def _with_own_ports(topology: Topology) -> Topology:
 
 
 def _pool(topology: Topology, role: Role) -> PoolSection:
+    """Return one worker of a role as the topology has it, without a watchdog: a NIXL transfer on CPUs can stall longer than its floor."""
     of_role = [pool for pool in topology.pools if pool.role is role]
-    return structs.replace(of_role[0], replicas=1) if of_role else PoolSection(role=role)
+    pool = structs.replace(of_role[0], replicas=1) if of_role else PoolSection(role=role)
+    return structs.replace(pool, watchdog=structs.replace(pool.watchdog, enabled=False))

@@ -1,4 +1,4 @@
-"""A local cluster around a piece of work: `fleet up` and its check both are `with_cluster` and something to do meanwhile."""
+"""Local cluster of a command: `fleet up` and its check run their work inside `with_cluster`."""
 
 import asyncio
 import json
@@ -13,29 +13,19 @@ from msgspec import Struct, structs
 from fleet.app.hub import fetch_topology_model
 from fleet.cli.console.files import whole_file
 from fleet.client import AsyncClient, FleetError
-from fleet.config import (
-    SIMULATED,
-    TINY,
-    Topology,
-    adapter_folders,
-    child_environment,
-    default_cache_dir,
-    model_folder,
-    served_name,
-)
+from fleet.config import child_environment, default_cache_dir
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
 from fleet.local.pools import LocalPools, drain
 from fleet.local.processes import ClusterFailed, LocalProcesses
 from fleet.local.runs import PARTS, local_runs, runtime_folder
+from fleet.local.settings import SIMULATED, TINY, Topology, adapter_folders, model_folder, served_name
 from fleet.local.tiny_model import build_tiny_model
 from fleet.local.topology import LocalPlan, plan
 from kvstore.clock import nanos
 
-WORKERS_VISIBLE_SECONDS = (
-    30.0  # seconds from the last worker's readiness to the router's knowing it; less than one is usual
-)
-STATUS_POLL_SECONDS = 0.05  # seconds
+WORKERS_VISIBLE_SECONDS = 30.0  # seconds until the router sees the last ready worker; less than one is usual
+STATUS_POLL_SECONDS = 0.05
 
 
 class LocalCluster(Struct, frozen=True):
@@ -46,7 +36,7 @@ class LocalCluster(Struct, frozen=True):
     pools: LocalPools
 
     def write_ready_file(self, path: Path) -> None:
-        """Say as JSON how the cluster is reached and who it is; whoever sees the file sees all of it.
+        """Write the addresses and process ids as JSON; readers see the whole file or none.
 
         Raises:
             ConfigurationRefused: It cannot be written there.
@@ -67,27 +57,27 @@ class LocalCluster(Struct, frozen=True):
 
 
 class LocalClusterOptions(Struct, frozen=True, kw_only=True):
-    """Where a cluster runs."""
+    """Folders of a local cluster."""
 
-    relative_to: Path  # folder that a relative model path starts from
-    logs: Path | None  # folder to keep the children's logs in; None: they go with the cluster
+    relative_to: Path  # folder that relative model paths start from
+    logs: Path | None  # folder for the logs; None: they are removed with the cluster
 
 
 async def with_cluster(
     topology: Topology, surroundings: LocalClusterOptions, body: Callable[[LocalCluster], Awaitable[None]]
 ) -> bool:
-    """Start a cluster, run `body` when it is ready, stop the cluster when that returns or a signal asks to.
+    """Start a cluster, run `body` when it is ready, and stop the cluster after that or at a signal.
 
     Args:
-        topology: What to start.
-        surroundings: Where to run it.
-        body: What to do with the cluster.
+        topology: The cluster.
+        surroundings: Its folders.
+        body: The work to do with the cluster.
 
     Returns:
-        Whether `body` came to its end; False when a signal stopped it.
+        True if `body` returned; False if a signal stopped it.
 
     Raises:
-        ConfigurationRefused: Something in the topology cannot be obeyed.
+        ConfigurationRefused: Something in the topology cannot be used.
         ClusterFailed: A process failed before the cluster was ready.
     """
     simulated = topology.cluster.engine == SIMULATED
@@ -124,15 +114,15 @@ async def with_cluster(
 
 
 def _clean_up_killed_runs() -> None:
-    """Before ports and memory are asked for that they may hold."""
+    """Clean up after killed runs, which may hold ports and memory."""
     for run in local_runs():
         ended = run.clear() if run.killed else None
         if ended is not None:
-            say(f"cleared up after a cluster that was killed: {run.folder}" + (f", {ended} processes" if ended else ""))
+            say(f"cleaned up after a killed cluster: {run.folder}" + (f", {ended} processes" if ended else ""))
 
 
 async def hold(processes: LocalProcesses, when_ready: Callable[[], Awaitable[None]]) -> bool:
-    """`LocalProcesses.hold`, ended by the signals that ask a command to stop."""
+    """Run `LocalProcesses.hold`, and stop it at SIGINT, SIGTERM or SIGHUP."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, _on_signal, processes)
@@ -153,7 +143,7 @@ def _log_folder(wanted: Path | None) -> Path | None:
 
 
 async def _wait_until_serving(planned: LocalPlan) -> None:
-    """Return when the router counts every worker as serving."""
+    """Wait until the router sees every worker as serving."""
     missing = set(planned.workers)
     try:
         async with asyncio.timeout(WORKERS_VISIBLE_SECONDS), cluster_client(planned) as client:
@@ -170,7 +160,7 @@ async def _wait_until_serving(planned: LocalPlan) -> None:
 
 
 def cluster_client(planned: LocalPlan) -> AsyncClient:
-    """Return a client of a planned cluster's router, which reaches its control port."""
+    """Return a client for a planned cluster that also reaches its control port."""
     return AsyncClient(planned.grpc, control=planned.control, control_credentials=planned.control_credentials)
 
 
@@ -180,5 +170,5 @@ def _on_signal(processes: LocalProcesses) -> None:
 
 
 def say(line: str) -> None:
-    """One line (or a log's tail) for the person at the terminal."""
+    """Print one line (or the end of a log) for the person at the terminal."""
     print(f"fleet: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How pools stand, in lines for people: of `fleet scale` and `fleet status`."""
+"""Sizes of pools in lines for people, for `fleet scale` and `fleet status`."""
 
 from collections.abc import Iterator
 
@@ -20,18 +20,18 @@ def pool_line(pool: PoolObservation, width: int = 0) -> str:
 
 
 def unfinished(seen: Observation, place: str) -> Iterator[str]:
-    """Of each pool that has not come to what a plan wants: how it stands, and how to wait for it or go back.
+    """Yield a line for each pool that has not reached its size, with the commands to wait for it or to go back.
 
     Args:
-        seen: What there is.
-        place: The options that say where that is, with a blank before them.
+        seen: The observed pools.
+        place: The location options, with a leading space.
     """
     for pool in seen.pools:
         if not pool.unfinished:
             continue
         line = f"{pool.name}: not finished: {pool.wanted} wanted, {pool.ready} there"
-        line += f", {pool.draining} on the way out" if pool.draining else ""
-        line += f"; it goes on by itself: fleet scale {pool.name}={pool.wanted}{place} waits for it"
+        line += f", {pool.draining} draining" if pool.draining else ""
+        line += f"; the change goes on by itself: fleet scale {pool.name}={pool.wanted}{place} waits for it"
         if pool.before is not None and pool.before != pool.wanted:
             line += f", fleet scale {pool.name}={pool.before}{place} goes back"
         yield line

@@ -1,9 +1,4 @@
-"""The prompts of `fleet up --check`, made from the prose that Python ships, so that every machine has the same.
-
-What they are to bring about: prompts of one or two blocks; prompts of thousands of tokens, which engines compute in several
-steps; lengths on, just below and just above the border of a block; prefixes in common, which meet caches of both engines and of
-the store; and the same prompt twice.
-"""
+"""Prompts of `fleet up --check`, made from prose that ships with Python, so every machine has the same ones."""
 
 import importlib
 from collections.abc import Iterator
@@ -13,7 +8,7 @@ from fleet.core.requests import TOKEN_BYTES, TokenBytes
 from fleet.frontend.text.codec import load_codec
 
 LONGEST = 3000  # tokens
-SHARED = 512  # tokens in common
+SHARED = 512  # common tokens
 FEWEST = 20
 
 _LENGTHS = (40, 48, 63, 64, 65, 96, 128, 200, 333, 777, 1024, 1500, 2049)
@@ -22,18 +17,18 @@ _SHARING = 6
 
 
 def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
-    """Token ids of at least 20 prompts for the model, none longer than `max_tokens`."""
+    """Return token ids of at least 20 prompts, none longer than `max_tokens`."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     codec = load_codec(model_dir)
     text = codec.encode("\n".join(topics[name] for name in sorted(topics)))
     prompts = list(_cut(text, max_tokens))
-    prompts.append(prompts[-1])  # a prompt seen before
+    prompts.append(prompts[-1])  # a repeated prompt
     assert len(prompts) >= FEWEST
     return prompts
 
 
 def _cut(text: TokenBytes, max_tokens: int) -> Iterator[TokenBytes]:
-    """Consecutive pieces, so that prompts have nothing in common but what is meant to be."""
+    """Cut the text into consecutive pieces, so that prompts share nothing by accident."""
     position = 0
 
     def take(tokens: int) -> TokenBytes:

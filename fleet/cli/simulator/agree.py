@@ -1,7 +1,7 @@
-"""`fleet sim agree`: one scenario through the servers of production and through the simulation.
+"""`fleet sim agree`: runs one scenario through the production servers and through the simulation.
 
-Rules: exit status 0: both decided the same, line by line; 1: they did not, and the first lines that differ are shown; 3: the scenario
-cannot be run.
+Exit status 0: both made the same decisions, line by line; 1: they did not, and the first different lines are shown; 3:
+the scenario cannot be run.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.simulator.outputs import SimulationOutputs, say
 
-SHOWN = 3  # lines of each log, from the first that differs on
+SHOWN = 3  # lines of each log, from the first difference
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Production's servers say in a log what happens to them, which here is the scenario."""
+    """Silence the log of the production servers, which would repeat the scenario."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""`fleet sim` with many runs: a run with many seeds, two scenarios side by side, and sweeps over fields."""
+"""`fleet sim` with many runs: several seeds, two scenarios side by side, and sweeps over fields."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
 
 
 def _values_of(assignments: Sequence[str]) -> dict[str, list[Any]]:
-    """``path=value,value`` of each, in order."""
+    """Parse options ``path=value,value``, in order."""
     from fleet.config import parse_value  # noqa: PLC0415
 
     over: dict[str, list[Any]] = {}
@@ -105,13 +105,13 @@ def _values_of(assignments: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _check_seeds(changed: Mapping[str, object], option: str = "--set") -> None:
-    """Many runs have those of `--seeds`: another one would be told beside them, and not be used."""
+    """Refuse a seed in the changes, because many runs take theirs from `--seeds`."""
     if any(path.partition(".")[0] == "seed" for path in changed):
         raise ConfigurationRefused(f"{option}: seed: many runs take theirs from --seeds A:B")
 
 
 def _rows(arguments: argparse.Namespace, made: Sequence["SweepCase"]) -> list["SweepRow"]:
-    """All runs, on the cores or the cluster that were asked for."""
+    """Run all cases on the cores or on the Ray cluster."""
     from fleet.sim.experiments.sweep import run_all  # noqa: PLC0415
 
     rows = []
@@ -149,7 +149,7 @@ def _line(row: "SweepRow") -> str:
 
 
 def _comparison(compared: "Comparison") -> list[str]:
-    """A table."""
+    """Return the comparison as the lines of a table."""
     width = max(len(figure.name) for figure in compared.figures)
     head = f"{'':<{width}} {'a':>12} {'b':>12} {'b - a':>12} {'':>8}  95 % of the mean difference"
     lines = [f"a: {compared.a}", f"b: {compared.b}", f"{len(compared.seeds)} pairs of seeds", head]

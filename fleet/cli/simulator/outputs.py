@@ -1,4 +1,4 @@
-"""What the actions of `fleet sim` write: files that were asked for, and what they say on standard output."""
+"""Outputs of `fleet sim`: the requested files, and standard output."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ READ = ("scenario", "a", "b", "recording", "expect")
 
 
 def check_outputs(arguments: argparse.Namespace, options: Sequence[str]) -> None:
-    """No two options write one file, and none writes what is read.
+    """Check that no two options write the same file, and that none overwrites an input.
 
     Raises:
-        ConfigurationRefused: One would; says which.
+        ConfigurationRefused: One would; the message names it.
     """
     named: dict[Path, str] = {}
     for name in READ:
@@ -35,7 +35,7 @@ def check_outputs(arguments: argparse.Namespace, options: Sequence[str]) -> None
 
 
 class SimulationOutputs:
-    """Files that were asked for, begun before anything runs: what cannot be written is refused at once."""
+    """Requested files, opened before anything runs, so that a file that cannot be written is refused at once."""
 
     def __init__(self, arguments: argparse.Namespace, files: ExitStack):
         from fleet.cli.console.files import whole_file  # noqa: PLC0415
@@ -54,7 +54,7 @@ class SimulationOutputs:
 
 
 def say(arguments: argparse.Namespace, answer: object, lines: Sequence[str]) -> None:
-    """The answer as JSON if that was asked for, or lines for people; nothing where a file has it."""
+    """Print the result as JSON if requested, or as lines for people; nothing if a file has it."""
     if arguments.json == "-":
         print(msgspec.json.encode(answer).decode())
     elif arguments.json is None:

@@ -1,6 +1,7 @@
-"""`fleet sim replay`: a live router's recording, heard again by the same machine.
+"""`fleet sim replay`: runs the recording of a live router through the same machine.
 
-Rules: exit status 0: it says what it said; 1: it does not, and the first difference is shown; 3: that is no recording.
+Exit status 0: the commands are the same; 1: they differ, and the first difference is shown; 3: the file is no
+recording.
 """
 
 import argparse
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
     from fleet.router.latency_predictions import WorkerProfile
     from fleet.sim.replay import RecordingReplayResult, ReplayDifference
 
-MOST_SHOWN = 12  # commands of an event
+MOST_SHOWN = 12  # commands per event
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recording", type=Path, help="of `fleet serve router --record`")
-    parser.add_argument("--json", metavar="FILE", help="write the outcome there; - for standard output")
+    parser.add_argument("recording", type=Path, help="file of `fleet serve router --record`")
+    parser.add_argument("--json", metavar="FILE", help="write the result there; - for standard output")
     parser.add_argument(
         "--expect",
         type=Path,
         metavar="SCENARIO",
-        help="a scenario with the same pools: say how well it predicts first tokens and gaps, and when workers drifted",
+        help="a scenario with the same pools: show how well it predicts TTFT and gaps, and when workers drifted",
     )
     parser.add_argument(
         "--decisions", metavar="FILE", help="write a line for each decision, with all candidates; - for standard output"
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profiles(path: Path) -> "Callable[[WorkerDescription], WorkerProfile | None]":
-    """What a scenario says of workers: by the pool whose name theirs begins with, else by the first of their role."""
+    """Return the worker profiles of a scenario, by the pool whose name prefixes the worker's, else by its role."""
     from fleet.core.ids import longest_prefix  # noqa: PLC0415
     from fleet.router.latency_predictions import WorkerProfile  # noqa: PLC0415
     from fleet.sim.run_plan import plan  # noqa: PLC0415
@@ -102,7 +103,7 @@ def _summary(replayed: "RecordingReplayResult") -> list[str]:
 
 
 def _expectation_lines(replayed: "RecordingReplayResult") -> list[str]:
-    """A table, and what drifted."""
+    """Return the expectations as a table, and the workers that drifted."""
     if not replayed.expected:
         return []
     head = f"{'worker':<24} {'':<4} {'predictions':>11} {'median error':>12} {'within 20 %':>11}  by the profile alone"

@@ -1,4 +1,4 @@
-"""`fleet sim run`: one run of a scenario, its figures, rows and report."""
+"""`fleet sim run`: runs a scenario once, with figures, rows and a report."""
 
 import argparse
 import sys
@@ -51,7 +51,7 @@ def run_one(arguments: argparse.Namespace, scenario: "Scenario") -> int:
             run_ = simulate(
                 planned,
                 sent,
-                told=told if listeners else None,
+                on_end=told if listeners else None,
                 progress=(lambda done, seconds: progress(done, f"{done:,} requests, {seconds:,.0f} s simulated"))
                 if progress.shown
                 else None,
@@ -79,6 +79,6 @@ def _write_report(
     if not arguments.no_curve:
         with ProgressBar(len(LOADS)) as progress:
             known = LoadPoint(load=1.0, rate=history.rate, users=waiting_users(scenario), outcome=run_.outcome)
-            load_curve(scenario, arguments.scenario.parent, known=known, tried=tried, processes=arguments.processes)
-    with path.open("w", encoding="utf-8", errors="replace") as file:  # a file's name may be any bytes
+            load_curve(scenario, arguments.scenario.parent, known=known, on_point=tried, processes=arguments.processes)
+    with path.open("w", encoding="utf-8", errors="replace") as file:  # file names may contain any bytes
         write_report(file, arguments.scenario.name, scenario, run_, windows=history.windows(), curve=points)

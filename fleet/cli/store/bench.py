@@ -1,7 +1,7 @@
-"""`fleet kv bench`: the KV store beside the machine's limits and its peers.
+"""`fleet kv bench`: measures the KV store beside the machine's limits and other stores.
 
-The benchmark is `loadtests.kvstore.bench`, which belongs to a checkout and not to the installed package: it starts servers,
-fills disks, and installs other people's stores, none of which a production machine needs.
+The benchmark `loadtests.kvstore.bench` belongs to a checkout, not to the installed package: it starts servers, fills
+disks and installs other stores, which a production machine does not need.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _bench() -> ModuleType:
-    """The benchmark, wherever the command was called.
+    """Return the benchmark, whatever the current folder is.
 
     Raises:
         ConfigurationRefused: This is not a checkout.

@@ -1,14 +1,15 @@
-"""`fleet kv replay`: what hit rate a recorded trace would have had, by policy and capacity.
+"""`fleet kv replay`: computes the hit rate of a recorded trace by eviction policy and capacity.
 
 Rules:
 
-1. Policies are those of the store, and "belady", which knows the future. `ideal` is the hit rate of a cache without end.
-2. Hit rates are shares of prompt tokens. A capacity in percent counts in blocks that the trace ever names.
-3. With several capacities, `sizes` has a row for each, and what stands at the top is the first one's.
-4. Seconds are those of the replay; reading the file comes on top.
-5. With `--pauses`, `pauses` says what it costs sessions to go on (`kvstore.eviction.session_pauses`), with memory of the first capacity over
-   a tier of `BELOW` times that, at the paces below. That part always uses the policy lru. `--beside` has the requests of
-   another trace come between them, which belong to nobody's session and share no block with them, until either trace ends.
+1. Policies are those of the store, and "belady", which knows the future. `ideal` is the hit rate of an unlimited cache.
+2. Hit rates are shares of prompt tokens. A capacity in percent refers to all blocks of the trace.
+3. With several capacities, `sizes` has a row for each; the top level repeats the first one.
+4. Seconds are those of the replay, without reading the file.
+5. With `--pauses`, `pauses` states the cost of continuing sessions (`kvstore.eviction.session_pauses`), with memory of
+   the first capacity over a tier of `BELOW` times that, at the speeds below. This part always uses the policy lru.
+   `--beside` mixes in the requests of another trace, which share no sessions and no blocks with the first, until either
+   trace ends.
 """
 
 import argparse
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 BELADY = "belady"
 ADMISSIONS = ("all", "second-sighting")
-TOKEN_BYTES = 131_072  # of KV: Llama-3-8B in bf16
+TOKEN_BYTES = 131_072  # of KV per token: Llama-3-8B in bf16
 MOST_BLOCKS = 1 << 40
 PAUSES = ("nothing", "hold", "adapt")
 BELOW = 10
-HELD_SHARE = 0.8  # of memory, that sessions may hold
+HELD_SHARE = 0.8  # share of memory that sessions may hold
 LONGEST_HOLD_SECONDS = 120
-MEMORY_PACE = 50e9  # bytes a second from memory to the engine: PCIe 5
-BELOW_PACE = 6e9  # bytes a second: one NVMe drive
-COMPUTE_PACE = 10_000  # prompt tokens a second
+MEMORY_PACE = 50e9  # bytes per second from memory to the engine: PCIe 5
+BELOW_PACE = 6e9  # bytes per second: one NVMe drive
+COMPUTE_PACE = 10_000  # prompt tokens per second
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_capacities,
         required=True,
         metavar="N[,N...]",
-        help="blocks of 512 tokens that fit; N%% of all that the trace names",
+        help="capacity in blocks of 512 tokens, or N%% of all blocks of the trace",
     )
     parser.add_argument(
         "--admission", choices=ADMISSIONS, default="all", help="which blocks may be written (default: all)"
@@ -55,36 +56,43 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=TOKEN_BYTES,
         metavar="N",
-        help=f"bytes of KV a token, for bytes_written (default: {TOKEN_BYTES})",
+        help=f"bytes of KV per token, for bytes_written (default: {TOKEN_BYTES})",
     )
     parser.add_argument(
-        "--live-sessions", type=_positive, default=64, metavar="N", help="agentic traces: run at a time (default: 64)"
+        "--live-sessions",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="agentic traces: sessions at a time (default: 64)",
     )
     parser.add_argument(
-        "--pauses", choices=PAUSES, help="traces with sessions: what is done with the KV of one that waits"
+        "--pauses", choices=PAUSES, help="traces with sessions: treatment of the KV of waiting sessions"
     )
     parser.add_argument(
         "--below-blocks",
         type=_count,
         metavar="N",
-        help=f"with --pauses: in the tier below (default: {BELOW} times memory)",
+        help=f"with --pauses: capacity of the tier below (default: {BELOW} times memory)",
     )
     parser.add_argument(
         "--held-share",
         type=_share,
         default=HELD_SHARE,
         metavar="S",
-        help=f"with --pauses: part of memory that sessions may hold (default: {HELD_SHARE})",
+        help=f"with --pauses: share of memory that sessions may hold (default: {HELD_SHARE})",
     )
-    parser.add_argument("--beside", type=Path, metavar="TRACE", help="with --pauses: others who use the same memory")
+    parser.add_argument(
+        "--beside", type=Path, metavar="TRACE", help="with --pauses: another trace that uses the same memory"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationRefused: a trace cannot be read, or a row of it is wrong."""
+    """Run the replay. It raises ConfigurationRefused if a trace cannot be read."""
     import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
 
-    from fleet.recording.traces import TraceError, read_trace  # noqa: PLC0415
+    from fleet.recording.trace_rows import TraceError  # noqa: PLC0415
+    from fleet.recording.traces import read_trace  # noqa: PLC0415
 
     try:
         trace = read_trace(arguments.trace, live_sessions=arguments.live_sessions)
@@ -172,7 +180,7 @@ def _pauses(trace: "Trace", beside: "Trace | None", arguments: argparse.Namespac
 
 
 def _interleave(requests: "Sequence[TraceRequest]", others: "Sequence[TraceRequest]") -> "list[TraceRequest]":
-    """In order of arrival, as long as both go on; the others keep their prompts and lose their sessions."""
+    """Merge two traces in order of arrival until either ends; requests of the other one lose their sessions."""
     from kvstore.eviction.trace_replay import TraceRequest  # noqa: PLC0415
 
     end = min(each[-1].arrival if each else 0 for each in (requests, others))

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import msgspec
@@ -11,12 +11,13 @@ from msgspec import structs
 
 from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error
 from fleet.core.ids import RequestId
-from fleet.core.requests import ModelCard
+from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.grpc.calls import parse_message, unary_handler
+from fleet.router.api import RouterApi
 from fleet.router.placement.break_even import MIN_SAMPLES
 from fleet.router.placement.decision import CostTerms, DecisionExplanation
 from fleet.router.settings.router import Thresholds
-from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterSnapshot
+from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot
 from fleet.v1 import control_pb2 as pb
 from kvstore.v1 import blocks_pb2, blocks_pb2_grpc
 
@@ -25,30 +26,6 @@ log = logging.getLogger(__name__)
 STORE_SECONDS = 1.0  # timeout of the call to the store node
 
 FetchStoreStatus = Callable[[], Awaitable[blocks_pb2.StatsResponse | None]]
-
-
-class RouterApi(Protocol):
-    """The part of `fleet.router.server.RouterServer` that the service needs."""
-
-    def status(self) -> RouterSnapshot: ...
-
-    def models(self) -> tuple[ModelCard, ...]: ...
-
-    def explain(self, request_id: RequestId) -> Explanation | None: ...
-
-    def tune(self, thresholds: Thresholds) -> None: ...
-
-    def thresholds(self) -> Thresholds: ...
-
-    def remote_prefill(self) -> RemotePrefillSnapshot: ...
-
-
-class PeerRoutersApi(Protocol):
-    """The part of `fleet.peers.routers.PeerRouters` that the service needs."""
-
-    async def explained(self, request_id: RequestId) -> pb.ExplainResponse | None: ...
-
-    def tuned(self, thresholds: Thresholds) -> None: ...
 
 
 class ClusterService:
@@ -105,7 +82,7 @@ class ClusterService:
             return encode_explanation(explanation)
         if self._others is not None and (explained := await self._others.explained(request_id)) is not None:
             return explained
-        message = f"request_id: {request_id[:100]!r} was not placed here, or others have been since"
+        message = f"request_id: {request_id[:100]!r} was not placed by this router, or its explanation has been dropped for later ones"
         raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="request_id")
 
     async def _tune(self, content: bytes) -> Message:

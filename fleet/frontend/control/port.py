@@ -12,11 +12,13 @@ from typing import Any
 
 import grpc
 
-from fleet.frontend.control.cluster import ClusterService, PeerRoutersApi, RouterApi, store_status_call
+from fleet.frontend.control.cluster import ClusterService, store_status_call
+from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.control.access import ControlAccess
 from fleet.net.control.address import control_socket, private_folder, private_umask, remove_stale_socket
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.net.grpc.port import GrpcServerApi, open_port
+from fleet.router.api import RouterApi
 from kvstore.net.addresses import unix_path
 from kvstore.net.unix_sockets import identity, remove
 from kvstore.security.channels import OPEN, LoadedCredentials

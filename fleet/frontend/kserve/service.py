@@ -12,7 +12,7 @@ Rules:
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, suppress
 from importlib.metadata import version
 from typing import Any, Protocol
 from uuid import uuid4
@@ -20,12 +20,10 @@ from uuid import uuid4
 import grpc
 from google.protobuf.message import Message
 
-from fleet.core.clock import Clock
 from fleet.core.errors import Reason, RequestRejected, internal_error, invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted, Delta, Finished, Logprobs, ModelCard
-from fleet.frontend.generation import Generation
-from fleet.frontend.grpc.intake import MessageMemory, RequestIntake
+from fleet.frontend.grpc.client_port import ClientPort
 from fleet.net.grpc.calls import (
     CallerDisconnected,
     Context,
@@ -38,9 +36,6 @@ from fleet.net.grpc.calls import (
     unary_context_handler,
     unary_handler,
 )
-from fleet.net.grpc.http2 import Http2Server
-from fleet.net.grpc.port import open_port
-from fleet.net.settings import DEFAULT_GRPC_LIMITS, GrpcSettings
 from fleet.net.status_codes import rename_field
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve import (
@@ -64,38 +59,10 @@ MAX_IN_STREAM = 256
 Messages = AsyncIterator[bytes]
 
 
-@asynccontextmanager
-async def open_kserve_frontend(
-    listen: str,
-    generation: Generation,
-    clock: Clock,
-    *,
-    max_held_bytes: int,
-    limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
-    shared: bool = False,
-    connection_seconds: float = 0,
-) -> AsyncIterator["KserveFrontend"]:
-    """Listen and serve until the context ends; then cancel running calls. `open_grpc_frontend` has the same arguments.
+class KserveFrontend(ClientPort):
+    """The Open Inference Protocol."""
 
-    Raises:
-        ConfigurationRefused: The address is malformed or in use.
-    """
-    server = Http2Server(
-        shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
-    )
-    frontend = KserveFrontend(generation, clock, server)
-    server.add_generic_rpc_handlers(frontend.handlers())
-    async with open_port(server, listen, (SERVICE,), frontend.door.ready) as frontend.address:
-        yield frontend
-
-
-class KserveFrontend:
-    """The Open Inference Protocol; `open_kserve_frontend` makes it."""
-
-    def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
-        self.address = ""  # with the port that was taken
-        self.door = RequestIntake(generation, clock, server)
-        self._generation = generation
+    SERVICE = SERVICE
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """Return the handlers of the service's methods, which take bytes, and one for all other methods."""
@@ -117,22 +84,22 @@ class KserveFrontend:
 
     async def _server_ready(self, content: bytes) -> Message:
         parse_message(pb.ServerReadyRequest, content)
-        return pb.ServerReadyResponse(ready=self.door.ready())
+        return pb.ServerReadyResponse(ready=self.ready())
 
     async def _model_ready(self, content: bytes) -> Message:
-        asked = parse_message(pb.ModelReadyRequest, content)
-        known = self._card(asked.name) is not None and asked.version in ("", VERSION)
-        return pb.ModelReadyResponse(ready=known and self.door.ready())
+        request = parse_message(pb.ModelReadyRequest, content)
+        known = self._card(request.name) is not None and request.version in ("", VERSION)
+        return pb.ModelReadyResponse(ready=known and self.ready())
 
     async def _server_metadata(self, content: bytes) -> Message:
         parse_message(pb.ServerMetadataRequest, content)
         return pb.ServerMetadataResponse(name="fleet", version=version("fleet-serving"), extensions=["parameters"])
 
     async def _model_metadata(self, content: bytes, context: Context) -> Message:
-        asked = parse_message(pb.ModelMetadataRequest, content)
+        request = parse_message(pb.ModelMetadataRequest, content)
         self._generation.identify(authorization_of(context))
-        check_version("version", asked.version)
-        if (card := self._card(asked.name)) is None:
+        check_version("version", request.version)
+        if (card := self._card(request.name)) is None:
             served = ", ".join(sorted(card.name for card in self._generation.models())) or "none"
             raise RequestRejected(Reason.MODEL_NOT_FOUND, f"name: is not served here; served: {served}", field="name")
         return encode_model(card)
@@ -148,7 +115,7 @@ class KserveFrontend:
             assert final
             last = response
 
-        with self.door.holding(len(content)):
+        with self.holding(len(content)):
             await self._serve(inference, authorization_of(context), keep)
         assert last is not None
         return last
@@ -193,7 +160,7 @@ class KserveFrontend:
         with suppress(CallerDisconnected):  # the library is about to cancel the call
             try:
                 message = parse_message(pb.ModelInferRequest, content)
-                with self.door.holding(len(content)):
+                with self.holding(len(content)):
                     await self._serve(self._read(message, context), authorization_of(context), send_one)
             except RequestRejected as refused:
                 await write(encode_refusal(refused, message.id, message.model_name))
@@ -204,8 +171,8 @@ class KserveFrontend:
                 await write(encode_refusal(internal_error(), message.id, message.model_name))
 
     def _read(self, message: pb.ModelInferRequest, context: Context) -> KServeRequest:
-        self.door.check()
-        return decode_infer(message, RequestId(uuid4().hex), self.door.now(), self.door.deadline(context))
+        self.check_admitted()
+        return decode_infer(message, RequestId(uuid4().hex), self._clock.now(), self.deadline(context))
 
     async def _serve(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
         try:

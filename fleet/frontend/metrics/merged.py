@@ -8,8 +8,7 @@ LABEL = "router"
 def merge_metrics(expositions: Mapping[str, str]) -> str:
     """Return all samples with a label ``router``; help and type of each metric appear once.
 
-    Args:
-        expositions: Output of `prometheus_client.generate_latest` by router.
+    `expositions` is the output of `prometheus_client.generate_latest` by router.
     """
     described: dict[str, list[str]] = {}  # by metric: help and type
     samples: dict[str, list[str]] = {}

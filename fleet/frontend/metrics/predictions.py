@@ -33,8 +33,11 @@ PREDICTION_GAUGES: Mapping[str, str] = {
 }
 
 
+ProfileLookup = Callable[[WorkerDescription], WorkerProfile | None]
+
+
 class PredictionMetrics(LatencyPredictions):
-    def __init__(self, profile_of: Callable[[WorkerDescription], WorkerProfile | None]):
+    def __init__(self, profile_of: ProfileLookup):
         super().__init__(profile_of)
         self._over = False
 
@@ -66,8 +69,8 @@ class PredictionMetrics(LatencyPredictions):
         yield drifts
 
 
-def open_prediction_metrics(profiles: Mapping[str, ProfileSettings]) -> PredictionMetrics:
-    """Return predictions for the workers whose names begin with a profile's name; the longest match counts.
+def profile_lookup(profiles: Mapping[str, ProfileSettings]) -> ProfileLookup:
+    """Return the look-up of a worker's profile: the one with the longest name that the worker's name begins with.
 
     Raises:
         ConfigurationRefused: A model, a GPU or a sharding is invalid; the message names the profile and the field.
@@ -78,7 +81,7 @@ def open_prediction_metrics(profiles: Mapping[str, ProfileSettings]) -> Predicti
         name = longest_prefix(worker.worker_id, known)
         return None if name is None else known[name]
 
-    return PredictionMetrics(profile_of)
+    return profile_of
 
 
 def _profile(where: str, settings: ProfileSettings) -> WorkerProfile:

@@ -52,15 +52,15 @@ def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, st
 class ChatFormatter:
     """Formats the answers of ``/v1/chat/completions``."""
 
-    def __init__(self, asked: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
-        self._asked = asked
+    def __init__(self, parsed: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
+        self._parsed = parsed
         self._token_text = token_text
         self._model = model
-        self._head = {"id": f"chatcmpl-{asked.request.id}", "created": created, "model": model}
+        self._head = {"id": f"chatcmpl-{parsed.request.id}", "created": created, "model": model}
         self._chunk_head = (
             encode({**self._head, "object": "chat.completion.chunk"})[:-1] + b',"choices":[{"index":0,"delta":{'
         )
-        self._chunk_tail = b"}]" + _null_usage(asked)
+        self._chunk_tail = b"}]" + _null_usage(parsed)
         self._first = b'"role":"assistant",'
 
     def chunk(self, delta: Delta) -> bytes:
@@ -77,10 +77,13 @@ class ChatFormatter:
         rest = self._content(finished.text, b"null") if finished.text or self._first else b""
         final = b"".join(
             (b"data: ", self._chunk_head, b'},"logprobs":null,"finish_reason":', encode(finished.finish),
-             self._chunk_tail, b',"fleet":', encode(_fleet(self._asked, finished.kv, token_ids)), b"}\n\n")
+             self._chunk_tail, b',"fleet":', encode(_fleet(self._parsed, finished.kv, token_ids)), b"}\n\n")
         )  # fmt: skip
         return (
-            rest + final + _usage_chunk(self._asked, {**self._head, "object": "chat.completion.chunk"}, finished) + DONE
+            rest
+            + final
+            + _usage_chunk(self._parsed, {**self._head, "object": "chat.completion.chunk"}, finished)
+            + DONE
         )
 
     def _content(self, text: str, logprobs: bytes) -> bytes:
@@ -96,7 +99,7 @@ class ChatFormatter:
             "index": 0,
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._logprobs(token_ids, logprobs)
-            if self._asked.request.sampling.logprobs is not None
+            if self._parsed.request.sampling.logprobs is not None
             else None,
             "finish_reason": finished.finish,
         }
@@ -106,7 +109,7 @@ class ChatFormatter:
                 "object": "chat.completion",
                 "choices": [choice],
                 "usage": _usage(finished.usage),
-                "fleet": _fleet(self._asked, finished.kv, token_ids),
+                "fleet": _fleet(self._parsed, finished.kv, token_ids),
             }
         )
 
@@ -129,14 +132,19 @@ class ChatFormatter:
 class CompletionFormatter:
     """Formats the answers of ``/v1/completions``."""
 
-    def __init__(self, asked: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
-        self._asked = asked
+    def __init__(self, parsed: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
+        self._parsed = parsed
         self._token_text = token_text
         self._model = model
         self._offset = 0  # offset of the next token in characters
-        self._head = {"id": f"cmpl-{asked.request.id}", "object": "text_completion", "created": created, "model": model}
+        self._head = {
+            "id": f"cmpl-{parsed.request.id}",
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+        }
         self._chunk_head = encode(self._head)[:-1] + b',"choices":[{"index":0,"text":'
-        self._chunk_tail = b"}]" + _null_usage(asked)
+        self._chunk_tail = b"}]" + _null_usage(parsed)
 
     def chunk(self, delta: Delta) -> bytes:
         """Return an event; empty if there is nothing to send."""
@@ -152,9 +160,9 @@ class CompletionFormatter:
         """Return the events that end the stream."""
         final = b"".join(
             (b"data: ", self._chunk_head, encode(finished.text), b',"logprobs":null,"finish_reason":', encode(finished.finish),
-             self._chunk_tail, b',"fleet":', encode(_fleet(self._asked, finished.kv, token_ids)), b"}\n\n")
+             self._chunk_tail, b',"fleet":', encode(_fleet(self._parsed, finished.kv, token_ids)), b"}\n\n")
         )  # fmt: skip
-        return final + _usage_chunk(self._asked, self._head, finished) + DONE
+        return final + _usage_chunk(self._parsed, self._head, finished) + DONE
 
     def whole(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs], finished: Finished) -> bytes:
         """Return the answer as one object."""
@@ -162,7 +170,7 @@ class CompletionFormatter:
             "index": 0,
             "text": text,
             "logprobs": self._logprobs(token_ids, logprobs)
-            if self._asked.request.sampling.logprobs is not None
+            if self._parsed.request.sampling.logprobs is not None
             else None,
             "finish_reason": finished.finish,
         }
@@ -171,7 +179,7 @@ class CompletionFormatter:
                 **self._head,
                 "choices": [choice],
                 "usage": _usage(finished.usage),
-                "fleet": _fleet(self._asked, finished.kv, token_ids),
+                "fleet": _fleet(self._parsed, finished.kv, token_ids),
             }
         )
 
@@ -207,17 +215,17 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-def _null_usage(asked: OpenAiRequest) -> bytes:
-    return b',"usage":null' if asked.include_usage else b""
+def _null_usage(parsed: OpenAiRequest) -> bytes:
+    return b',"usage":null' if parsed.include_usage else b""
 
 
-def _usage_chunk(asked: OpenAiRequest, head: Mapping[str, object], finished: Finished) -> bytes:
-    if not asked.include_usage:
+def _usage_chunk(parsed: OpenAiRequest, head: Mapping[str, object], finished: Finished) -> bytes:
+    if not parsed.include_usage:
         return b""
     return sse_event(encode({**head, "choices": [], "usage": _usage(finished.usage)}))
 
 
-def _fleet(asked: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[int]) -> Json:
+def _fleet(parsed: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[int]) -> Json:
     """Return the object ``fleet``: the origin of the prompt's blocks, as in the message KvProof, and the token ids."""
     phases: list[Json] = [
         {
@@ -238,4 +246,4 @@ def _fleet(asked: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[int]
         }
         for phase in kv
     ]
-    return {"kv": phases, "token_ids": token_ids} if asked.return_token_ids else {"kv": phases}
+    return {"kv": phases, "token_ids": token_ids} if parsed.return_token_ids else {"kv": phases}

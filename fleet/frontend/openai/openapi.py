@@ -51,11 +51,7 @@ OBJECT_OR_EVENTS = {**OBJECT_ALONE, "text/event-stream": {"schema": EVENT}}
 
 @cache
 def openapi_document(*, embeddings: bool) -> bytes:
-    """Return the document as JSON.
-
-    Args:
-        embeddings: Whether a server may make embeddings.
-    """
+    """Return the document as JSON; `embeddings` tells whether a server may make embeddings."""
     bodies, components = msgspec.json.schema_components(
         (CompletionBody, ChatBody), ref_template="#/components/schemas/{name}"
     )

@@ -63,12 +63,8 @@ class SecretBlockKeys:
     """
 
     def __init__(self, secret: str = "") -> None:
-        """Derive the root of the factors.
-
-        Args:
-            secret: Shared by all processes with equal keys. Empty draws a random root.
-        """
-        # Salts of tenants (`kvstore.block.salt_for`), which others see, are derived from the same secret by SHA-512.
+        """Derive the root of the factors. Processes with the same secret compute equal keys; an empty one draws a random root."""
+        # Salts of tenants (`kvstore.block.tenant_salt`), which others see, are derived from the same secret by SHA-512.
         self._root = hmac.digest(secret.encode(), PURPOSE, "sha512") if secret else secrets.token_bytes(64)
         self.fingerprint = int.from_bytes(self._expanded("fingerprint", 8), "little") if secret else 0
         """64 bits that tell keys of different secrets apart; 0 for random keys."""
@@ -89,9 +85,13 @@ class SecretBlockKeys:
         return hashlib.shake_256(self._root + what.encode()).digest(count)
 
 
-def client_salt(adapter: str, told: str) -> bytes:
+def client_salt(adapter: str, cache_salt: str) -> bytes:
     """Return the salt of a chain on a server whose clients choose salts, which may be any text."""
-    salt = hashlib.sha256(b"fleet.client-salt.v1\0" + told.encode("utf-8", "surrogatepass")).digest() if told else b""
+    salt = (
+        hashlib.sha256(b"fleet.client-salt.v1\0" + cache_salt.encode("utf-8", "surrogatepass")).digest()
+        if cache_salt
+        else b""
+    )
     return adapter_salt(adapter, salt) if adapter else salt
 
 
@@ -136,11 +136,11 @@ class PromptReader:
         reader._salt = client_salt(name, "")  # noqa: SLF001 - a copy that this method makes
         return reader
 
-    def salted(self, read: KeyedPrompt, told: str) -> KeyedPrompt:
+    def salted(self, read: KeyedPrompt, cache_salt: str) -> KeyedPrompt:
         """Return the prompt with keys for a client's cache salt."""
         if not any(read.keys.values()):
             return read
-        salt = client_salt("" if self.adapter is None else self.adapter.name, told)
+        salt = client_salt("" if self.adapter is None else self.adapter.name, cache_salt)
         keys = {size: self._keys(read.tokens, size, salt) for size in self._block_sizes}
         return structs.replace(read, keys=keys)
 

@@ -48,19 +48,11 @@ from fleet.net.http.errors import error_event, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import ClientDisconnected
 from fleet.net.status_codes import rename_field
+from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
-from fleet.router.server import RequestListener
 from fleet.router.tenants import Tenants, admit_with_peers, await_settle
 
 log = logging.getLogger(__name__)
-
-
-class RouterApi(Protocol):
-    """The part of `fleet.router.server.RouterServer` that the relay needs."""
-
-    def open(self, arrived: Arrived, stream: RequestListener) -> None: ...
-
-    def close(self, request_id: RequestId, stream: RequestListener) -> None: ...
 
 
 class AnswerStream(Protocol):
@@ -88,7 +80,7 @@ class RelayStage(Enum):
 class RelayedRequest:
     """One request between its client and its server.
 
-    Implements `ExchangeTask` for the client's connection and `Listener` for the router.
+    Implements `ExchangeTask` for the client's connection and `RequestListener` for the router.
     """
 
     def __init__(self, relay: "Relay", exchange: Exchange, request_id: RequestId, began_at: Nanos, tenant: str) -> None:
@@ -101,9 +93,8 @@ class RelayedRequest:
         self.request_id = request_id
         self.path = head.path
         self.head = forwarded_headers(head) if head.forwarded_headers is None else head.forwarded_headers
-        self.authorization = (
-            b"" if relay.takes_keys else head.headers.get(b"authorization", b"")
-        )  # Fleet's own keys stay here
+        # Keys that authenticate clients here are not forwarded.
+        self.authorization = b"" if relay.takes_keys else head.headers.get(b"authorization", b"")
         self.body = request.body
         self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size; empty for embeddings
         self.began_at = began_at
@@ -119,7 +110,7 @@ class RelayedRequest:
 
     @property
     def began(self) -> bool:
-        """Whether a byte of an answer was relayed, so that no other server can answer."""
+        """Return whether a byte of an answer was relayed, so that no other server can answer."""
         return self._began
 
     # From the worker
@@ -296,11 +287,7 @@ class Relay:
     async def arrival(self, path: str, content: bytes, request_id: RequestId, authorization: str) -> Arrived | None:
         """Return the event for a request that another program sends; None if the model is not external.
 
-        Args:
-            path: One of `fleet.frontend.openai.relay_requests.PATHS`.
-            content: The body.
-            request_id: The router's id for the request.
-            authorization: The client's authorization header.
+        `path` is one of `relay_requests.PATHS`; `authorization` is the client's header.
 
         Raises:
             RequestRejected: The request is not to be placed.

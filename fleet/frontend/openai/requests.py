@@ -103,10 +103,10 @@ def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
     _refuse_unsupported(chat)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
-    newer = chat.max_completion_tokens is not None
+    is_newer_name = chat.max_completion_tokens is not None
     tools = chat.tools if chat.tool_choice != "none" else None
     if tools and chat.parallel_tool_calls is False:
-        raise invalid("parallel_tool_calls", "only true is supported: how many tools a model calls is up to it")
+        raise invalid("parallel_tool_calls", "only true is supported: the model decides how many tools it calls")
     return _build_request(
         chat,
         request_id,
@@ -115,12 +115,12 @@ def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
             tuple(_message(index, message) for index, message in enumerate(chat.messages)),
             tools=msgspec.json.encode(tools).decode() if tools else "",
         ),
-        max_tokens=chat.max_completion_tokens if newer else chat.max_tokens,
+        max_tokens=chat.max_completion_tokens if is_newer_name else chat.max_tokens,
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         names={
             **OPENAI_FIELD_NAMES,
             "sampling.logprobs": "top_logprobs",
-            "sampling.max_tokens": "max_completion_tokens" if newer else "max_tokens",
+            "sampling.max_tokens": "max_completion_tokens" if is_newer_name else "max_tokens",
         },
     )
 
@@ -137,7 +137,7 @@ def _build_request(
 ) -> OpenAiRequest:
     options = body.fleet or FleetOptions()
     form, form_field = _structured_output(body)
-    given = {
+    values = {
         "max_tokens": max_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -157,7 +157,7 @@ def _build_request(
         id=request_id,
         model=ModelName(body.model or ""),
         prompt=prompt,
-        sampling=Sampling(**{name: value for name, value in given.items() if value is not None}),  # type: ignore[arg-type]  # by name
+        sampling=Sampling(**{name: value for name, value in values.items() if value is not None}),  # type: ignore[arg-type]  # by name
         fill_context=max_tokens is None,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         priority=options.priority,
@@ -182,11 +182,11 @@ def _build_request(
 
 def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
     """Return the structured output and the field that demands it."""
-    said = dict(_structured_outputs(body))
-    if len(said) > 1:
-        first, second, *_ = said
-        raise invalid(second, f"says what the answer must be, as {first} does; send one of them")
-    for field, form in said.items():
+    demanded = dict(_structured_outputs(body))
+    if len(demanded) > 1:
+        first, second, *_ = demanded
+        raise invalid(second, f"demands structured output, as {first} does; send one of them")
+    for field, form in demanded.items():
         return form, field
     return None, ""
 

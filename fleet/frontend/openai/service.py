@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Protocol
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -21,12 +20,19 @@ from fleet.core.requests import Admitted, Delta, Finished, Logprobs
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.metrics.merged import merge_metrics
-from fleet.frontend.openai.answers import ChatFormatter, CompletionFormatter, model_object, rate_limit_headers
+from fleet.frontend.openai.answers import (
+    AnswerFormatter,
+    ChatFormatter,
+    CompletionFormatter,
+    model_object,
+    rate_limit_headers,
+)
 from fleet.frontend.openai.openapi import openapi_document
 from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relay_requests import EMBEDDINGS
 from fleet.frontend.openai.relay_requests import PATHS as RELAYED_PATHS
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.http.errors import send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import EVENT_STREAM
@@ -46,14 +52,6 @@ HEALTH_LIMITS = HttpSettings(
     idle_timeout_seconds=75.0,
     write_timeout_seconds=10.0,
 )
-
-
-class PeerRoutersApi(Protocol):
-    """The part of `fleet.peers.routers.PeerRouters` that the frontend needs."""
-
-    async def metrics(self) -> Mapping[str, str]:
-        """Return the metrics of each process behind the same port, by router."""
-        ...
 
 
 ReadBody = Callable[[bytes, RequestId, Nanos], OpenAiRequest]
@@ -176,75 +174,69 @@ class HttpFrontend(HttpServer):
         assert problem is not None, "else it was relayed"
         send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
 
-    async def _generate(
-        self, exchange: Exchange, read: ReadBody, shape: type[ChatFormatter | CompletionFormatter]
-    ) -> None:
+    async def _generate(self, exchange: Exchange, read: ReadBody, formatter: type[AnswerFormatter]) -> None:
         if self.draining:
             raise draining_rejection()
         if (problem := _unsuitable_content(exchange.request.headers)) is not None:
             send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
             return
         request_id = RequestId(uuid.uuid4().hex)
-        asked = read(exchange.request.body, request_id, self._clock.now())
+        parsed = read(exchange.request.body, request_id, self._clock.now())
         try:
-            if asked.stream:
-                await self._stream(exchange, asked, shape)
+            if parsed.stream:
+                await self._stream(exchange, parsed, formatter)
             else:
-                await self._collect(exchange, asked, shape)
+                await self._collect(exchange, parsed, formatter)
         except RequestRejected as refused:
-            send_rejection(exchange, rename_field(refused, asked.names), ("x-request-id", request_id))
+            send_rejection(exchange, rename_field(refused, parsed.names), ("x-request-id", request_id))
 
-    async def _stream(
-        self, exchange: Exchange, asked: OpenAiRequest, make: type[ChatFormatter | CompletionFormatter]
-    ) -> None:
+    async def _stream(self, exchange: Exchange, parsed: OpenAiRequest, formatter_type: type[AnswerFormatter]) -> None:
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),  # nginx would buffer events
-            ("x-request-id", asked.request.id),
+            ("x-request-id", parsed.request.id),
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
         token_ids: list[int] = []
-        async with aclosing(self._generation.generate(asked.request, _authorization(exchange))) as events:
-            shape: ChatFormatter | CompletionFormatter | None = None
+        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange))) as events:
+            formatter: AnswerFormatter | None = None
             async for item in events:
                 match item:
                     case Admitted():
-                        shape = make(asked, item.model, self._generation.token_text, unix_seconds())
+                        formatter = formatter_type(parsed, item.model, self._generation.token_text, unix_seconds())
                         headers += rate_limit_headers(item.allowance)
                     case Delta():
-                        assert shape is not None
-                        if asked.return_token_ids:
+                        assert formatter is not None
+                        if parsed.return_token_ids:
                             token_ids += item.token_ids
-                        if chunk := shape.chunk(item):
+                        if chunk := formatter.chunk(item):
                             exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)
                             await exchange.drained()
                     case Finished():
-                        assert shape is not None
-                        chunks = shape.last_chunks(item, token_ids)
+                        assert formatter is not None
+                        chunks = formatter.last_chunks(item, token_ids)
                         exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
 
-    async def _collect(
-        self, exchange: Exchange, asked: OpenAiRequest, make: type[ChatFormatter | CompletionFormatter]
-    ) -> None:
+    async def _collect(self, exchange: Exchange, parsed: OpenAiRequest, formatter_type: type[AnswerFormatter]) -> None:
         texts: list[str] = []
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
-        headers: tuple[tuple[str, str], ...] = (("x-request-id", asked.request.id),)
-        async with aclosing(self._generation.generate(asked.request, _authorization(exchange))) as events:
-            shape: ChatFormatter | CompletionFormatter | None = None
+        headers: tuple[tuple[str, str], ...] = (("x-request-id", parsed.request.id),)
+        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange))) as events:
+            formatter: AnswerFormatter | None = None
             async for item in events:
                 match item:
                     case Admitted():
-                        shape = make(asked, item.model, self._generation.token_text, unix_seconds())
+                        formatter = formatter_type(parsed, item.model, self._generation.token_text, unix_seconds())
                         headers += rate_limit_headers(item.allowance)
                     case Delta():
                         texts.append(item.text)
                         token_ids += item.token_ids
                         logprobs += item.logprobs
                     case Finished():
-                        assert shape is not None
+                        assert formatter is not None
                         texts.append(item.text)
-                        content = shape.whole("".join(texts), token_ids, logprobs, item)
+                        content = formatter.whole("".join(texts), token_ids, logprobs, item)
                         exchange.respond(HTTPStatus.OK, content, headers=headers)
 
     async def _models(self, exchange: Exchange) -> None:
@@ -268,8 +260,8 @@ class HttpFrontend(HttpServer):
         serving = bool(models) and not self.draining
         status = "ok" if serving else "draining" if self.draining else "no worker serves yet"
         code = HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE
-        told = {"status": status} if self._generation.by_key else {"status": status, "models": models}
-        exchange.respond(code, msgspec.json.encode(told))
+        body = {"status": status} if self._generation.by_key else {"status": status, "models": models}
+        exchange.respond(code, msgspec.json.encode(body))
 
     async def _live(self, exchange: Exchange) -> None:
         """Answer probes that ask whether the process responds."""

@@ -49,22 +49,18 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "") -> str:
-        """Return the conversation as text, up to the start of the assistant's turn.
-
-        Args:
-            messages: Valid messages.
-            tools: Valid JSON list; empty if there are none.
+        """Return the conversation as text, up to the start of the assistant's turn. `tools` is a JSON list, or empty.
 
         Raises:
             RequestRejected: The template cannot render these messages, or would silently drop tools or tool calls
                 (INVALID_ARGUMENT, field ``chat.messages`` or ``chat.tools``).
         """
         if tools and not self._takes_tools:
-            raise invalid("chat.tools", "the model's chat template knows no tools; leave them out")
+            raise invalid("chat.tools", "the model's chat template does not support tools; leave them out")
         for index, message in enumerate(messages):
             if message.tool_calls and not self._takes_calls:
                 field = f"chat.messages[{index}].tool_calls"
-                raise invalid(field, "the model's chat template knows no calls of tools; leave them out")
+                raise invalid(field, "the model's chat template does not support tool calls; leave them out")
         try:
             return self._template.render(
                 messages=[_template_message(message) for message in messages],
@@ -79,13 +75,13 @@ class ChatTemplate:
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     """Return a message in the form of `transformers`: the arguments of calls are objects, and empty fields are absent."""
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        told["tool_calls"] = [_with_parsed_arguments(call) for call in json.loads(message.tool_calls)]
+        fields["tool_calls"] = [_with_parsed_arguments(call) for call in json.loads(message.tool_calls)]
     for field in ("tool_call_id", "name"):
         if value := getattr(message, field):
-            told[field] = value
-    return told
+            fields[field] = value
+    return fields
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -115,19 +115,19 @@ class TokenizerCheck:
         self._refused.pop(description.worker_id, None)
         if description.golden is None:
             return True
-        ours, theirs = self._golden(description), description.golden
+        ours, theirs = self._digests_for(description), description.golden
         different = [
             field
             for field in ("tokens", "blocks", "template")
             if (mine := getattr(ours, field)) and (its := getattr(theirs, field)) and mine != its
         ]
-        told = {"worker": description.worker_id, "model": description.model, "different": ", ".join(different)}
+        details = {"worker": description.worker_id, "model": description.model, "different": ", ".join(different)}
         if not different:
             return True
         if different == ["template"]:
-            log.warning("worker has another chat template than the router", extra=told)
+            log.warning("worker has another chat template than the router", extra=details)
             return True
-        log.error("worker refused by the tokenizer check", extra=told)
+        log.error("worker refused by the tokenizer check", extra=details)
         self._refused[description.worker_id] = different[0]
         return False
 
@@ -138,7 +138,7 @@ class TokenizerCheck:
             counts[field] += 1
         return counts
 
-    def _golden(self, description: WorkerDescription) -> TokenizerDigests:
+    def _digests_for(self, description: WorkerDescription) -> TokenizerDigests:
         key = (description.model, description.block_tokens)
         if (known := self._known.get(key)) is None:
             known = self._known[key] = tokenizer_digests(self._codecs.get(description.model), description.block_tokens)

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from fleet.core.errors import Reason, RequestRejected
 
 THREADS = 2
-MOST = 64  # tasks that wait or run: half a GiB at the largest request size
+MAX_TASKS = 64  # tasks that wait or run: half a GiB at the largest request size
 VERY_LONG_BYTES = 256 << 10  # about 60,000 tokens of prose, and up to 0.1 s for any text
-MOST_VERY_LONG = 16  # very long tasks that wait or run
+MAX_VERY_LONG_TASKS = 16  # very long tasks that wait or run
 RETRY_AFTER_MS = 1000
 TRIM_SECONDS = 1.0  # delay after a very long text, in which its thread and its request free their memory
 
@@ -41,8 +41,8 @@ class TokenizerThreads:
         self._trim = trim
         self._trim_due: asyncio.TimerHandle | None = None
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
-        self._very_long = _ThreadShare(THREADS - 1, MOST_VERY_LONG)
-        self._others = _ThreadShare(THREADS, MOST)
+        self._very_long = _ThreadShare(THREADS - 1, MAX_VERY_LONG_TASKS)
+        self._others = _ThreadShare(THREADS, MAX_TASKS)
         self._lanes = (self._very_long, self._others)  # the share with fewer threads begins first
 
     def run(self, work: Callable[[], Result], size: int) -> "asyncio.Future[Result]":
@@ -56,7 +56,7 @@ class TokenizerThreads:
             RequestRejected: QUEUE_FULL; too much work waits.
         """
         lane = self._very_long if size > VERY_LONG_BYTES else self._others
-        if lane.full or sum(map(len, self._lanes)) >= MOST:
+        if lane.full or sum(map(len, self._lanes)) >= MAX_TASKS:
             raise RequestRejected(
                 Reason.QUEUE_FULL, "too many long prompts wait to be tokenised", retry_after_ms=RETRY_AFTER_MS
             )

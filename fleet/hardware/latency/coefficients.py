@@ -184,12 +184,7 @@ def subject_of(
 
 
 def estimate(placement: ShardedModel, backend: str, known: Coefficients | None = None) -> StepModelEstimate:
-    """Return the step model of a sharded model under an engine.
-
-    Args:
-        placement: The sharded model.
-        backend: vllm, sglang or trtllm.
-        known: Coefficients that replace those of this version.
+    """Return the step model of a sharded model under an engine (vllm, sglang or trtllm); `known` replaces this version's coefficients.
 
     Raises:
         ConfigurationRefused: No engine of that name was measured.

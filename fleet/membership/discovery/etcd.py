@@ -28,9 +28,8 @@ from fleet.core.clock import Nanos
 from fleet.core.discovery import EtcdDiscovery, WorkerRecord
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.membership.messages import DirectoryListing, DirectoryReading, RecordMissing, RecordSeen
-from fleet.membership.ports import DirectoryUnreachable
+from fleet.membership.ports import DirectoryUnreachable, RegistryUnreachable, WorkerSuperseded
 from fleet.net.etcd import CALL_SECONDS, EtcdChannels, etcd_error_text
-from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class EtcdRegistrationKey(Struct, frozen=True):
 
 
 class EtcdDirectory:
-    """Directory in etcd. Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`.
+    """Directory in etcd. Implements `Registry` and `Directory` of `fleet.membership.ports`.
 
     It is an async context manager that owns its channels.
     """

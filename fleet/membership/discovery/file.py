@@ -25,10 +25,8 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.discovery import FileDiscovery, WorkerRecord
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation, WorkerId
-from fleet.membership.discovery.open import StatelessDirectory
 from fleet.membership.messages import DirectoryListing, DirectoryReading, RecordSeen
-from fleet.membership.ports import DirectoryUnreachable
-from workers.ports import RegistryUnreachable, WorkerSuperseded
+from fleet.membership.ports import DirectoryUnreachable, RegistryUnreachable, StatelessDirectory, WorkerSuperseded
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ class DiscoveryFileEntry(WorkerRecord, frozen=True, kw_only=True):
 
 
 class FileDirectory(StatelessDirectory):
-    """Directory in a folder. Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`."""
+    """Directory in a folder. Implements `Registry` and `Directory` of `fleet.membership.ports`."""
 
     def __init__(self, settings: FileDiscovery) -> None:
         """Prepare; nothing is read or written yet.

@@ -39,13 +39,12 @@ from fleet.core.ids import Incarnation, WorkerId
 from fleet.core.system_clock import SystemClock, unix_milliseconds
 from fleet.membership.discovery.lease_expiry import ExpiredLease, LeaseExpiry
 from fleet.membership.messages import DirectoryListing, DirectoryReading, RecordMissing, RecordSeen
-from fleet.membership.ports import DirectoryUnreachable
+from fleet.membership.ports import DirectoryUnreachable, RegistryUnreachable, WorkerSuperseded
 from fleet.net.kubernetes.directory_objects import CONFLICT, FORBIDDEN, LEASES, NOT_FOUND, DiscoveryObjects, Manifest
 from fleet.net.kubernetes.endpoint_slices import endpoint_slice
 from fleet.net.kubernetes.kubeconfig import api_configuration
 from fleet.net.kubernetes.own_pod import OwnPod, own_namespace, own_pod
 from fleet.net.kubernetes.ports import KubernetesError
-from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class LeaseWatchEvent(Struct, frozen=True):
 
 
 class KubernetesDirectory:
-    """Directory in Kubernetes. Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`.
+    """Directory in Kubernetes. Implements `Registry` and `Directory` of `fleet.membership.ports`.
 
     It is an async context manager that owns its connections.
     """

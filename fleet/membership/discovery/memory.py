@@ -6,10 +6,8 @@ from collections.abc import AsyncGenerator
 from fleet.core.clock import Nanos
 from fleet.core.discovery import WorkerRecord
 from fleet.core.ids import Incarnation, WorkerId
-from fleet.membership.discovery.open import StatelessDirectory
 from fleet.membership.messages import DirectoryListing, DirectoryReading, RecordMissing, RecordSeen
-from fleet.membership.ports import DirectoryUnreachable
-from workers.ports import RegistryUnreachable, WorkerSuperseded
+from fleet.membership.ports import DirectoryUnreachable, RegistryUnreachable, StatelessDirectory, WorkerSuperseded
 
 
 class _SharedRecords:
@@ -27,7 +25,7 @@ class _SharedRecords:
 
 
 class MemoryDirectory(StatelessDirectory):
-    """Directory in memory. Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`."""
+    """Directory in memory. Implements `Registry` and `Directory` of `fleet.membership.ports`."""
 
     def __init__(self, lease_seconds: int = 9) -> None:
         self._lease_seconds = lease_seconds

@@ -6,20 +6,7 @@ from typing import Protocol, Self, assert_never
 
 from fleet.core.discovery import Discovery, EtcdDiscovery, FileDiscovery, KubernetesDiscovery
 from fleet.core.errors import missing_package
-from fleet.membership.ports import Directory
-from workers.ports import Registry
-
-
-class StatelessDirectory:
-    """Context manager methods of a directory without open connections."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the records as they are."""
+from fleet.membership.ports import Directory, Registry
 
 
 class OpenDirectory(Directory, Registry, Protocol):

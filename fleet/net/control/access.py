@@ -3,7 +3,7 @@
 Rules:
 
 1. A Unix socket requires no proof: the modes of its file and folder keep other users out.
-2. Over TCP a caller shows a certificate, or its calls carry proofs of a secret (`kvstore.call_proofs`). Routers and
+2. Over TCP a caller shows a certificate, or its calls carry proofs of a secret (`kvstore.security.call_proofs`). Routers and
    workers refuse to listen without either (`RouterSettings`, `WorkerSettings`), unless their settings declare the
    network as trusted.
 3. Health checks and reflection need no proof. They reveal only whether the process serves and the public .proto files.
@@ -37,15 +37,11 @@ class ControlAccess:
 
     @property
     def asks(self) -> bool:
-        """Whether callers over TCP must prove who they are."""
+        """Return whether callers over TCP must prove who they are."""
         return bool(self._access.control_key or (self._access.certificate and self._access.authority))
 
     def server(self, *, shared: bool = False) -> grpc.aio.Server:
-        """Return a server that requires proofs from its callers.
-
-        Args:
-            shared: Whether other processes may listen on the same port.
-        """
+        """Return a server that requires proofs from its callers; with `shared`, other processes may listen on the same port."""
         key = self._access.control_key
         options = SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS
         return grpc.aio.server(options=options, interceptors=[_ProofInterceptor(key)] if key else [])
@@ -69,9 +65,7 @@ class ControlAccess:
     def diagnose(self, address: str, field: str) -> str:
         """Return why TLS to a control port fails; empty if TLS is not the cause. This takes some seconds at most.
 
-        Args:
-            address: The control port.
-            field: The settings field of the credentials; the answer names fields in it.
+        The answer names settings fields within `field`.
         """
         if is_unix_socket(address):
             return ""
@@ -83,11 +77,7 @@ OPEN_ACCESS = ControlAccess()
 
 
 def load_control_access(field: str, credentials: Credentials) -> ControlAccess:
-    """Read the files of the credentials of a control port.
-
-    Args:
-        field: The settings field, for error messages.
-        credentials: The file names.
+    """Read the files of the credentials of a control port; messages name the settings field.
 
     Raises:
         ConfigurationRefused: A file cannot be used.

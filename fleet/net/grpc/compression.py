@@ -41,5 +41,5 @@ def decompress_message(content: bytes, encoding: bytes) -> bytes:
             f"the message has {len(content)} bytes, and must not unpack to more than {most}{advice}"
         )
     if not unpacking.eof or unpacking.unused_data:
-        raise ValueError("it ends too early, or too late")
+        raise ValueError("it is truncated or has trailing bytes")
     return message

@@ -34,7 +34,7 @@ from fleet.net.grpc.http2_call import CallContext
 from fleet.net.limit_log import ConnectionLimitLog, SlowClientLog
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 from fleet.net.slow_reader import SlowReader, WriteBufferCounter
-from fleet.net.sockets import configure_client_socket
+from fleet.net.sockets import BACKLOG, configure_client_socket
 
 HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections may take over HTTP
 MAX_CALLS = 32_768  # concurrent calls
@@ -43,7 +43,6 @@ SILENCE_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
 SHUTDOWN_NOTICE_SECONDS = 1.0  # between the shutdown notice and the last accepted call
 FINAL_FLUSH_SECONDS = 1.0  # for cancelled calls to end and the last bytes to leave when the server stops
-BACKLOG = 4096  # pending connections, as over HTTP
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
@@ -79,8 +78,8 @@ class Http2Server:
 
         Args:
             shared: Whether other processes may listen on the same port.
-            connection_seconds: The time, give or take a tenth, after which a client is asked to reconnect; running
-                calls continue. 0 sets no limit.
+            connection_seconds: The time, give or take a tenth, after which a client is asked to reconnect; 0 sets no
+                limit.
             limits: Limits of connections.
             max_held_bytes: The limit for messages that arrive or are being served; beyond it long messages are refused.
         """
@@ -188,9 +187,9 @@ class Http2Server:
 
     def connection_closed(self, connection: "Http2Connection") -> None:
         self.connections.pop(connection, None)
-        if connection.place is not None:
-            self.table.remove(connection.place)
-            connection.place = None  # break the reference cycle
+        if connection.slot is not None:
+            self.table.remove(connection.slot)
+            connection.slot = None  # break the reference cycle
         if not self.connections:
             self._left.set()
 
@@ -221,7 +220,7 @@ class Http2Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.http = ngh2.Connection(ngh2.Role.SERVER, CONFIGURATION)
         self.calls: dict[int, CallContext] = {}
-        self.place: ConnectionSlot[Http2Connection] | None = None  # None if the table was full
+        self.slot: ConnectionSlot[Http2Connection] | None = None  # None if the table was full
         self._waiting: dict[CallContext, None] = {}  # calls that wait for their callers to read
         self._ending: dict[CallContext, None] = {}  # answered calls whose callers still send
         self._transport: asyncio.Transport
@@ -250,8 +249,8 @@ class Http2Connection(asyncio.Protocol):
         admission = self.server.table.admit(self, address, self.loop.time())
         if admission.displaced is not None:
             admission.displaced.displace()
-        self.place = admission.place
-        if self.place is None:
+        self.slot = admission.slot
+        if self.slot is None:
             self._transport.abort()
             return
         self.server.connections[self] = None
@@ -366,11 +365,7 @@ class Http2Connection(asyncio.Protocol):
             self._transport.close()
 
     def go_away(self, *, at_once: bool = False) -> None:
-        """Ask the client to open another connection.
-
-        Args:
-            at_once: Whether calls that are under way are no longer accepted.
-        """
+        """Ask the client to open another connection; `at_once` refuses further calls immediately."""
         if self._gone:
             return
         with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
@@ -433,8 +428,8 @@ class Http2Connection(asyncio.Protocol):
                         call.receive(event.data, complete=event.end_stream)
                 case RequestReceived():
                     call = CallContext(self, event.stream_id, event.headers, complete=event.end_stream)
-                    if self.place is not None:
-                        self.place.served = True
+                    if self.slot is not None:
+                        self.slot.served = True
                     self.calls[event.stream_id] = call
                     self.server.calls += 1
                     new.append(call)
@@ -461,8 +456,8 @@ class Http2Connection(asyncio.Protocol):
 
     def _note_idle(self) -> None:
         """Note in the table that there are no calls."""
-        if self.place is not None:
-            self.server.table.waits(self.place, WaitingFor.IDLE, self.loop.time())
+        if self.slot is not None:
+            self.server.table.mark_waiting(self.slot, WaitingFor.IDLE, self.loop.time())
 
     def _send_goaway(self) -> None:
         if not self._goaway_sent:

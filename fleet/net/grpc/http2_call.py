@@ -28,14 +28,12 @@ import ngh2
 
 from fleet.net.grpc.compression import ENCODINGS, IDENTITY, DecompressedTooLarge, decompress_message
 from fleet.net.grpc.errors import encode_status, long_message_rejection
+from fleet.net.grpc.options import LONGEST_REQUEST_BYTES
 from fleet.net.limit_log import SlowClientLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 from fleet.net.slow_reader import SlowReader
 
 log = logging.getLogger(__name__)
-
-LONGEST_MESSAGE_BYTES = 9 << 20
-"""Exceeds `fleet.net.grpc.calls.MAX_REQUEST_BYTES`, so that an oversized message up to here gets a typed error."""
 
 LONGEST_HEAD_BYTES = 16 << 10  # names and values
 
@@ -250,7 +248,9 @@ class CallContext:
             and now - self._incoming_since > REQUEST_SECONDS
             and self._rejection is None
         ):
-            self._reject(grpc.StatusCode.DEADLINE_EXCEEDED, f"the message was not whole within {REQUEST_SECONDS:g} s")
+            self._reject(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"the message was not complete within {REQUEST_SECONDS:g} s"
+            )
             self._wake_reader()
         elif self._writer is not None and self._takes_too_little(now) and self.task is not None:
             self.task.cancel()
@@ -308,10 +308,12 @@ class CallContext:
         while len(self._incoming) >= PREFIX.size:
             compressed, size = PREFIX.unpack_from(self._incoming)
             if compressed > (self._encoding != IDENTITY):
-                self._reject(grpc.StatusCode.INTERNAL, "a message is compressed in no way that grpc-encoding names")
+                self._reject(
+                    grpc.StatusCode.INTERNAL, "a message is compressed, and grpc-encoding names no compression"
+                )
                 return
-            if size > LONGEST_MESSAGE_BYTES:
-                message = f"the message has {size} bytes, and {LONGEST_MESSAGE_BYTES} are allowed in one"
+            if size > LONGEST_REQUEST_BYTES:
+                message = f"the message has {size} bytes, and {LONGEST_REQUEST_BYTES} are allowed in one"
                 self._reject(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
                 return
             if len(self._incoming) < PREFIX.size + size:
@@ -321,7 +323,7 @@ class CallContext:
             self._incoming_since = None
             self._hold(MESSAGE_BYTES - PREFIX.size)
         if self._incoming and self._request_complete:
-            self._reject(grpc.StatusCode.INTERNAL, "the last message is not whole")
+            self._reject(grpc.StatusCode.INTERNAL, "the last message is incomplete")
         elif (self._incoming or len(self._messages) > UNREAD_MESSAGES) and self._memory_is_full():
             too_much = encode_status(long_message_rejection())
             self._reject(too_much.code, too_much.details, too_much.trailing_metadata)

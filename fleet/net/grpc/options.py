@@ -62,13 +62,7 @@ SHARED_SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 1))
 
 
 def frontend_server_options(*, shared: bool, connection_seconds: float) -> tuple[tuple[str, int], ...]:
-    """Return the options of a server for gateways, whose connections have the same lifetime as those of clients.
-
-    Args:
-        shared: Whether other processes may listen on the same port.
-        connection_seconds: The time, give or take a tenth, after which the client is asked to reconnect; running calls
-            continue. 0 sets no limit.
-    """
+    """Return the options of a server for gateways; connections end after `connection_seconds`, as those of clients do."""
     options = SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS
     if not connection_seconds:
         return options

@@ -48,9 +48,7 @@ from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import configure_client_socket
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connection waits
-_MEANINGFUL_HEADERS = frozenset(
-    {b"transfer-encoding", b"expect", b"upgrade"}
-)  # headers that change how a message is read
+_MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # change how a message is read
 PARSE_BYTES = 8 << 10  # parsed at once while no request waits: about a hundred of the shortest requests
 MAX_REQUESTS_PER_TURN = 16
 MAX_LINGERING = 256  # refused newcomers that get an answer; others are closed without one
@@ -93,7 +91,7 @@ class HttpConnection(asyncio.Protocol):
         self._explain = explain
         self._connections = connections
         self._table = table
-        self._place: ConnectionSlot[HttpConnection] | None = None  # the slot in the table; None if the table was full
+        self._slot: ConnectionSlot[HttpConnection] | None = None  # the slot in the table; None if the table was full
         self._heads = heads
         self._held = held
         self._slow_log = slow_log
@@ -108,9 +106,7 @@ class HttpConnection(asyncio.Protocol):
         self._overhead_bytes = 0  # bytes since the last piece of the body: chunk sizes, trailers
         self._body = BodyBuffer()
         self._raw_head: bytes | None = None  # the raw head if it arrived in one piece
-        self._known_head: tuple[HttpHead, int] | None = (
-            None  # head and content length of a request whose body arrives unparsed
-        )
+        self._known_head: tuple[HttpHead, int] | None = None  # and content length, while a body arrives unparsed
         self._waiting: deque[HttpRequest | MalformedRequest] = deque()
         self._unparsed = b""  # bytes that follow the waiting requests
         self._served = 0  # requests served in this turn, approximately
@@ -140,8 +136,8 @@ class HttpConnection(asyncio.Protocol):
         admission = self._table.admit(self, address, self._clock.now() / SECOND)
         if admission.displaced is not None:
             admission.displaced.displace()
-        self._place = admission.place
-        if self._place is not None:
+        self._slot = admission.slot
+        if self._slot is not None:
             return
         if len(self._connections) - len(self._table) > MAX_LINGERING:
             self._transport.abort()
@@ -151,9 +147,9 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
         self._lost = True
         self._connections.pop(self, None)
-        if self._place is not None:
-            self._table.remove(self._place)
-            self._place = None  # break the reference cycle
+        if self._slot is not None:
+            self._table.remove(self._slot)
+            self._slot = None  # break the reference cycle
         self._hold(-self._held_bytes)
         self._drop_waiting()
         del self._parser  # break the reference cycle
@@ -326,7 +322,6 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_expired(self) -> bool:
-        """Whether the client should open another connection."""
         return self._expires_at is not None and self._clock.now() >= self._expires_at
 
     def expire(self, now: Nanos) -> None:
@@ -374,11 +369,6 @@ class HttpConnection(asyncio.Protocol):
         self._stage = ConnectionStage.CLOSING
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        """Return the transport for the bytes of `source`, which pauses while the client does not read.
-
-        Raises:
-            ClientDisconnected: The connection is closed.
-        """
         if self._lost or self._transport.is_closing():
             raise ClientDisconnected
         self._source = source
@@ -387,21 +377,11 @@ class HttpConnection(asyncio.Protocol):
         return self._transport
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        """Write all pieces at once.
-
-        Raises:
-            ClientDisconnected: The connection is closed.
-        """
         if self._lost or self._transport.is_closing():
             raise ClientDisconnected
         self._transport.write(b"".join(pieces))
 
     async def drained(self) -> None:
-        """Wait while the client does not read.
-
-        Raises:
-            ClientDisconnected: The client did not read for too long, or closed the connection.
-        """
         while (paused := self._paused) is not None:  # until the client reads or `expire` disconnects it
             await asyncio.shield(paused)
         if self._lost:
@@ -485,8 +465,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _start(self, request: HttpRequest) -> None:
         """Start to serve a request; no other one is being served."""
-        if self._place is not None:
-            self._place.served = True
+        if self._slot is not None:
+            self._slot.served = True
         exchange = self._exchange = Exchange(self, request)
         self._starting = True
         serving = self._serve(exchange)
@@ -519,7 +499,6 @@ class HttpConnection(asyncio.Protocol):
         self._reading = not behind
 
     def finished(self, *, keep_alive: bool) -> None:
-        """Note that the request has been served, whether its answer is complete or not."""
         if self._source is not None and self._paused is not None:
             self._source.resume_reading()  # the next answer of the source goes to another client
         if self._exchange is not None and not self._lost:
@@ -564,8 +543,8 @@ class HttpConnection(asyncio.Protocol):
             group = WaitingFor.BODY
         else:
             group = WaitingFor.CLOSING
-        if self._place is not None:
-            self._table.waits(self._place, group, self._clock.now() / SECOND)
+        if self._slot is not None:
+            self._table.mark_waiting(self._slot, group, self._clock.now() / SECOND)
 
     def _is_http_0_9(self, data: bytes) -> bool:
         """Return whether a request line has ended without a version; `data` is its latest part.
@@ -592,7 +571,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _reject_overhead(self) -> None:
         limit = self._settings.max_head_bytes
-        message = f"the request's body has more than {limit} bytes that are no content: sizes of chunks, trailers"
+        message = f"the request's body has more than {limit} bytes of chunk sizes and trailers"
         self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
 
     def _reject_body(self) -> None:
@@ -602,8 +581,8 @@ class HttpConnection(asyncio.Protocol):
     def _linger(self) -> None:
         """Close after the answer was sent and the rest of the request was dropped."""
         self._stage = ConnectionStage.CLOSING
-        if self._place is not None:
-            self._table.waits(self._place, WaitingFor.CLOSING, self._clock.now() / SECOND)
+        if self._slot is not None:
+            self._table.mark_waiting(self._slot, WaitingFor.CLOSING, self._clock.now() / SECOND)
         if self._half_closed or not self._transport.can_write_eof():
             self._transport.close()
             return

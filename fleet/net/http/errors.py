@@ -11,12 +11,7 @@ from fleet.net.status_codes import REASON_STATUSES
 
 
 def send_rejection(exchange: Exchange, refused: RequestRejected, *more: tuple[str, str]) -> None:
-    """Answer a rejected request; a started stream ends with an error event.
-
-    Args:
-        exchange: The exchange of the request.
-        refused: The rejection, which names the field as the client wrote it.
-        more: Further headers if the answer has not started.
+    """Answer a rejected request; a started stream ends with an error event. `more` are headers of an answer not yet started.
 
     Raises:
         ClientDisconnected: The connection is closed.

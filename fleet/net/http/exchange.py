@@ -37,19 +37,31 @@ class ExchangeConnection(Protocol):
 
     @property
     def is_expired(self) -> bool:
-        """Whether the client should open another connection."""
+        """Return whether the client should open another connection."""
         ...
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        """Return the transport that takes the bytes of `source`. `source` pauses while the client does not read."""
+        """Return the transport that takes the bytes of `source`, which pauses while the client does not read.
+
+        Raises:
+            ClientDisconnected: The connection is closed.
+        """
         ...
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        """Write all pieces at once."""
+        """Write all pieces at once.
+
+        Raises:
+            ClientDisconnected: The connection is closed.
+        """
         ...
 
     async def drained(self) -> None:
-        """Wait while the client does not read."""
+        """Wait while the client does not read.
+
+        Raises:
+            ClientDisconnected: The client did not read for too long, or closed the connection.
+        """
         ...
 
     def finished(self, *, keep_alive: bool) -> None:
@@ -67,12 +79,12 @@ class Exchange:
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the client may send another request after this one."""
+        """Return whether the client may send another request after this one."""
         return self._keep_alive
 
     @property
     def began(self) -> bool:
-        """Whether the head of the answer was sent, so no other answer is possible."""
+        """Return whether the head of the answer was sent, so no other answer is possible."""
         return self._began
 
     def respond(

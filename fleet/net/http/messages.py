@@ -56,11 +56,7 @@ class HeadCache:
         self._latest: tuple[bytes, bytes, HttpHead] | None = None  # last hit: bytes before and after the digits, head
 
     def find(self, content: bytes) -> tuple[HttpHead, int] | None:
-        """Return a cached head and the content length of these bytes; None if the head is unknown.
-
-        Args:
-            content: The head, including the empty line.
-        """
+        """Return a cached head and the content length of these bytes, up to the empty line; None if the head is unknown."""
         if self._latest is not None:
             before, behind, latest = self._latest
             if content.startswith(before) and content.endswith(behind):
@@ -134,9 +130,7 @@ _ABSOLUTE = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
     """Return what is wrong with the version of a request or with its Host field (RFC 9112, 3.2); None if both are valid.
 
-    Args:
-        version: The version that the parser found, such as 1.1.
-        headers: The headers, with names in lower case and the values of equal names joined.
+    `headers` has names in lower case, and the values of equal names joined.
     """
     if version not in ("1.0", "1.1"):
         return WRONG_VERSION

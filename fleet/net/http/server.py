@@ -32,12 +32,9 @@ Routes = Mapping[str, Mapping[str, RouteHandler]]
 
 @asynccontextmanager
 async def run_server(server: "HttpServer", listen: str, *, shared: bool = False) -> AsyncIterator[None]:
-    """Listen and serve until the context ends; then cancel the requests that still run.
+    """Listen at ``host:port`` (port 0 takes a free one) until the context ends; then cancel the requests that still run.
 
-    Args:
-        server: The server.
-        listen: ``host:port``; port 0 takes a free port.
-        shared: Whether other processes may listen on the same port.
+    With `shared`, other processes may listen on the same port.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.
@@ -66,14 +63,7 @@ class HttpServer:
     """Serves the requests of all connections of a port, inside the context of `run_server`."""
 
     def __init__(self, settings: HttpSettings, clock: Clock, routes: Routes, connection_seconds: float = 0) -> None:
-        """Create a server that does not listen yet.
-
-        Args:
-            settings: Limits of connections.
-            clock: For deadlines.
-            routes: The handlers.
-            connection_seconds: The lifetime of a client's connection; 0 sets no limit.
-        """
+        """Create a server that does not listen yet. `connection_seconds` limits the lifetime of a connection; 0 sets no limit."""
         self.address = ""  # with the port that was taken
         self.stop_listening: Callable[[], None] = lambda: None
         self.tasks: asyncio.TaskGroup

@@ -94,7 +94,7 @@ class LeaseLeader:
         self._led = False
 
     def leads(self) -> bool:
-        """True if it may act now."""
+        """Return whether this process may act as the leader now."""
         return self._election.leads(self._clock.now())
 
     async def run(self) -> Never:

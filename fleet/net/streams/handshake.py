@@ -3,7 +3,7 @@
 Rules:
 
 1. A listener accepts at most `MAX_UNPROVEN` unauthenticated connections at a time, each for at most `PROVE_SECONDS`.
-   One more evicts the oldest of the host with the most of them (`kvstore.newcomers`). An authenticated connection no
+   One more evicts the oldest of the host with the most of them (`kvstore.net.unproven_connections`). An authenticated connection no
    longer counts.
 2. Only the handshake is read from them, and its payloads have at most `MAX_HANDSHAKE_BYTES`.
 3. After the handshake the receiver owns the connection, so a proof costs nothing per message.
@@ -40,7 +40,7 @@ RejectionPayload = Callable[[str], bytes]
 
 
 class StreamAuthenticator:
-    """The listener's end of handshakes. Implements `kvstore.frames.Door`."""
+    """The listener's end of handshakes. Implements `kvstore.net.frames.ConnectionGuard`."""
 
     def __init__(
         self, identity: StreamIdentity, kind: bytes, refusal: RejectionPayload, *, limit: int = FRAME_BYTES
@@ -198,7 +198,7 @@ class _UnprovenCaller:
         assert self._connection is not None
         assert self._verifier is not None
         if self.proven.is_set():
-            raise ConnectionError("it has said more before it was let in")
+            raise ConnectionError("it sent data before the handshake ended")
         try:
             self._connection.send(self._verifier.received(payload))
         except ProofFailed as error:
@@ -220,7 +220,7 @@ class _UnprovenCaller:
             self.proven.set()
 
     def end(self, cause: str) -> None:
-        """Close the connection if it is open and was not told the cause already."""
+        """Close the connection if it is open and has not been refused already."""
         if self._connection is not None and not self.cause:
             self.cause = cause
             self._connection.abort(ConnectionError(cause))
@@ -242,8 +242,8 @@ async def dial(
         accept: Called once with the connection after the handshake; it may send from then on.
         identity: The identity of this end.
         kind: The kind of the stream.
-        limit: See `kvstore.frames.connect`.
-        send_limit: See `kvstore.frames.connect`.
+        limit: Longest received payload, see `kvstore.net.frames.connect`.
+        send_limit: Limit of unsent bytes, see there.
 
     Raises:
         OSError: The address cannot be reached, or one end has not proven who it is; the message says which and why.

@@ -39,28 +39,23 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
     """The key from the shared secret; None if no secret is proven."""
 
     certified: bool = False
-    """Whether both ends show certificates."""
+    """True if both ends show certificates."""
 
     insecure: bool = False
-    """Whether the network is declared to be free of strangers."""
+    """True if the network is declared to be free of strangers."""
 
     @property
     def protects(self) -> bool:
-        """Whether both ends prove who they are."""
+        """Return whether both ends prove who they are."""
         return self.key is not None or self.certified
 
     @property
     def is_open(self) -> bool:
-        """Whether streams start without a handshake."""
+        """Return whether streams start without a handshake."""
         return self.key is None and self.tls is None
 
     def require(self, listen_field: str, listen: str, *, on_loopback: bool) -> None:
-        """Refuse an address that strangers can reach (rule 3).
-
-        Args:
-            listen_field: The setting of the address.
-            listen: ``host:port`` or ``unix:/path``.
-            on_loopback: Whether other users of this machine count as strangers.
+        """Refuse an address that strangers can reach (rule 3). With `on_loopback`, other users of this machine are strangers.
 
         Raises:
             ConfigurationRefused: The address is unprotected or malformed.
@@ -84,33 +79,25 @@ OPEN_IDENTITY = StreamIdentity(field="")
 
 
 def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
-    """Return the identity of a listener.
-
-    Args:
-        field: The settings field, for error messages.
-        credentials: The certificate and key of this end; with an authority, callers must show a certificate of it.
+    """Return the identity of a listener. With an authority, callers must show a certificate of it.
 
     Raises:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.
     """
     if not credentials.certificate and credentials.authority:
-        raise ConfigurationRefused(f"{field}.authority: certificates are looked at within TLS: set certificate and key")
+        raise ConfigurationRefused(f"{field}.authority: needs TLS: set certificate and key")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if credentials.key else None
     return _identity(field, credentials, context)
 
 
 def router_identity(field: str, credentials: Credentials) -> StreamIdentity:
-    """Return the identity of a caller.
-
-    Args:
-        field: The settings field, for error messages.
-        credentials: The authority of the listeners' certificates, and the certificate that this end shows on request.
+    """Return the identity of a caller. The authority signs the listeners' certificates.
 
     Raises:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.
     """
     if credentials.certificate and not credentials.authority:
-        raise ConfigurationRefused(f"{field}.authority: is needed to know a listener's certificate")
+        raise ConfigurationRefused(f"{field}.authority: is needed to verify a listener's certificate")
     return _identity(field, credentials, ssl.create_default_context() if credentials.authority else None)
 
 
@@ -149,12 +136,7 @@ class DiagnosedTls(ssl.SSLContext):
         return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
 
     def __init__(self, shared: ssl.SSLContext, farewell: bytes = b"") -> None:
-        """Delegate to `shared`; only its settings are used.
-
-        Args:
-            shared: Made by `worker_identity` or `router_identity`.
-            farewell: A payload for peers without TLS, in place of the alert that they would not understand.
-        """
+        """Delegate to `shared`. Peers without TLS get the payload `farewell` instead of an alert that they would not understand."""
         self._shared = shared
         self._farewell = HEAD.pack(len(farewell)) + farewell if farewell else b""
         self._outgoing: ssl.MemoryBIO | None = None
@@ -202,12 +184,7 @@ class _DiagnosedHandshake(ssl.SSLObject):
 
 
 def tls_failure_cause(error: BaseException, field: str) -> str:
-    """Return why a stream failed, with the setting to check if TLS is the cause.
-
-    Args:
-        error: The error from the event loop.
-        field: The settings field of this end's credentials.
-    """
+    """Return why a stream failed, with the setting under `field` to check if TLS is the cause."""
     if not isinstance(error, ssl.SSLError):
         return str(error) or type(error).__name__
     reason: Any = error.reason or ""

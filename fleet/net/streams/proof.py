@@ -3,10 +3,10 @@
 Rules:
 
 1. The caller sends a nonce and the listener answers with its own. Then the caller proves the secret over the kind of
-   the stream and both nonces, and the listener proves it over the same words (`kvstore.transports.authentication`,
+   the stream and both nonces, and the listener proves it over the same words (`kvstore.security.authentication`,
    rules 1 and 2).
 2. Before both proofs, no other message is sent or read. A listener that cannot prove the secret gets no message.
-3. A peer that does not take part is told so: it may run an older version or lack the secret.
+3. A peer that does not take part gets an error message: it may run an older version or lack the secret.
 """
 
 from fleet.net.streams.identity import StreamIdentity
@@ -40,12 +40,7 @@ class ProofVerifier:
     """The listener's end of one handshake."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
-        """Wait for a caller.
-
-        Args:
-            identity: An identity with a key.
-            kind: The kind of the stream.
-        """
+        """Wait for a caller. The identity has a key."""
         assert identity.key is not None
         self._key: AuthenticationKey = identity.key
         self._field = identity.field
@@ -108,7 +103,7 @@ class Prover:
             raise ProofFailed(f"it has another secret than the one in {self._field}.secret_file")
         given = payload.removeprefix(MAGIC + VERIFIED)
         if len(given) != PROOF_BYTES or not self._key.proves(given, ProofSide.NODE, *self._words):
-            raise ProofFailed(f"it does not prove the secret in {self._field}.secret_file: it is somebody else")
+            raise ProofFailed(f"it does not prove the secret in {self._field}.secret_file")
         self.proven = True
         return b""
 

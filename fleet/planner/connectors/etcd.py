@@ -1,7 +1,7 @@
-"""Plan and report as two keys in etcd.
+"""Etcd records: plan and report as two keys in etcd.
 
-A write is a transaction that asks whether the plan's key is still as it was read. Reads are linearizable: a member that is cut off from the
-others answers nothing.
+A write is a transaction that compares the revision of the plan's key with the one that was read. Reads are linearizable, so a member
+without quorum does not answer.
 """
 
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from aetcd import rpc
 from msgspec import Struct
 
 from fleet.net.etcd import CALL_SECONDS, EtcdChannels, etcd_error_text
-from fleet.planner.connectors.virtual import Intent, Kept, Report
+from fleet.planner.connectors.virtual import Intent, PlanReport, RecordsSnapshot
 from fleet.planner.ports import ConnectorUnreachable
 from fleet.planner.settings import EtcdTarget
 
@@ -22,14 +22,14 @@ Record = TypeVar("Record", bound=Struct)
 
 
 class EtcdRecords:
-    """Implements `fleet.planner.connectors.virtual.Records`."""
+    """Implements `fleet.planner.connectors.virtual.PlanRecords`."""
 
     def __init__(self, channels: EtcdChannels, prefix: str) -> None:
         self._channels = channels
         self._plan = f"{prefix}plan".encode()
         self._report = f"{prefix}report".encode()
 
-    async def read(self) -> Kept:
+    async def read(self) -> RecordsSnapshot:
         both = rpc.TxnRequest(
             success=[
                 rpc.RequestOp(request_range=rpc.RangeRequest(key=key, limit=1)) for key in (self._plan, self._report)
@@ -37,13 +37,13 @@ class EtcdRecords:
         )
         answer = await self._transaction(both)
         plan, report = (each.response_range.kvs for each in answer.responses)
-        return Kept(
+        return RecordsSnapshot(
             intent=self._decoded(plan[0], Intent) if plan else Intent(),
-            report=self._decoded(report[0], Report) if report else None,
-            token=plan[0].mod_revision if plan else 0,  # as etcd says it of a key that is not there
+            report=self._decoded(report[0], PlanReport) if report else None,
+            token=plan[0].mod_revision if plan else 0,  # etcd's value for a missing key
         )
 
-    async def write(self, intent: Intent, over: Kept) -> bool:
+    async def write(self, intent: Intent, over: RecordsSnapshot) -> bool:
         unchanged = rpc.Compare(
             target=rpc.Compare.MOD, result=rpc.Compare.EQUAL, key=self._plan, mod_revision=over.token
         )
@@ -69,7 +69,11 @@ class EtcdRecords:
 
 @asynccontextmanager
 async def etcd_records(target: EtcdTarget) -> AsyncIterator[EtcdRecords]:
-    """Raises ConfigurationRefused: a file of `credentials` cannot be read."""
+    """Open the records of a target.
+
+    Raises:
+        ConfigurationRefused: A file of `credentials` cannot be read.
+    """
     channels = EtcdChannels(target.endpoints, target.credentials, "connector")
     try:
         yield EtcdRecords(channels, target.prefix)

@@ -1,13 +1,13 @@
-"""Plan and report as two files in a folder, `plan.json` and `report.json`.
+"""Folder records: plan and report as two files in a folder, `plan.json` and `report.json`.
 
 Rules:
 
-1. A file is written beside its place and renamed into it, so that it is never read in parts.
-2. Who writes the plan holds a lock on the file `.lock` meanwhile (flock, which file systems shared over a network know since NFS 4).
-   It ends with its holder.
-3. A file that says something else is no plan and no report: nothing is concluded from it, and nothing is written over it.
-4. An orchestrator may hold a lock on the file `.orchestrator` while it runs. Where that file is there and nobody holds it, the orchestrator has
-   been killed, and what the report says is not so any more.
+1. A file is written under another name and then renamed, so that nobody reads a part of it.
+2. A writer of the plan holds a lock on the file `.lock` (flock, which network file systems support since NFS 4). The lock ends with
+   its holder.
+3. A file with other content is neither plan nor report: nothing is concluded from it, and it is not overwritten.
+4. An orchestrator may hold a lock on the file `.orchestrator` while it runs. If that file exists and is not locked, the orchestrator was
+   killed, and its report is out of date.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.file_locks import hold_lock_file, is_abandoned
-from fleet.planner.connectors.virtual import Intent, Kept, Report
+from fleet.planner.connectors.virtual import Intent, PlanReport, RecordsSnapshot
 from fleet.planner.ports import ConnectorUnreachable, OrchestratorGone
 
 PLAN, REPORT, LOCK, ORCHESTRATOR = "plan.json", "report.json", ".lock", ".orchestrator"
@@ -33,41 +33,41 @@ Record = TypeVar("Record", bound=Struct)
 
 
 class FolderRecords:
-    """Implements `fleet.planner.connectors.virtual.Records`; and the orchestrator's side of it."""
+    """Implements `fleet.planner.connectors.virtual.PlanRecords`, and the orchestrator's side of the files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def read(self) -> Kept:
+    async def read(self) -> RecordsSnapshot:
         return await asyncio.to_thread(self._read)
 
-    async def write(self, intent: Intent, over: Kept) -> bool:
+    async def write(self, intent: Intent, over: RecordsSnapshot) -> bool:
         while True:
             with suppress(BlockingIOError):
                 return await asyncio.to_thread(self._write, intent, over)
-            await asyncio.sleep(LOCK_EVERY)  # somebody else is writing; the caller's deadline ends this
+            await asyncio.sleep(LOCK_EVERY)  # another process is writing; the caller's deadline ends the loop
 
     def intent(self) -> Intent:
-        """What is wanted, for an orchestrator; as at first where there is no file. Raises Unreachable."""
+        """Return the plan record for an orchestrator, or an empty one without a file; raises ConnectorUnreachable."""
         return self._file(PLAN, Intent) or Intent()
 
-    def report(self, report: Report) -> None:
-        """Say what there is. Raises Unreachable."""
+    def report(self, report: PlanReport) -> None:
+        """Write the report; raises ConnectorUnreachable."""
         self._replace(REPORT, report)
 
     @contextmanager
     def obeyed(self) -> Iterator[None]:
-        """For as long as this is open, or the process lives, there is somebody who obeys. Raises OSError."""
+        """Show by a lock that the orchestrator runs, as long as the context is open and the process lives; raises OSError."""
         with hold_lock_file(self._folder / ORCHESTRATOR):
             yield
 
-    def _read(self) -> Kept:
+    def _read(self) -> RecordsSnapshot:
         if is_abandoned(self._folder / ORCHESTRATOR):
             raise OrchestratorGone(f"{self._folder}: whoever obeyed plans there was killed; start it again (fleet up)")
         intent = self.intent()
-        return Kept(intent=intent, report=self._file(REPORT, Report), token=intent.revision)
+        return RecordsSnapshot(intent=intent, report=self._file(REPORT, PlanReport), token=intent.revision)
 
-    def _write(self, intent: Intent, over: Kept) -> bool:
+    def _write(self, intent: Intent, over: RecordsSnapshot) -> bool:
         try:
             lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -113,7 +113,7 @@ class FolderRecords:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open it, without waiting for anybody at the other end of what is no file."""
+    """Open a path without waiting for the other end of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

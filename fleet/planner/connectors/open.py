@@ -1,7 +1,8 @@
-"""Connectors by their settings. Each technology is loaded where it is used: two of them are optional."""
+"""Connectors by their settings. The packages of each one are imported only if it is used, because two of them are optional."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import assert_never
 
@@ -13,13 +14,16 @@ from fleet.planner.messages import PlanWriter
 from fleet.planner.ports import PlanConnector
 from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget, Target
 
+CONNECTORS = "fleet.plan_connectors"
+"""The entry points of connectors that live in other packages, which this one must not import."""
+
 
 @asynccontextmanager
 async def connector_of(target: Target, writer: PlanWriter) -> AsyncIterator[PlanConnector]:
-    """A way to the pools, while the context is open.
+    """Open the connector of a target for the length of the context.
 
     Raises:
-        ConfigurationRefused: A package is not installed, or what the settings name is not there.
+        ConfigurationRefused: A package is not installed, or something that the settings name does not exist.
     """
     match target:
         case FolderTarget(folder=folder):
@@ -32,8 +36,9 @@ async def connector_of(target: Target, writer: PlanWriter) -> AsyncIterator[Plan
             async with etcd_records(target) as records:
                 yield VirtualConnector(records, writer, utc_now)
         case KubernetesTarget():
+            (found,) = entry_points(group=CONNECTORS, name="kubernetes")
             try:
-                from fleet.planner.connectors.kubernetes import kubernetes_connector  # noqa: PLC0415 - optional
+                kubernetes_connector = found.load()
             except ImportError as error:
                 raise _not_installed("kubernetes", "kubernetes") from error
             async with kubernetes_connector(target, writer) as connector:

@@ -1,15 +1,15 @@
-"""Plans for an orchestrator that is none of ours: written down where it looks, and acknowledged by what it writes back.
+"""Virtual connector: plans for an external orchestrator, which reads a record and acknowledges it by another one.
 
 Rules:
 
-1. There are two records, and each has one kind of writer. The *plan* is ours: a revision that grows by one with every write, and for
-   each pool how many replicas, by which plan and revision, for whom. The *report* is the orchestrator's: which revision it has
-   read, and what there is of each pool.
-2. All of a plan is one write, and only over the revision that was read: of two planners, one is told that it comes late.
-3. What the report's revision does not cover has not been taken up. Whether an orchestrator is still there is seen by nothing else, so a
-   plan says until when its replicas are waited for; what has not come then is taken back, by another revision.
-   Of somebody who has gone before that nothing is taken back: what is wanted stays, with what was wanted before it.
-4. Pools are those of the report. Where there is no report nobody obeys, and nothing is written.
+1. There are two records, each with one kind of writer. The connector writes the plan: a revision that grows by one with every write,
+   and for each pool the number of replicas with its plan, revision and writer. The orchestrator writes the plan report: the revision
+   that it has read, and the state of each pool.
+2. A whole plan is one write, and only over the revision that was read. If two planners write, one of them gets a conflict.
+3. A pool whose revision is newer than the report's was not read yet. Nothing else shows whether an orchestrator runs, so a plan has a
+   time until which its replicas are waited for. Replicas that are missing then are rolled back by another revision. If the planner
+   ends before, nothing is rolled back: the wanted numbers stay, together with the numbers before them.
+4. The pools are those of the report. Without a report there is no orchestrator, and nothing is written.
 """
 
 import asyncio
@@ -33,85 +33,85 @@ from fleet.planner.messages import (
 )
 from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict
 
-TRIES = 4  # to write a plan while others write theirs, of other pools
+TRIES = 4  # tries to write a plan while others write plans for other pools
 
 Revision = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
 
 
 class PoolIntent(Struct, frozen=True, kw_only=True):
-    """What one pool is to be."""
+    """Wanted state of one pool."""
 
     replicas: Replicas
     plan: PlanId
     writer: str
     revision: Revision
-    """Of the record, when this was written."""
+    """Revision of the record when the number was written."""
 
     before: Replicas | None = None
-    """What was wanted before it; null: it is not known."""
+    """Number that was wanted before; null: unknown."""
 
 
 class Intent(Struct, frozen=True, kw_only=True):
-    """The record `plan`. Fields that a later version adds are passed over."""
+    """The record `plan`; unknown fields of later versions are ignored."""
 
     revision: Revision = 0
     settle_by: str = ""
-    """RFC 3339: until then the replicas of this revision are waited for."""
+    """RFC 3339 time until which the replicas of this revision are waited for."""
 
     pools: dict[PoolName, PoolIntent] = {}
 
 
 class PoolReport(Struct, frozen=True, kw_only=True):
-    """One pool, as the orchestrator says."""
+    """State of one pool, as the orchestrator reports it."""
 
     asked: Count
-    """Replicas that it keeps up, or tries to."""
+    """Replicas that the orchestrator keeps running, or tries to."""
 
     ready: Count
     draining: Count = 0
     why: PoolGapReason | None = None
-    """Why others are ready than the plan wants; null: they are, or will be."""
+    """Why another number is ready than the plan wants; null: it is ready, or will be."""
 
     message: str = ""
     pinned: str = ""
-    """Why the orchestrator changes nothing about this pool; empty: it does."""
+    """Why the orchestrator does not change this pool; empty: it does."""
 
 
-class Report(Struct, frozen=True, kw_only=True):
-    """The record `report`. Fields that a later version adds are passed over."""
+class PlanReport(Struct, frozen=True, kw_only=True):
+    """The record `report`; unknown fields of later versions are ignored."""
 
     revision: Revision = 0
-    """Of the plan that it has read last."""
+    """Revision of the plan that the orchestrator has read last."""
 
     pools: dict[PoolName, PoolReport]
 
 
-class Kept(Struct, frozen=True, kw_only=True):
-    """Both records at one moment."""
+class RecordsSnapshot(Struct, frozen=True, kw_only=True):
+    """Both records at one instant."""
 
     intent: Intent
-    report: Report | None
+    report: PlanReport | None
     token: int
-    """Of the plan, for a write over it."""
+    """Version of the plan record, for a write over it."""
 
 
-class Records(Protocol):
-    """Where the two are kept."""
+class PlanRecords(Protocol):
+    """Storage of both records."""
 
-    async def read(self) -> Kept:
-        """Raises Unreachable."""
+    async def read(self) -> RecordsSnapshot:
+        """Read both records; raises ConnectorUnreachable."""
         ...
 
-    async def write(self, intent: Intent, over: Kept) -> bool:
-        """Whether it is written: not when the plan is another one by now. Raises Unreachable."""
+    async def write(self, intent: Intent, over: RecordsSnapshot) -> bool:
+        """Write the plan; return False if it has changed meanwhile. Raises ConnectorUnreachable."""
         ...
 
 
 class VirtualConnector:
     """Implements `fleet.planner.ports.PlanConnector`."""
 
-    def __init__(self, records: Records, writer: PlanWriter, wall: Callable[[], datetime]) -> None:
+    def __init__(self, records: PlanRecords, writer: PlanWriter, wall: Callable[[], datetime]) -> None:
         self._records = records
         self._writer = writer
         self._wall = wall
@@ -138,9 +138,9 @@ class VirtualConnector:
                 return
         raise PlanConflict(next(iter(plan.replicas)))
 
-    async def _write(self, plan: Plan, pools: Sequence[PoolObservation], kept: Kept) -> bool:
-        assert kept.report is not None, "what was seen was seen in it"
-        revision = max(kept.intent.revision, kept.report.revision) + 1  # whoever lost the plan has not lost the report
+    async def _write(self, plan: Plan, pools: Sequence[PoolObservation], kept: RecordsSnapshot) -> bool:
+        assert kept.report is not None, "the observation was made on a report"
+        revision = max(kept.intent.revision, kept.report.revision) + 1  # the report may survive a lost plan
         written = {
             each.name: PoolIntent(
                 replicas=plan.replicas[each.name],
@@ -155,13 +155,13 @@ class VirtualConnector:
         intent = Intent(revision=revision, settle_by=settle_by, pools=kept.intent.pools | written)
         return await self._records.write(intent, kept)
 
-    def _seen(self, kept: Kept) -> Observation:
+    def _seen(self, kept: RecordsSnapshot) -> Observation:
         if kept.report is None:
             raise ConnectorUnreachable("no orchestrator has written a report there; is it running?")
         reports = kept.report.pools
         return Observation(tuple(self._pool(name, reports[name], kept) for name in sorted(reports)))
 
-    def _pool(self, name: PoolName, report: PoolReport, kept: Kept) -> PoolObservation:
+    def _pool(self, name: PoolName, report: PoolReport, kept: RecordsSnapshot) -> PoolObservation:
         assert kept.report is not None
         intent = kept.intent.pools.get(name)
         if intent is None:

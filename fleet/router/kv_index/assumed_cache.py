@@ -41,7 +41,7 @@ class AssumedCache:
             return
         if (known := self._sent.pop(keys[-1], None)) is not None:
             chain = known
-        elif (begun := self._chains.continued(self._held, keys)) is not None:
+        elif (begun := self._chains.extendable_chain(self._held, keys)) is not None:
             chain = begun
             del self._sent[chain.keys[-1]]
             self.listed += len(keys) - len(chain.keys)

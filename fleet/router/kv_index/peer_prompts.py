@@ -115,13 +115,13 @@ class PeerPrompts:
         self._holder = ChainHolder(bit)
         self._told: dict[tuple[str, int], Chain] = {}
 
-    def add(self, replica: str, number: int, keys: Keys) -> None:
-        assert (replica, number) not in self._told, number
-        self._told[replica, number] = self._chains.add(self._holder, keys)
+    def add(self, peer: str, number: int, keys: Keys) -> None:
+        assert (peer, number) not in self._told, number
+        self._told[peer, number] = self._chains.add(self._holder, keys)
 
-    def remove(self, replica: str, number: int) -> None:
+    def remove(self, peer: str, number: int) -> None:
         """Forget a prompt if it is there: the worker may have left and joined again."""
-        if (chain := self._told.pop((replica, number), None)) is not None:
+        if (chain := self._told.pop((peer, number), None)) is not None:
             self._chains.remove(chain)
 
     def clear(self) -> None:
@@ -144,7 +144,7 @@ def marks(keys: Keys) -> tuple[int, ...]:
     return marked if _GRID[count - 1] == total else (*marked, keys[-1])
 
 
-def deeper(booked: list[tuple[int, int]], peer_prompts: RadixTree, keys: Keys) -> list[tuple[int, int]]:
+def with_peer_prompts(booked: list[tuple[int, int]], peer_prompts: RadixTree, keys: Keys) -> list[tuple[int, int]]:
     """Return where leading blocks end, by holder bits, with the announced prompts included.
 
     Args:

@@ -50,12 +50,12 @@ class Chain(Struct, eq=False):
 class RadixNode(Struct, eq=False):
     """Consecutive blocks with the same holders."""
 
-    above: "RadixNode | None"  # the parent
+    parent: "RadixNode | None"  # the parent
     start: int  # number of blocks before it
     keys: Keys  # its own keys
     mask: int  # bits of the holders
     chain: Chain | None  # the chain that it was made for, if that ends here
-    on: dict[ChainHolder, int] | None = (
+    continuations: dict[ChainHolder, int] | None = (
         None  # by holder, the chains that end here and the child nodes; None: only `chain`
     )
     count: int = 1  # chains that end here and child nodes, of all holders
@@ -80,42 +80,42 @@ class RadixTree:
         """Add a chain; a chain with the same keys as another one is a separate chain."""
         chain = Chain(holder, keys)
         nodes, depth, total = self.nodes, 0, len(keys)
-        above: RadixNode | None = None
+        parent: RadixNode | None = None
         whole = 0  # nodes passed so far that have a single continuation
         while depth < total:
             node = nodes.get(keys[depth])
             if node is None:
-                chain.last = nodes[keys[depth]] = RadixNode(above, depth, keys[depth:], holder.bit, chain)
+                chain.last = nodes[keys[depth]] = RadixNode(parent, depth, keys[depth:], holder.bit, chain)
                 self._blocks += total - depth
                 holder.blocks += total - depth
                 break
-            if node.above is not above:
+            if node.parent is not parent:
                 break  # rule 5
-            if above is not None and above.count == 1:
+            if parent is not None and parent.count == 1:
                 whole += 1
             depth += len(node.keys)
             if depth > total or node.keys[-1] != keys[depth - 1]:  # the chain does not have all blocks of the node
-                common = _common(node, keys)
+                common = _common_blocks(node, keys)
                 depth = node.start + common
-                if (node := self._divide(node, common)) is None:
+                if (node := self._split(node, common)) is None:
                     break  # rule 5
-            above = node
+            parent = node
         if chain.last is None:
-            chain.last = above
-        if above is not None:
-            above.count += 1
-            _enter(above, holder)
+            chain.last = parent
+        if parent is not None:
+            parent.count += 1
+            _count_chain(parent, holder)
             if whole > JOIN_ABOVE:
-                self._join(above)
+                self._join(parent)
         return chain
 
-    def continued(self, holder: ChainHolder, keys: Keys) -> Chain | None:
+    def extendable_chain(self, holder: ChainHolder, keys: Keys) -> Chain | None:
         """Return the holder's chain that `keys` continues, if no other chain shares its end."""
         nodes, total = self.nodes, len(keys)
         last: RadixNode | None = None
         depth = 0
-        while depth < total and (node := nodes.get(keys[depth])) is not None and node.above is last:
-            if _common(node, keys) < len(node.keys):
+        while depth < total and (node := nodes.get(keys[depth])) is not None and node.parent is last:
+            if _common_blocks(node, keys) < len(node.keys):
                 return None
             last = node
             depth = node.end
@@ -124,7 +124,7 @@ class RadixTree:
         return last.chain
 
     def extend(self, chain: Chain, keys: Keys) -> None:
-        """Replace the keys of a chain that `continued` returned; nobody shares its end, so nobody has the new blocks."""
+        """Replace the keys of a chain that `extendable_chain` returned; nobody shares its end, so nobody has the new blocks."""
         last = chain.last
         assert last is not None
         more = len(keys) - last.end
@@ -138,28 +138,28 @@ class RadixTree:
         holder, node = chain.holder, chain.last
         if node is not None and node.chain is chain:
             node.chain = None  # break the reference cycle
-            if node.on is None:  # the node goes with the chain
+            if node.continuations is None:  # the node goes with the chain
                 del self.nodes[node.keys[0]]
                 self._blocks -= len(node.keys)
                 holder.blocks -= len(node.keys)
-                node = node.above
+                node = node.parent
         fewer = True  # the node loses a chain or a child
         while node is not None:
-            on = _on(node)
+            continuations = _continuations(node)
             if fewer:
                 node.count -= 1
-            if on[holder] > 1:
-                on[holder] -= 1
+            if continuations[holder] > 1:
+                continuations[holder] -= 1
                 return
-            del on[holder]
+            del continuations[holder]
             holder.blocks -= len(node.keys)
             node.mask &= ~holder.bit
-            if fewer := not on:
+            if fewer := not continuations:
                 del self.nodes[node.keys[0]]
                 self._blocks -= len(node.keys)
-            node = node.above
+            node = node.parent
 
-    def begins(self, key: int) -> bool:
+    def has_first_block(self, key: int) -> bool:
         """Return whether a node begins with this block."""
         return key in self.nodes
 
@@ -169,34 +169,34 @@ class RadixTree:
             return []
         nodes, total = self.nodes, len(keys)
         found: list[tuple[int, int]] = []
-        above: RadixNode | None = None
+        parent: RadixNode | None = None
         depth = mask = 0
-        while depth < total and (node := nodes.get(keys[depth])) is not None and node.above is above:
+        while depth < total and (node := nodes.get(keys[depth])) is not None and node.parent is parent:
             if node.mask != mask:
                 if gone := mask & ~node.mask:
                     found.append((depth, gone))
                 mask = node.mask
             end = depth + len(node.keys)
             if end > total or node.keys[-1] != keys[end - 1]:  # the chain does not have all blocks of the node
-                depth += _common(node, keys)
+                depth += _common_blocks(node, keys)
                 break
-            above = node
+            parent = node
             depth = end
         if mask:
             found.append((depth, mask))
         return found
 
-    def _divide(self, node: RadixNode, length: int) -> RadixNode | None:
+    def _split(self, node: RadixNode, length: int) -> RadixNode | None:
         """Split a node; return the new first part, so that chains still end in the same node. None: keys collide."""
-        begins = node.keys[0]
+        has_first_block = node.keys[0]
         if node.keys[length] in self.nodes:
             return None
-        on = dict.fromkeys(_on(node), 1)
-        first = RadixNode(node.above, node.start, node.keys[:length], node.mask, None, on)
-        node.above = first
+        continuations = dict.fromkeys(_continuations(node), 1)
+        first = RadixNode(node.parent, node.start, node.keys[:length], node.mask, None, continuations)
+        node.parent = first
         node.start += length
         node.keys = node.keys[length:]
-        self.nodes[begins] = first
+        self.nodes[has_first_block] = first
         self.nodes[node.keys[0]] = node
         return first
 
@@ -204,17 +204,17 @@ class RadixTree:
         """Join the nodes on the path to a node that have a single continuation."""
         last: RadixNode | None = node
         while last is not None:
-            parts, above = [last], last.above
-            while above is not None and above.count == 1:
-                parts.append(above)
-                above = above.above
+            parts, parent = [last], last.parent
+            while parent is not None and parent.count == 1:
+                parts.append(parent)
+                parent = parent.parent
             if len(parts) > 1:  # the last node stays, so that chains still end in the same node
                 for part in parts:
                     del self.nodes[part.keys[0]]
-                last.start, last.above = parts[-1].start, above
+                last.start, last.parent = parts[-1].start, parent
                 last.keys = tuple(one_after_another.from_iterable(part.keys for part in reversed(parts)))
                 self.nodes[last.keys[0]] = last
-            last = above
+            last = parent
 
     def check(self, chains: Sequence[Chain]) -> None:
         """Assert that these are all chains, and that all derived values follow from them."""
@@ -232,8 +232,8 @@ class RadixTree:
                 through.setdefault(id(node), set()).add(id(chain.holder))
                 nodes[id(node)] = node
                 keys[:0] = node.keys
-                assert node.start == (0 if node.above is None else node.above.end)
-                node = node.above
+                assert node.start == (0 if node.parent is None else node.parent.end)
+                node = node.parent
             assert keys == list(chain.keys)
             held.setdefault(id(chain.holder), set()).update(keys)
         assert {node.keys[0]: id(node) for node in nodes.values()} == {
@@ -242,14 +242,14 @@ class RadixTree:
         expected = {place: ends.get(place, {}) for place in nodes}
         counted = {place: sum(counts.values()) for place, counts in expected.items()}
         for place, node in nodes.items():
-            if node.above is not None:
-                counted[id(node.above)] += 1
-                before = expected[id(node.above)]
+            if node.parent is not None:
+                counted[id(node.parent)] += 1
+                before = expected[id(node.parent)]
                 for holder in through[place]:
                     before[holder] = before.get(holder, 0) + 1
         for place, node in nodes.items():
-            assert expected[place] == {id(holder): count for holder, count in _on(node).items()}
-            assert node.mask == sum(holder.bit for holder in _on(node))
+            assert expected[place] == {id(holder): count for holder, count in _continuations(node).items()}
+            assert node.mask == sum(holder.bit for holder in _continuations(node))
             assert node.count == counted[place]
             assert node.chain is None or node.chain.last is node
         for chain in chains:
@@ -257,29 +257,29 @@ class RadixTree:
         assert self._blocks == sum(len(node.keys) for node in nodes.values())
 
 
-def _on(node: RadixNode) -> dict[ChainHolder, int]:
+def _continuations(node: RadixNode) -> dict[ChainHolder, int]:
     """Return the counts of a node by holder, made if they do not exist yet."""
-    if node.on is None:
+    if node.continuations is None:
         assert node.chain is not None
-        node.on = {node.chain.holder: 1}
-    return node.on
+        node.continuations = {node.chain.holder: 1}
+    return node.continuations
 
 
-def _enter(first: RadixNode, holder: ChainHolder) -> None:
+def _count_chain(first: RadixNode, holder: ChainHolder) -> None:
     """Count one more chain of a holder that continues from a node or ends there."""
     node: RadixNode | None = first
     while node is not None:
-        on = _on(node)
-        if holder in on:
-            on[holder] += 1
+        continuations = _continuations(node)
+        if holder in continuations:
+            continuations[holder] += 1
             return
-        on[holder] = 1
+        continuations[holder] = 1
         node.mask |= holder.bit
         holder.blocks += len(node.keys)
-        node = node.above
+        node = node.parent
 
 
-def _common(node: RadixNode, keys: Keys) -> int:
+def _common_blocks(node: RadixNode, keys: Keys) -> int:
     """Return how many blocks of a node a prompt has that has its first block."""
     own, start = node.keys, node.start
     end = min(len(own), len(keys) - start)

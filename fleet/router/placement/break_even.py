@@ -16,8 +16,8 @@ from fleet.core.clock import SECOND, Nanos
 
 MIN_SAMPLES = 8
 WEIGHT = 0.1  # weight of the newest handoff: mostly the last ten count
-LEAST_TOKENS = 64  # below that a handoff moves only a block or two
-MOST_TOKENS = 16_384
+MIN_TOKENS = 64  # below that a handoff moves only a block or two
+MAX_TOKENS = 16_384
 
 
 class PrefillBreakEven:
@@ -48,7 +48,7 @@ class PrefillBreakEven:
             constant: The value to use until enough was measured.
         """
         if not self.measured:
-            return min(constant, LEAST_TOKENS)
+            return min(constant, MIN_TOKENS)
         even = self.even_tokens(token_seconds, requests)
         return constant if even is None else even
 
@@ -57,4 +57,4 @@ class PrefillBreakEven:
         if not self.measured or token_seconds == 0:
             return None
         even = self.handoff_seconds / (token_seconds * max(1, requests))
-        return int(min(max(even, LEAST_TOKENS), MOST_TOKENS))
+        return int(min(max(even, MIN_TOKENS), MAX_TOKENS))

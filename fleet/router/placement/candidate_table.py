@@ -144,7 +144,7 @@ def _prefills_for(prefill: Role, decode: Role, placement: Placement) -> bool:
             return False
 
 
-def limit(description: WorkerDescription, settings: RouterSettings) -> int:
+def max_requests(description: WorkerDescription, settings: RouterSettings) -> int:
     """Return how many requests may be reserved on a worker."""
     return max(1, int(description.max_running * settings.oversubscribe))
 
@@ -171,7 +171,7 @@ class CandidateTable(Struct, frozen=True, eq=False):
     serving: ServingWorkers
     failed: Flags | None = None  # workers that failed this request in this incarnation; None: none
     warm: bool = True  # a worker may hold a part of the prompt
-    homes: Sequence[
+    lora_groups: Sequence[
         Flags
     ] = ()  # groups of workers for the request's LoRA adapter, the best first (`fleet.router.state.lora`)
 

@@ -29,7 +29,14 @@ from fleet.core.roles import KvPath, Phase, Placement
 from fleet.core.work import WorkerDescription
 from fleet.router.placement.break_even import PrefillBreakEven
 from fleet.router.placement.candidate_table import CandidateTable, common_path
-from fleet.router.placement.eligibility import IneligibleReason, at_home, capable, eligible, paired, unfit
+from fleet.router.placement.eligibility import (
+    IneligibleReason,
+    capable,
+    eligible,
+    ineligible_reasons,
+    prefer_lora_workers,
+    prefill_partners,
+)
 from fleet.router.placement.rejection import Rejection, WaitForRoom, explain_no_candidate, reject_without_pair
 from fleet.router.policy import (
     BELOW_BLOCKS,
@@ -126,7 +133,7 @@ class Decision(Struct, frozen=True, kw_only=True):
             prefill_tokens=self.prefill_tokens,
             candidates=_terms(self.policy, self.request, candidates, Phase.AGGREGATED),
             prefill_candidates=partners,
-            unfit=tuple(unfit(self.request, self.candidate_table, set(candidates.worker_ids)).items()),
+            unfit=tuple(ineligible_reasons(self.request, self.candidate_table, set(candidates.worker_ids)).items()),
         )
 
     def next_best(self, most: int) -> tuple[WorkerId, ...]:
@@ -171,10 +178,12 @@ def decide(
         splitting, why = False, PlacementReason.ASKED_BY_CLIENT
     else:
         partners = topology.partners(row, request.placement, request.kv_path)
-        pairing = paired(request, candidate_table, row) if len(partners.pool) else partners.rows
+        pairing = prefill_partners(request, candidate_table, row) if len(partners.pool) else partners.rows
         prefill_rows = pairing
         if len(pairing):
-            prefill_rows = at_home(candidate_table, pairing[columns[REQUESTS, pairing] < columns[LIMIT, pairing]])
+            prefill_rows = prefer_lora_workers(
+                candidate_table, pairing[columns[REQUESTS, pairing] < columns[LIMIT, pairing]]
+            )
         splitting, why = split(
             request.placement,
             uncached,
@@ -243,7 +252,7 @@ def decide_decode(
     roomy = rows[columns[REQUESTS, rows] < columns[LIMIT, rows]]
     if len(roomy) > 0:
         rows = roomy
-    rows = at_home(candidate_table, rows)
+    rows = prefer_lora_workers(candidate_table, rows)
     place, _ = policy.choose(request, candidate_table.candidates(rows), Phase.AGGREGATED, rng)
     return topology.worker_ids[int(rows[place])]
 

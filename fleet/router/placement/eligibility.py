@@ -42,12 +42,12 @@ _PAIR = Placement.DISAGGREGATED  # a module variable is ten times as fast as the
 def eligible(request: PlacementRequest, table: CandidateTable) -> Rows:
     """Return the workers that could serve a request now."""
     fits = table.topology.all_fit(request.prompt_tokens, request.answer_tokens)
-    if fits and table.failed is None and all_have_room(table.columns) and _anybody_will_do(request):
+    if fits and table.failed is None and all_have_room(table.columns) and _has_no_demands(request):
         return table.serving.rows  # the most frequent case
-    return at_home(table, _able(request, table).nonzero()[0])
+    return prefer_lora_workers(table, _able_workers(request, table).nonzero()[0])
 
 
-def _anybody_will_do(request: PlacementRequest) -> bool:
+def _has_no_demands(request: PlacementRequest) -> bool:
     """Return whether the request demands nothing that a worker of its model may lack."""
     return (
         request.pin is None
@@ -60,13 +60,13 @@ def _anybody_will_do(request: PlacementRequest) -> bool:
     )
 
 
-def _able(request: PlacementRequest, table: CandidateTable) -> Flags:
+def _able_workers(request: PlacementRequest, table: CandidateTable) -> Flags:
     """Return the candidates before LoRA adapters are considered."""
     topology, columns = table.topology, table.columns
     able = capable(request, topology, table.answering & (columns[REQUESTS] < columns[LIMIT]), request.answer_tokens)
     if request.pin is not None or request.labels or request.must_keep:
         able = able & np.array(
-            [_excluded(request, topology, row) is None for row in range(len(topology))], dtype=np.bool_
+            [_unmet_demand(request, topology, row) is None for row in range(len(topology))], dtype=np.bool_
         )
     if request.placement is Placement.DISAGGREGATED:
         for row in able.nonzero()[0].tolist():
@@ -87,15 +87,15 @@ def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, ans
     return flags
 
 
-def at_home(table: CandidateTable, rows: Rows) -> Rows:
+def prefer_lora_workers(table: CandidateTable, rows: Rows) -> Rows:
     """Return the rows where the request's LoRA adapter is served best; all rows if it has none."""
-    for home in table.homes:
-        if len(there := rows[home[rows]]):
+    for group in table.lora_groups:
+        if len(there := rows[group[rows]]):
             return there
     return rows
 
 
-def paired(request: PlacementRequest, table: CandidateTable, decode_row: int) -> Rows:
+def prefill_partners(request: PlacementRequest, table: CandidateTable, decode_row: int) -> Rows:
     """Return the prefill workers that pair with a decode worker and could take the prompt if they had room."""
     rows = table.topology.partners(decode_row, request.placement, request.kv_path).rows
     if len(rows) == 0:
@@ -105,12 +105,12 @@ def paired(request: PlacementRequest, table: CandidateTable, decode_row: int) ->
 
 
 def _free_partners(request: PlacementRequest, table: CandidateTable, decode_row: int) -> Rows:
-    rows = paired(request, table, decode_row)
+    rows = prefill_partners(request, table, decode_row)
     free: Rows = rows[table.columns[REQUESTS, rows] < table.columns[LIMIT, rows]]
     return free
 
 
-def _excluded(request: PlacementRequest, topology: PoolTopology, row: int) -> IneligibleReason | None:
+def _unmet_demand(request: PlacementRequest, topology: PoolTopology, row: int) -> IneligibleReason | None:
     description = topology.descriptions[row]
     if request.pin is not None and description.worker_id != request.pin:
         return IneligibleReason.NOT_PINNED
@@ -127,7 +127,7 @@ def _excluded(request: PlacementRequest, topology: PoolTopology, row: int) -> In
     return None
 
 
-def unfit(
+def ineligible_reasons(
     request: PlacementRequest, table: CandidateTable, candidates: set[WorkerId]
 ) -> dict[WorkerId, IneligibleReason]:
     """Return why each other worker was no candidate."""
@@ -138,7 +138,7 @@ def unfit(
         worker_id = topology.worker_ids[row]
         if worker_id in candidates:
             continue
-        if (cause := _excluded(request, topology, row)) is not None:
+        if (cause := _unmet_demand(request, topology, row)) is not None:
             causes[worker_id] = cause
         elif table.draining[row]:
             causes[worker_id] = IneligibleReason.DRAINING
@@ -146,9 +146,9 @@ def unfit(
             causes[worker_id] = IneligibleReason.FAILED_BEFORE
         elif not fits[row]:
             causes[worker_id] = IneligibleReason.TOO_SMALL
-        elif request.placement is Placement.DISAGGREGATED and not len(paired(request, table, row)):
+        elif request.placement is Placement.DISAGGREGATED and not len(prefill_partners(request, table, row)):
             causes[worker_id] = IneligibleReason.NO_PAIR
-        elif table.homes and columns[REQUESTS, row] < columns[LIMIT, row]:
+        elif table.lora_groups and columns[REQUESTS, row] < columns[LIMIT, row]:
             causes[worker_id] = IneligibleReason.ADAPTER_ELSEWHERE
         else:
             assert columns[REQUESTS, row] >= columns[LIMIT, row] or request.placement is Placement.DISAGGREGATED

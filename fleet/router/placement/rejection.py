@@ -15,7 +15,7 @@ from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Placement, Role
 from fleet.router.placement.candidate_table import CandidateTable
-from fleet.router.placement.eligibility import IneligibleReason, unfit
+from fleet.router.placement.eligibility import IneligibleReason, ineligible_reasons
 from fleet.router.policy import PlacementRequest
 
 
@@ -58,7 +58,7 @@ class Rejection(Struct, frozen=True, kw_only=True):
 def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> WaitForRoom | Rejection:
     """Return why there is no candidate; a cause that time can remove comes first."""
     topology = table.topology
-    others = unfit(request, table, set())
+    others = ineligible_reasons(request, table, set())
     causes = set(others.values())
     if IneligibleReason.AT_LIMIT in causes:
         if request.placement is Placement.DISAGGREGATED:
@@ -70,14 +70,14 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
         return Rejection(
             reason=Reason.INVALID_ARGUMENT,
             cause=RejectionCause.PIN_UNKNOWN,
-            message=f"pin: {request.pin} is no worker that answers for this model; leave it out to let the router choose",
+            message=f"pin: {request.pin} answers no requests for this model; leave it out to let the router choose",
             field="pin",
         )
     if request.pin is None and causes == {IneligibleReason.NOT_AMONG}:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NONE_AMONG,
-            message="none of the workers that may be chosen serves this model now; retry when one does",
+            message="none of the allowed workers serves this model now; retry when one does",
         )
     causes.discard(IneligibleReason.NOT_AMONG)  # excluded workers do not explain why the others are no candidates
     if IneligibleReason.KEEPS_NO_FORM in causes and causes <= {
@@ -87,14 +87,14 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
         return Rejection(
             reason=Reason.INVALID_ARGUMENT,
             cause=RejectionCause.NO_FORM,
-            message="sampling.form: no worker of this model, or not the one that was asked for, can keep an answer to a form",
+            message="sampling.form: no worker of this model, or not the pinned one, supports structured output",
             field="sampling.form",
         )
     if request.must_keep and IneligibleReason.OTHER_SESSION in causes and causes <= _SESSION_GONE:
         return Rejection(
             reason=Reason.WORKER_LOST,
             cause=RejectionCause.SESSION_LOST,
-            message=f"session: its worker {request.bound} is gone; the next request of the session starts on another",
+            message=f"session: its worker {request.bound} is gone; the next request of the session may go to any worker",
             field="session",
         )
     if request.pin is not None and IneligibleReason.NO_PAIR not in causes and IneligibleReason.TOO_SMALL not in causes:
@@ -110,7 +110,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             return Rejection(
                 reason=Reason.NO_WORKER,
                 cause=RejectionCause.NO_PREFILL_WORKER,
-                message="no prefill worker is up",
+                message="no prefill worker is connected; retry when one is",
                 field="placement",
             )
         return reject_without_pair(request)
@@ -119,7 +119,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
         return Rejection(
             reason=Reason.TOO_LARGE,
             cause=RejectionCause.TOO_LARGE,
-            message=f"prompt: {request.prompt_tokens} tokens and {request.answer_tokens} to generate fit no worker of this "
+            message=f"prompt: {request.prompt_tokens} tokens and {request.answer_tokens} to generate exceed every worker of this "
             f"model (longest: {longest})",
             field="prompt",
         )
@@ -133,26 +133,26 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NO_LABEL,
-            message=f"labels: no worker that takes requests has {', '.join(request.labels)}",
+            message=f"labels: no available worker has {', '.join(request.labels)}",
             field="labels",
         )
     if IneligibleReason.DRAINING in causes:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.ALL_DRAINING,
-            message="all workers of this model are going away; retry when another is up",
+            message="all workers of this model are draining; retry when another one is connected",
         )
     if request.adapter is not None and IneligibleReason.NO_ADAPTER in causes:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NO_ADAPTER,
-            message=f"model: no worker has the adapter {request.adapter.identity} now; retry when one is up",
+            message=f"model: no worker has the LoRA adapter {request.adapter.identity} now; retry when one is connected",
             field="model",
         )
     return Rejection(
         reason=Reason.NO_WORKER,
         cause=RejectionCause.NO_WORKER,
-        message="no worker serves this model now; retry when one is up",
+        message="no worker serves this model now; retry when one is connected",
     )
 
 
@@ -162,12 +162,12 @@ def reject_without_pair(request: PlacementRequest) -> Rejection:
         return Rejection(
             reason=Reason.KV_MISMATCH,
             cause=RejectionCause.NO_PAIR,
-            message="placement: no prefill and decode worker fit together",
+            message="placement: no prefill and decode worker are compatible",
             field="placement",
         )
     return Rejection(
         reason=Reason.KV_MISMATCH,
         cause=RejectionCause.NO_PATH,
-        message=f"kv_path: no prefill and decode worker share the path {request.kv_path.value}",
+        message=f"kv_path: no prefill and decode worker share the KV path {request.kv_path.value}",
         field="kv_path",
     )

@@ -1,4 +1,4 @@
-"""Admission: which requests may wait when no worker has room, in which position, and for how long.
+"""Admission: which requests may wait when no worker has room, in which position, for how long, and when they are tried again.
 
 Rules:
 
@@ -7,25 +7,41 @@ Rules:
 2. If more requests wait than allowed, the last request of the tenant with the largest backlog is rejected. A request that was admitted
    before and lost its worker stays.
 3. A request that is rejected for want of room gets a retry hint: about the time in which all queued requests will have left.
+4. The queue hears of everything that may end a wait: released room, workers that come and go, changed limits, and sessions that have
+   moved. The queue moves after the whole event was processed, until no request can be placed.
+5. A request that waited only for a worker that has gone is rejected then. So after a worker has gone all requests are tried.
 """
 
+from collections.abc import Callable, Mapping
+
 from fleet.core.clock import SECOND, Nanos
-from fleet.core.ids import RequestId
-from fleet.router.messages import Arrived
-from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, rank
+from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.router.messages import Arrived, ReservationTotals
+from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, QueueSearch, queue_position
 from fleet.router.queueing.wait_groups import BusyWorkers
+from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
+from fleet.router.state.worker_registry import WorkerRegistry
+from fleet.router.state.worker_table import RegisteredWorker
 
 MAX_RETRY_AFTER_MS = 60_000  # longest retry hint; today's load says little about later
+MAX_FAILED_TRIES = 32  # failed tries after an event; each try is a placement, which takes 35 us with 64 workers
+
+TryPlace = Callable[[RequestId], BusyWorkers | None]
+"""A function that places or rejects a queued request, or returns the workers that it still waits for."""
 
 
 class QueueAdmission:
-    """The admission queue of one router and the rules for entering it."""
+    """The admission queue of one router, and the rules for entering and leaving it."""
 
-    def __init__(self, settings: RouterSettings):
+    def __init__(self, settings: RouterSettings, registry: WorkerRegistry):
         self.settings = settings
         self.queue = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
+        self.may_move: dict[ModelName, bool] = {}
+        """Models whose queues may move; True if a worker has gone."""
+
+        self._registry = registry
 
     def enqueue(self, live: LiveRequest, now: Nanos, busy: BusyWorkers) -> None:
         """Add a request to the queue. Its position depends on its arrival, so a request that returns goes before all newer ones.
@@ -52,7 +68,7 @@ class QueueAdmission:
 
     def _rank(self, live: LiveRequest) -> int:
         settings = self.settings
-        return rank(
+        return queue_position(
             live.since,
             live.arrived.priority,
             live.prompt_tokens,
@@ -70,9 +86,9 @@ class QueueAdmission:
         if seconds is None:
             return None
         if seconds > self.settings.max_queue_seconds:
-            return f"it would wait about {seconds:.0f} s for a worker, longer than this router lets requests wait"
+            return f"the request would wait about {seconds:.0f} s for a worker, longer than max_queue_seconds of this router"
         if arrived.deadline is not None and now + seconds * SECOND > arrived.deadline:
-            return f"it would wait about {seconds:.0f} s for a worker, past its deadline"
+            return f"the request would wait about {seconds:.0f} s for a worker, past its deadline"
         return None
 
     def too_many(self) -> RequestId | None:
@@ -87,3 +103,65 @@ class QueueAdmission:
     def hint_ms(self, seconds: float) -> int:
         """Return the retry hint for a predicted wait."""
         return round(min(max(self.settings.retry_after_ms, seconds * 1000), MAX_RETRY_AFTER_MS))
+
+    def room_released(self, model: ModelName, worker_id: WorkerId) -> None:
+        """Note that a request has released its place on a worker."""
+        self.queue.changed(model, worker_id)
+        self.may_move.setdefault(model, False)
+
+    def worker_joined(self, model: ModelName) -> None:
+        """Note that a worker of this model takes requests from now on, or can form other pairs than before."""
+        self.queue.set_sizes(model, self._registry.sizes(model))
+        self.queue.all_changed(model)
+        self.may_move.setdefault(model, False)
+
+    def worker_gone(self, worker: RegisteredWorker) -> None:
+        """Note that a worker takes no more requests, or has left."""
+        model = worker.description.model
+        self.queue.set_sizes(model, self._registry.sizes(model))
+        self.queue.gone(model, worker.description.worker_id)
+        self.may_move[model] = True
+
+    def peer_reserved(self, peer: str, booked: Mapping[WorkerId, ReservationTotals]) -> None:
+        """Replace the reservations of a peer router."""
+        for worker in self._registry.set_peer_reservations(peer, booked):
+            self.queue.changed(worker.description.model, worker.description.worker_id)
+        self.may_move.update(dict.fromkeys(self.queue.models(), False))
+
+    def tune(self, settings: RouterSettings) -> None:
+        """Apply changed settings; workers may have room now."""
+        self.settings = settings
+        self._registry.tune(settings)
+        models = self.queue.models()
+        self.queue.all_changed(*models)
+        self.may_move.update(dict.fromkeys(models, False))
+
+    def session_moved(self, session: SessionKey) -> None:
+        """Note that the requests of a session may go to another worker than before."""
+        for model in self.queue.session_moved(session):
+            self.may_move.setdefault(model, False)
+
+    def move(self, place: TryPlace) -> None:
+        """Place the queued requests that can be placed since something has changed."""
+        while self.may_move:
+            model = next(iter(self.may_move))
+            gone = self.may_move.pop(model)
+            if self.queue.first(model) is None:
+                continue
+            search = self.queue.search(model, None if gone else MAX_FAILED_TRIES, self._registry.has_room)
+            while (gone or self._registry.worth_trying(model)) and _move_next(search, place):
+                pass
+
+    def check(self) -> None:
+        """Assert that the queue is consistent and has moved."""
+        assert not self.may_move
+        self.queue.check()
+
+
+def _move_next(search: QueueSearch, place: TryPlace) -> bool:
+    """Place or reject the next request that need not wait; return whether there was one."""
+    for request_id in search.candidates():
+        if (busy := place(request_id)) is None:
+            return True
+        search.mark_rejected(busy)
+    return False

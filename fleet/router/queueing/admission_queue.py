@@ -58,7 +58,7 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
     stays: bool = False  # rule 4
 
 
-def rank(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float, size_seconds: float) -> int:
+def queue_position(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float, size_seconds: float) -> int:
     """Return the queue position of a request within its tenant, as an instant.
 
     Args:
@@ -90,11 +90,11 @@ class DepartureRate:
     def idle(self) -> None:
         self._since = None
 
-    def left(self, tokens: int, now: Nanos) -> None:
+    def departed(self, tokens: int, now: Nanos) -> None:
         if self._since is None:
             return
-        left, seconds = self._faded(now)
-        self._tokens, self._seconds = left + tokens, seconds
+        departed, seconds = self._faded(now)
+        self._tokens, self._seconds = departed + tokens, seconds
         self._departures += 1
         self._since = now
 
@@ -118,40 +118,40 @@ class _TenantQueue:
     def __init__(self, seq: int) -> None:
         self.seq = seq  # arrival of the tenant's first waiting request; among equal clocks the lowest goes first
         self.tokens = 0
-        self.ranked = OrderedRequests()
-        self.queues: dict[WaitGroup, OrderedRequests] = {}  # with a single wait group its queue is `ranked` itself
+        self.requests = OrderedRequests()
+        self.queues: dict[WaitGroup, OrderedRequests] = {}  # with a single wait group its queue is `requests` itself
         self._heads: list[GroupHead] = []  # with several groups: the head of each, in order
 
     def add(self, waiting: QueuedRequest, group: WaitGroup) -> None:
         if (queue := self.queues.get(group)) is None:
             queue = self.queues[group] = self._another_queue()
-        if queue is not self.ranked:
+        if queue is not self.requests:
             first = queue.place if queue else None
             queue.add(waiting.rank, waiting.seq, waiting.request_id)
             self._note_head(group, queue, first)
-        self.ranked.add(waiting.rank, waiting.seq, waiting.request_id)
+        self.requests.add(waiting.rank, waiting.seq, waiting.request_id)
         self.tokens += waiting.tokens
 
     def remove(self, waiting: QueuedRequest, group: WaitGroup) -> None:
         queue = self.queues[group]
-        if queue is not self.ranked:
+        if queue is not self.requests:
             first = queue.place
             queue.discard(waiting.rank, waiting.seq, waiting.request_id)
             self._note_head(group, queue, first)
-        self.ranked.discard(waiting.rank, waiting.seq, waiting.request_id)
+        self.requests.discard(waiting.rank, waiting.seq, waiting.request_id)
         if not queue:
             del self.queues[group]
         self.tokens -= waiting.tokens
 
     def heads(self) -> Sequence[GroupHead]:
         """Return the head of each wait group, in order."""
-        return self._heads or [(*self.ranked.place, group) for group in self.queues]
+        return self._heads or [(*self.requests.place, group) for group in self.queues]
 
     def _another_queue(self) -> OrderedRequests:
         if not self.queues:
-            return self.ranked
+            return self.requests
         for group, queue in self.queues.items():
-            if queue is self.ranked:
+            if queue is self.requests:
                 self.queues[group] = queue.copy()
                 self._heads = [(*queue.place, group)]
         return OrderedRequests()
@@ -167,7 +167,7 @@ class _TenantQueue:
 
     def check(self, wish_of: Mapping[RequestId, WaitGroup]) -> None:
         assert self.heads() == sorted((*queue.place, group) for group, queue in self.queues.items())
-        assert sorted(self.ranked) == sorted(each for queue in self.queues.values() for each in queue)
+        assert sorted(self.requests) == sorted(each for queue in self.queues.values() for each in queue)
         assert all(wish_of[each] is group for group, queue in self.queues.items() for each in queue)
 
 
@@ -211,7 +211,7 @@ class FairQueue:
 
     @property
     def first(self) -> RequestId | None:
-        return self._tenants[self._order[0][2]].ranked.first if self._order else None
+        return self._tenants[self._order[0][2]].requests.first if self._order else None
 
     def remove(self, waiting: QueuedRequest) -> None:
         """Remove a request for whatever reason."""
@@ -221,9 +221,9 @@ class FairQueue:
         tenant.remove(waiting, group)
         group.waiting -= 1
         if not group.waiting:
-            self.groups.over(group)
+            self.groups.remove(group)
         self._tokens -= waiting.tokens
-        if not tenant.ranked:
+        if not tenant.requests:
             del self._tenants[name]
             self._order.remove((self.clocks[name], tenant.seq, name))
             if not self._tenants:  # the queue is empty, so all debts are forgotten
@@ -231,7 +231,7 @@ class FairQueue:
                 self._clock = 0.0
                 self._rate.idle()
 
-    def sized(self, sizes: WorkerSizes, waiting: Mapping[RequestId, QueuedRequest]) -> None:
+    def set_sizes(self, sizes: WorkerSizes, waiting: Mapping[RequestId, QueuedRequest]) -> None:
         """Distinguish prompt lengths by new worker sizes.
 
         Args:
@@ -255,9 +255,9 @@ class FairQueue:
                 if not group.blocked_on.closed:
                     yield request_id, group
 
-    def left(self, tokens: int, now: Nanos) -> None:
+    def departed(self, tokens: int, now: Nanos) -> None:
         """Note that a prompt has left for a worker, whether it had waited or not."""
-        self._rate.left(tokens, now)
+        self._rate.departed(tokens, now)
 
     def charge(self, name: str, tokens: int) -> None:
         """Charge a tenant for a prompt whose tokens a worker has to compute."""
@@ -280,9 +280,9 @@ class FairQueue:
         """Return the waiting tenants with their tokens over their weight."""
         return [(tenant.tokens / self.weight(name), name) for name, tenant in self._tenants.items()]
 
-    def worst(self, name: str) -> Iterator[RequestId]:
+    def from_last(self, name: str) -> Iterator[RequestId]:
         """Return a tenant's requests, the last one first."""
-        return reversed(self._tenants[name].ranked)
+        return reversed(self._tenants[name].requests)
 
     def seconds_to_wait(self, name: str, now: Nanos, place: int | None = None) -> float | None:
         """Return about how long a new request of this tenant would wait, at a queue position or behind all others.
@@ -293,7 +293,7 @@ class FairQueue:
             return None
         own = 0.0
         if (tenant := self._tenants.get(name)) is not None:
-            own = tenant.tokens * (1.0 if place is None else tenant.ranked.before(place) / len(tenant.ranked))
+            own = tenant.tokens * (1.0 if place is None else tenant.requests.before(place) / len(tenant.requests))
         if own == 0:
             return 0.0
         if rate <= 0:
@@ -307,7 +307,7 @@ class FairQueue:
         for clock, seq, name in self._order:
             assert self.clocks[name] == clock, name
             assert self._tenants[name].seq == seq, name
-        assert all(tenant.ranked for tenant in self._tenants.values())
+        assert all(tenant.requests for tenant in self._tenants.values())
         assert self._tokens == sum(tenant.tokens for tenant in self._tenants.values())
         self.groups.check()
         assert Counter(group.value for group in self._group_of_request.values()) == {
@@ -433,9 +433,9 @@ class AdmissionQueue:
         if (queue := self.queues.get(model)) is not None:
             queue.groups.changed(worker_id, gone=True)
 
-    def moved(self, session: SessionKey) -> list[ModelName]:
+    def session_moved(self, session: SessionKey) -> list[ModelName]:
         """Note that a session's requests may go to another worker; return the models whose queues hold some of them."""
-        return [model for model, queue in self.queues.items() if queue.groups.moved(session)]
+        return [model for model, queue in self.queues.items() if queue.groups.session_moved(session)]
 
     def all_changed(self, *models: ModelName) -> None:
         """Note that every worker of these models may have room for any queued request."""
@@ -443,11 +443,11 @@ class AdmissionQueue:
             if (queue := self.queues.get(model)) is not None:
                 queue.groups.all_changed()
 
-    def sized(self, model: ModelName, sizes: WorkerSizes) -> None:
+    def set_sizes(self, model: ModelName, sizes: WorkerSizes) -> None:
         """Distinguish the requests of a model by these worker sizes from now on."""
         self._sizes[model] = sizes
         if (queue := self.queues.get(model)) is not None:
-            queue.sized(sizes, self._waiting)
+            queue.set_sizes(sizes, self._waiting)
 
     def discard(self, request_id: RequestId) -> QueuedRequest | None:
         """Remove a request that was not served; return None if it was not queued."""
@@ -460,7 +460,7 @@ class AdmissionQueue:
         """Note that a worker gets a prompt and computes some of its tokens; the request leaves the queue if it was queued."""
         if (queue := self.queues.get(model)) is None:
             return
-        queue.left(tokens, now)
+        queue.departed(tokens, now)
         if (waiting := self._waiting.pop(request_id, None)) is not None:
             queue.charge(waiting.tenant, computed)
             queue.remove(waiting)
@@ -471,7 +471,7 @@ class AdmissionQueue:
             (backlog, model, name) for model, queue in self.queues.items() for backlog, name in queue.by_backlog()
         ]
         for _, model, name in sorted(tenants, reverse=True):
-            for request_id in self.queues[model].worst(name):
+            for request_id in self.queues[model].from_last(name):
                 if not self._waiting[request_id].stays:
                     return request_id
         return None

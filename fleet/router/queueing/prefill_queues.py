@@ -11,12 +11,21 @@ Rules:
    as far as the settings say. A position is an instant, so nobody is overtaken for ever.
 4. Tokens count until the prompt is computed or its attempt ends for another reason. A prompt longer than the window is sent when
    no other prompt is before it.
+5. The predicted wait follows from the worker's prefill rate: computed prompt tokens over the seconds in which there were any to
+   compute, where recent ones count more. The progress of the current prompts is not known, but their beginning is, so that time
+   is subtracted from what they still need.
 """
+
+from math import exp
 
 from msgspec import Struct
 
+from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.router.queueing.ordered_requests import OrderedRequests
+
+MEMORY_SECONDS = 20.0  # memory in seconds of computing; a prompt of 100,000 tokens takes about as long
+EVIDENCE = 3  # prompts before the rate is used; the first may include a compilation
 
 
 class _QueuedPrompt(Struct):
@@ -162,3 +171,49 @@ class PrefillQueues:
             assert len(held), worker_id
             assert self._tokens.get(worker_id, 0) >= self._window, worker_id
             assert all(self.holds(request_id) for request_id in held.ids())
+
+
+class PrefillRate:
+    """The prefill rate of one worker."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._computed = 0
+        self._since: Nanos | None = None  # when the worker began with its current prompts; None: it has none
+
+    def busy(self, now: Nanos) -> None:
+        """Note that the worker has something to compute."""
+        if self._since is None:
+            self._since = now
+
+    def idle(self) -> None:
+        """Note that the worker has nothing to compute."""
+        self._since = None
+
+    def computed(self, tokens: int, now: Nanos) -> None:
+        """Note that the worker has computed a prompt."""
+        if self._since is None:
+            return
+        seconds = max(0, now - self._since) / SECOND
+        keep = exp(-seconds / MEMORY_SECONDS)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+        self._computed += 1
+        self._since = now
+
+    def seconds_to_wait(self, sent: int, held: int, now: Nanos) -> float | None:
+        """Return about how long a prompt would wait until it is computed; None if too little was measured.
+
+        Args:
+            sent: Tokens that the worker was sent and has not reported as computed.
+            held: Waiting tokens that go first.
+            now: The instant.
+        """
+        if self._computed < EVIDENCE or self._seconds <= 0 or self._tokens <= 0:
+            return None
+        rate = self._tokens / self._seconds
+        under_way = sent / rate
+        if self._since is not None:
+            under_way = max(0.0, under_way - (now - self._since) / SECOND)
+        return under_way + held / rate

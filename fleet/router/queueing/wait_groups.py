@@ -84,7 +84,7 @@ class WaitGroups:
         group.waiting += 1
         return group
 
-    def over(self, group: WaitGroup) -> None:
+    def remove(self, group: WaitGroup) -> None:
         """Remove a group without requests."""
         del self._by_value[group.value]
         self.untried -= not group.rejected_in
@@ -103,7 +103,7 @@ class WaitGroups:
         if busy:
             self._close(group.blocked_on)
 
-    def moved(self, session: SessionKey) -> bool:
+    def session_moved(self, session: SessionKey) -> bool:
         """Mark the groups of a session as untried; return whether there are any."""
         groups = self._by_session.get(session, set())
         for group in groups:

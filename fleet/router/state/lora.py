@@ -8,7 +8,7 @@ Rules:
 2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is none, or their batches
    are full, it goes to a worker with a free slot. If there is none, it goes to any worker that can have the adapter, which then drops
    another one. Among these workers the policy chooses.
-3. The blocks of an adapter have a salt of their own (`kvstore.block.salt_of_adapter`), so no cache ever mixes them.
+3. The blocks of an adapter have a salt of their own (`kvstore.block.adapter_salt`), so no cache ever mixes them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,12 +35,12 @@ class LoraWorker(Protocol):
     def load(self) -> LoadReport: ...
 
     @property
-    def adapters_booked(self) -> Mapping[str, int]:
+    def adapters_reserved(self) -> Mapping[str, int]:
         """Reserved requests by adapter."""
         ...
 
 
-def homes(
+def lora_groups(
     adapter: LoraAdapter, topology: PoolTopology, workers: Iterable[LoraWorker], columns: Floats
 ) -> Sequence[Flags]:
     """Return groups of workers, the best first; the first group with a worker that can take the request counts."""
@@ -51,7 +51,7 @@ def homes(
         if not able[row]:
             continue
         slots = worker.description.adapter_slots
-        there = {*worker.load.adapters, *worker.adapters_booked}
+        there = {*worker.load.adapters, *worker.adapters_reserved}
         loaded[row] = not slots or adapter.name in there
         free[row] = len(there) < slots
     roomy: Flags = columns[REQUESTS] < columns[MAX_RUNNING]
@@ -79,7 +79,7 @@ def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
     return ModelTarget(card.parent, adapter, adapter_salt(adapter.identity, salt))
 
 
-def listed(descriptions: Iterable[WorkerDescription]) -> dict[ModelName, tuple[ModelName, LoraAdapter]]:
+def listed_loras(descriptions: Iterable[WorkerDescription]) -> dict[ModelName, tuple[ModelName, LoraAdapter]]:
     """Return the LoRA adapters of some workers by name, each with its base model; the first worker counts (rule 1)."""
     found: dict[ModelName, tuple[ModelName, LoraAdapter]] = {}
     for each in descriptions:

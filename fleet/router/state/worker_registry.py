@@ -1,11 +1,12 @@
 """Worker registry: all workers and stores that a router knows, with their reservations and cache contents."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from msgspec import structs
 
 from fleet.core.clock import Nanos
-from fleet.core.ids import ModelName, StoreId, WorkerId
+from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.core.requests import ModelCard
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
@@ -19,10 +20,10 @@ from fleet.router.kv_index.prefix_index import (
     store_tier_holder,
 )
 from fleet.router.messages import ReservationTotals, StoreChanged
-from fleet.router.placement.candidate_table import CandidateTable, WorkerSizes, limit
+from fleet.router.placement.candidate_table import CandidateTable, WorkerSizes, max_requests
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
-from fleet.router.state.lora import listed
+from fleet.router.state.lora import listed_loras
 from fleet.router.state.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
 from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
 
@@ -35,7 +36,7 @@ class WorkerRegistry:
         self.workers: dict[WorkerId, RegisteredWorker] = {}  # other objects read it and must not change it
         self.tables: dict[ModelName, WorkerTable] = {}
         self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold blocks
-        self._replicas: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # reservations of peer routers
+        self._by_peer: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # reservations of peer routers
         self._cards: tuple[ModelCard, ...] | None = (
             None  # None until it is computed again after a worker joins, drains or leaves; each request needs it
         )
@@ -43,7 +44,7 @@ class WorkerRegistry:
         self.prompts = PromptAnnouncements()  # prompts that peer routers are told, if there are peers
         self._announced_prompts = self.prompts if settings.replicas_listen else None
         self._peer_prompts: dict[str, dict[int, WorkerId]] = {}  # worker by peer router and prompt number
-        self._nobody = WorkerTable(settings, self.index)
+        self._no_workers = WorkerTable(settings, self.index)
         self.get = self.workers.get
         """Return the worker with this id, or None."""
 
@@ -54,23 +55,23 @@ class WorkerRegistry:
         return self.workers[worker_id]
 
     def serving(self, model: ModelName) -> list[RegisteredWorker]:
-        return list(self.tables.get(model, self._nobody).workers.values())
+        return list(self.tables.get(model, self._no_workers).workers.values())
 
     def join(
         self,
         description: WorkerDescription,
         address: str,
         knowledge: Knowledge = Knowledge.EXACT,
-        believed_for: Nanos | None = None,
+        assumed_for: Nanos | None = None,
     ) -> None:
         worker_id = description.worker_id
         assert worker_id not in self.workers, worker_id
         self.index.add(engine_cache_holder(worker_id), capacity=description.kv_blocks)
         if (pool := self.tables.get(description.model)) is None:
             pool = self.tables[description.model] = WorkerTable(self._settings, self.index, self._announced_prompts)
-            pool.share(list(self._replicas.values()))
+            pool.set_peer_reservations(list(self._by_peer.values()))
         worker = RegisteredWorker(
-            description, address, pool, limit(description, self._settings), knowledge, believed_for
+            description, address, pool, max_requests(description, self._settings), knowledge, assumed_for
         )
         self.workers[worker_id] = worker
         pool.join(worker)
@@ -91,6 +92,27 @@ class WorkerRegistry:
         self._settings = settings
         for pool in self.tables.values():
             pool.tune(settings)
+
+    def reserve(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> RegisteredWorker:
+        """Reserve capacity for a request on a worker that has to compute some tokens of its prompt."""
+        worker = self.workers[worker_id]
+        keys = live.keys(worker.description.block_tokens)
+        expected = live.arrived.expected_tokens
+        if expected:
+            expected = max(0, expected - len(live.sent))
+        worker.reservations.reserve(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=expected)
+        if live.arrived.adapter is not None:
+            worker.reserve_adapter(live.arrived.adapter.name)
+        live.reserved_on.append(worker_id)
+        return worker
+
+    def release(self, live: LiveRequest, worker_id: WorkerId) -> None:
+        """Release what a request holds on a worker."""
+        worker = self.workers[worker_id]
+        worker.reservations.release(live.id)
+        if live.arrived.adapter is not None:
+            worker.release_adapter(live.arrived.adapter.name)
+        live.reserved_on.remove(worker_id)
 
     def drain(self, worker_id: WorkerId) -> None:
         """Stop giving work to a worker."""
@@ -160,43 +182,43 @@ class WorkerRegistry:
 
     def sizes(self, model: ModelName) -> WorkerSizes:
         """Return the sizes of a model's workers."""
-        return self.tables.get(model, self._nobody).topology.sizes
+        return self.tables.get(model, self._no_workers).topology.sizes
 
-    def share(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
+    def set_peer_reservations(self, peer: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
         """Replace a peer router's reservations; return the workers where it now has fewer requests."""
-        before = self._replicas.get(replica, {})
+        before = self._by_peer.get(peer, {})
         if booked:
-            self._replicas[replica] = booked
+            self._by_peer[peer] = booked
         else:
-            self._replicas.pop(replica, None)
+            self._by_peer.pop(peer, None)
         for pool in self.tables.values():
-            pool.share(list(self._replicas.values()))
+            pool.set_peer_reservations(list(self._by_peer.values()))
         return [
             self.workers[worker_id]
             for worker_id, was in before.items()
             if worker_id in self.workers and (worker_id not in booked or booked[worker_id].requests < was.requests)
         ]
 
-    def note_peer_prompts(self, replica: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
+    def note_peer_prompts(self, peer: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
         """Note prompts that a peer router has sent to workers, and those that it has finished (`fleet.router.kv_index.peer_prompts`)."""
-        told = self._peer_prompts.setdefault(replica, {})
+        told = self._peer_prompts.setdefault(peer, {})
         for number in over:
             if (worker := self.get(told.pop(number, WorkerId("")))) is not None:
-                worker.peer_prompts.remove(replica, number)
+                worker.peer_prompts.remove(peer, number)
         for each in placed:
             if (worker := self.get(each.worker_id)) is None:
                 continue
             if not each.number:
-                worker.assume_told(each.keys, now)
+                worker.assume_peer_prompt(each.keys, now)
             elif each.number not in told and len(told) < MAX_ANNOUNCED_PROMPTS:
                 told[each.number] = each.worker_id
-                worker.peer_prompts.add(replica, each.number, each.keys)
+                worker.peer_prompts.add(peer, each.number, each.keys)
 
-    def forget_peer_prompts(self, replica: str) -> None:
+    def forget_peer_prompts(self, peer: str) -> None:
         """Forget the unfinished prompts of a peer router that has left."""
-        for number, worker_id in self._peer_prompts.pop(replica, {}).items():
+        for number, worker_id in self._peer_prompts.pop(peer, {}).items():
             if (worker := self.get(worker_id)) is not None:
-                worker.peer_prompts.remove(replica, number)
+                worker.peer_prompts.remove(peer, number)
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
         """Return this router's reservations, for each worker that has any."""
@@ -210,17 +232,25 @@ class WorkerRegistry:
 
     def candidate_table(self, live: LiveRequest) -> CandidateTable:
         """Return the candidate table of a request's model for this request."""
-        return self.tables.get(live.arrived.model, self._nobody).candidate_table(live, self._stores)
+        return self.tables.get(live.arrived.model, self._no_workers).candidate_table(live, self._stores)
 
-    def check(self) -> None:
-        """Assert that index, reservations and tables agree."""
+    def check(self, requests: Mapping[RequestId, LiveRequest]) -> None:
+        """Assert that index, tables and reservations agree with each other and with the live requests."""
         self.index.check()
+        reserved: dict[RequestId, list[WorkerId]] = {}
         for worker in self:
             worker.reservations.check()
             worker.assumed.check()
             worker.accuracy.check()
-        for pool in self.tables.values():
-            pool.check()
+            adapters = [requests[request_id].arrived.adapter for request_id in worker.reservations]
+            assert worker.adapters_reserved == Counter(adapter.name for adapter in adapters if adapter is not None)
+            for request_id in worker.reservations:
+                reserved.setdefault(request_id, []).append(worker.description.worker_id)
+        for live in requests.values():
+            assert sorted(live.reserved_on) == sorted(reserved.pop(live.id, [])), live
+        assert not reserved, reserved
+        for table in self.tables.values():
+            table.check()
         assert self._cards is None or self._cards == tuple(self._new_cards())
 
     # Views.
@@ -233,7 +263,7 @@ class WorkerRegistry:
 
     def _new_cards(self) -> list[ModelCard]:
         cards: list[ModelCard] = []
-        adapters = listed(worker.description for worker in self if not worker.draining)
+        adapters = listed_loras(worker.description for worker in self if not worker.draining)
         for model, pool in self.tables.items():
             answering = [
                 worker.description for worker in pool.workers.values() if worker.decodes and not worker.draining

@@ -14,12 +14,12 @@ from fleet.core.roles import KvPath, Role
 from fleet.core.work import LoadReport, WorkerDescription
 from fleet.router.kv_index.assumed_cache import AssumedCache
 from fleet.router.kv_index.cache_accuracy import CacheAccuracy, Knowledge
-from fleet.router.kv_index.peer_prompts import PeerPrompts, PromptAnnouncements, deeper
+from fleet.router.kv_index.peer_prompts import PeerPrompts, PromptAnnouncements, with_peer_prompts
 from fleet.router.kv_index.prefix_index import PrefixIndex, StoreNamespace, engine_cache_holder, store_tier_holder
 from fleet.router.kv_index.radix_tree import Keys, RadixTree
 from fleet.router.messages import ReservationTotals
 from fleet.router.native.costs import spread, spread_live
-from fleet.router.placement.candidate_table import CandidateTable, PoolTopology, ServingWorkers, limit
+from fleet.router.placement.candidate_table import CandidateTable, PoolTopology, ServingWorkers, max_requests
 from fleet.router.policy import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
@@ -45,7 +45,7 @@ from fleet.router.policy import (
 )
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
-from fleet.router.state.lora import homes
+from fleet.router.state.lora import lora_groups
 from fleet.router.state.reservations import AnnouncedReservations, WorkerReservations
 from fleet.router.state.snapshot import WorkerSnapshot
 from kvstore.block import blocks_for
@@ -62,7 +62,7 @@ class RegisteredWorker:
         pool: "WorkerTable",
         request_limit: int,
         knowledge: Knowledge = Knowledge.EXACT,
-        believed_for: Nanos | None = None,
+        assumed_for: Nanos | None = None,
     ):
         self.description = description
         self.accuracy = CacheAccuracy(knowledge)
@@ -71,20 +71,20 @@ class RegisteredWorker:
         self.draining = False  # changed only by `WorkerTable`
         self.load = LoadReport(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
-        self.reservations = self._reservations(pool, believed_for)
+        self.reservations = self._reservations(pool, assumed_for)
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
         self.peer_prompts = PeerPrompts(pool.peer_prompts, self.bit)
-        self._believed_for = believed_for
+        self._assumed_for = assumed_for
         self._prompts = pool.prompts
-        self.adapters_booked: dict[str, int] = {}  # requests by LoRA adapter
+        self.adapters_reserved: dict[str, int] = {}  # requests by LoRA adapter
 
-    def book_adapter(self, name: str) -> None:
-        self.adapters_booked[name] = self.adapters_booked.get(name, 0) + 1
+    def reserve_adapter(self, name: str) -> None:
+        self.adapters_reserved[name] = self.adapters_reserved.get(name, 0) + 1
 
     def release_adapter(self, name: str) -> None:
-        self.adapters_booked[name] -= 1
-        if not self.adapters_booked[name]:
-            del self.adapters_booked[name]
+        self.adapters_reserved[name] -= 1
+        if not self.adapters_reserved[name]:
+            del self.adapters_reserved[name]
 
     @property
     def decodes(self) -> bool:
@@ -92,20 +92,20 @@ class RegisteredWorker:
 
     def assume(self, live: LiveRequest, now: Nanos) -> None:
         """Assume that a request's prompt will be cached, if the worker does not report its cache."""
-        if self._believed_for is not None:
+        if self._assumed_for is not None:
             keys = live.keys(self.description.block_tokens)
-            self.assumed.sent(keys, Nanos(now + self._believed_for))
+            self.assumed.sent(keys, Nanos(now + self._assumed_for))
             if self._prompts is not None and keys:
                 self._prompts.sent(self.description.worker_id, keys)
 
-    def assume_told(self, keys: Keys, now: Nanos) -> None:
+    def assume_peer_prompt(self, keys: Keys, now: Nanos) -> None:
         """Assume that a prompt of a peer router will be cached, if the worker does not report its cache."""
-        if self._believed_for is not None:
-            self.assumed.sent(keys, Nanos(now + self._believed_for))
+        if self._assumed_for is not None:
+            self.assumed.sent(keys, Nanos(now + self._assumed_for))
 
-    def _reservations(self, pool: "WorkerTable", believed_for: Nanos | None) -> WorkerReservations:
+    def _reservations(self, pool: "WorkerTable", assumed_for: Nanos | None) -> WorkerReservations:
         size = self.description.block_tokens
-        if pool.prompts is None or believed_for is not None:  # peers assume the cache of such a worker from its prompts
+        if pool.prompts is None or assumed_for is not None:  # peers assume the cache of such a worker from its prompts
             return WorkerReservations(size, pool.chains, self.bit)
         return AnnouncedReservations(size, pool.chains, self.bit, self.description.worker_id, pool.prompts)
 
@@ -155,7 +155,7 @@ class WorkerTable:
         self.assumed = RadixTree()  # prompts that are assumed to be cached
         self.peer_prompts = RadixTree()  # marks of prompts that peer routers' requests will compute
         self._bits = 0  # in use
-        self._shared: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # reservations of peer routers
+        self._peer_reservations: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # reservations of peer routers
         self._arrange()
 
     def take_bit(self) -> int:
@@ -176,24 +176,24 @@ class WorkerTable:
         self._bits &= ~worker.bit
         self._arrange()
 
-    def share(self, booked: Sequence[Mapping[WorkerId, ReservationTotals]]) -> None:
+    def set_peer_reservations(self, booked: Sequence[Mapping[WorkerId, ReservationTotals]]) -> None:
         """Replace the reservations of peer routers."""
-        self._shared = booked
-        self._booked_elsewhere = self._sum_of_shared()
+        self._peer_reservations = booked
+        self._peer_sums = self._sum_peer_reservations()
 
     def booked_elsewhere(self, worker_id: WorkerId) -> int:
         """Return how many requests peer routers have reserved on a worker."""
-        return sum(replica[worker_id].requests for replica in self._shared if worker_id in replica)
+        return sum(peer[worker_id].requests for peer in self._peer_reservations if worker_id in peer)
 
     def has_room_on(self, worker_id: WorkerId) -> bool:
         """Return whether a worker is below its limit."""
-        worker, elsewhere = self.workers[worker_id], self._booked_elsewhere
+        worker, elsewhere = self.workers[worker_id], self._peer_sums
         there = 0 if elsewhere is None else elsewhere[REQUESTS, self.topology.rows[worker_id]]
         return bool(len(worker.reservations) + there < worker.request_limit)
 
     def has_room(self) -> bool:
         """Return whether an answering worker is below its limit, or no such worker is left."""
-        elsewhere = self._booked_elsewhere
+        elsewhere = self._peer_sums
         usable = False
         for row, worker in enumerate(self.workers.values()):
             if worker.draining or not worker.decodes:
@@ -208,7 +208,7 @@ class WorkerTable:
         """Apply changed settings."""
         self._settings = settings
         for worker in self.workers.values():
-            worker.request_limit = limit(worker.description, settings)
+            worker.request_limit = max_requests(worker.description, settings)
         self._arrange()
 
     def describe(self) -> None:
@@ -244,7 +244,7 @@ class WorkerTable:
             columns[DECODE_SPEED, row] = each.decode_speed
             worker.reservations.keep_in(columns[:, row])
         self.columns = columns
-        self._booked_elsewhere = self._sum_of_shared()
+        self._peer_sums = self._sum_peer_reservations()
         rows_of: dict[int, list[int]] = {}
         for row, each in enumerate(descriptions):
             rows_of.setdefault(each.block_tokens, []).append(row)
@@ -263,13 +263,13 @@ class WorkerTable:
         for (name, size), rows in loading.items():
             self._stores.append((name, size, np.array(rows, dtype=np.intp)))
 
-    def _sum_of_shared(self) -> Floats | None:
-        if not any(self._shared):
+    def _sum_peer_reservations(self) -> Floats | None:
+        if not any(self._peer_reservations):
             return None
         elsewhere: Floats = np.zeros((BOOKED, len(self.workers)))
         for row, worker_id in enumerate(self.workers):
-            for replica in self._shared:
-                if (booked := replica.get(worker_id)) is not None:
+            for peer in self._peer_reservations:
+                if (booked := peer.get(worker_id)) is not None:
                     elsewhere[BACKLOG_TOKENS, row] += booked.prefill_tokens
                     elsewhere[ACTIVE_BLOCKS, row] += booked.blocks
                     elsewhere[REQUESTS, row] += booked.requests
@@ -283,8 +283,8 @@ class WorkerTable:
             tiers: By store namespace, the tiers that hold blocks.
         """
         columns = self.columns.copy()
-        if self._booked_elsewhere is not None:
-            columns[:BOOKED] += self._booked_elsewhere
+        if self._peer_sums is not None:
+            columns[:BOOKED] += self._peer_sums
         warm = False
         prompt_tokens = live.prompt_tokens
         for size in self._sizes:
@@ -297,8 +297,8 @@ class WorkerTable:
             if not keys:
                 continue
             booked = self.chains.runs(keys)
-            if self.prompts is not None and self.peer_prompts.begins(keys[0]):
-                booked = deeper(booked, self.peer_prompts, keys)
+            if self.prompts is not None and self.peer_prompts.has_first_block(keys[0]):
+                booked = with_peer_prompts(booked, self.peer_prompts, keys)
             held = self._index.runs(keys)
             assumed = self.assumed.runs(keys)
             if not booked and not held and not assumed:
@@ -320,8 +320,8 @@ class WorkerTable:
         adapter = live.arrived.adapter
         if adapter is None:
             return CandidateTable(self.topology, columns, self._serving, failed, warm)
-        found = homes(adapter, self.topology, self.workers.values(), columns)
-        return CandidateTable(self.topology, columns, self._serving, failed, warm=warm, homes=found)
+        found = lora_groups(adapter, self.topology, self.workers.values(), columns)
+        return CandidateTable(self.topology, columns, self._serving, failed, warm=warm, lora_groups=found)
 
     def _note_stores(
         self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[StoreNamespace, Sequence[str]]
@@ -358,7 +358,7 @@ class WorkerTable:
         columns = self.columns
         for row, worker_id in enumerate(self.topology.worker_ids):
             if self.topology.decodes[row]:
-                elsewhere = 0.0 if self._booked_elsewhere is None else self._booked_elsewhere[REQUESTS, row]
+                elsewhere = 0.0 if self._peer_sums is None else self._peer_sums[REQUESTS, row]
                 yield worker_id, int(columns[REQUESTS, row] + elsewhere), token_seconds(columns, row)
 
     def check(self) -> None:

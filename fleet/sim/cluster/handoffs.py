@@ -64,14 +64,7 @@ class Handoffs:
         block_tokens: int,
         released: Callable[[WorkerId], None] | None = None,
     ):
-        """Begin without endpoints.
-
-        Args:
-            kernel: Virtual time.
-            network: Links of the cluster.
-            block_tokens: Block size of all engines.
-            released: Called with a worker whenever it releases the blocks of a prompt.
-        """
+        """Begin without endpoints; `released` is called with a worker whenever it releases the blocks of a prompt."""
         self._kernel = kernel
         self._network = network
         self._block_tokens = block_tokens

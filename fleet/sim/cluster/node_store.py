@@ -74,16 +74,7 @@ class NodeStore:
         shared: Mapping[str, SimulatedTier],
         notify: Callable[["NodeStore", SimulatedTier, TierChange], None],
     ):
-        """Start an empty store.
-
-        Args:
-            kernel: Virtual time.
-            network: Links of the cluster.
-            store_id: Id by which the router knows the store.
-            profile: Sizes and speeds.
-            shared: The tiers that it shares with other stores, by name.
-            notify: Called with each change and the tier that changed.
-        """
+        """Start an empty store; `shared` has the tiers that all stores share, and `notify` is called with each change."""
         self._kernel = kernel
         self._network = network
         self.id = store_id
@@ -127,13 +118,7 @@ class NodeStore:
     # Loads.
 
     def offer(self, attached_worker: AttachedWorker, keys: Sequence[int], here: int) -> int:
-        """Return how many leading blocks an engine has once it has loaded what is worth loading.
-
-        Args:
-            attached_worker: The worker of the engine.
-            keys: The part of the chain that may be loaded.
-            here: Leading blocks that the engine has.
-        """
+        """Return how many leading blocks of `keys` an engine has once it has loaded what is worth loading; it has `here` of them now."""
         return here + sum(len(run.keys) for run in self._worth_loading(attached_worker, keys, here))
 
     def load(

@@ -53,14 +53,8 @@ class SimulatedCluster:
     ):
         """Begin without workers.
 
-        Args:
-            kernel: Virtual time.
-            requests: The requests that workers serve.
-            to_router: Delivers an event to the router. First workers are announced at once; everything else takes a message delay.
-            block_tokens: Block size of all engines.
-            message_delay: One-way delay between router and workers.
-            silence: Heartbeat timeout, after which a router gives a worker up.
-            store: Store of each node; None: there are no stores.
+        `to_router` delivers an event to the router. The first workers are announced at once; everything else takes a message delay.
+        `silence` is the heartbeat timeout, after which a router gives a worker up.
         """
         self._kernel = kernel
         self._to_router = to_router

@@ -19,7 +19,7 @@ class TierProfile(Struct, frozen=True, kw_only=True):
     name: str
     blocks: int  # capacity
     policy: PolicyName = "lru"
-    admission: Literal["all", "reuse"] = "all"  # reuse: only blocks that were seen before (`kvstore.admission`)
+    admission: Literal["all", "reuse"] = "all"  # reuse: blocks seen before (`kvstore.hierarchy.admission`)
     read_bandwidth: float = MEMORY_BANDWIDTH  # bytes a second of one node
     write_bandwidth: float = MEMORY_BANDWIDTH
     latency: Nanos = Nanos(0)

@@ -98,19 +98,7 @@ class SimulatedWorker:
         store: NodeStore | None,
         attached_worker: AttachedWorker | None,
     ):
-        """Start a worker that has not announced itself.
-
-        Args:
-            environment: What it shares with the other workers.
-            profile: Profile of its pool.
-            worker_id: Its name; a successor may take it later.
-            node: Its node.
-            role: Its role at first.
-            incarnation: A number that no other worker of this name has had.
-            since: Instant at which it got its GPUs.
-            store: Store of its node.
-            attached_worker: How this store knows it.
-        """
+        """Start a worker that has not announced itself; `since` is the instant at which it got its GPUs."""
         self._requests, self._handoffs = environment.requests, environment.handoffs
         self._attempts_ended = environment.attempts_ended
         self._store, self.attached_worker = store, attached_worker

@@ -56,7 +56,7 @@ def capacity(
     *,
     points: int = 0,
     processes: int = 1,
-    tried: Callable[[CapacityPoint], None] | None = None,
+    on_point: Callable[[CapacityPoint], None] | None = None,
 ) -> Capacity:
     """Search for the capacity of a scenario.
 
@@ -66,13 +66,13 @@ def capacity(
         wanted: Share of requests that have to keep the SLO.
         points: Number of further loads to run, at equal distances up to 1.5 times the capacity.
         processes: Runs at a time; the result is the same.
-        tried: Called with each run.
+        on_point: Called with each run.
 
     Raises:
         ConfigurationRefused: The scenario cannot be run; or no load keeps its SLO, however low; or every load does.
     """
     with load_runs(scenario, folder, processes) as runs:
-        search = _Search(scenario, runs, wanted, tried)
+        search = _Search(scenario, runs, wanted, on_point)
         low, high = _bracket(search)
         while high / low > 1 + CLOSE and not search.same(low, high):
             middle = _middle(low, high)
@@ -102,9 +102,9 @@ class _Search:
     """Runs of a search, by load as a factor of the scenario's own."""
 
     def __init__(
-        self, scenario: Scenario, runs: LoadRuns, wanted: float, tried: Callable[[CapacityPoint], None] | None
+        self, scenario: Scenario, runs: LoadRuns, wanted: float, on_point: Callable[[CapacityPoint], None] | None
     ):
-        self._scenario, self._runs, self._wanted, self._tried = scenario, runs, wanted, tried
+        self._scenario, self._runs, self._wanted, self._on_point = scenario, runs, wanted, on_point
         self.points: dict[float, CapacityPoint] = {}
 
     def expect(self, loads: Iterable[float]) -> None:
@@ -134,8 +134,8 @@ class _Search:
             cost_per_million_tokens=outcome.cost_per_million_tokens,
         )
         self.points[load] = point
-        if self._tried is not None:
-            self._tried(point)
+        if self._on_point is not None:
+            self._on_point(point)
         return point
 
 

@@ -78,14 +78,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 def compare(
     names: tuple[str, str], seeds: Sequence[int], runs: Sequence[tuple[RunOutcome, RunOutcome]], *, same_requests: bool
 ) -> Comparison:
-    """Compare every figure of two scenarios.
-
-    Args:
-        names: Names of both scenarios.
-        seeds: Seeds of the pairs.
-        runs: Outcomes of both, a pair for each seed.
-        same_requests: Whether both had the same workload.
-    """
+    """Compare every figure of two scenarios by the outcomes of a pair of runs for each seed."""
     return Comparison(
         a=names[0],
         b=names[1],

@@ -43,7 +43,7 @@ class LoadPoint(Struct, frozen=True, kw_only=True):
 def at_load(scenario: Scenario, folder: Path, load: float) -> LoadPoint:
     """Run a scenario with its load multiplied; raises what `run_scenario` raises."""
     loaded, arrivals = scaled(scenario, load), ArrivalRate()
-    outcome = run_scenario(loaded, folder, told=arrivals.add).outcome
+    outcome = run_scenario(loaded, folder, on_end=arrivals.add).outcome
     return LoadPoint(load=load, rate=arrivals.rate, users=waiting_users(loaded), outcome=outcome)
 
 
@@ -90,7 +90,7 @@ def load_curve(
     loads: Sequence[float] = LOADS,
     *,
     known: LoadPoint | None = None,
-    tried: Callable[[LoadPoint], None] | None = None,
+    on_point: Callable[[LoadPoint], None] | None = None,
     processes: int = 1,
 ) -> list[LoadPoint]:
     """Run a scenario at several loads.
@@ -100,7 +100,7 @@ def load_curve(
         folder: Folder that its paths are relative to.
         loads: Factors of its own load, in any order. Higher ones follow until the curve has fallen.
         known: A run that exists already. It is not repeated, unless it had more requests than these runs.
-        tried: Called with each point.
+        on_point: Called with each point.
         processes: Runs at a time.
 
     Raises:
@@ -114,8 +114,8 @@ def load_curve(
     def at(load: float, later: Iterable[float]) -> None:
         runs.expect(each for each in later if reused is None or each != reused.load)
         points.append(reused if reused is not None and reused.load == load else runs.at(load))
-        if tried is not None:
-            tried(points[-1])
+        if on_point is not None:
+            on_point(points[-1])
 
     with load_runs(structs.replace(scenario, workload=cut), folder, processes) as runs:
         ordered = sorted(loads)

@@ -48,10 +48,7 @@ def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
 def ranked(rows: Sequence[SweepRow], objective: SweepObjective, attainment: float) -> list[RankedScenario]:
     """Rank scenarios: first those that reach the attainment, by their figure; then the others, by their attainment.
 
-    Args:
-        rows: Rows of a sweep; rows that differ only in their seeds are one scenario.
-        objective: The figure that counts.
-        attainment: The mean over seeds that a scenario has to reach.
+    Rows that differ only in their seeds are one scenario, whose attainment is the mean.
     """
     alike: dict[tuple[str, str], list[SweepRow]] = {}
     for row in rows:

@@ -1,6 +1,6 @@
-"""Work spread over a Ray cluster: a task for each item, results in order.
+"""Ray tasks: a function runs on each item in a task of a Ray cluster, with results in order.
 
-Nodes need the same Fleet installed; files that the work reads are sent along. Ray is an extra and imported here alone.
+All nodes need the same Fleet installed; files of the items are sent along. Ray is an optional package that only this module imports.
 """
 
 import importlib
@@ -16,12 +16,12 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 AHEAD = 4
-"""Tasks under way at a time, in units of the cluster's CPUs: no node waits for us, and Ray does not queue thousands."""
+"""Tasks under way for each CPU of the cluster, so that no node waits and Ray does not queue thousands."""
 
-KNOCK_SECONDS = 10.0  # for one connection
+KNOCK_SECONDS = 10.0  # limit of one connection attempt
 
 TASK_SECONDS = 6 * 3600
-"""That the next result may take. Longer than any simulation; a cluster that has lost its nodes ends there."""
+"""Longest wait for the next result. No simulation takes so long, so a cluster without nodes ends there."""
 
 
 def map_on_ray(
@@ -29,15 +29,15 @@ def map_on_ray(
     work: Callable[[Item, bytes], Result],
     items: Sequence[tuple[Item, Path | None]],
 ) -> Iterator[Result]:
-    """What the work makes of each item, in their order.
+    """Run a function on each item and yield the results in order.
 
     Args:
-        address: Of the cluster, as `ray.init` takes it: ``host:6379``, ``ray://host:10001``, ``auto``.
-        work: A function of a module that nodes can import. Gets an item, and the content of its file.
-        items: Each with the file that it needs; none: the content is empty. A file of several items is sent once.
+        address: Address of the cluster for `ray.init`: ``host:6379``, ``ray://host:10001``, ``auto``.
+        work: A function of a module that nodes can import. It gets an item and the content of its file.
+        items: Items with their files; None means empty content. A file of several items is sent once.
 
     Raises:
-        ConfigurationRefused: There is no Ray or no such cluster; or what the work raised of that kind.
+        ConfigurationRefused: Ray is not installed, there is no such cluster, or the function raised this error.
     """
     ray = _joined(address)
     try:
@@ -54,7 +54,7 @@ def map_on_ray(
         while waiting:
             yield _result(ray, waiting.popleft())
     finally:
-        ray.shutdown()  # what is still under way ends with its driver
+        ray.shutdown()  # running tasks end with their driver
 
 
 def _joined(address: str) -> Any:
@@ -69,13 +69,13 @@ def _joined(address: str) -> Any:
         raise ConfigurationRefused(
             f"--ray: {address}: {_one_line(str(error))}: is it up, and does it want a token (RAY_AUTH_MODE=token)?"
         ) from error
-    except (RuntimeError, TimeoutError, ValueError) as error:  # another version, no address
+    except (RuntimeError, TimeoutError, ValueError) as error:  # another version, or no address
         raise ConfigurationRefused(f"--ray: {address}: {_one_line(str(error))}") from error
     return ray
 
 
 def _knock(address: str) -> None:
-    """Ray waits for minutes for a cluster that is not there."""
+    """Try to connect, because Ray waits for minutes for a cluster that does not exist."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdecimal():
         return  # auto, local, or a cluster by name

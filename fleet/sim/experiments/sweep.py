@@ -50,13 +50,9 @@ class _Prepared(Struct, frozen=True, kw_only=True):
 def cases(
     scenarios: Sequence[Path], over: Mapping[str, Sequence[Any]], seeds: Sequence[int], set_: Mapping[str, Any] = {}
 ) -> list[SweepCase]:
-    """Return all combinations in the order scenario, values of `over`, seed. Each was checked; traces are read once.
+    """Return all combinations of scenario files, values of the fields in `over`, and seeds, with the changes of `set_`.
 
-    Args:
-        scenarios: Scenario files.
-        over: Fields and their values.
-        seeds: Seeds that replace those of the scenarios.
-        set_: Fields that are changed in all runs.
+    Each case was checked; traces are read once.
 
     Raises:
         ConfigurationRefused: There are too many, or one of them cannot be run; the message names field or row.
@@ -84,12 +80,7 @@ def cases(
 
 
 def run_all(made: Sequence[SweepCase], processes: int, *, ray: str | None = None) -> Iterator[SweepRow]:
-    """Run cases and yield their rows in the same order.
-
-    Args:
-        made: Cases of `cases`.
-        processes: Runs at a time on this machine.
-        ray: Address of a Ray cluster that runs them instead.
+    """Run cases on this machine, or on the Ray cluster at an address, and yield their rows in the same order.
 
     Raises:
         ConfigurationRefused: A file has changed, there is no such Ray cluster, or a process was killed.

@@ -83,15 +83,8 @@ def chart(
 ) -> Markup:
     """Return a chart with its legend and its table.
 
-    Args:
-        title: Title of the chart.
-        x: Name of the x axis, with its unit.
-        y: Name of the y axis, with its unit.
-        lines: At most `LINES`; empty ones are left out.
-        log_x: Whether the x axis is logarithmic; points that are not above zero are left out.
-        log_y: Whether the y axis is logarithmic.
-        shares: Whether y is a share from 0 to 1, which is written in percent.
-        marks: Limits to draw.
+    At most `LINES` lines are drawn, without empty ones. A logarithmic axis leaves out points that are not above zero. With `shares`,
+    y runs from 0 to 1 and is written in percent.
     """
     drawn = [
         ChartLine(name=line.name, points=points)

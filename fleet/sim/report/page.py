@@ -73,16 +73,7 @@ def write_report(
     windows: Sequence[ArrivalWindow] = (),
     curve: Sequence[LoadPoint] = (),
 ) -> None:
-    """Write the report as one HTML page.
-
-    Args:
-        file: Where the page is written to.
-        name: Name of the scenario.
-        scenario: The scenario.
-        run: Its results.
-        windows: Results by the time of arrival (`History`).
-        curve: Results at other loads (`load_curve`).
-    """
+    """Write the report as one HTML page; `windows` come from `History`, and `curve` from `load_curve`."""
     outcome = run.outcome
     names = [pool_name(pool) for pool in scenario.pools]
     pools = sorted(outcome.pools, key=lambda pool: names.index(pool.name) if pool.name in names else len(names))

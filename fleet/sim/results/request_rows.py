@@ -44,13 +44,7 @@ class RequestRow(Struct, frozen=True, kw_only=True):
 
 
 def request_row(ended: EndedRequest, slo: Slo, block_tokens: int | None) -> RequestRow:
-    """Return the row of a request.
-
-    Args:
-        ended: The request.
-        slo: Latency targets, for the field `good`.
-        block_tokens: Block size, to write the names of the prompt's blocks; None: leave them out.
-    """
+    """Return the row of a request; with `block_tokens`, it contains the names of the prompt's blocks."""
     answered = ended.first_token is not None and not ended.refused
     return RequestRow(
         request_id=ended.request_id,
@@ -77,11 +71,7 @@ def request_row(ended: EndedRequest, slo: Slo, block_tokens: int | None) -> Requ
 def row_writer(path: Path, name: str, slo: Slo, block_tokens: int | None) -> Iterator[Callable[[EndedRequest], None]]:
     """Write a row for each request that the yielded function is called with.
 
-    Args:
-        path: File to write.
-        name: Name that the user gave; `.parquet` means Parquet, anything else JSON lines.
-        slo: See `request_row`.
-        block_tokens: See `request_row`.
+    A `name` with the suffix `.parquet` means Parquet, anything else JSON lines.
 
     Raises:
         ConfigurationRefused: Parquet was asked for, and pyarrow is not installed.

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct, structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import Reason
-from fleet.recording.traces import TraceSession
+from fleet.recording.agentic_traces import TraceSession
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import EndedRequest
 from fleet.sim.world import World
@@ -95,15 +95,7 @@ class SimulatedClients(Protocol):
 def start_clients(
     section: ClientSection, kernel: Kernel, world: World, traffic: Traffic, ended: Callable[[EndedRequest], None]
 ) -> SimulatedClients:
-    """Start clients.
-
-    Args:
-        section: Kind and settings of the clients.
-        kernel: Virtual time.
-        world: The world that they send to.
-        traffic: What they send.
-        ended: Called with each request that is over for its client.
-    """
+    """Start clients; `ended` is called with each request that is over for its client."""
     sender = _Sender(kernel, world, section, ended)
     match section:
         case OpenClients():

@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.recording.agentic_traces import TraceSession, TraceTurn
 from fleet.recording.trace_rows import LONGEST_PROMPT
-from fleet.recording.traces import TraceSession, TraceTurn
 from kvstore.block import blocks_for
 from kvstore.eviction.trace_replay import TraceRequest
 

@@ -14,7 +14,9 @@ from msgspec import Meta, Struct, structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
-from fleet.recording.traces import LIVE_SESSIONS, RowSelection, TraceError, TraceFile, TraceSession, open_trace
+from fleet.recording.agentic_traces import TraceSession
+from fleet.recording.trace_rows import RowSelection, TraceError
+from fleet.recording.traces import LIVE_SESSIONS, TraceFile, open_trace
 from fleet.sim.workload.drawn import DrawnWorkload, drawn_requests, drawn_sessions
 from kvstore.eviction.trace_replay import TraceRequest
 
@@ -68,15 +70,9 @@ Workload = RecordedWorkload | DrawnWorkload
 def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[TraceRequest]:
     """Return the requests of a workload in the order of their arrival.
 
-    Args:
-        workload: The workload.
-        folder: Folder that a trace's path is relative to.
-        block_tokens: Block size of the engines; a trace with its own block size must have the same.
-        seed: Seed of what is drawn.
-
     Raises:
-        ConfigurationRefused: The trace cannot be read, its blocks have another size, or nothing is left of it; the message names file,
-            line and field. An invalid row raises when it is reached.
+        ConfigurationRefused: The trace cannot be read, its blocks have another size than the engines', or nothing is left of it; the
+            message names file, line and field. An invalid row raises when it is reached.
     """
     if isinstance(workload, DrawnWorkload):
         if workload.turns > 1:

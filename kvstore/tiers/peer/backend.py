@@ -140,12 +140,12 @@ class PeerBackend:
         if failure is not None:
             raise failure
 
-    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - asks nobody
+    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - asks no peer
         """Leave the blocks to their peers, and do not ask for them for a while."""
         self._suspects.note(keys, self._clock.now())
         self._hints.drop(keys)
 
-    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:  # noqa: ARG002 - asks nobody
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:  # noqa: ARG002 - asks no peer
         """Return UNREAD: peers examine their blocks themselves when they are told that one is bad."""
         return ReadingVerdict.UNREAD
 
@@ -181,7 +181,7 @@ class PeerBackend:
         if owners[0] == self._settings.own_address:
             there.update(dict.fromkeys(work, False))
             return
-        copies = {key: given.block.copy() for key, given in work.items()}  # the store client takes checksums of these
+        copies = {key: write.block.copy() for key, write in work.items()}  # the store client takes checksums of these
         sound = [key for key in work if crc32c([copies[key]]) == work[key].crc32c]
         there.update((key, False) for key in work if key not in set(sound))
         self._statistics.count(corrupt=len(work) - len(sound))

@@ -87,7 +87,7 @@ class PeerNodeConnection:
         Raises:
             TierFailed: The peer did not answer.
         """
-        return len(self._match(self._opened(deadline), names, 0, deadline))
+        return len(self._match(self._open(deadline), names, 0, deadline))
 
     def fetch(self, names: Sequence[BlockHash], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         """Fetch the blocks that the peer has, run by run; after each run it skips one missing block.
@@ -95,7 +95,7 @@ class PeerNodeConnection:
         Raises:
             TierFailed: The peer did not answer, or announced blocks and delivered none.
         """
-        store = self._opened(deadline)
+        store = self._open(deadline)
         answers = [GONE] * len(names)
         start = 0
         for _ in range(RUNS):
@@ -114,7 +114,7 @@ class PeerNodeConnection:
             start += len(match) + 1
         return answers
 
-    def _note(self, store: PeerStore, good: Sequence[bool]) -> None:
+    def _report_to_fence(self, store: PeerStore, good: Sequence[bool]) -> None:
         """Report blocks that were read to the fence."""
         damaged = store.counters().damaged
         with self._guard:
@@ -138,7 +138,7 @@ class PeerNodeConnection:
         Raises:
             TierFailed: The peer did not answer.
         """
-        store = self._opened(deadline)
+        store = self._open(deadline)
         try:
             written = store.write(names, blocks, deadline=deadline)
         except (StoreError, ValueError) as error:
@@ -151,7 +151,7 @@ class PeerNodeConnection:
         Raises:
             TierFailed: The peer did not answer.
         """
-        return self._held(self._opened(deadline), names, deadline)
+        return self._held(self._open(deadline), names, deadline)
 
     def close(self) -> None:
         with self._lock:
@@ -198,14 +198,14 @@ class PeerNodeConnection:
         finally:
             if self._clock.now() < deadline:  # after the deadline, the lease ends by itself
                 store.release(match.lease_id, deadline=deadline)
-        self._note(store, good)
+        self._report_to_fence(store, good)
         for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
             if is_there:
                 answers[index] = FetchResult(BlockOutcome.MOVED, slot.crc32c)
         if not any(good):
             raise TierFailed(f"{self._address} announced blocks and delivered none")
 
-    def _opened(self, deadline: Nanos) -> PeerStore:
+    def _open(self, deadline: Nanos) -> PeerStore:
         self._require_unfenced()
         store = self._store
         if store is not None:
@@ -215,12 +215,12 @@ class PeerNodeConnection:
             raise TierFailed(f"{self._address}: another call is still connecting")
         try:
             if self._store is None:
-                self._store = self._connected(deadline)
+                self._store = self._connect_store(deadline)
             return self._store
         finally:
             self._lock.release()
 
-    def _connected(self, deadline: Nanos) -> PeerStore:
+    def _connect_store(self, deadline: Nanos) -> PeerStore:
         started = self._clock.now()
         if self._closed or not self._breaker.allows(started):
             raise TierFailed(f"{self._address} is unreachable")
@@ -251,4 +251,4 @@ def probe(address: str, within_seconds: float) -> None:
         else:
             socket.create_connection(host_port(address), max(within_seconds, 0.001)).close()
     except OSError as error:
-        raise StoreUnreachable(f"nobody listens: {reason(error)}") from error
+        raise StoreUnreachable(f"nothing listens there: {reason(error)}") from error

@@ -25,7 +25,7 @@ class PeerSettings(TierSettings, frozen=True, kw_only=True, tag="peer"):
     """Time for the handshake with a peer; less if the deadline of the call is nearer."""
 
     push: bool = False
-    """Whether demoted blocks are written to the memory of their chain's owner."""
+    """Write demoted blocks to the memory of their chain's owner."""
 
     def __post_init__(self) -> None:
         if not set(self.peers) - {self.own_address}:

@@ -66,7 +66,7 @@ class RedisBackend:
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         def count_leading(pipe: RedisPipeline) -> int:
             for start in range(0, len(keys), FIND_BLOCKS):
-                there = self._there(pipe, keys[start : start + FIND_BLOCKS])
+                there = self._are_held(pipe, keys[start : start + FIND_BLOCKS])
                 if not all(there):
                     return start + there.index(False)
             return len(keys)
@@ -76,7 +76,7 @@ class RedisBackend:
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         def ask(pipe: RedisPipeline) -> list[bool]:
             steps = range(0, len(keys), FIND_BLOCKS)
-            return [each for start in steps for each in self._there(pipe, keys[start : start + FIND_BLOCKS])]
+            return [each for start in steps for each in self._are_held(pipe, keys[start : start + FIND_BLOCKS])]
 
         return self._connections.turn(ask, deadline)
 
@@ -109,7 +109,7 @@ class RedisBackend:
 
     # Within one turn on a connection
 
-    def _there(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bool]:
+    def _are_held(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bool]:
         heads = zip(keys, self._heads(pipe, keys), strict=True)
         return [self._records.key_state(key, head) is RemoteKeyState.HELD for key, head in heads]
 
@@ -138,8 +138,8 @@ class RedisBackend:
     def _put(self, pipe: RedisPipeline, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool]) -> None:
         missing = []
         heads = self._heads(pipe, list(work))
-        for (key, given), head in zip(work.items(), heads, strict=True):
-            match self._records.key_state(key, head, given.block.nbytes):
+        for (key, write), head in zip(work.items(), heads, strict=True):
+            match self._records.key_state(key, head, write.block.nbytes):
                 case RemoteKeyState.HELD:
                     there[key] = True
                 case RemoteKeyState.FREE:
@@ -148,7 +148,7 @@ class RedisBackend:
                     there[key] = False
                     self._statistics.count(refused=1)
         in_flight: deque[tuple[BlockKey, int]] = deque()
-        flying = 0
+        in_flight_bytes = 0
         full = False
         for key in missing:
             framed = None if full else self._records.frame(key, work[key].block, work[key].crc32c)
@@ -156,14 +156,14 @@ class RedisBackend:
                 there[key] = False
                 self._statistics.count(refused=1)
                 continue
-            while in_flight and flying + framed.nbytes > self._settings.in_flight_bytes:
-                flying -= in_flight[0][1]
-                full |= not self._settle(pipe, *in_flight.popleft(), there)
+            while in_flight and in_flight_bytes + framed.nbytes > self._settings.in_flight_bytes:
+                in_flight_bytes -= in_flight[0][1]
+                full |= not self._read_put_reply(pipe, *in_flight.popleft(), there)
             self._send(pipe, key, framed)
             in_flight.append((key, framed.nbytes))
-            flying += framed.nbytes
+            in_flight_bytes += framed.nbytes
         for key, nbytes in in_flight:
-            self._settle(pipe, key, nbytes, there)
+            self._read_put_reply(pipe, key, nbytes, there)
 
     def _send(self, pipe: RedisPipeline, key: BlockKey, framed: FramedRecord) -> None:
         ttl = round(self._settings.ttl_seconds * 1000)
@@ -171,7 +171,7 @@ class RedisBackend:
         before, after = request_with(framed.nbytes, b"SET", self._name(key), after=expiry)
         pipe.send([before + framed.head, framed.payload.data, after])
 
-    def _settle(self, pipe: RedisPipeline, key: BlockKey, nbytes: int, there: dict[BlockKey, bool]) -> bool:
+    def _read_put_reply(self, pipe: RedisPipeline, key: BlockKey, nbytes: int, there: dict[BlockKey, bool]) -> bool:
         """Read the reply to a write; return False if the server is full."""
         try:
             pipe.status()

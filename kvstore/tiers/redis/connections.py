@@ -42,7 +42,7 @@ class RedisConnections:
         if not self._turns.acquire(timeout=max(left, 0)):
             raise TierFailed(f"{self._settings.place}: all {self._settings.connections} connections are busy")
         try:
-            return self._on_a_connection(act, deadline)
+            return self._use_connection(act, deadline)
         finally:
             self._turns.release()
 
@@ -60,16 +60,16 @@ class RedisConnections:
         finally:
             pipe.close()
 
-    def _on_a_connection(self, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
-        if (kept := self._kept()) is not None:
+    def _use_connection(self, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
+        if (kept := self._take_idle()) is not None:
             try:
-                return self._act(kept, act, deadline)
+                return self._run_turn(kept, act, deadline)
             except TierFailed:
                 if kept.answered or self._clock.now() >= deadline:
                     raise  # without an answer, the server may have restarted or closed the idle connection
-        return self._act(self._connect(deadline), act, deadline)
+        return self._run_turn(self._connect(deadline), act, deadline)
 
-    def _kept(self) -> RedisPipeline | None:
+    def _take_idle(self) -> RedisPipeline | None:
         """Take a usable idle connection, and close unusable ones."""
         while True:
             with self._lock:
@@ -80,7 +80,7 @@ class RedisConnections:
                 return pipe
             pipe.close()
 
-    def _act(self, pipe: RedisPipeline, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
+    def _run_turn(self, pipe: RedisPipeline, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
         in_step = False
         try:
             pipe.begin(deadline)

@@ -97,13 +97,13 @@ class S3Backend:
         now = self._clock.now()
         recalled = {key: self._seen.recall(key, now) for key in keys}
         there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
-        self._each({key: key for key in recalled if key not in there}, self._look, there, deadline)
+        self._each({key: key for key in recalled if key not in there}, self._exists, there, deadline)
         return [there[key] for key in keys]
 
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
         now = self._clock.now()
         there.update((key, True) for key in work if self._seen.is_there(key, now))
-        missing = {key: (key, given) for key, given in work.items() if key not in there}
+        missing = {key: (key, write) for key, write in work.items() if key not in there}
         self._each(missing, partial(self._put, deadline=deadline), there, deadline)
 
     def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
@@ -111,15 +111,17 @@ class S3Backend:
 
     def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
         verdicts: dict[BlockKey, ReadingVerdict] = {}
-        self._each({key: key}, partial(self._judge, block_bytes=block_bytes, deadline=deadline), verdicts, deadline)
+        self._each(
+            {key: key}, partial(self._read_twice, block_bytes=block_bytes, deadline=deadline), verdicts, deadline
+        )
         verdict = verdicts[key]
         if verdict in (ReadingVerdict.SOUND, ReadingVerdict.GONE):
-            self._saw(key, is_there=verdict is ReadingVerdict.SOUND)
+            self._note_sighting(key, is_there=verdict is ReadingVerdict.SOUND)
         return verdict
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
         for key in keys:
-            self._seen.doubt(key)
+            self._seen.suspect(key)
         self._each({key: key for key in keys}, self._delete, {}, deadline)
 
     def health(self) -> BackendHealth:
@@ -131,23 +133,23 @@ class S3Backend:
 
     # One request
 
-    def _look(self, client: Any, key: BlockKey) -> bool:
+    def _exists(self, client: Any, key: BlockKey) -> bool:
         try:
             client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
         except self._clients.client_error as error:
             if error_code(error) not in MISSING:
                 raise
-            return self._saw(key, is_there=False)
-        return self._saw(key, is_there=True)
+            return self._note_sighting(key, is_there=False)
+        return self._note_sighting(key, is_there=True)
 
     def _put(self, client: Any, item: tuple[BlockKey, BlockWrite], *, deadline: Nanos) -> bool:
-        key, given = item
-        framed = self._records.frame(key, given.block, given.crc32c)
+        key, write = item
+        framed = self._records.frame(key, write.block, write.crc32c)
         if framed is None:
             return False
         conditional = self._conditional
-        if self._seen.is_doubtful(key):  # rule 2: a conditional put would leave what is there
-            key_state = self._records.key_state(key, self._head(client, key, deadline), given.block.nbytes)
+        if self._seen.is_suspect(key):  # rule 2: a conditional put would leave what is there
+            key_state = self._records.key_state(key, self._head(client, key, deadline), write.block.nbytes)
             if key_state is not RemoteKeyState.FREE:
                 return key_state is RemoteKeyState.HELD
             conditional = False
@@ -171,7 +173,7 @@ class S3Backend:
                 raise
         else:
             self._statistics.count(bytes_written=len(body))
-        return self._saw(key, is_there=True)
+        return self._note_sighting(key, is_there=True)
 
     def _get(self, client: Any, wanted: BlockRead, *, deadline: Nanos) -> FetchResult:
         key = wanted.key
@@ -180,16 +182,16 @@ class S3Backend:
         except self._clients.client_error as error:
             if error_code(error) not in MISSING:
                 raise
-            self._saw(key, is_there=False)
+            self._note_sighting(key, is_there=False)
             return GONE
         with S3Body(answer, self._clock, deadline) as body:
             fetched = self._records.take(key, body, wanted.into)
         if fetched.outcome is BlockOutcome.MOVED:
-            self._saw(key, is_there=True)
+            self._note_sighting(key, is_there=True)
         elif fetched.outcome is BlockOutcome.CORRUPT:
             self._seen.forget(key)  # the block may have been damaged in transit
         else:
-            self._seen.doubt(key)
+            self._seen.suspect(key)
         return fetched
 
     def _head(self, client: Any, key: BlockKey, deadline: Nanos) -> bytes:
@@ -206,7 +208,7 @@ class S3Backend:
             body.fill(memoryview(head))
             return bytes(head)
 
-    def _judge(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
+    def _read_twice(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
         """Read a block twice, by new clients instead of the shared one."""
         return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
 
@@ -229,7 +231,7 @@ class S3Backend:
         client.delete_object(Bucket=self._settings.bucket, Key=self._name(key))
         return True
 
-    def _saw(self, key: BlockKey, *, is_there: bool) -> bool:
+    def _note_sighting(self, key: BlockKey, *, is_there: bool) -> bool:
         self._seen.note(key, self._clock.now(), is_there=is_there)
         return is_there
 

@@ -81,13 +81,13 @@ class S3Clients:
                 case "301" | "400" | "PermanentRedirect":
                     raise StoreNotStarted(f"region: {bucket!r} is not in {self._settings.region!r}: {error}") from error
                 case _:
-                    self._not_yet(error)
+                    self._log_unreachable(error)
         except ValueError as error:
             raise StoreNotStarted(f"endpoint_url: {error}") from error
         except self.errors as error:
             if (field := FIELDS.get(type(error).__name__)) is not None:
                 raise StoreNotStarted(f"{field}: {error}") from error
-            self._not_yet(error)
+            self._log_unreachable(error)
 
     def within(self, left_seconds: float) -> Any | None:
         """Return a client that waits no longer than that in all; None if every timeout is too long."""
@@ -102,7 +102,7 @@ class S3Clients:
             yield None
             return
         with self._lock:
-            client = self._made(waits[-1])
+            client = self._make_client(waits[-1])
         try:
             yield client
         finally:
@@ -116,10 +116,10 @@ class S3Clients:
     def _client(self, wait_seconds: float) -> Any:
         with self._lock:
             if wait_seconds not in self._clients:
-                self._clients[wait_seconds] = self._made(wait_seconds)
+                self._clients[wait_seconds] = self._make_client(wait_seconds)
             return self._clients[wait_seconds]
 
-    def _made(self, wait_seconds: float) -> Any:
+    def _make_client(self, wait_seconds: float) -> Any:
         return self._session.client(
             "s3",
             endpoint_url=self._settings.endpoint_url or None,
@@ -136,7 +136,7 @@ class S3Clients:
             ),
         )
 
-    def _not_yet(self, error: Exception) -> None:
+    def _log_unreachable(self, error: Exception) -> None:
         log.warning("object store unreachable", extra={"bucket": self._settings.bucket, "reason": type(error).__name__})
 
 

@@ -18,19 +18,19 @@ class S3Sightings:
         self._missing = missing
         self._lock = threading.Lock()
         self._seen: RecentMap[BlockKey, tuple[bool, Nanos]] = RecentMap(SEEN_KEYS)
-        self._doubtful: RecentMap[BlockKey, None] = RecentMap(SEEN_KEYS)
+        self._suspects: RecentMap[BlockKey, None] = RecentMap(SEEN_KEYS)
 
     def note(self, key: BlockKey, now: Nanos, *, is_there: bool) -> None:
         """Note that an object exists and seems sound, or that it is missing."""
         with self._lock:
-            self._doubtful.forget(key)
+            self._suspects.forget(key)
             self._seen.note(key, (is_there, Nanos(now + (self._known if is_there else self._missing))))
 
-    def doubt(self, key: BlockKey) -> None:
+    def suspect(self, key: BlockKey) -> None:
         """Note that an object is unusable here, or that its deletion was requested."""
         with self._lock:
             self._seen.forget(key)
-            self._doubtful.note(key, None)
+            self._suspects.note(key, None)
 
     def forget(self, key: BlockKey) -> None:
         """Forget whether an object exists."""
@@ -41,16 +41,16 @@ class S3Sightings:
         """Return whether an object exists; None if the object store has to be asked."""
         with self._lock:
             is_there, until = self._seen.get(key) or (False, now)
-            if key in self._doubtful:
+            if key in self._suspects:
                 return False
             return is_there if now < until else None
 
     def is_there(self, key: BlockKey, now: Nanos) -> bool:
         return self.recall(key, now) is True
 
-    def is_doubtful(self, key: BlockKey) -> bool:
+    def is_suspect(self, key: BlockKey) -> bool:
         with self._lock:
-            return key in self._doubtful
+            return key in self._suspects
 
 
 def leading(count: int, width: int, are_there: Callable[[Sequence[int]], Sequence[bool]]) -> int:

@@ -123,7 +123,7 @@ def _recover(
             else:
                 state.sequence = max(state.sequence, recovered.last_sequence)
             if file is None:
-                volume.give_up(name)
+                volume.count_unusable(name)
                 continue
             segment = Segment(state.index.slot(), volume.disk.folder, name, file)
             state.index.enroll(segment)

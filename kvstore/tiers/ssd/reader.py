@@ -34,7 +34,7 @@ class SsdReader:
         self._batch_bytes = settings.batch_bytes
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
-        """See `kvstore.ports.BackingTier.get`."""
+        """Implement `kvstore.ports.BackingTier.get`."""
         call = _ReadCall()
         found = self._pin(keys, into)
         try:
@@ -56,7 +56,7 @@ class SsdReader:
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """See `kvstore.ports.BackingTier.discard`."""
+        """Implement `kvstore.ports.BackingTier.discard`."""
         for key in keys:
             with self._state.lock:
                 place = self._state.index.find(flat(key))

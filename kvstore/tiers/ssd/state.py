@@ -1,12 +1,13 @@
 """SSD state: the index, the running writes and the counters of one tier, with the lock that guards them."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from msgspec import Struct
 
-from kvstore.errors import NamespaceUnknown
+from kvstore.errors import NamespaceUnknown, reason
 from kvstore.messages import BlockKey
 from kvstore.ports import Codec
 from kvstore.tiers.ssd.index import RecordLocation, SsdIndex, block_key
@@ -15,6 +16,8 @@ from kvstore.tiers.ssd.segments.segment import Segment, SegmentState
 
 GONE_KEYS = 1 << 20
 """Lost blocks that wait to be reported. The oldest are dropped; a router then believes them to be stored."""
+
+log = logging.getLogger(__name__)
 
 
 class SsdCounters(Struct):
@@ -94,3 +97,26 @@ class SsdState:
             self._gone.clear()
             self._gone.extend(key for key in keys if key in self.rescuing)  # they may be written again: decide later
             return [block_key(key) for key in keys if key not in self.rescuing]
+
+
+class FailureLog:
+    """Logs when operations of one kind begin to fail in a folder, and when they work again.
+
+    A race between threads can at worst log a line twice.
+    """
+
+    def __init__(self, what: str, folder: str) -> None:
+        self._what = what
+        self._folder = folder
+        self._lasts = False
+
+    def failed(self, error: Exception | str) -> None:
+        if not self._lasts:
+            self._lasts = True
+            cause = error if isinstance(error, str) else reason(error)
+            log.warning("SSD tier: %s", self._what, extra={"folder": self._folder, "error": cause})
+
+    def worked(self) -> None:
+        if self._lasts:
+            self._lasts = False
+            log.info("SSD tier: no longer: %s", self._what, extra={"folder": self._folder})

@@ -121,7 +121,7 @@ class SsdTier:
         checksums: Sequence[int],
     ) -> list[bool]:
         assert len(keys) == len(blocks), (len(keys), len(blocks))
-        with self._call() as is_admitted:
+        with self._running_call() as is_admitted:
             if is_admitted and self._clock.now() < deadline:
                 return self._writer.put(keys, blocks, deadline, checksums)
             self._note_failure()
@@ -129,7 +129,7 @@ class SsdTier:
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         assert len(keys) == len(into), (len(keys), len(into))
-        with self._call() as is_admitted:
+        with self._running_call() as is_admitted:
             if is_admitted and self._clock.now() < deadline:
                 return self._reader.get(keys, into, deadline)
             self._note_failure(misses=len(keys))
@@ -143,7 +143,7 @@ class SsdTier:
         try:
             self._reader.discard(keys)
         finally:
-            self._leave()
+            self._end_call()
 
     def gone(self) -> list[BlockKey]:
         return self._state.gone()
@@ -200,7 +200,7 @@ class SsdTier:
                 assert not segment.writers, segment.name
 
     @contextmanager
-    def _call(self) -> Iterator[bool]:
+    def _running_call(self) -> Iterator[bool]:
         """Count a running call; give False if there are too many."""
         with self._state.lock:
             if self._closed:
@@ -210,9 +210,9 @@ class SsdTier:
         try:
             yield is_admitted
         finally:
-            self._leave()
+            self._end_call()
 
-    def _leave(self) -> None:
+    def _end_call(self) -> None:
         with self._state.lock:
             self._calls -= 1
             self._state.lock.notify_all()

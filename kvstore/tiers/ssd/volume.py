@@ -26,7 +26,6 @@ from kvstore.clock import Clock, Nanos, seconds
 from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.ssd.disk import Disk, aligned
 from kvstore.tiers.ssd.disk_threads import BATCH_RECORDS, Scratch
-from kvstore.tiers.ssd.failure_log import FailureLog
 from kvstore.tiers.ssd.index import RecordLocation
 from kvstore.tiers.ssd.record_writes import SsdWrite, compose
 from kvstore.tiers.ssd.segments.eviction import Score
@@ -44,7 +43,7 @@ from kvstore.tiers.ssd.segments.record_format import (
 from kvstore.tiers.ssd.segments.recovery import RecoveredSegment, UnreadableSegment
 from kvstore.tiers.ssd.segments.segment import Segment, SegmentState, record_pages
 from kvstore.tiers.ssd.settings import FOLDER_BYTES, SsdSettings, Sync, footprint
-from kvstore.tiers.ssd.state import SsdState
+from kvstore.tiers.ssd.state import FailureLog, SsdState
 
 RESUME_SHARE = 8
 """After a restart, records are appended to a segment if at least 1/RESUME_SHARE of it is free."""
@@ -98,7 +97,7 @@ class Volume:
 
     # Start
 
-    def give_up(self, name: str) -> None:
+    def count_unusable(self, name: str) -> None:
         """Count the space of a file that cannot be opened; its blocks are lost."""
         self._names.add(name)
         self._bytes += footprint(self._settings.segment_bytes)
@@ -164,7 +163,7 @@ class Volume:
             try:
                 self._append(run, rest[: run.count], scratch)
             finally:
-                self._leave(run.segment)
+                self._finish_write(run.segment)
             written += run.count
         return written
 
@@ -218,7 +217,7 @@ class Volume:
             self._state.count.bytes_written += (page - run.first_page) * PAGE_BYTES
             segment.used_at = self._clock.now()
 
-    def _leave(self, segment: Segment) -> None:
+    def _finish_write(self, segment: Segment) -> None:
         """Note that a writer has finished; the last writer of a full segment seals it."""
         with self._state.lock:
             segment.writers -= 1
@@ -235,7 +234,7 @@ class Volume:
             VolumeFull: No segment became free by the deadline.
             OSError: The new segment could not be written.
         """
-        self._fill()
+        self._stop_appending()
         rescued: list[SsdWrite] = []
         try:
             segment = self._begin(rescued, needed_pages, deadline)
@@ -260,7 +259,7 @@ class Volume:
             raise
         return segment
 
-    def _fill(self) -> None:
+    def _stop_appending(self) -> None:
         """Stop appending to the active segment."""
         with self._state.lock:
             segment, self._active = self._active, None
@@ -303,7 +302,7 @@ class Volume:
                 self._remove(free)  # its space is needed for a file of the configured size
             elif victim is not None:
                 try:
-                    rescued += self._rescued(victim, hot, share_bytes, deadline)
+                    rescued += self._read_rescued(victim, hot, share_bytes, deadline)
                     with self._state.lock:
                         self._state.rescuing.update(payload.key for payload in rescued)
                 finally:
@@ -383,7 +382,7 @@ class Volume:
         hot = [p for p in self._state.index.live(victim) if hits[p.ordinal] >= self._settings.rescue_hits]
         return sorted(hot, key=lambda place: (-hits[place.ordinal], place.ordinal))
 
-    def _rescued(
+    def _read_rescued(
         self, victim: Segment, hot: Sequence[RecordLocation], share_bytes: int, deadline: Nanos
     ) -> list[SsdWrite]:
         """Read blocks to rescue, within share, write budget and time; leave out bad ones."""
@@ -442,7 +441,7 @@ class Volume:
 
     def close(self) -> None:
         """Write the footer of the active segment, and close all files. No call may be running."""
-        self._fill()
+        self._stop_appending()
         for segment in self.segments:
             segment.file.close()
         self.disk.close()

@@ -12,13 +12,12 @@ from kvstore.errors import TierFailed, reason
 from kvstore.messages import BlockKey
 from kvstore.ports import Codec
 from kvstore.tiers.ssd.disk_threads import DiskThreads, Job, Scratch, batches
-from kvstore.tiers.ssd.failure_log import FailureLog
 from kvstore.tiers.ssd.index import flat
 from kvstore.tiers.ssd.record_writes import SsdWrite
 from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import largest_payload_bytes
 from kvstore.tiers.ssd.settings import SsdSettings
-from kvstore.tiers.ssd.state import SsdState
+from kvstore.tiers.ssd.state import FailureLog, SsdState
 from kvstore.tiers.ssd.volume import Volume
 
 
@@ -45,7 +44,7 @@ class SsdWriter:
         deadline: Nanos,
         checksums: Sequence[int],
     ) -> list[bool]:
-        """See `kvstore.ports.BackingTier.put`."""
+        """Implement `kvstore.ports.BackingTier.put`."""
         names = [flat(key) for key in keys]
         call = _WriteCall()
         new = self._begin(names)

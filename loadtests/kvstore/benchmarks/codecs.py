@@ -12,11 +12,11 @@ from kvstore.codecs.benchmark import CodecFigures, measure
 from kvstore.codecs.registry import Codecs, CodecSettings, Compression
 from kvstore.errors import StoreNotStarted
 from kvstore.namespace import KvNamespace
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.benchmarks.memory import speed
 from loadtests.kvstore.benchmarks.plan import BenchmarkPlan
 from loadtests.kvstore.compared.systems import GIGABYTE, ComparedSystems
 from loadtests.kvstore.comparison import BenchmarkLine, LineDirection
-from loadtests.unavailable import SystemUnavailable
 
 LAYERS, HEADS, TOKENS, ELEMENTS = 32, 8, 16, 256  # 16 tokens of an 8B model with 8 KV heads: 2 MiB
 NAMESPACE = KvNamespace(

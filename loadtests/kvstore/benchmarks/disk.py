@@ -16,11 +16,11 @@ from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.benchmarks.memory import chains, content, label, named, speed, untouched
 from loadtests.kvstore.benchmarks.plan import BenchmarkPlan
 from loadtests.kvstore.compared.systems import GIGABYTE, ComparedSystems
 from loadtests.kvstore.comparison import BenchmarkLine, Contestant, LineDirection
-from loadtests.unavailable import SystemUnavailable
 
 CALL_SECONDS = 120.0
 SEGMENTS = 16  # segments of all rounds of one block size; a multiple of one round's, so that whole segments are removed

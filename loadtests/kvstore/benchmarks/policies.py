@@ -14,11 +14,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.benchmarks.plan import BenchmarkPlan
 from loadtests.kvstore.compared.systems import ComparedSystems
 from loadtests.kvstore.comparison import BenchmarkLine, LineDirection
 from loadtests.kvstore.nodes import ROOT, environment
-from loadtests.unavailable import SystemUnavailable
 
 OURS = "hazard"
 PEERS = "lru"

@@ -17,13 +17,13 @@ import numpy as np
 from kvstore.buffers import ByteArray
 from kvstore.client.store_client import StoreClient
 from kvstore.errors import StoreUnreachable
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.benchmarks.memory import chains, content, copy, named, speed
 from loadtests.kvstore.benchmarks.plan import MIB, BenchmarkPlan
 from loadtests.kvstore.benchmarks.source_process import CHUNK_BYTES
 from loadtests.kvstore.compared.systems import MOONCAKE, ComparedSystems
 from loadtests.kvstore.comparison import BenchmarkLine, Contestant, LineDirection
 from loadtests.kvstore.nodes import ROOT, StoreNode, environment, running
-from loadtests.unavailable import SystemUnavailable
 
 BLOCK_BYTES = MIB
 CALL_SECONDS = 30.0

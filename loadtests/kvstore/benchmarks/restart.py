@@ -13,13 +13,13 @@ import numpy as np
 from kvstore.buffers import crc32c
 from kvstore.client.store_client import StoreClient
 from kvstore.messages import BlockKey, BlockOutcome
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.benchmarks.disk import open_tier, soon
 from loadtests.kvstore.benchmarks.memory import chains, content, named, untouched
 from loadtests.kvstore.benchmarks.plan import MIB, BenchmarkPlan
 from loadtests.kvstore.compared.systems import MILLISECONDS, ComparedSystems
 from loadtests.kvstore.comparison import BenchmarkLine, LineDirection
 from loadtests.kvstore.nodes import StoreNode, short_folder
-from loadtests.unavailable import SystemUnavailable
 
 BLOCK_BYTES = MIB
 KEPT_SECONDS = 60.0

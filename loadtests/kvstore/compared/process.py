@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtests.unavailable import SystemUnavailable
+from loadtests.environments import SystemUnavailable
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 300.0
@@ -41,7 +41,7 @@ class ComparedSystemProcess:
         """Ask one question and return the answer.
 
         Raises:
-            Absent: The system cannot be installed or started, does not answer in time, or answers with an error.
+            SystemUnavailable: The system cannot be installed or started, does not answer in time, or answers with an error.
         """
         if self._absent is not None:
             raise self._absent

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from loadtests.environments import python_of
-from loadtests.kvstore.compared import environments
+from loadtests.environments import SystemDistribution, python_of
 from loadtests.kvstore.compared.process import ComparedSystemProcess
 from loadtests.kvstore.comparison import Contestant
 
@@ -15,6 +14,46 @@ HERE = Path(__file__).parent
 GIGABYTE = 1e9
 MICROSECONDS = 1e6
 MILLISECONDS = 1e3
+
+LMCACHE_PACKAGES = SystemDistribution(
+    name=LMCACHE,
+    version="0.5.6",
+    steps=(
+        (("torch==2.13.0+cpu",), ("torch==2.13.0",)),  # the second one installs the CUDA build, which also works
+        (("--no-deps", "lmcache==0.5.6"),),
+        (
+            (
+                "numpy==2.2.6",
+                "numba==0.68.1",
+                "aiohttp==3.14.5",
+                "aiofile==3.12.3",
+                "aiofiles==25.1.0",
+                "blake3==1.0.11",
+                "cachetools==8.0.1",
+                "cryptography==50.0.2",
+                "msgspec==0.22.0",
+                "opentelemetry-api==1.40.0",
+                "opentelemetry-sdk==1.40.0",
+                "opentelemetry-exporter-otlp==1.40.0",
+                "opentelemetry-exporter-prometheus==0.61b0",
+                "prometheus_client==0.24.1",
+                "psutil==7.2.2",
+                "py-cpuinfo==9.0.0",
+                "pyyaml==6.0.3",
+                "pyzmq==27.3.0",
+                "safetensors==0.8.0",
+                "sortedcontainers==2.4.0",
+            ),
+        ),
+    ),
+)
+
+MOONCAKE_PACKAGES = SystemDistribution(
+    name=MOONCAKE,
+    version="0.3.13.post1",
+    steps=((("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy==2.2.6"),),),
+    system="apt-get install libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4",
+)
 
 
 class ComparedSystems:
@@ -34,15 +73,15 @@ class ComparedSystems:
                 name, partial(python_of, distribution, cache), HERE / script, folder / f"{name}.log"
             )
             for name, distribution, script in (
-                (LMCACHE, environments.LMCACHE, "lmcache_process.py"),
-                (MOONCAKE, environments.MOONCAKE, "mooncake_process.py"),
+                (LMCACHE, LMCACHE_PACKAGES, "lmcache_process.py"),
+                (MOONCAKE, MOONCAKE_PACKAGES, "mooncake_process.py"),
             )
             if wanted
         }
 
     @property
     def versions(self) -> dict[str, str]:
-        known = {LMCACHE: environments.LMCACHE.version, MOONCAKE: environments.MOONCAKE.version}
+        known = {LMCACHE: LMCACHE_PACKAGES.version, MOONCAKE: MOONCAKE_PACKAGES.version}
         return {name: known[name] for name in self._processes}
 
     def put(self, block_bytes: int, blocks: int, *, fresh: bool) -> dict[str, Contestant]:

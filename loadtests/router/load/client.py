@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import uvloop
 from msgspec import Struct
 
-from loadtests.unavailable import SystemUnavailable
+from loadtests.environments import SystemUnavailable
 
 GOOD = b"HTTP/1.1 200"
 EVENT = b"data: "
@@ -151,7 +151,7 @@ def round_of(
         delayed_acknowledgements: Whether the system may delay TCP acknowledgements.
 
     Raises:
-        Absent: The server does not answer, or hardly ever.
+        SystemUnavailable: The server does not answer, or hardly ever.
     """
     return uvloop.run(_round_of(ports, following, seconds, meter, delayed_acknowledgements=delayed_acknowledgements))
 

@@ -115,7 +115,7 @@ def run(
     """Run one policy on one workload with the goals of the device."""
     ended: list[EndedRequest] = []
     ran = simulate(
-        plan_of(workload, workers, device, policy, seed), workload.traffic(), told=ended.append, look_every=NEVER
+        plan_of(workload, workers, device, policy, seed), workload.traffic(), on_end=ended.append, sample_every=NEVER
     )
     return outcome(ended, goals_of(device), imbalance=ran.outcome.imbalance, busy=ran.outcome.utilisation)
 

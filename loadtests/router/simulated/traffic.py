@@ -7,7 +7,7 @@ from itertools import accumulate, count
 from msgspec import Struct, structs
 
 from fleet.core.clock import SECOND, Nanos
-from fleet.recording.traces import TraceSession, TraceTurn
+from fleet.recording.agentic_traces import TraceSession, TraceTurn
 from kvstore.eviction.trace_replay import TraceRequest
 
 BLOCK_TOKENS = 64  # of drawn prompts

@@ -25,14 +25,14 @@ from fleet.core.requests import TOKEN_BYTES
 from fleet.frontend.text.codec import load_codec
 from fleet.local.tiny_model import build_tiny_model
 from fleet.router.settings.router import RouterSettings
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import StoreNode
 from loadtests.router.soak import trend
 from loadtests.router.soak.answers import AnswerOracle
 from loadtests.router.soak.churn import BLOCK_TOKENS, MODEL, SIMULATED, ChurningWorkers
 from loadtests.router.soak.clients import SoakClients, TextOf
 from loadtests.router.soak.processes import SoakProcess
-from loadtests.router.soak.requests import SoakRequest, wishes
-from loadtests.unavailable import SystemUnavailable
+from loadtests.router.soak.requests import SoakRequest, soak_requests
 from workers.engines.simulated.model import SimulatedModel
 
 LOAD = 0.7
@@ -87,7 +87,7 @@ class Soak:
             ),
             BLOCK_TOKENS,
         )
-        self._wishes = wishes(random.Random(self._chance.getrandbits(32)), oracle)
+        self._requests_to_send = soak_requests(random.Random(self._chance.getrandbits(32)), oracle)
         self._node = StoreNode(folder, capacity_bytes=STORE_BYTES)
         self._http = ""
         self.clients: SoakClients
@@ -97,7 +97,7 @@ class Soak:
         """Run the test until all processes have ended.
 
         Raises:
-            Absent: A process did not start.
+            SystemUnavailable: A process did not start.
         """
         model_dir = build_tiny_model(default_cache_dir(), tokenizer_only=True)
         self._node.start()
@@ -180,7 +180,7 @@ class Soak:
 
     async def _again_and_again(self, until: float) -> None:
         while time.monotonic() < until:
-            await self.clients.ask(next(self._wishes))
+            await self.clients.ask(next(self._requests_to_send))
 
     async def _arrivals(self, until: float) -> int:
         """Send requests at random times until the end, and wait for the last answer; return their number."""
@@ -190,13 +190,13 @@ class Soak:
         due = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             while due < until:
-                wish: SoakRequest = next(self._wishes)
+                request: SoakRequest = next(self._requests_to_send)
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 due += self._chance.expovariate(rate)
                 if len(under_way) >= MOST_IN_FLIGHT:
                     self.findings.complaints.append(f"{MOST_IN_FLIGHT} requests are under way: nothing moves any more")
                     break
-                task = tasks.create_task(self.clients.ask(wish))
+                task = tasks.create_task(self.clients.ask(request))
                 under_way.add(task)
                 task.add_done_callback(under_way.discard)
                 arrived += 1

@@ -17,8 +17,8 @@ from typing import IO
 import msgspec
 from msgspec import Struct
 
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT, environment
-from loadtests.unavailable import SystemUnavailable
 
 START_SECONDS = 60.0  # on a busy machine
 
@@ -48,7 +48,7 @@ class SoakProcess:
         """Start the process and return its endpoints when it is ready.
 
         Raises:
-            Absent: It ended, or was not ready in time; the message contains the end of its log.
+            SystemUnavailable: It ended, or was not ready in time; the message contains the end of its log.
         """
         command = [sys.executable, "-m", "fleet.cli.main", "serve", self._kind, "--config", str(self._config)]
         command += ["--parent", str(os.getpid())]

@@ -35,7 +35,7 @@ class SoakRequest(Struct, frozen=True, kw_only=True):
         return self.sampling.stateless
 
 
-def wishes(chance: random.Random, oracle: AnswerOracle) -> Iterator[SoakRequest]:
+def soak_requests(chance: random.Random, oracle: AnswerOracle) -> Iterator[SoakRequest]:
     """Yield requests without end: prompts with shared prefixes and unique ends, over both frontends."""
     openings = [_some(chance, OPENING_TOKENS) for _ in range(OPENINGS)]
     while True:

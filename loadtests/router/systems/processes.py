@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 from msgspec import Struct
 
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT, environment
-from loadtests.unavailable import SystemUnavailable
 
 READY_SECONDS = 60.0
 END_SECONDS = 10.0
@@ -134,7 +134,7 @@ def started_module(
     """Run a module of this checkout on these cores; yield it with the JSON line that it prints when it is ready.
 
     Raises:
-        Absent: It was not ready in time.
+        SystemUnavailable: It was not ready in time.
     """
     name = module.rpartition(".")[2]
     log = folder / f"{name}.log"
@@ -170,7 +170,7 @@ def wait_until_it_answers(server: ProcessTree, port: int, request: tuple[str, by
         seconds: Longest wait.
 
     Raises:
-        Absent: It ended, or did not answer in time; the message contains the end of its log.
+        SystemUnavailable: It ended, or did not answer in time; the message contains the end of its log.
     """
     deadline = time.monotonic() + seconds
     complaint = "nobody listens"

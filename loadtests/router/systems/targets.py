@@ -16,13 +16,12 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
-from loadtests.environments import SystemDistribution, python_of
+from loadtests.environments import SystemDistribution, SystemUnavailable, python_of
 from loadtests.kvstore.nodes import environment, free_port
 from loadtests.router.load.prompts import MODEL, PATH
 from loadtests.router.systems import compared as peers
 from loadtests.router.systems import relay
 from loadtests.router.systems.processes import Cores, ProcessTree, started, started_module, wait_until_it_answers
-from loadtests.unavailable import SystemUnavailable
 
 START_SECONDS = 90.0
 DYNAMO_AT_ONCE = 1000.0  # factor of the speed of its simulated engine

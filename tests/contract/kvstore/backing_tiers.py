@@ -10,14 +10,12 @@ from kvstore.codecs.plain import PlainCodec
 from kvstore.messages import BlockKey
 from kvstore.ports import BackingTier, Codec
 from kvstore.system_clock import MonotonicClock
-from kvstore.tiers.memory_tier import MemoryBackingTier
 from kvstore.tiers.redis.backend import open_redis
 from kvstore.tiers.redis.settings import RedisSettings
 from kvstore.tiers.s3.backend import open_s3
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
-from tests.support.kvstore.builders import BLOCK_BYTES
 from tests.support.servers.processes import s3_credentials, shared_redis, shared_s3
 
 MIB = 1 << 20
@@ -31,7 +29,6 @@ class BackingTierCase:
 
     open: Callable[[Codecs], BackingTier]  # opens an empty tier; after `close`, the former content
     damage: Callable[[BackingTier, BlockKey], None] | None = None  # flips a bit of a stored block
-    keeps: bool = False  # the content outlives `close`
     name: str = ""  # of the kind of tier
 
 
@@ -44,21 +41,11 @@ def plain(digest: bytes) -> Codec:
 
 
 @contextlib.contextmanager
-def memory(folder: Path) -> Iterator[BackingTierCase]:
-    yield BackingTierCase(
-        open=lambda codecs: MemoryBackingTier(64 * BLOCK_BYTES, codecs=codecs, clock=clock()),
-        damage=lambda tier, key: tier.damage(key),
-        name="memory",
-    )
-
-
-@contextlib.contextmanager
 def ssd(folder: Path) -> Iterator[BackingTierCase]:
     settings = SsdSettings(directories=(str(folder / "ssd"),), capacity_bytes=16 * MIB, segment_bytes=2 * MIB)
     yield BackingTierCase(
         open=lambda codecs: SsdTier.open(settings, codecs=codecs, clock=clock()),
         damage=lambda tier, key: flip_on_disk(folder / "ssd", key),
-        keeps=True,
         name="ssd",
     )
 
@@ -76,7 +63,6 @@ def redis(folder: Path) -> Iterator[BackingTierCase]:
     yield BackingTierCase(
         open=lambda codecs: open_redis(settings, codecs=codecs, clock=clock()),
         damage=damage,
-        keeps=True,
         name="redis",
     )
     with server.client() as client:
@@ -103,7 +89,6 @@ def s3(folder: Path) -> Iterator[BackingTierCase]:
         yield BackingTierCase(
             open=lambda codecs: open_s3(settings, codecs=codecs, clock=clock()),
             damage=damage,
-            keeps=True,
             name="s3",
         )
 
@@ -122,7 +107,6 @@ def flip_on_disk(folder: Path, key: BlockKey) -> None:
 
 
 CASES: dict[str, Callable[[Path], contextlib.AbstractContextManager[BackingTierCase]]] = {
-    "memory": memory,
     "ssd": ssd,
     "redis": redis,
     "s3": s3,

@@ -77,7 +77,7 @@ def test_stored_block_is_read_with_its_checksum(tier):
 
 
 @pytest.mark.parametrize("codec", [plain, lambda _: Reversed()], ids=["plain", "encoded"])
-def test_a_block_that_is_not_what_its_checksum_says_is_not_kept(case, codec):
+def test_block_with_a_wrong_checksum_is_not_stored(case, codec):
     tier = case.open(codec)
     try:
         keys = keys_of(3)
@@ -108,7 +108,7 @@ def test_blocks_of_any_length_and_alignment_round_trip(tier, length, shift):
     for seed, place in enumerate(places):
         assert np.array_equal(place, a_block(seed, length))
         place[:] = 0xEE
-    assert (pool == 0xEE).all(), "bytes outside of the destinations were written to"
+    assert (pool == 0xEE).all(), "bytes outside the destinations were written"
 
 
 def test_find_counts_the_leading_blocks(tier):
@@ -133,7 +133,7 @@ def test_holds_answers_for_each_block_independently(tier):
     assert tier.holds(keys_of(2, digest=OTHER), deadline_in()) == [False, False]
 
 
-def test_a_block_that_was_never_put_is_gone(tier):
+def test_block_that_was_never_stored_is_a_miss(tier):
     keys = keys_of(3)
     put(tier, keys[:1])
 
@@ -154,7 +154,7 @@ def test_the_same_name_in_two_namespaces_is_two_blocks(tier):
     assert np.array_equal(get(tier, theirs)[1][0], a_block(2))
 
 
-def test_a_block_that_is_there_is_not_written_again(tier):
+def test_present_block_is_not_written_again(tier):
     keys = keys_of(4)
     put(tier, keys[:2])
     written = tier.status().bytes_written
@@ -164,7 +164,7 @@ def test_a_block_that_is_there_is_not_written_again(tier):
     assert put(tier, keys) == [True] * 4
 
 
-def test_a_name_twice_in_one_call_is_one_block(tier):
+def test_duplicate_name_in_one_call_is_one_block(tier):
     (key,) = keys_of(1)
 
     assert put_blocks(tier, [key, key], [a_block(1), a_block(1)], deadline_in()) == [True, True]
@@ -201,7 +201,7 @@ def test_eviction_of_a_block_is_reported_once(tier):
     assert tier.gone() == []
 
 
-def test_held_names_only_what_was_put(tier):
+def test_held_lists_only_stored_blocks(tier):
     keys = keys_of(3)
     put(tier, keys)
 
@@ -237,7 +237,7 @@ def test_a_buffer_of_another_length_gets_nothing(tier):
         assert outcomes(answers)[0] is not BlockOutcome.MOVED
 
 
-def test_after_the_deadline_nothing_is_moved(tier):
+def test_nothing_moves_after_the_deadline(tier):
     keys = keys_of(3)
     past = Nanos(deadline_in(0) - 1)
 
@@ -248,7 +248,7 @@ def test_after_the_deadline_nothing_is_moved(tier):
     assert tier.status().failures >= 1
 
 
-def test_bytes_are_kept_as_the_codec_makes_them(case: BackingTierCase):
+def test_bytes_are_stored_as_the_codec_encodes_them(case: BackingTierCase):
     tier = case.open(lambda digest: Reversed())
     keys = keys_of(5)
     put(tier, keys)
@@ -276,7 +276,7 @@ def test_block_of_another_codec_is_a_miss_and_replaceable(case: BackingTierCase)
     tier.close()
 
 
-def test_bytes_that_the_codec_refuses_are_corrupt(case: BackingTierCase):
+def test_bytes_rejected_by_the_codec_are_corrupt(case: BackingTierCase):
     class Picky(Reversed):
         def decode(self, key, encoded, into):
             raise UndecodableBlock("sealed with another key")
@@ -291,7 +291,7 @@ def test_bytes_that_the_codec_refuses_are_corrupt(case: BackingTierCase):
     tier.close()
 
 
-def test_a_namespace_that_nobody_opened_is_a_miss(case: BackingTierCase):
+def test_unopened_namespace_is_a_miss(case: BackingTierCase):
     def codecs(digest):
         if digest == OTHER:
             raise NamespaceUnknown(digest)
@@ -320,7 +320,7 @@ def test_counters_tell_what_happened(tier):
     assert (status.corrupt, status.failures, status.refused) == (0, 0, 0)
 
 
-def test_threads_do_not_disturb_each_other(tier):
+def test_concurrent_threads_get_their_own_blocks(tier):
     wrong = []
 
     def work(thread: int) -> None:
@@ -349,7 +349,7 @@ def test_threads_do_not_disturb_each_other(tier):
     assert wrong == []
 
 
-def test_a_closed_tier_says_so_and_closes_again(case: BackingTierCase):
+def test_closed_tier_raises_and_can_be_closed_twice(case: BackingTierCase):
     tier = case.open(plain)
     put(tier, keys_of(1))
     tier.close()
@@ -365,8 +365,6 @@ def test_a_closed_tier_says_so_and_closes_again(case: BackingTierCase):
 
 
 def test_held_blocks_outlive_the_tier(case: BackingTierCase):
-    if not case.keeps:
-        pytest.skip("this tier forgets when it is closed")
     tier = case.open(plain)
     keys = keys_of(10)
     put(tier, keys)
@@ -377,7 +375,7 @@ def test_held_blocks_outlive_the_tier(case: BackingTierCase):
 
     answers, into = get(again, keys)
     assert outcomes(answers) == [BlockOutcome.MOVED] * 4 + [answers[4].outcome] + [BlockOutcome.MOVED] * 5
-    assert answers[4].outcome is not BlockOutcome.MOVED, "a block found bad does not come back"
+    assert answers[4].outcome is not BlockOutcome.MOVED, "a bad block must not return"
     assert np.array_equal(into[9], a_block(9))
     again.close()
 

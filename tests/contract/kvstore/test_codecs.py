@@ -79,7 +79,7 @@ def test_truncated_or_extended_payload_is_rejected(name):
 @settings(max_examples=60, deadline=None)
 @given(position=st.integers(0, 1 << 20), bit=st.integers(0, 7))
 @example(position=305, bit=1)  # padding of a zstd bit stream
-def test_a_flipped_bit_is_refused_or_changes_nothing(name, position, bit):
+def test_flipped_bit_is_rejected_or_harmless(name, position, bit):
     codec, namespace = a_codec(name, layers=1, kv_heads=2, head_dim=8)
     block = kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace), block).copy()
@@ -96,7 +96,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(name, position, bit):
 @every("zstd", "lz4", "fp8", "int8")
 @settings(max_examples=60, deadline=None)
 @given(garbage=st.binary(max_size=300))
-def test_garbage_is_refused(name, garbage):
+def test_garbage_is_rejected(name, garbage):
     codec, namespace = a_codec(name, layers=1, kv_heads=1, head_dim=2)
     block = kv_like_block(namespace)
 
@@ -105,7 +105,7 @@ def test_garbage_is_refused(name, garbage):
 
 
 @every("zstd", "lz4", "fp8", "int8")
-def test_another_blocks_payload_is_refused(name):
+def test_payload_of_another_block_is_rejected(name):
     codec, namespace = a_codec(name)
     other_codec, other_namespace = a_codec(name, model="other")
     block = kv_like_block(namespace)
@@ -118,7 +118,7 @@ def test_another_blocks_payload_is_refused(name):
 
 
 @every(*Compression)
-def test_another_codecs_payload_is_refused(name):
+def test_payload_of_another_codec_is_rejected(name):
     codec, namespace = a_codec(name)
     block = kv_like_block(namespace)
 
@@ -161,7 +161,7 @@ def test_a_codec_serves_several_threads(name):
 
 
 @pytest.mark.parametrize("name", Compression)
-def test_encoding_changes_nothing_of_the_block(name):
+def test_encoding_does_not_change_the_block(name):
     codec, namespace = a_codec(name)
     block = kv_like_block(namespace)
     before = block.copy()

@@ -35,7 +35,7 @@ def test_victim_stays_until_it_is_withdrawn(name):
 
 
 @every_policy
-def test_a_chain_goes_tail_first(name):
+def test_chain_is_evicted_from_its_tail(name):
     rule = policy(name)
     chain = a_chain(6)
     for block in reversed(chain):
@@ -50,7 +50,7 @@ def test_a_chain_goes_tail_first(name):
 
 
 @every_policy
-def test_the_beginning_that_two_chains_share_outlives_their_ends(name):
+def test_shared_prefix_outlives_the_tails(name):
     rule = policy(name)
     shared = a_chain(3, "s")
     for turn, of in enumerate("xyxy"):
@@ -87,7 +87,7 @@ def test_block_pinned_at_its_turn_is_offered_again(name):
         st.tuples(st.integers(0, 11), st.sampled_from(["admit", "evict", "withdraw"]), st.integers(0, 40)), max_size=120
     )
 )
-def test_a_policy_knows_what_was_admitted_and_not_withdrawn(name, steps):
+def test_policy_knows_admitted_blocks_until_withdrawn(name, steps):
     rule = policy(name)
     admitted = set()
     now = 0
@@ -147,6 +147,6 @@ def test_uses_of_one_request_do_not_reorder_its_blocks(name):
     assert rule.choose() == "twice"
 
 
-def test_an_unknown_policy_is_refused_with_the_ones_there_are():
+def test_unknown_policy_is_rejected_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'mru' is not one of lru, s3fifo, slru, hazard"):
         policy("mru")

@@ -7,18 +7,17 @@ import pytest
 
 from kvstore.messages import Address, BlockKey
 from kvstore.pool.extents import PAGE_BYTES
-from kvstore.tiers.private_memory import PrivateMemoryTier
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain
 
 CAPACITY = 8 * BLOCK_BYTES
 
 
-@pytest.fixture(params=["private", "shared", "shared without memfd"])
+@pytest.fixture(params=["memfd", "temporary file"])
 def tier(request, monkeypatch):
-    if request.param == "shared without memfd":
+    if request.param == "temporary file":
         monkeypatch.delattr(os, "memfd_create")
-    tier = PrivateMemoryTier(CAPACITY) if request.param == "private" else SharedMemoryTier(CAPACITY)
+    tier = SharedMemoryTier(CAPACITY)
     yield tier
     tier.close()
 
@@ -52,7 +51,7 @@ def test_pieces_follow_each_other(tier):
     assert bytes(pieces[0]) + bytes(pieces[1]) == bytes(block)
 
 
-def test_a_place_that_nobody_claimed_cannot_be_used(tier):
+def test_unclaimed_slot_cannot_be_used(tier):
     assert not tier.write(an_address(), a_block(1))
     assert not tier.read(an_address(), np.zeros(BLOCK_BYTES, np.uint8))
 
@@ -66,7 +65,7 @@ def test_a_discarded_block_is_not_read(tier):
     assert not tier.read(an_address(), np.zeros(BLOCK_BYTES, np.uint8))
 
 
-def test_a_former_generation_is_neither_read_nor_written(tier):
+def test_former_generation_is_neither_read_nor_written(tier):
     former, present = an_address(generation=1), an_address(generation=2)
     tier.claim(former)
     tier.discard(former)
@@ -81,14 +80,14 @@ def test_a_former_generation_is_neither_read_nor_written(tier):
     assert np.array_equal(into, a_block(2))
 
 
-def test_a_piece_that_is_not_contiguous_is_refused(tier):
+def test_non_contiguous_piece_is_rejected(tier):
     tier.claim(an_address())
 
     with pytest.raises(ValueError, match="not contiguous"):
         tier.read(an_address(), np.zeros((BLOCK_BYTES, 2), np.uint8)[:, 0])
 
 
-def test_a_capacity_that_fills_no_page_is_rounded_down():
+def test_capacity_is_rounded_down_to_a_page():
     tier = SharedMemoryTier(3 * PAGE_BYTES + 1)
 
     assert tier.capacity_bytes == 3 * PAGE_BYTES

@@ -22,7 +22,6 @@ from kvstore.messages import GONE, BlockOutcome, Claim, FetchResult, Slot
 from kvstore.net.unix_sockets import listen
 from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.shared_memory import SharedMemoryTier
-from kvstore.transports.in_process import InProcessTransport
 from kvstore.transports.nixl import NixlOffer, NixlTransport
 from kvstore.transports.nixl_node import NixlNode
 from kvstore.transports.shared_memory import MemoryHandout, SharedMemoryTransport
@@ -135,8 +134,6 @@ class Node:
     def open(self, digest: bytes | None = None):
         digest = digest or self.digest
         match self.kind:
-            case "in process":
-                return InProcessTransport(self.store.machine, self.tier, digest)
             case "shared memory":
                 return SharedMemoryTransport(self.path, digest, BLOCK_BYTES, CLOCK, deadline_in())
             case "tcp":
@@ -201,7 +198,7 @@ def nixl():
         each.close()
 
 
-@pytest.fixture(params=["in process", "shared memory", "tcp", pytest.param("nixl", marks=needs_nixl)])
+@pytest.fixture(params=["shared memory", "tcp", pytest.param("nixl", marks=needs_nixl)])
 def node(request, nixl):
     with a_short_folder() as folder:
         node = Node(request.param, folder, nixl)
@@ -254,7 +251,7 @@ def test_blocks_are_gathered_from_pieces_and_scattered_to_pieces(node, transport
     assert bytes(pieces_back[0]) + bytes(pieces_back[1]) == bytes(block)
 
 
-def test_checksums_that_nobody_has_taken_are_taken_on_the_way(node, transport):
+def test_missing_checksums_are_computed_in_transfer(node, transport):
     blocks = [a_block(1), [a_block(2)[:100], a_block(2)[100:]], a_block(3)]
     reservation_id, slots = node.reserve(a_chain(3))
     wrong = Slot(slots[1].offset, slots[1].generation + 1000)
@@ -277,7 +274,7 @@ def test_a_slot_of_another_generation_is_a_miss(node, transport):
     assert outcomes == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
 
 
-def test_a_slot_that_was_given_to_another_block_is_a_miss(node, transport):
+def test_slot_of_another_block_is_a_miss(node, transport):
     (slot,) = put_and_publish(node, transport, a_chain(1, "old"), [a_block(1)])
     others = a_chain(BLOCKS, "new")
     put_and_publish(node, transport, others, [a_block(seed) for seed in range(BLOCKS)])
@@ -328,21 +325,19 @@ def test_former_writer_cannot_touch_the_next_block(node, transport):
     assert transport.get(slots, empty_buffers(BLOCKS), deadline_in()) == [BlockOutcome.MOVED] * BLOCKS
 
 
-def test_an_unknown_namespace_is_refused_before_any_byte_moves(node):
+def test_unknown_namespace_is_rejected_before_any_byte_moves(node):
     with pytest.raises(NamespaceUnknown):
         node.open(b"?" * 16)
 
 
 def test_no_bytes_move_after_the_deadline(node, transport):
-    if node.kind == "in process":
-        return  # this transport has nothing to wait for
     slots = put_and_publish(node, transport, a_chain(2), [a_block(1), a_block(2)])
 
     assert transport.get(slots, empty_buffers(2), CLOCK.now()) == [BlockOutcome.GONE] * 2
     assert transport.get(slots, empty_buffers(2), deadline_in()) == [BlockOutcome.MOVED] * 2
 
 
-def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
+def test_cut_transport_is_a_miss_within_the_deadline(node, transport):
     blocks = [a_block(seed) for seed in range(3)]
     slots = put_and_publish(node, transport, a_chain(3), blocks)
     node.cut()
@@ -355,14 +350,11 @@ def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
         assert outcome is BlockOutcome.GONE or (outcome is BlockOutcome.MOVED and np.array_equal(block, copy))
     if node.kind in ("tcp", "nixl"):
         assert outcomes == [BlockOutcome.GONE] * 3
-    if node.kind != "in process":
-        with pytest.raises(StoreUnreachable):
-            node.open()
+    with pytest.raises(StoreUnreachable):
+        node.open()
 
 
-def test_threads_do_not_get_each_others_blocks(node, transport):
-    if node.kind == "in process":
-        return  # this transport refuses several threads
+def test_threads_get_only_their_own_blocks(node, transport):
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
 
@@ -378,9 +370,7 @@ def test_threads_do_not_get_each_others_blocks(node, transport):
         assert all(threads.map(read, [range(start, start + 10) for start in range(0, 40, 10)]))
 
 
-def test_two_clients_do_not_disturb_each_other(node, transport):
-    if node.kind == "in process":
-        return  # this transport refuses a second client
+def test_two_clients_work_independently(node, transport):
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
     other = node.open()
@@ -403,8 +393,6 @@ def test_two_clients_do_not_disturb_each_other(node, transport):
 
 def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
     """Give slots to other blocks as fast as possible while they are read."""
-    if node.kind == "in process":
-        return  # nothing can change during a read
     over = threading.Event()
     names = itertools.count()
 
@@ -439,9 +427,9 @@ def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
     assert counts[BlockOutcome.GONE] + counts[BlockOutcome.CORRUPT] >= 20
 
 
-def test_a_closed_transport_only_misses(node, transport):
-    if node.kind in ("in process", "shared memory"):
-        return  # these transports keep their mapping
+def test_closed_transport_gives_misses(node, transport):
+    if node.kind == "shared memory":
+        return  # this transport keeps its mapping
     (slot,) = put_and_publish(node, transport, a_chain(1), [a_block(1)])
     transport.close()
 

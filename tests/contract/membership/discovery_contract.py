@@ -13,11 +13,11 @@ import pytest
 from fleet.core.clock import Nanos
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.membership.discovery.open import OpenDirectory
+from fleet.membership.ports import RegistryUnreachable, WorkerSuperseded
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from tests.support.kvstore.builders import ManualClock
 from tests.support.waiting import until, until_answered
-from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 SECONDS = 60
 WORKER, OTHER = WorkerId("decode-0"), WorkerId("decode-1")
@@ -109,7 +109,7 @@ async def registered(worker: OpenDirectory) -> None:
     await until_answered(accepted, SECONDS)
 
 
-async def test_a_router_that_watches_sees_who_is_published(a_world):
+async def test_watching_router_sees_registered_workers(a_world):
     async with a_router(a_world) as router, a_world.open() as worker:
         lease = await worker.register(WORKER, OLD, ADDRESS)
 
@@ -117,7 +117,7 @@ async def test_a_router_that_watches_sees_who_is_published(a_world):
         assert lease == a_world.lease
 
 
-async def test_a_router_that_starts_cold_finds_all_workers(a_world):
+async def test_cold_router_finds_all_workers(a_world):
     async with a_world.open() as worker, a_world.open() as other:
         await worker.register(WORKER, OLD, ADDRESS)
         await other.register(OTHER, OLD, ELSEWHERE)
@@ -137,7 +137,7 @@ async def test_deregistered_worker_is_gone_before_its_lease_ends(a_world):
         await router.has()
 
 
-async def test_a_lease_that_is_renewed_does_not_end(a_world):
+async def test_renewed_lease_does_not_end(a_world):
     async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
@@ -148,7 +148,7 @@ async def test_a_lease_that_is_renewed_does_not_end(a_world):
             await router.until(lambda found, renewed=renewed: found and router.lease_end(WORKER) == renewed)
 
 
-async def test_a_lease_that_nobody_renews_ends(a_world):
+async def test_unrenewed_lease_ends(a_world):
     async with a_router(a_world) as router:
         async with a_world.open() as worker:
             await worker.register(WORKER, OLD, ADDRESS)
@@ -254,7 +254,7 @@ async def test_cut_off_router_catches_up(a_world):
         await router.has(decode_1=ELSEWHERE, decode_2=ADDRESS)
 
 
-async def test_a_worker_that_is_cut_off_is_told_so_and_publishes_again(a_world):
+async def test_cut_off_worker_learns_it_and_registers_again(a_world):
     async with a_router(a_world) as router, a_world.open_far() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await a_world.cut()
@@ -266,7 +266,7 @@ async def test_a_worker_that_is_cut_off_is_told_so_and_publishes_again(a_world):
         await router.has(decode_0=ADDRESS)
 
 
-async def test_a_record_that_got_lost_comes_back_with_its_renewal(a_world):
+async def test_lost_record_returns_on_renewal(a_world):
     async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)

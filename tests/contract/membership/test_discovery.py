@@ -10,6 +10,7 @@ from fleet.core.discovery import EtcdDiscovery, FileDiscovery
 from fleet.core.errors import ConfigurationRefused
 from fleet.membership.discovery.memory import MemoryDirectory
 from fleet.membership.discovery.open import open_directory
+from fleet.membership.ports import RegistryUnreachable
 from kvstore.security.credentials import Credentials
 from tests.contract.membership.discovery_contract import *  # noqa: F403 - they run here
 from tests.contract.membership.discovery_contract import ADDRESS, NEW, OLD, WORKER
@@ -17,7 +18,6 @@ from tests.support.certificates import Authority
 from tests.support.servers.etcd import EtcdServer, an_etcd_server
 from tests.support.servers.processes import a_free_port
 from tests.support.servers.severable_proxy import SeverableProxy
-from workers.ports import RegistryUnreachable
 
 LEASE_SECONDS = 2
 
@@ -169,7 +169,7 @@ async def test_etcd_tls_checks_both_ends_and_tries_next_endpoint(tmp_path):
     ],
     ids=["file", "etcd"],
 )
-def test_settings_that_name_what_is_not_there_are_refused(settings, message):
+def test_settings_with_missing_targets_are_rejected(settings, message):
     if isinstance(settings, EtcdDiscovery):
         pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
 
@@ -177,7 +177,7 @@ def test_settings_that_name_what_is_not_there_are_refused(settings, message):
         open_directory(settings)
 
 
-def test_a_file_that_is_no_record_is_passed_over_and_said_once(tmp_path, caplog):
+def test_invalid_file_is_skipped_and_logged_once(tmp_path, caplog):
     (tmp_path / "torn.worker.json").write_text('{"worker_id": "a", ')
     (tmp_path / "huge.worker.json").write_bytes(b" " * (1 << 20))
     (tmp_path / "unrelated.json").write_text("{}")

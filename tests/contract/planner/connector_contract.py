@@ -64,7 +64,7 @@ async def observed(connector: PlanConnector, condition: Callable[[Observation], 
             while not condition(seen := await connector.observe()):
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        pytest.fail(f"it is not seen in time; seen last: {seen}")
+        pytest.fail(f"the expected state was not observed in time; last: {seen}")
     return seen
 
 
@@ -82,7 +82,7 @@ async def observed_sizes(connector: PlanConnector, **pools: tuple[int, int, int]
     return await observed(connector, is_so)
 
 
-async def test_the_same_plans_are_seen_the_same_way(a_world):
+async def test_equal_plans_give_equal_observations(a_world):
     clock = ManualClock()
     async with a_world.open() as planner:
         start = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
@@ -158,7 +158,7 @@ async def test_plan_outlives_its_planner_and_others_can_change_it(a_world):
 
         await planner.apply(a_plan("on", decode=ROOM + 1), left)
         going = await observed(planner, lambda seen: seen.pool(DECODE).plan == "on")
-        assert going.pool(DECODE).before == 1, "who goes on can still go back"
+        assert going.pool(DECODE).before == 1, "the next planner can still undo the plan"
 
         await planner.apply(a_plan("back", decode=1), going)
         back = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))

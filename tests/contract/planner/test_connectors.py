@@ -297,7 +297,7 @@ async def test_plan_is_not_settled_by_state_from_before_it(tmp_path):
     assert [each.why for each in (early, leaving, left)] == [PoolGapReason.NOT_TAKEN_UP, None, None]
 
 
-async def test_a_folder_without_a_report_is_obeyed_by_nobody(tmp_path):
+async def test_folder_without_a_report_has_no_orchestrator(tmp_path):
     async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
         with pytest.raises(ConnectorUnreachable, match="is it running"):
             await planner.observe()

@@ -101,7 +101,7 @@ async def test_progress_is_ordered_and_ends_with_complete(opens):
         assert await cancelled() == 0
 
 
-async def test_leaving_early_cancels_at_the_engine(opens):
+async def test_leaving_a_stream_early_cancels_the_attempt(opens):
     async with opens() as (router, cancelled):
         async with router.submit(an_arrival(sampling=Sampling(max_tokens=99))) as events:
             await anext(events)
@@ -117,10 +117,10 @@ async def test_first_tokens_carry_the_kv_report(opens):
 
         (phase,) = known
         assert phase.report.prompt_blocks == 4
-        assert events.kv == known, "leaving changes nothing"
+        assert events.kv == known, "leaving the stream changes nothing"
 
 
-async def test_the_models_that_are_served_are_known(opens):
+async def test_served_models_are_listed(opens):
     async with opens() as (router, _):
         assert [card.name for card in router.models()] == [MODEL]
 

@@ -89,7 +89,7 @@ async def test_a_worker_joins_with_its_description(a_world):
 
 
 @every_setup
-async def test_work_reaches_the_worker_as_it_was_given(a_world):
+async def test_attempt_reaches_the_worker_unchanged(a_world):
     async with a_world() as world:
         peer = await world.join(a_description())
         await world.take()
@@ -142,7 +142,7 @@ async def test_worker_messages_arrive_in_order(a_world):
 
 
 @every_setup
-async def test_a_worker_that_goes_has_left_after_all_that_it_said(a_world):
+async def test_worker_leaves_after_all_its_messages(a_world):
     async with a_world() as world:
         peer = await world.join(a_description())
         await world.take()
@@ -155,7 +155,7 @@ async def test_a_worker_that_goes_has_left_after_all_that_it_said(a_world):
 
 
 @every_setup
-async def test_nothing_can_be_sent_to_a_worker_that_is_not_there(a_world):
+async def test_sending_to_an_absent_worker_is_unreachable(a_world):
     async with a_world() as world:
         with pytest.raises(WorkerUnreachable):
             world.workers.start(WorkerId("w1"), a_start())
@@ -171,7 +171,7 @@ async def test_nothing_can_be_sent_to_a_worker_that_is_not_there(a_world):
 
 
 @every_setup
-async def test_workers_do_not_hear_each_other(a_world):
+async def test_workers_get_only_their_own_messages(a_world):
     async with a_world() as world:
         peers = [await world.join(a_description(worker_id=name)) for name in ("w1", "w2")]
         await world.take()

@@ -30,13 +30,13 @@ def steps_of(one: EngineDriver) -> int:
     return sum(pulse.steps for pulse in one.engine.pulses())
 
 
-def working(one: EngineDriver) -> bool:
+def is_working(one: EngineDriver) -> bool:
     pulses = one.engine.pulses()
-    assert pulses, "it shows its steps"
+    assert pulses, "the engine shows no steps"
     return any(pulse.working for pulse in pulses)
 
 
-async def every_request_ends_exactly_once_with_all_its_tokens(one: EngineDriver) -> None:
+async def every_request_ends_once_with_all_its_tokens(one: EngineDriver) -> None:
     starts = [an_attempt(fresh_prompt(length), 3 + length % 5) for length in (1, 5, 31, 32, 33, 64, 100, 300)]
     one.submit(*starts)
 
@@ -57,7 +57,7 @@ async def greedy_tokens_are_the_same_alone_and_in_a_batch(one: EngineDriver) -> 
     assert [one.tokens[start.request_id] for start in together if await one.end_of(start)] == alone
 
 
-async def a_cancelled_request_ends_and_frees_its_blocks(one: EngineDriver) -> None:
+async def cancelled_request_ends_and_frees_its_blocks(one: EngineDriver) -> None:
     start = an_attempt(fresh_prompt(100), 900)
     one.submit(start)
     await one.until(lambda: len(one.tokens[start.request_id]) >= 2)
@@ -71,7 +71,7 @@ async def a_cancelled_request_ends_and_frees_its_blocks(one: EngineDriver) -> No
     await one.idle()
 
 
-async def a_request_cancelled_at_once_ends_too(one: EngineDriver) -> None:
+async def request_cancelled_at_once_ends_too(one: EngineDriver) -> None:
     starts = [an_attempt(fresh_prompt(50), 100) for _ in range(6)]
     one.submit(*starts)
 
@@ -85,7 +85,7 @@ async def a_request_cancelled_at_once_ends_too(one: EngineDriver) -> None:
     await one.idle()
 
 
-async def cancelling_what_is_not_there_changes_nothing(one: EngineDriver) -> None:
+async def cancelling_an_unknown_request_changes_nothing(one: EngineDriver) -> None:
     start = an_attempt(fresh_prompt(10), 4)
     await one.do(start)
 
@@ -114,13 +114,13 @@ async def reports_add_up_and_name_the_engines_own_cache(one: EngineDriver) -> No
     assert again.kv.cached_tokens == 5 * block_tokens
 
 
-async def reports_come_with_the_first_tokens_and_again_with_the_finish(one: EngineDriver) -> None:
+async def reports_come_with_the_first_tokens_and_the_finish(one: EngineDriver) -> None:
     prompt = fresh_prompt(5 * one.engine.facts.block_tokens + 3)
     for _ in range(2):
         start = an_attempt(prompt)
         one.submit(start)
         await one.until(lambda start=start: one.tokens[start.request_id])
-        assert one.told[start.request_id], "the first tokens say it"
+        assert one.told[start.request_id], "the first tokens carry the report"
 
         end = await one.end_of(start)
 
@@ -179,12 +179,12 @@ async def logprobs_come_when_asked_for(one: EngineDriver) -> None:
 
     assert len(one.logprobs[start.request_id]) == 4
     for token, logprobs in zip(one.tokens[start.request_id], one.logprobs[start.request_id], strict=True):
-        assert logprobs.top_ids[0] == token, "greedy chooses the most likely"
+        assert logprobs.top_ids[0] == token, "greedy sampling takes the most likely token"
         assert len(logprobs.top_ids) == len(logprobs.top) >= 2
         assert logprobs.chosen <= 0
 
 
-async def what_the_engine_cannot_do_is_rejected_by_field(one: EngineDriver) -> None:
+async def unsupported_fields_are_rejected_by_name(one: EngineDriver) -> None:
     unknown = an_attempt(token_bytes([5, 2**31]))
     one.submit(unknown)
 
@@ -195,9 +195,7 @@ async def what_the_engine_cannot_do_is_rejected_by_field(one: EngineDriver) -> N
     await one.do(an_attempt(fresh_prompt(10)))
 
 
-async def a_split_request_gives_the_tokens_of_an_aggregated_one(
-    prefill: EngineDriver, decode: EngineDriver, path: KvPath
-) -> None:
+async def disaggregated_tokens_equal_aggregated_ones(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
     """Check that the blocks really move; equal tokens alone would not prove it."""
     block_tokens = decode.engine.facts.block_tokens
     for length in (1, block_tokens - 1, block_tokens, 2 * block_tokens + 1, 300):
@@ -216,9 +214,7 @@ async def a_split_request_gives_the_tokens_of_an_aggregated_one(
     await decode.idle()
 
 
-async def the_decode_side_may_sample_the_first_token_itself(
-    prefill: EngineDriver, decode: EngineDriver, path: KvPath
-) -> None:
+async def decode_side_may_sample_the_first_token(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
     prompt = fresh_prompt(200)
     tokens, _, decoded = await run_disaggregated(prefill, decode, prompt, 6, path, pass_first_token=False)
 
@@ -227,9 +223,7 @@ async def the_decode_side_may_sample_the_first_token_itself(
     await prefill.idle()
 
 
-async def a_useless_hand_off_costs_time_and_nothing_else(
-    prefill: EngineDriver, decode: EngineDriver, path: KvPath
-) -> None:
+async def useless_handoff_costs_only_time(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
     for params in (b"", b"[]", b"{}", b'{"address":"127.0.0.1:1","lease":"none"}'):
         prompt = fresh_prompt(200)
         _, prefilled = await prefill.do(
@@ -243,9 +237,7 @@ async def a_useless_hand_off_costs_time_and_nothing_else(
         assert tokens == (await prefill.do(an_attempt(prompt, 6)))[0]
 
 
-async def blocks_handed_to_one_tenant_are_not_anothers(
-    prefill: EngineDriver, decode: EngineDriver, path: KvPath
-) -> None:
+async def handed_off_blocks_stay_with_their_tenant(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
     prompt = fresh_prompt(200)
     _, prefilled = await prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=path, salt=b"a" * 32))
 
@@ -256,7 +248,7 @@ async def blocks_handed_to_one_tenant_are_not_anothers(
     assert tokens == (await prefill.do(an_attempt(prompt, 6)))[0]
 
 
-async def a_prompt_that_the_decode_side_has_is_not_moved_again(
+async def prompt_known_to_the_decode_side_is_not_moved(
     prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
     prompt = fresh_prompt(200)
@@ -271,9 +263,7 @@ async def a_prompt_that_the_decode_side_has_is_not_moved_again(
     await prefill.idle()
 
 
-async def a_decode_that_is_cancelled_has_told_where_its_blocks_came_from(
-    prefill: EngineDriver, decode: EngineDriver, path: KvPath
-) -> None:
+async def cancelled_decode_has_reported_its_blocks(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
     prompt = fresh_prompt(200)
     first, prefilled = await prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=path))
     start = an_attempt(prompt + token_bytes(first), 800, phase=Phase.DECODE, handoff=prefilled.handoff)
@@ -295,7 +285,9 @@ async def a_decode_that_is_cancelled_has_told_where_its_blocks_came_from(
     await decode.idle()
 
 
-async def split_requests_side_by_side_keep_apart(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
+async def concurrent_disaggregated_requests_stay_apart(
+    prefill: EngineDriver, decode: EngineDriver, path: KvPath
+) -> None:
     prompts = [fresh_prompt(length) for length in (40, 90, 200, 333)]
     prefills = [an_attempt(prompt, phase=Phase.PREFILL, kv_path=path) for prompt in prompts]
     prefill.submit(*prefills)
@@ -313,7 +305,7 @@ async def split_requests_side_by_side_keep_apart(prefill: EngineDriver, decode: 
         assert tokens == (await prefill.do(an_attempt(prompt, 8)))[0]
 
 
-async def a_form_of_the_answer_is_never_passed_over(one: EngineDriver) -> None:
+async def structured_output_is_obeyed_or_rejected(one: EngineDriver) -> None:
     """Obey structured output or reject it by name, in every phase."""
     start = an_attempt(fresh_prompt(20), sampling=greedy(8, ignore_eos=False, form=Choice(("no", "yes"))))
     one.submit(start)
@@ -322,13 +314,15 @@ async def a_form_of_the_answer_is_never_passed_over(one: EngineDriver) -> None:
 
     if one.engine.facts.keeps_forms:
         assert isinstance(end, Progress), end
-        assert end.finish is Finish.STOP, "no or yes, and then nothing"
+        assert end.finish is Finish.STOP, "the answer is one of the choices"
     else:
         assert isinstance(end, Rejected), end
         assert (end.reason, end.field) == (Reason.INVALID_ARGUMENT, "sampling.form")
 
 
-async def a_form_is_kept_by_a_pair_as_by_one(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
+async def structured_output_of_a_pair_equals_that_of_one(
+    prefill: EngineDriver, decode: EngineDriver, path: KvPath
+) -> None:
     """Let the decode side sample every token, since structured output needs the answer from its start."""
     if not decode.engine.facts.keeps_forms:
         return
@@ -342,49 +336,49 @@ async def a_form_is_kept_by_a_pair_as_by_one(prefill: EngineDriver, decode: Engi
     assert tokens == (await prefill.do(an_attempt(prompt, sampling=sampling)))[0]
 
 
-async def steps_are_shown_while_it_works_and_end_with_the_work(one: EngineDriver) -> None:
+async def steps_are_shown_while_the_engine_works(one: EngineDriver) -> None:
     """Check what the watchdog relies on: a working engine steps, and an engine that does not step has no work."""
-    await until(lambda: not working(one))
+    await until(lambda: not is_working(one))
     before = steps_of(one)
     start = an_attempt(fresh_prompt(70), 40)
     one.submit(start)
     await one.until(lambda: len(one.tokens[start.request_id]) >= 20)
     during = steps_of(one)
-    assert working(one), "it holds a request"
+    assert is_working(one), "the engine holds a request"
     await one.end_of(start)
 
-    await until(lambda: not working(one))
+    await until(lambda: not is_working(one))
 
-    assert before + 20 <= during <= before + 60, "a step brings a request one token at most, and is counted once"
+    assert before + 20 <= during <= before + 60, "a step gives each request at most one token and is counted once"
     assert during + 10 <= steps_of(one)
     assert not one.engine.traced()
 
 
 ALONE = (
-    every_request_ends_exactly_once_with_all_its_tokens,
+    every_request_ends_once_with_all_its_tokens,
     greedy_tokens_are_the_same_alone_and_in_a_batch,
-    a_cancelled_request_ends_and_frees_its_blocks,
-    a_request_cancelled_at_once_ends_too,
-    cancelling_what_is_not_there_changes_nothing,
+    cancelled_request_ends_and_frees_its_blocks,
+    request_cancelled_at_once_ends_too,
+    cancelling_an_unknown_request_changes_nothing,
     reports_add_up_and_name_the_engines_own_cache,
-    reports_come_with_the_first_tokens_and_again_with_the_finish,
+    reports_come_with_the_first_tokens_and_the_finish,
     tenants_never_share_a_block,
     cache_events_name_the_blocks_of_the_chain,
     a_stop_token_ends_the_answer,
     sampling_with_a_seed_is_reproducible,
     logprobs_come_when_asked_for,
-    what_the_engine_cannot_do_is_rejected_by_field,
-    a_form_of_the_answer_is_never_passed_over,
-    steps_are_shown_while_it_works_and_end_with_the_work,
+    unsupported_fields_are_rejected_by_name,
+    structured_output_is_obeyed_or_rejected,
+    steps_are_shown_while_the_engine_works,
 )
 
 PAIRED = (
-    a_split_request_gives_the_tokens_of_an_aggregated_one,
-    the_decode_side_may_sample_the_first_token_itself,
-    a_useless_hand_off_costs_time_and_nothing_else,
-    blocks_handed_to_one_tenant_are_not_anothers,
-    a_prompt_that_the_decode_side_has_is_not_moved_again,
-    a_decode_that_is_cancelled_has_told_where_its_blocks_came_from,
-    split_requests_side_by_side_keep_apart,
-    a_form_is_kept_by_a_pair_as_by_one,
+    disaggregated_tokens_equal_aggregated_ones,
+    decode_side_may_sample_the_first_token,
+    useless_handoff_costs_only_time,
+    handed_off_blocks_stay_with_their_tenant,
+    prompt_known_to_the_decode_side_is_not_moved,
+    cancelled_decode_has_reported_its_blocks,
+    concurrent_disaggregated_requests_stay_apart,
+    structured_output_of_a_pair_equals_that_of_one,
 )

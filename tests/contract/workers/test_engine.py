@@ -28,7 +28,7 @@ def simulated(role: Role = Role.BOTH, store: str = "", kv_paths: tuple[KvPath, .
 
 
 @pytest.mark.parametrize("promise", ALONE, ids=lambda promise: promise.__name__)
-async def test_the_simulated_engine_promises_that(promise):
+async def test_simulated_engine_keeps_the_contract(promise):
     async with open_engine(simulated()) as engine, driven_engines(engine) as (one,):
         await promise(one)
         engine.check()
@@ -57,6 +57,6 @@ async def a_pair(path: KvPath, store: str) -> AsyncIterator[tuple[EngineDriver, 
 @pytest.mark.integration
 @pytest.mark.parametrize("path", KvPath)
 @pytest.mark.parametrize("promise", PAIRED, ids=lambda promise: promise.__name__)
-async def test_a_pair_of_simulated_engines_promises_that(promise, path, store):
+async def test_pair_of_simulated_engines_keeps_the_contract(promise, path, store):
     async with a_pair(path, store) as (prefill, decode):
         await promise(prefill, decode, path)

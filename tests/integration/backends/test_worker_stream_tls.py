@@ -59,7 +59,7 @@ async def a_router(address: str, credentials: Credentials):
         running.cancel()
 
 
-async def test_both_ends_know_each_other_by_their_certificates(ours):
+async def test_both_ends_authenticate_by_certificates(ours):
     worker = Credentials(**ours.issue("worker"), authority=ours.file)
     router = Credentials(**ours.issue("router"), authority=ours.file)
 
@@ -83,7 +83,7 @@ def a_secret(folder, content) -> str:
 
 
 @pytest.mark.parametrize("over_tls", [False, True])
-async def test_both_ends_know_each_other_by_a_secret(ours, secret, over_tls):
+async def test_both_ends_authenticate_by_a_secret(ours, secret, over_tls):
     worker = Credentials(secret_file=secret, **(ours.issue("worker") if over_tls else {}))
     router = Credentials(secret_file=secret, authority=ours.file if over_tls else "")
 
@@ -158,7 +158,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("case", REFUSALS)
-def test_both_ends_say_why_there_is_no_stream(ours, theirs, secret, other_secret, caplog, case, run):
+def test_both_ends_log_why_there_is_no_stream(ours, theirs, secret, other_secret, caplog, case, run):
     def credentials(told):
         files = {"secret": secret, "other": other_secret}
         issued = {"ours": ours.issue, "theirs": theirs.issue, "expired": lambda name: ours.issue(name, hours=(-2, -1))}
@@ -174,14 +174,14 @@ def test_both_ends_say_why_there_is_no_stream(ours, theirs, secret, other_secret
     async def play():
         router, worker, at_router, at_worker = REFUSALS[case]
         async with a_worker(credentials(worker)) as address, a_router(address, credentials(router)) as heard:
-            await until(lambda: at_router in said(caplog, "worker stream ended"), 20)
-            await until(lambda: at_worker in said(caplog, "stream refused"), 20)
+            await until(lambda: at_router in logged_causes(caplog, "worker stream ended"), 20)
+            await until(lambda: at_worker in logged_causes(caplog, "stream refused"), 20)
             assert heard.is_empty()
 
     run(play())
 
 
-def said(caplog, message):
+def logged_causes(caplog, message):
     return "; ".join(each.cause for each in caplog.records if each.getMessage() == message)
 
 
@@ -198,7 +198,7 @@ async def test_silent_connections_give_way_to_the_router(secret, caplog):
             writer.transport.abort()
 
     assert cut == [b""] * MAX_UNPROVEN
-    assert "it had proven nothing when newer ones came" in said(caplog, "stream refused")
+    assert "it had proven nothing when newer ones came" in logged_causes(caplog, "stream refused")
 
 
 class Echo:
@@ -214,18 +214,18 @@ class Echo:
 
 
 @asynccontextmanager
-async def a_door(secret):
+async def an_authenticating_listener(secret):
     """Run a listener that accepts peers with the secret and then records their messages."""
     door = StreamAuthenticator(worker_identity("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
     async with open_server("listen", "127.0.0.1:0", Echo, door=door) as address:
         yield address
 
 
-async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
+async def test_new_connection_does_not_cut_a_finishing_proof(secret):
     """Let the proof and the newcomer arrive in the same turn of the event loop."""
     identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     prover, other = Prover(identity, TO_WORKERS), Prover(identity, TO_WORKERS)
-    async with a_door(secret) as address:
+    async with an_authenticating_listener(secret) as address:
         host, port = address.rsplit(":", 1)
         peer = await a_peer(address)
         peer.say(prover.opening)
@@ -245,7 +245,7 @@ async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
 
 async def test_silent_connections_of_one_host_end_each_other(secret):
     prover = Prover(router_identity("worker_credentials", Credentials(secret_file=secret)), TO_WORKERS)
-    async with a_door(secret) as address:
+    async with an_authenticating_listener(secret) as address:
         host, port = address.rsplit(":", 1)
         loop = asyncio.get_running_loop()
         peer = a_peer(address)
@@ -283,7 +283,7 @@ async def test_proof_of_one_connection_opens_no_other(secret):
         assert await again.hear() == MAGIC + REFUSED
 
 
-async def test_listener_that_cannot_prove_the_secret_hears_nothing(secret):
+async def test_listener_without_the_secret_gets_nothing(secret):
     """Let a listener that has recorded a proof send it back."""
     said_there: list[bytes] = []
 
@@ -323,7 +323,7 @@ def test_invalid_settings_are_rejected_with_the_field(read, told):
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "10.0.0.1:1", "worker.example:1"])
-def test_worker_open_to_other_hosts_is_refused(listen):
+def test_worker_open_to_other_hosts_is_rejected(listen):
     settings = WorkerSettings(worker_id=WorkerId("w"), engine="simulated", model=ModelName("tiny"), listen=listen)
 
     with pytest.raises(ConfigurationRefused, match=r"^listen: .* is open to other hosts: set credentials\.secret_file"):
@@ -331,7 +331,7 @@ def test_worker_open_to_other_hosts_is_refused(listen):
 
 
 @pytest.mark.parametrize(("listen", "told"), [("127.0.0.1:0", {}), ("unix:/x", {}), ("0.0.0.0:0", {"insecure": True})])
-def test_worker_that_strangers_cannot_reach_needs_no_proof(listen, told):
+def test_local_worker_needs_no_proof(listen, told):
     worker_identity("credentials", Credentials(**told)).require("listen", listen, on_loopback=False)
 
 

@@ -49,7 +49,7 @@ async def test_the_router_introduces_itself():
         assert peer.hellos == ["router-7"]
 
 
-async def test_a_second_description_tells_the_ways_of_blocks_anew():
+async def test_second_description_updates_the_kv_paths():
     async with a_stream_setup() as world:
         alone = a_description(kv_paths=(), store_id=None)
         peer = await world.join(alone)
@@ -73,7 +73,7 @@ async def test_second_description_of_another_worker_breaks_the_stream():
         assert await world.take() == LEFT
 
 
-async def test_a_worker_that_comes_back_at_its_address_joins_again():
+async def test_restarted_worker_at_its_address_rejoins():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -98,7 +98,7 @@ async def test_worker_that_listens_late_is_reached():
         await joined(world)
 
 
-async def test_silence_is_death():
+async def test_silent_worker_counts_as_lost():
     async with a_stream_setup(heartbeat_timeout_seconds=SHORT) as world:
         loop = asyncio.get_running_loop()
         await world.join(a_description())
@@ -196,7 +196,7 @@ async def test_worker_with_another_name_than_announced_does_not_join():
         assert (await joined(world)).description.worker_id == "w1"
 
 
-async def test_two_workers_of_one_name_are_not_mixed_up():
+async def test_two_workers_of_one_name_stay_apart():
     async with a_stream_setup() as elsewhere:  # only for a second folder of sockets
         twin = await elsewhere.peer(a_description(incarnation="twin"))
         async with a_stream_setup(addresses=(twin.address,)) as world:
@@ -236,7 +236,7 @@ async def test_deregistered_worker_keeps_its_stream_until_it_ends():
         await nothing_but_load(world, other)
 
 
-async def test_a_worker_that_leaves_before_it_was_reached_is_given_up():
+async def test_worker_that_leaves_before_contact_is_dropped():
     async with a_stream_setup() as world:
         peer = await world.peer(a_description())
         await peer.leave()
@@ -335,7 +335,7 @@ async def test_peer_without_a_description_is_dialled_again():
     ],
     ids=["http", "no protobuf", "oversize", "half a frame"],
 )
-async def test_garbage_ends_the_stream_and_another_one_is_opened(said):
+async def test_garbage_ends_the_stream_and_a_new_one_opens(said):
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -347,7 +347,7 @@ async def test_garbage_ends_the_stream_and_another_one_is_opened(said):
         await joined(world)
 
 
-async def test_a_worker_that_says_why_it_ends_the_stream_is_quoted(caplog):
+async def test_reason_of_a_worker_for_the_end_is_logged(caplog):
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)

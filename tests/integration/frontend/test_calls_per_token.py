@@ -47,7 +47,7 @@ class CountedCalls(Struct):
 
 
 @contextmanager
-def counting() -> Iterator[CountedCalls]:
+def count_calls() -> Iterator[CountedCalls]:
     """Count the calls of functions in `fleet` on this thread."""
     counted = CountedCalls()
 
@@ -63,7 +63,7 @@ def counting() -> Iterator[CountedCalls]:
         sys.setprofile(before)
 
 
-async def asked(address: str, model: str, tokens: int, received: asyncio.Semaphore) -> None:
+async def stream_tokens(address: str, model: str, tokens: int, received: asyncio.Semaphore) -> None:
     """Request a stream of that many tokens, and report each arrival."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -81,7 +81,7 @@ async def asked(address: str, model: str, tokens: int, received: asyncio.Semapho
     writer.close()
 
 
-async def test_a_token_of_a_foreign_server_takes_few_calls():
+async def test_token_of_an_external_backend_takes_few_calls():
     """Send each token when the one before has arrived, so that no read gets two."""
     received = asyncio.Semaphore(0)
 
@@ -99,8 +99,8 @@ async def test_a_token_of_a_foreign_server_takes_few_calls():
     calls = []
     async with a_relay(server, probe_seconds=60.0) as world:
         for tokens in (FEW, FEW, MANY):  # the first run warms up
-            with counting() as counted:
-                await asked(world.http.address, MODEL, tokens, received)
+            with count_calls() as counted:
+                await stream_tokens(world.http.address, MODEL, tokens, received)
             calls.append(counted.calls)
         await world.settled()
     await server.stop()
@@ -108,26 +108,26 @@ async def test_a_token_of_a_foreign_server_takes_few_calls():
     assert (calls[2] - calls[1]) / (MANY - FEW) <= RELAYED
 
 
-async def test_a_token_of_an_own_worker_takes_few_calls_to_the_socket(model_dir):
+async def test_token_of_a_worker_takes_few_calls_to_the_socket(model_dir):
     calls = []
     async with open_frontends(model_dir) as frontends:
         for tokens in (FEW, FEW, MANY):
             frontends.will_answer("word " * tokens)
             frontends.router.answer = frontends.router.answer[:tokens]
-            with counting() as counted:
-                await asked(frontends.http.address, OWN_MODEL, tokens, asyncio.Semaphore(0))
+            with count_calls() as counted:
+                await stream_tokens(frontends.http.address, OWN_MODEL, tokens, asyncio.Semaphore(0))
             calls.append(counted.calls)
 
     assert (calls[2] - calls[1]) / (MANY - FEW) <= FRONTED
 
 
-def test_a_token_of_an_own_worker_takes_few_calls_of_the_machine():
+def test_token_of_a_worker_takes_few_machine_calls():
     router = RouterMachineDriver(("d1", Role.BOTH))
     work = the(Dispatch, router.send(an_arrival(tokens=a_prompt(100), sampling=Sampling(max_tokens=2 * MANY))))
     assert work.worker_id == WorkerId("d1")
     router.step(work, 5)
     progress = Progress(request_id=work.start.request_id, token_ids=(7,))
-    with counting() as counted:
+    with count_calls() as counted:
         for _ in range(MANY):
             router.machine.handle(WorkerStepped(worker_id=WorkerId("d1"), progress=(progress,)), router.now)
 

@@ -4,19 +4,19 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.core.requests import Logprobs
 from fleet.core.system_clock import SystemClock
-from fleet.frontend.grpc.service import open_grpc_frontend
+from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.net.grpc.calls import MAX_REQUEST_BYTES
 from fleet.net.settings import GrpcSettings
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from fleet.v1 import inference_pb2 as pb
 from tests.support.builders import a_prompt, token_ids
+from tests.support.frontend.grpc_calls import SMALL_WINDOW, details_of
 from tests.support.frontend.text_model import EOS
 from tests.support.router.fake_router import a_model_card
 from tests.support.waiting import until
@@ -24,7 +24,6 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.integration
 
 TEXT = "the quick brown fox: Größe 漢字 🎉!"
-DETAILS = "grpc-status-details-bin"
 
 
 @pytest.fixture
@@ -45,18 +44,6 @@ async def collect(call: AsyncIterator[pb.GenerateResponse]) -> tuple[pb.Admitted
     deltas = [event.delta for event in events[1:-1]]
     text = "".join(delta.text for delta in deltas) + events[-1].finished.text
     return events[0].admitted, text, [token for delta in deltas for token in delta.token_ids], events[-1].finished
-
-
-def details_of(
-    error: grpc.aio.AioRpcError,
-) -> tuple[pb.ErrorDetail, error_details_pb2.BadRequest, error_details_pb2.RetryInfo]:
-    found = (pb.ErrorDetail(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo())
-    for key, value in error.trailing_metadata():
-        if key == DETAILS:
-            for packed in status_pb2.Status.FromString(value).details:
-                for detail in found:
-                    packed.Unpack(detail)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -84,7 +71,7 @@ async def test_an_answer_streams_for_every_kind_of_prompt(frontends, stub, promp
     assert sum(origin.blocks for origin in phase.origins) == phase.prompt_blocks
 
 
-async def test_everything_a_client_may_say_arrives(frontends, stub):
+async def test_all_request_fields_arrive(frontends, stub):
     frontends.will_answer("x")
     sampling = pb.Sampling(
         max_tokens=9, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=2**63, presence_penalty=1,
@@ -175,7 +162,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("message", "field"), BAD)
-async def test_bad_input_is_a_typed_error_that_names_the_field(frontends, stub, message, field):
+async def test_invalid_input_is_a_typed_error_naming_the_field(frontends, stub, message, field):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(message))
 
@@ -216,7 +203,7 @@ async def test_malformed_message_is_reported(frontends, channel, content):
     assert frontends.router.submitted == []
 
 
-async def test_a_message_that_is_too_large_is_told_so(frontends, channel):
+async def test_too_large_message_is_reported(frontends, channel):
     error = await raw(channel, pb.GenerateRequest(text="x" * MAX_REQUEST_BYTES).SerializeToString())
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -247,18 +234,18 @@ async def test_total_size_of_running_requests_is_bounded(frontends, stub, channe
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (detail.reason, retry.retry_delay.ToMilliseconds()) == ("queue_full", 1000)
     ordinary = stub.Generate(pb.GenerateRequest(text="x"))
-    assert await ordinary.read(), "which are always taken"
+    assert await ordinary.read(), "short messages are always accepted"
     calls[0].cancel()
     await frontends.router.until(frontends.router.cancelled)
-    await until(lambda: frontends.grpc.door._server.held_bytes < 700_000)
+    await until(lambda: frontends.grpc.memory.held_bytes < 700_000)
     another = generate(long)
     assert await another.read()
     for call in (*calls, ordinary, another):
         call.cancel()
-    await until(lambda: frontends.grpc.door._server.held_bytes == 0)
+    await until(lambda: frontends.grpc.memory.held_bytes == 0)
 
 
-async def test_refusals_carry_when_to_try_again(frontends, stub):
+async def test_rejections_carry_a_retry_hint(frontends, stub):
     frontends.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -301,12 +288,8 @@ async def test_cancelling_a_call_cancels_the_request(frontends, stub):
     await frontends.router.until(frontends.router.cancelled)
 
 
-SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-"""Channel options of a client that takes little before it reads."""
-
-
 @pytest.mark.parametrize("frontends", [{"grpc": GrpcSettings(write_timeout_seconds=0.2)}], indirect=True)
-async def test_a_caller_that_does_not_read_for_too_long_is_given_up(frontends, caplog):
+async def test_caller_that_reads_nothing_is_cut_off(frontends, caplog):
     frontends.router.answer = [300] * 4000
     asked = pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=3900, ignore_eos=True))
     async with grpc.aio.insecure_channel(frontends.grpc.address, options=SMALL_WINDOW) as channel:
@@ -338,8 +321,8 @@ async def test_a_bug_is_internal_and_the_next_call_is_served(frontends, stub, ca
     assert (await collect(stub.Generate(pb.GenerateRequest(text="x"))))[1] == "the fox"
 
 
-async def test_a_draining_front_takes_nothing_new(frontends, stub):
-    frontends.grpc.door.drain()
+async def test_draining_frontend_takes_no_new_requests(frontends, stub):
+    frontends.grpc.drain()
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(pb.GenerateRequest(text="x")))
@@ -348,7 +331,7 @@ async def test_a_draining_front_takes_nothing_new(frontends, stub):
     assert details_of(raised.value)[0].reason == "draining"
 
 
-async def test_models_and_status_are_told(frontends, stub):
+async def test_models_and_status_are_served(frontends, stub):
     frontends.router.cards = (a_model_card(), a_model_card(name="big", max_model_len=9))
 
     models = await stub.ListModels(pb.ListModelsRequest())
@@ -405,20 +388,20 @@ async def test_reflection_lists_the_services(channel):
     assert "fleet.v1.Cluster" not in names
 
 
-async def test_a_port_in_use_is_refused_with_its_address(frontends):
+async def test_port_in_use_is_rejected_with_its_address(frontends):
     with pytest.raises(ConfigurationRefused, match=frontends.grpc.address):
-        async with open_grpc_frontend(frontends.grpc.address, frontends.generation, frontends.clock, max_held_bytes=1):
+        async with GrpcFrontend.open(frontends.grpc.address, frontends.generation, frontends.clock, max_held_bytes=1):
             pass
 
 
 @pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999"])
 async def test_invalid_address_is_rejected_with_an_example(frontends, listen):
     with pytest.raises(ConfigurationRefused, match=f"^cannot listen on {listen}: must be host:port$"):
-        async with open_grpc_frontend(listen, frontends.generation, SystemClock(), max_held_bytes=1):
+        async with GrpcFrontend.open(listen, frontends.generation, SystemClock(), max_held_bytes=1):
             pass
 
 
-async def test_clients_and_operators_have_ports_of_their_own(frontends):
+async def test_clients_and_operators_have_separate_ports(frontends):
     async with (
         grpc.aio.insecure_channel(frontends.grpc.address) as public,
         grpc.aio.insecure_channel(frontends.control) as inner,

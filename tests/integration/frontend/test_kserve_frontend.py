@@ -17,16 +17,16 @@ from fleet.core.clock import SECOND
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.core.requests import Logprobs
 from fleet.frontend.kserve import service as kserve_frontend
-from fleet.frontend.kserve.service import open_kserve_frontend
+from fleet.frontend.kserve.service import KserveFrontend
 from fleet.net.grpc.calls import MAX_REQUEST_BYTES
 from fleet.net.settings import GrpcSettings
 from fleet.router.tenants import TenantSettings
 from fleet.v1 import inference_pb2, kserve_pb2_grpc
 from fleet.v1 import kserve_pb2 as pb
-from tests.integration.frontend.test_grpc_frontend import SMALL_WINDOW, details_of
 from tests.support.builders import token_ids
 from tests.support.fleet_processes import fleet_up
 from tests.support.frontend.frontends import open_frontends
+from tests.support.frontend.grpc_calls import SMALL_WINDOW, details_of
 from tests.support.frontend.text_model import EOS
 from tests.support.frontend.triton_client import TritonClient, described_protocol
 from tests.support.router.fake_router import a_model_card
@@ -43,7 +43,7 @@ needs_triton = pytest.mark.skipif(find_spec("tritonclient") is None, reason="tri
 
 def a_kserve(frontends, max_held_bytes=1 << 30, **limits):
     limits = GrpcSettings(**limits)
-    return open_kserve_frontend(
+    return KserveFrontend.open(
         "127.0.0.1:0", frontends.generation, frontends.clock, max_held_bytes=max_held_bytes, limits=limits
     )
 
@@ -105,7 +105,9 @@ def outputs_of(response: pb.ModelInferResponse) -> dict[str, list]:
     return {each.name: list(getattr(each.contents, fields[each.datatype])) for each in response.outputs}
 
 
-async def all_of(call: AsyncIterator[pb.ModelStreamInferResponse]) -> dict[str, list[pb.ModelStreamInferResponse]]:
+async def responses_by_request(
+    call: AsyncIterator[pb.ModelStreamInferResponse],
+) -> dict[str, list[pb.ModelStreamInferResponse]]:
     """Return the responses by request id."""
     responses: dict[str, list[pb.ModelStreamInferResponse]] = {}
     async for response in call:
@@ -130,7 +132,7 @@ class TestTritonsClient:
             "output_ids",
         }
 
-    async def test_the_messages_that_we_serve_are_those_of_its_protocol(self, triton):
+    async def test_served_messages_match_the_protocol(self, triton):
         theirs = await triton("protocol")
 
         ours = described_protocol(pb.DESCRIPTOR)
@@ -160,7 +162,7 @@ class TestTritonsClient:
 
     @pytest.mark.parametrize("datatype", ["INT32", "INT64", "UINT32"])
     @pytest.mark.parametrize("ids", [[5, 6, 7], [[5, 6, 7]]])
-    async def test_token_ids_may_come_in_any_type_with_and_without_a_batch(self, frontends, triton, datatype, ids):
+    async def test_token_ids_may_have_any_type_with_or_without_batch(self, frontends, triton, datatype, ids):
         answer = frontends.will_answer("the fox")
 
         heard = await triton("infer", ids=ids, datatype=datatype, outputs=["output_ids"])
@@ -235,13 +237,13 @@ class TestTritonsClient:
         assert errors[0].startswith("text_input: ")
         order = [response["id"] for response in heard if "error" not in response]
         switches = sum(later != earlier for earlier, later in pairwise(order))
-        assert switches > len(good), "one by one"
+        assert switches > len(good), "one after another"
         for request in good:
             mine = [response for response in heard if response.get("id") == request["request_id"]]
             assert "".join(response["text_output"][0] for response in mine) == "the quick brown fox"
             assert mine[-1]["parameters"]["triton_final_response"]
 
-    async def test_without_stream_one_response_has_the_whole_answer(self, frontends, triton):
+    async def test_request_without_stream_gets_one_response(self, frontends, triton):
         frontends.will_answer("the quick brown fox")
 
         (heard,) = await triton("stream", requests=[{"text": "once"}])
@@ -249,7 +251,7 @@ class TestTritonsClient:
         assert heard["text_output"] == ["the quick brown fox"]
         assert heard["parameters"]["triton_final_response"] is True
 
-    async def test_a_stream_that_it_cancels_stops_the_engine(self, frontends, triton):
+    async def test_cancelled_triton_stream_stops_the_engine(self, frontends, triton):
         frontends.will_answer(TEXT)
         frontends.router.hold_after = 2
 
@@ -257,7 +259,7 @@ class TestTritonsClient:
 
         await frontends.router.until(frontends.router.cancelled)
 
-    async def test_a_key_in_its_headers_says_whose_request_it_is(self, model_dir, process):
+    async def test_key_in_headers_selects_the_tenant(self, model_dir, process):
         tenants = {"acme": TenantSettings(api_key_sha256=(KEY_SHA256,))}
         async with (
             open_frontends(model_dir, tenants) as frontends,
@@ -278,7 +280,7 @@ class TestTritonsClient:
         assert {arrived.tenant for arrived in frontends.router.submitted} == {"acme"}
 
 
-async def test_contents_in_tensors_are_answered_by_contents_in_tensors(frontends, stub):
+async def test_tensor_contents_get_tensor_contents(frontends, stub):
     answer = frontends.will_answer("the fox", then=[EOS])
 
     response = await stub.ModelInfer(a_message(outputs=["output_ids", "text_output"]))
@@ -343,7 +345,7 @@ async def test_an_unknown_model_is_not_found_and_not_ready(frontends, stub):
 async def test_stream_errors_name_their_request_and_retry_hint(frontends, stub):
     frontends.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500, cause="pin_unknown")
 
-    responses = await all_of(stub.ModelStreamInfer([a_message(id="a"), a_message(id="b")]))
+    responses = await responses_by_request(stub.ModelStreamInfer([a_message(id="a"), a_message(id="b")]))
 
     assert responses.keys() == {"a", "b"}
     ((failed,),) = [responses["a"]]
@@ -359,7 +361,7 @@ async def test_worker_lost_midway_ends_its_request_with_an_error(frontends, stub
     frontends.will_answer("the quick brown fox")
     frontends.router.break_after = 2
 
-    responses = (await all_of(stub.ModelStreamInfer([streaming(a_message(id="a"))])))["a"]
+    responses = (await responses_by_request(stub.ModelStreamInfer([streaming(a_message(id="a"))])))["a"]
 
     assert [bool(response.error_message) for response in responses] == [False, False, True]
     assert responses[-1].infer_response.parameters["error_reason"].string_param == "worker_lost"
@@ -447,9 +449,9 @@ async def test_total_size_of_running_requests_is_bounded(frontends, kserve, stub
         await stub.ModelInfer(whole)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await call.write(streaming(a_message(id="short")))
-    assert (await call.read()).infer_response.id == "short", "which are always taken"
+    assert (await call.read()).infer_response.id == "short", "short messages are always accepted"
     call.cancel()
-    await until(lambda: kserve.door._server.held_bytes == 0)
+    await until(lambda: kserve.memory.held_bytes == 0)
 
 
 async def test_client_that_leaves_during_a_write_is_no_failure(frontends, stub, caplog):
@@ -498,7 +500,7 @@ async def test_write_to_a_gone_client_ends_its_requests_silently(frontends, kser
     assert frontends.generation.running == 0
 
 
-async def test_a_client_that_reads_nothing_holds_up_nobody_else(frontends, kserve, stub):
+async def test_client_that_reads_nothing_delays_no_other(frontends, kserve, stub):
     frontends.will_answer("the quick brown fox " * 50)
     idle = stub.ModelStreamInfer([streaming(a_message(parameters={"max_tokens": 500}))] * 300)
     await frontends.router.until(frontends.router.submitted, 2)
@@ -527,7 +529,7 @@ async def test_client_that_reads_nothing_loses_all_its_requests(frontends, kserv
     assert caplog.records == []
 
 
-async def test_the_earlier_of_the_deadlines_of_call_and_request_counts(frontends, stub):
+async def test_earlier_deadline_of_call_and_request_counts(frontends, stub):
     frontends.will_answer("the fox")
 
     await stub.ModelInfer(a_message(parameters={"timeout": 100_000_000}), timeout=5000)
@@ -540,7 +542,7 @@ async def test_the_earlier_of_the_deadlines_of_call_and_request_counts(frontends
     assert deadlines[2] is None
 
 
-async def test_methods_that_are_not_served_say_so_and_which_are(channel):
+async def test_unserved_methods_name_the_served_ones(channel):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await channel.unary_unary("/inference.GRPCInferenceService/ModelConfig")(b"")
 
@@ -548,8 +550,8 @@ async def test_methods_that_are_not_served_say_so_and_which_are(channel):
     assert raised.value.details().startswith("ModelConfig is not served by Fleet; served: ServerLive, ")
 
 
-async def test_a_draining_front_is_not_ready_and_takes_nothing_new(frontends, kserve, stub):
-    kserve.door.drain()
+async def test_draining_frontend_is_not_ready(frontends, kserve, stub):
+    kserve.drain()
 
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
@@ -557,11 +559,11 @@ async def test_a_draining_front_is_not_ready_and_takes_nothing_new(frontends, ks
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.ModelInfer(a_message())
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-    responses = await all_of(stub.ModelStreamInfer([a_message()]))
+    responses = await responses_by_request(stub.ModelStreamInfer([a_message()]))
     assert responses[""][0].infer_response.parameters["error_reason"].string_param == "draining"
 
 
-async def test_without_workers_it_is_live_and_not_ready(frontends, stub, channel):
+async def test_frontend_without_workers_is_live_but_not_ready(frontends, stub, channel):
     frontends.router.cards = ()
 
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
@@ -577,7 +579,7 @@ async def test_without_workers_it_is_live_and_not_ready(frontends, stub, channel
                 break
 
 
-async def test_the_service_can_be_found_by_reflection(channel):
+async def test_reflection_lists_the_kserve_service(channel):
     async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
         yield reflection_pb2.ServerReflectionRequest(file_containing_symbol="inference.GRPCInferenceService")
 
@@ -587,14 +589,14 @@ async def test_the_service_can_be_found_by_reflection(channel):
     assert b"ModelStreamInfer" in response.file_descriptor_response.file_descriptor_proto[0]
 
 
-async def test_a_port_in_use_is_refused_with_its_address(frontends, kserve):
+async def test_port_in_use_is_rejected_with_its_address(frontends, kserve):
     with pytest.raises(ConfigurationRefused, match=kserve.address):
-        async with open_kserve_frontend(kserve.address, frontends.generation, SimpleNamespace(), max_held_bytes=1):
+        async with KserveFrontend.open(kserve.address, frontends.generation, SimpleNamespace(), max_held_bytes=1):
             pass
 
 
 @needs_triton
-def test_a_cluster_answers_the_same_tokens_over_both_protocols(tmp_path, process):
+def test_cluster_gives_equal_tokens_over_both_protocols(tmp_path, process):
     prompt = list(range(100, 300))
     with fleet_up(tmp_path, "--kserve-port", "0") as up, Client(up.grpc) as client:
         result = client.complete(prompt, max_tokens=24, temperature=0, ignore_eos=True)

@@ -185,7 +185,7 @@ async def test_models_are_listed_and_found(client):
         ({"extra_body": {"fleet": {"tenant": "t" * 300}}}, openai.BadRequestError, "fleet.tenant"),
     ],
 )
-async def test_bad_input_is_a_typed_error_that_names_the_field(frontends, client, fields, error, param):
+async def test_invalid_input_is_a_typed_error_naming_the_field(frontends, client, fields, error, param):
     with pytest.raises(error) as raised:
         await client.completions.create(**{"model": "tiny", "prompt": "once", **fields})
 
@@ -204,7 +204,7 @@ async def test_bad_input_is_a_typed_error_that_names_the_field(frontends, client
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refusals_have_their_status_also_when_streaming(frontends, client, reason, error, status, stream):
+async def test_rejections_have_their_status_when_streaming(frontends, client, reason, error, status, stream):
     frontends.router.refuse = RequestRejected(reason, "no", retry_after_ms=1500)
 
     with pytest.raises(error) as raised:
@@ -237,7 +237,7 @@ async def test_closing_a_stream_cancels_the_request(frontends, client):
     await frontends.router.until(frontends.router.cancelled)
 
 
-async def test_many_at_a_time_get_an_answer_each(frontends, client):
+async def test_concurrent_requests_get_an_answer_each(frontends, client):
     frontends.will_answer(TEXT)
 
     async def one() -> str:
@@ -250,7 +250,7 @@ async def test_many_at_a_time_get_an_answer_each(frontends, client):
     assert {task.result() for task in running} == {TEXT}
 
 
-async def test_the_synchronous_client_gets_the_same(frontends):
+async def test_synchronous_client_gets_the_same(frontends):
     frontends.will_answer(TEXT)
 
     def use() -> tuple[str, str]:

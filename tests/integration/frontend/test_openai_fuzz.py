@@ -88,14 +88,14 @@ def test_documented_and_invalid_requests_get_documented_answers(addresses, name,
     case.validate_response(answer, checks=[each for each in CHECKS if not (unmet and each is not_a_server_error)])
 
 
-def test_the_document_has_embeddings_where_somebody_makes_them(addresses):
+def test_document_has_embeddings_where_a_server_makes_them(addresses):
     assert OPERATIONS.keys() >= {EMBEDDINGS, "POST /v1/completions"}
     for address, made in zip(addresses, (False, True), strict=True):
         with urllib.request.urlopen(f"http://{address}/openapi.json", timeout=60) as answer:
             assert ("/v1/embeddings" in json.load(answer)["paths"]) is made
 
 
-def answered(address: str, sent: bytes) -> bytes:
+def raw_answer(address: str, sent: bytes) -> bytes:
     """Return everything until the server closes or is done."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
@@ -137,7 +137,7 @@ FRAGMENTS = st.sampled_from(
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.one_of(FRAGMENTS, st.binary(max_size=40)), max_size=10).map(b"".join))
 def test_random_bytes_get_an_http_error_or_a_closed_connection(address, sent):
-    got = answered(address, sent)
+    got = raw_answer(address, sent)
     assert got == b"" or got.startswith(b"HTTP/1.1 ")
     assert b"HTTP/1.1 500" not in got
-    assert answered(address, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert raw_answer(address, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").startswith(b"HTTP/1.1 200")

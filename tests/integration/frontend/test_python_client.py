@@ -65,7 +65,7 @@ async def test_a_stream_gives_deltas_and_then_the_result(frontends, client):
     [[{"role": "user", "content": "hi"}], (ChatMessage(role="user", content="hi"),)],
     ids=["mapping", "struct"],
 )
-async def test_a_conversation_is_a_prompt(frontends, client, prompt):
+async def test_conversation_is_accepted_as_a_prompt(frontends, client, prompt):
     frontends.will_answer(TEXT)
 
     await client.complete(prompt)
@@ -73,7 +73,7 @@ async def test_a_conversation_is_a_prompt(frontends, client, prompt):
     assert frontends.codec.decoder().add(token_ids(frontends.router.submitted[0].tokens)) == "user: hiassistant: "
 
 
-async def test_a_form_arrives_and_one_that_is_none_is_named(frontends, client):
+async def test_structured_output_arrives_and_invalid_is_named(frontends, client):
     frontends.will_answer(TEXT)
 
     await client.complete("x", form=Choice(("a", "b")))
@@ -84,7 +84,7 @@ async def test_a_form_arrives_and_one_that_is_none_is_named(frontends, client):
     assert raised.value.field == "sampling.form"
 
 
-async def test_tools_and_their_calls_arrive_or_are_refused_by_name(frontends, client):
+async def test_tools_arrive_or_are_rejected_by_name(frontends, client):
     frontends.will_answer(TEXT)
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -98,7 +98,7 @@ async def test_tools_and_their_calls_arrive_or_are_refused_by_name(frontends, cl
         assert raised.value.field == field
 
 
-async def test_token_ids_are_a_prompt_and_options_arrive(frontends, client):
+async def test_token_ids_and_options_arrive(frontends, client):
     answer = frontends.will_answer("the fox")
     frontends.router.logprobs = [Logprobs(-0.5, (token,), (-0.5,)) for token in answer]
 
@@ -120,7 +120,7 @@ async def test_token_ids_are_a_prompt_and_options_arrive(frontends, client):
     assert [logprobs.top_ids for logprobs in result.logprobs] == [(token,) for token in answer]
 
 
-async def test_text_held_back_to_the_end_is_a_delta_too(frontends, client):
+async def test_text_held_back_to_the_end_is_a_delta(frontends, client):
     frontends.will_answer("the fox")
 
     async with client.generate("once", stop=["x!"]) as stream:
@@ -129,7 +129,7 @@ async def test_text_held_back_to_the_end_is_a_delta_too(frontends, client):
     assert text == stream.result.text == "the fox"
 
 
-async def test_models_and_status_are_those_of_the_router(frontends, client):
+async def test_models_and_status_come_from_the_router(frontends, client):
     assert [model.name for model in await client.models()] == ["tiny"]
     status = await client.status()
     assert (status.router.models, status.store) == (("tiny",), None)
@@ -192,7 +192,7 @@ async def test_a_timeout_is_a_deadline_exceeded(frontends, client):
         ("\ud800", {}, InvalidRequest, "text"),
     ],
 )
-async def test_a_wrong_request_says_which_field(frontends, client, prompt, options, error, field):
+async def test_invalid_request_names_the_field(frontends, client, prompt, options, error, field):
     with pytest.raises(error) as raised:
         await client.complete(prompt, **options)
 
@@ -211,7 +211,7 @@ async def test_retryable_error_says_when_to_retry(frontends, client):
     assert (raised.value.reason, raised.value.retry_after_seconds) == (Reason.QUEUE_FULL, 1.5)
 
 
-async def test_a_client_reads_why_no_worker_could_be_chosen(frontends, client):
+async def test_client_learns_why_no_worker_was_chosen(frontends, client):
     frontends.router.refuse = RequestRejected(Reason.NO_WORKER, "no", cause="no_label")
 
     with pytest.raises(Unavailable) as raised:
@@ -233,7 +233,7 @@ async def test_a_stream_that_breaks_raises_after_its_deltas(frontends, client):
     assert raised.value.reason is Reason.WORKER_LOST
 
 
-async def test_a_server_that_is_not_there_is_unavailable():
+async def test_absent_server_is_unavailable():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -257,7 +257,7 @@ async def test_closing_the_client_ends_its_streams(frontends):
     await frontends.router.until(frontends.router.cancelled)
 
 
-async def test_the_synchronous_client_does_the_same(frontends):
+async def test_synchronous_client_streams_too(frontends):
     answer = frontends.will_answer(TEXT, then=[EOS])
 
     def use() -> None:
@@ -294,7 +294,7 @@ async def test_the_synchronous_client_cancels_and_times_out(frontends):
     await frontends.router.until(frontends.router.cancelled, 2)
 
 
-def test_every_reason_is_an_error_that_says_what_to_do():
+def test_every_reason_maps_to_an_error_with_advice():
     assert set(_REASONS) == set(Reason)
     assert set(_REASONS.values()) | {ServerError} == {
         InvalidRequest,

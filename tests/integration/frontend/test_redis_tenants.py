@@ -50,7 +50,7 @@ class LimitedRouter:
         await self.shared._redis.aclose()
 
 
-async def test_two_routers_together_let_in_what_one_would(redis):
+async def test_two_routers_together_admit_what_one_would(redis):
     async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other:
         admitted = 0
         for number in range(30):
@@ -80,7 +80,7 @@ async def test_usage_while_redis_was_away_is_reported_later(tmp_path, redis):
     assert 195 <= left.tokens.remaining <= 210
 
 
-async def test_a_router_goes_on_by_itself_without_redis():
+async def test_router_without_redis_limits_locally():
     async with LimitedRouter("redis://127.0.0.1:1") as alone:
         assert sum(alone.admits() for _ in range(30)) == 10
         await alone.shared.exchange()

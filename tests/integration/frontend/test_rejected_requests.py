@@ -8,7 +8,7 @@ import pytest
 
 from fleet.core.errors import RequestRejected
 from fleet.core.requests import GenerateRequest
-from fleet.frontend.kserve.service import open_kserve_frontend
+from fleet.frontend.kserve.service import KserveFrontend
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.v1 import inference_pb2 as pb
 from fleet.v1 import inference_pb2_grpc, kserve_pb2, kserve_pb2_grpc
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 KEPT = (RequestRejected, GenerateRequest, RelayedRequest)
 
 
-def kept():
+def collectable_objects():
     """Return the objects made since the collector was stopped."""
     return [each for each in gc.get_objects(generation=0) if isinstance(each, KEPT)]
 
@@ -34,7 +34,7 @@ async def without_collector():
     gc.disable()
     try:
         yield
-        await until(lambda: not kept())
+        await until(lambda: not collectable_objects())
     finally:
         gc.enable()
 
@@ -85,7 +85,7 @@ async def test_rejected_kserve_request_leaves_no_cycle(model_dir, name):
     message = kserve_pb2.ModelInferRequest(model_name=name, inputs=[tensor])
     async with (
         open_frontends(model_dir) as frontends,
-        open_kserve_frontend("127.0.0.1:0", frontends.generation, frontends.clock, max_held_bytes=1 << 30) as kserve,
+        KserveFrontend.open("127.0.0.1:0", frontends.generation, frontends.clock, max_held_bytes=1 << 30) as kserve,
         grpc.aio.insecure_channel(kserve.address) as channel,
     ):
         stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)

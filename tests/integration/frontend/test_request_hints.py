@@ -19,7 +19,7 @@ async def frontends(model_dir):
         yield frontends
 
 
-def heard(frontends):
+def submitted_request(frontends):
     (arrived,) = frontends.router.submitted
     return {name: getattr(arrived, name) for name in HINTS} | {"labels": list(arrived.labels)}
 
@@ -27,13 +27,13 @@ def heard(frontends):
 async def test_hints_reach_the_router_over_grpc(frontends):
     async with AsyncClient(frontends.grpc.address) as client:
         await client.complete("A question", max_tokens=4, **HINTS)
-    assert heard(frontends) == HINTS
+    assert submitted_request(frontends) == HINTS
 
 
 async def test_hints_reach_the_router_over_http(frontends):
     async with openai.AsyncOpenAI(base_url=f"{frontends.url}/v1", api_key="none", max_retries=0) as client:
         await client.completions.create(model=MODEL, prompt="A question", max_tokens=4, extra_body={"fleet": HINTS})
-    assert heard(frontends) == HINTS
+    assert submitted_request(frontends) == HINTS
 
 
 async def test_invalid_hint_is_rejected_under_the_clients_name(frontends):

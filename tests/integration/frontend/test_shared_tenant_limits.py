@@ -86,13 +86,13 @@ def cluster(tmp_path_factory, model_dir):
         try:
             started.add_worker()
             for model in ("tiny", "far"):
-                eventually(lambda model=model: asked(started, 8, tenant="", model=model) == 8)
+                eventually(lambda model=model: count_admitted(started, 8, tenant="", model=model) == 8)
             yield started
         finally:
             started.stop()
 
 
-def asked(cluster, count, tenant, model="tiny", prompt="x", at_once=True):
+def count_admitted(cluster, count, tenant, model="tiny", prompt="x", at_once=True):
     """Return how many requests are admitted, each on its own connection."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "fleet": {"tenant": tenant}}
     content = json.dumps(body).encode()
@@ -133,7 +133,7 @@ def refilled(began):
 def test_requests_at_one_moment_share_a_limit(cluster, tenant, model):
     began = time.monotonic()
 
-    let_in = asked(cluster, PROCESSES * LIMIT, tenant, model)
+    let_in = count_admitted(cluster, PROCESSES * LIMIT, tenant, model)
 
     assert LIMIT <= let_in <= LIMIT + TOO_MANY + refilled(began)
 
@@ -141,33 +141,33 @@ def test_requests_at_one_moment_share_a_limit(cluster, tenant, model):
 def test_requests_one_by_one_share_a_limit(cluster):
     began = time.monotonic()
 
-    let_in = asked(cluster, PROCESSES * LIMIT, "steady", at_once=False)
+    let_in = count_admitted(cluster, PROCESSES * LIMIT, "steady", at_once=False)
 
     assert LIMIT <= let_in <= LIMIT + refilled(began)
 
 
 def test_tokens_of_prompts_share_a_limit(cluster):
     """Allow one request per process to overdraw the bucket of tokens."""
-    let_in = asked(cluster, PROCESSES * 10, "wordy", prompt="x" * TOKENS)
+    let_in = count_admitted(cluster, PROCESSES * 10, "wordy", prompt="x" * TOKENS)
 
     assert 9 <= let_in <= 10 + PROCESSES
 
 
 def test_restarted_process_knows_what_was_taken(cluster):
     began = time.monotonic()
-    assert asked(cluster, LIMIT, "restarted") == LIMIT
+    assert count_admitted(cluster, LIMIT, "restarted") == LIMIT
     before = routers_of(cluster.routers.pid)
     os.kill(before[0], signal.SIGKILL)
     eventually(lambda: len(there := routers_of(cluster.routers.pid)) == PROCESSES and before[0] not in there)
 
     (restarted,) = set(routers_of(cluster.routers.pid)) - set(before)
     eventually(lambda: listens_at(restarted, cluster.port))
-    let_in = asked(cluster, PROCESSES * LIMIT, "restarted")
+    let_in = count_admitted(cluster, PROCESSES * LIMIT, "restarted")
 
     assert let_in <= TOO_MANY + refilled(began)
 
 
-def test_command_says_for_whom_limits_hold(cluster):
+def test_command_says_where_limits_hold(cluster):
     assert (
         "tenants' limits hold for these 3 processes together; each router elsewhere counts for itself"
         in cluster.log.read_text()

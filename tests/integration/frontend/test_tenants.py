@@ -41,7 +41,7 @@ async def ask(client, **options):
     return await client.completions.with_raw_response.create(model=MODEL, prompt="A question", max_tokens=4, **options)
 
 
-async def test_over_http_a_known_key_is_needed(frontends):
+async def test_http_requires_a_known_key(frontends):
     async with openai_client(frontends, "sk-wrong") as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await ask(client)
@@ -95,7 +95,7 @@ async def test_usage_of_a_tenant_is_recorded(frontends):
     assert min(prompts, answers) > 2
 
 
-async def test_over_grpc_the_same_holds(frontends):
+async def test_grpc_enforces_keys_and_limits_too(frontends):
     async with AsyncClient(frontends.grpc.address) as stranger:
         with pytest.raises(Unauthenticated) as refused:
             await stranger.complete("A question", max_tokens=4)

@@ -43,7 +43,7 @@ async def test_endpoint_is_in_header_and_metadata_and_body_unchanged(model_dir):
         assert picked.endpoints == ["10.0.0.1:8000"]
         assert (picked.body, picked.headers["content-length"]) == (a_completion(), f"{len(a_completion())}")
         assert picked.prefill is None
-        assert picked.removed == [PREFILL], "what a client made up reaches no sidecar"
+        assert picked.removed == [PREFILL], "a header of the client reaches no sidecar"
         assert world.booked() == {"d1": 1}
         await request.over()
 
@@ -101,7 +101,7 @@ async def test_fallback_endpoints_follow_the_best_one(model_dir):
 
 
 @pytest.mark.parametrize("subset", [["10.0.0.2:8000"], ["10.9.9.9:1", "10.0.0.2:8000"], "10.9.9.9:1, 10.0.0.2:8000"])
-async def test_only_endpoints_that_the_gateway_allows_are_picked(model_dir, subset):
+async def test_only_allowed_endpoints_are_picked(model_dir, subset):
     async with a_picker_setup(model_dir, D1, D2) as world:
         for number in range(3):
             picked = await world.request().ask(a_completion([number + 1] * 40), subset=subset)
@@ -113,7 +113,7 @@ async def test_only_endpoints_that_the_gateway_allows_are_picked(model_dir, subs
     "written",
     ["[fd00::2]:8000", "fd00::2:8000", "[fd00:0:0:0:0:0:0:2]:8000", "fd00:0000:0000:0000:0000:0000:0000:0002:8000"],
 )
-async def test_an_endpoint_is_the_same_however_a_gateway_spells_it(model_dir, written):
+async def test_endpoint_spellings_are_equivalent(model_dir, written):
     async with a_picker_setup(
         model_dir, D1, a_joined_endpoint("d2", "[fd00::2]:8000"), picker={"fallbacks": 0}
     ) as world:
@@ -122,7 +122,7 @@ async def test_an_endpoint_is_the_same_however_a_gateway_spells_it(model_dir, wr
             "[fd00::2]:8000"
         ]
         await request.answer_begins(served=written)
-        assert world.booked() == {"d2": 1}, "it did answer from there"
+        assert world.booked() == {"d2": 1}, "the earlier answer came from there"
         await request.answer_goes_on(EVENT, ends=True)
     async with a_picker_setup(model_dir, D1, picker={"router_endpoint": "[fd00::2]:8000"}) as world:
         assert (await world.request().ask(b"any", subset=[written])).endpoints == ["[fd00::2]:8000"]
@@ -135,7 +135,7 @@ async def test_invalid_endpoint_in_a_subset_allows_none(model_dir, entry):
 
 
 @pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"], ["10.0.1.1:8000"], 7, [7, True, None], {"a": "b"}])
-async def test_a_subset_without_a_ready_endpoint_is_answered_with_503(model_dir, subset):
+async def test_subset_without_a_ready_endpoint_gives_503(model_dir, subset):
     async with a_picker_setup(model_dir, D1, P1) as world:
         picked = await world.request().ask(a_completion(), subset=subset)
         assert picked.status == 503
@@ -143,7 +143,7 @@ async def test_a_subset_without_a_ready_endpoint_is_answered_with_503(model_dir,
         await world.idle()
 
 
-async def test_a_prefill_worker_outside_the_subset_takes_no_part(model_dir):
+async def test_prefill_worker_outside_the_subset_is_not_used(model_dir):
     async with a_picker_setup(model_dir, D1, P1) as world:
         alone = await world.request().ask(a_completion(LONG), subset=["10.0.0.1:8000"])
         assert (alone.endpoints, alone.prefill) == (["10.0.0.1:8000"], None)
@@ -153,7 +153,7 @@ async def test_a_prefill_worker_outside_the_subset_takes_no_part(model_dir):
 @pytest.mark.parametrize(
     "workers", [(), (a_joined_endpoint("d1", "unix:/run/d1"),), (a_joined_endpoint("d1", "host:80"),), (P1,)]
 )
-async def test_503_when_nothing_is_ready_that_a_gateway_can_reach(model_dir, workers):
+async def test_no_reachable_endpoint_gives_503(model_dir, workers):
     async with a_picker_setup(model_dir, *workers) as world:
         picked = await world.request().ask(a_completion())
         assert picked.status == 503
@@ -161,7 +161,7 @@ async def test_503_when_nothing_is_ready_that_a_gateway_can_reach(model_dir, wor
         await world.idle()
 
 
-async def test_429_with_a_hint_when_a_request_is_shed(model_dir):
+async def test_shed_request_gives_429_with_a_retry_hint(model_dir):
     limits = {"wait_seconds": 0.05, "retry_after_ms": 2500}
     async with a_picker_setup(model_dir, ONE_AT_A_TIME, picker=limits, oversubscribe=1.0) as world:
         await world.request().ask(a_completion())
@@ -173,14 +173,14 @@ async def test_429_with_a_hint_when_a_request_is_shed(model_dir):
         assert world.router.status().queued == 0
 
 
-async def test_a_full_queue_sheds_at_once(model_dir):
+async def test_full_queue_sheds_at_once(model_dir):
     async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0, max_queued=0) as world:
         await world.request().ask(a_completion())
         shed = await world.request().ask(a_completion())
         assert (shed.status, shed.headers["retry-after"]) == (429, "1")
 
 
-async def test_a_waiting_request_gets_the_place_of_one_that_ends(model_dir):
+async def test_queued_request_gets_a_freed_place(model_dir):
     async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
         first, waiting = await world.one_behind_another()
         await first.over()
@@ -264,7 +264,7 @@ async def test_endpoint_that_answered_counts_not_the_picked_one(model_dir):
         await world.idle()
 
 
-async def test_an_answer_from_elsewhere_takes_up_nobody(model_dir):
+async def test_answer_from_an_unknown_endpoint_reserves_nothing(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.ask(a_completion())
@@ -295,7 +295,7 @@ async def test_path_prefix_of_the_gateway_is_ignored(model_dir):
         assert world.booked() == {"d1": 1}
 
 
-async def test_workers_are_reached_on_the_port_where_they_speak_http(model_dir):
+async def test_workers_are_named_by_their_http_port(model_dir):
     workers = (a_joined_endpoint("d1", "http://10.0.0.1:9999/prefix"), a_joined_endpoint("d2", "[fd00::2]:50060"))
     async with a_picker_setup(model_dir, *workers, picker={"target_port": 8080}) as world:
         picked = await world.request().ask(a_completion())
@@ -318,7 +318,7 @@ class RecordingLeadership:
         self.resigned, self.leading, self.following = True, False, True
 
 
-async def test_health_says_who_lives_and_who_is_ready(model_dir):
+async def test_health_reports_liveness_and_readiness(model_dir):
     told = RecordingLeadership()
     async with a_picker_setup(model_dir, standing=told) as world:
 
@@ -329,21 +329,21 @@ async def test_health_says_who_lives_and_who_is_ready(model_dir):
         async def all_three():
             return [await serving(service) for service in ("liveness", "readiness", SERVICE)]
 
-        assert await all_three() == [True, False, False], "without workers"
+        assert await all_three() == [True, False, False], "there are no workers"
         world.router.hear(D1)
         assert await all_three() == [True, True, True]
         told.leading = False
-        assert await all_three() == [True, False, False], "who could not renew"
-        assert (await world.request().ask(a_completion())).endpoints, "but nobody else is known to lead"
+        assert await all_three() == [True, False, False], "the leader could not renew its lease"
+        assert (await world.request().ask(a_completion())).endpoints, "no other leader is known"
         told.following = True
-        assert await all_three() == [True, False, False], "a follower"
+        assert await all_three() == [True, False, False], "it is a follower"
         refused = await world.request().ask(a_completion())
         assert (refused.status, refused.error["code"]) == (503, "draining")
         told.leading, told.following = True, False
         await world.picker.drain(Nanos(SECOND))
-        assert await all_three() == [True, False, False], "while it goes away"
+        assert await all_three() == [True, False, False], "it is resigning"
         assert told.resigned
-        assert (await world.request().ask(a_completion())).endpoints, "gateways hear of it later"
+        assert (await world.request().ask(a_completion())).endpoints, "gateways notice later"
 
 
 async def test_liveness_watch_is_answered_at_once(model_dir):
@@ -352,7 +352,7 @@ async def test_liveness_watch_is_answered_at_once(model_dir):
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_draining_waits_for_answers_that_pass(model_dir):
+async def test_draining_waits_for_passing_answers(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.ask(a_completion())
@@ -364,7 +364,7 @@ async def test_draining_waits_for_answers_that_pass(model_dir):
         await draining
 
 
-async def test_a_gateways_connection_ends_in_time_and_no_request_does(model_dir):
+async def test_gateway_connection_ends_by_age_without_losing_calls(model_dir):
     async with a_picker_setup(model_dir, D1, connection_seconds=0.2) as world:
         request, channel = world.request(), world.gateway.channel
         await request.ask(a_completion())
@@ -374,7 +374,7 @@ async def test_a_gateways_connection_ends_in_time_and_no_request_does(model_dir)
 
         other = world.request()
         await other.ask(a_completion([7] * 40))
-        assert world.booked() == {"d1": 2}, "over another connection"
+        assert world.booked() == {"d1": 2}, "it uses another connection"
         for each in (request, other):
             await each.answer_begins()
             assert await each.answer_goes_on(EVENT, ends=True) == EVENT
@@ -398,7 +398,7 @@ async def test_router_can_name_itself_as_the_endpoint(model_dir):
         assert world.booked() == {}
 
 
-async def test_keys_of_tenants_are_asked_for_and_their_answers_charged(model_dir):
+async def test_tenant_keys_are_required_and_answers_charged(model_dir):
     tenants = {"a": TenantSettings(api_key_sha256=(hashlib.sha256(b"secret").hexdigest(),))}
     async with a_picker_setup(model_dir, D1, tenants=tenants) as world:
         assert (await world.request().ask(a_completion())).status == 401

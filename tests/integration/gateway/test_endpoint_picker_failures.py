@@ -123,7 +123,7 @@ async def test_invalid_request_gets_an_openai_error(model_dir, body, status, par
         await world.idle()
 
 
-async def test_a_body_that_is_too_long_is_refused_while_it_comes(model_dir):
+async def test_too_long_body_is_rejected_while_it_arrives(model_dir):
     async with a_picker_setup(model_dir, D1, picker={"max_body_bytes": 10_000}) as world:
         request = world.request()
         await request.head()
@@ -134,7 +134,7 @@ async def test_a_body_that_is_too_long_is_refused_while_it_comes(model_dir):
         await world.idle()
 
 
-async def test_bodies_that_together_take_too_much_are_shed(model_dir):
+async def test_bodies_beyond_the_total_limit_are_shed(model_dir):
     async with a_picker_setup(model_dir, D1, picker={"max_held_bytes": 10_000}) as world:
         slow, other = world.request(), world.request()
         await slow.head()
@@ -146,7 +146,7 @@ async def test_bodies_that_together_take_too_much_are_shed(model_dir):
         assert (await world.request().ask(a_completion() + b" " * 8000)).endpoints
 
 
-async def test_a_request_that_does_not_come_is_given_up(model_dir):
+async def test_incomplete_request_times_out(model_dir):
     async with a_picker_setup(model_dir, D1, picker={"body_seconds": 0.1}) as world:
         request = world.request()
         await request.head()
@@ -206,14 +206,14 @@ async def test_out_of_order_messages_end_the_call(model_dir, messages):
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"\x12\xff\xff\xff\xff\x0f", b"\x22\x05abc", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_bytes_that_are_no_message_end_the_call(model_dir, content):
+async def test_malformed_message_ends_the_call(model_dir, content):
     async with a_picker_setup(model_dir, D1) as world:
         call = world.gateway.raw()
         await call.write(content)
         assert await status_of(call) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_call_with_nothing_in_it_ends(model_dir):
+async def test_empty_call_ends(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         await world.request().over()
 

@@ -63,7 +63,7 @@ class SelectionSetup:
 
 
 @asynccontextmanager
-async def a_brain(*workers, limits=SelectionSettings(caller_share=1), **settings):  # noqa: B008 - frozen
+async def a_selection_setup(*workers, limits=SelectionSettings(caller_share=1), **settings):  # noqa: B008 - frozen
     selecting = SelectionAwareWorkers(UnusedWorkers())
     server = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, SystemClock())
     for worker_id, role, fields in workers:
@@ -83,7 +83,7 @@ def decode(worker_id, **fields):
 
 
 async def test_selection_reserves_at_once_and_release_frees_it():
-    async with a_brain(decode("d1"), decode("d2")) as brain:
+    async with a_selection_setup(decode("d1"), decode("d2")) as brain:
         first = await brain.select()
         second = await brain.select(tokens=a_prompt(100, first=5000))
 
@@ -96,9 +96,9 @@ async def test_selection_reserves_at_once_and_release_frees_it():
         assert brain.booked() == {"d1": (0, 0), "d2": (0, 0)}
 
 
-async def test_callers_that_ask_at_once_see_each_others_bookings():
+async def test_concurrent_selections_see_each_others_reservations():
     workers = [decode(f"d{number}") for number in range(8)]
-    async with a_brain(*workers) as brain, grpc.aio.insecure_channel(brain.address) as channel:
+    async with a_selection_setup(*workers) as brain, grpc.aio.insecure_channel(brain.address) as channel:
         other = SelectionSetup(brain.server, brain.service, SelectionStub(channel), brain.address)
         prompts = [a_prompt(100, first=1000 * number) for number in range(1, 81)]
 
@@ -111,7 +111,7 @@ async def test_callers_that_ask_at_once_see_each_others_bookings():
 
 
 async def test_first_tokens_free_prefill_and_later_ones_add_load():
-    async with a_brain(decode("d1")) as brain:
+    async with a_selection_setup(decode("d1")) as brain:
         selected = await brain.select()
         await brain.report(selected.lease_id, answer_tokens=1)
         assert brain.booked() == {"d1": (1, 0)}
@@ -121,7 +121,7 @@ async def test_first_tokens_free_prefill_and_later_ones_add_load():
 
 
 async def test_long_prompt_gets_a_pair_and_frees_each_share_in_turn():
-    async with a_brain(("p1", Role.PREFILL, {}), decode("d1")) as brain:
+    async with a_selection_setup(("p1", Role.PREFILL, {}), decode("d1")) as brain:
         selected = await brain.select(tokens=LONG, max_tokens=10)
         assert (selected.prefill.worker_id, selected.decode.worker_id) == ("p1", "d1")
         assert selected.kv_path == "store"
@@ -135,7 +135,7 @@ async def test_long_prompt_gets_a_pair_and_frees_each_share_in_turn():
 
 
 async def test_lease_ends_unless_it_is_renewed():
-    async with a_brain(decode("d1")) as brain:
+    async with a_selection_setup(decode("d1")) as brain:
         forgotten = await brain.select(lease_ms=300)
         kept = await brain.select(tokens=a_prompt(50, first=9000), lease_ms=60_000)
 
@@ -145,8 +145,8 @@ async def test_lease_ends_unless_it_is_renewed():
         assert (await brain.report(kept.lease_id)).lease_ms == 60_000
 
 
-async def test_a_booking_ends_with_its_worker():
-    async with a_brain(decode("d1"), decode("d2")) as brain:
+async def test_reservation_ends_with_its_worker():
+    async with a_selection_setup(decode("d1"), decode("d2")) as brain:
         selected = await brain.select()
         brain.server.hear(WorkerLeft(worker_id=WorkerId(selected.decode.worker_id)))
         gone = await brain.refused(brain.report(selected.lease_id))
@@ -155,7 +155,7 @@ async def test_a_booking_ends_with_its_worker():
 
 
 async def test_pair_reservation_ends_when_its_decode_worker_is_lost():
-    async with a_brain(("p1", Role.PREFILL, {}), decode("d1"), decode("d2")) as brain:
+    async with a_selection_setup(("p1", Role.PREFILL, {}), decode("d1"), decode("d2")) as brain:
         selected = await brain.select(tokens=LONG, max_tokens=10)
         assert selected.prefill.worker_id == "p1"
         brain.server.hear(WorkerLeft(worker_id=WorkerId(selected.decode.worker_id)))
@@ -166,8 +166,8 @@ async def test_pair_reservation_ends_when_its_decode_worker_is_lost():
         assert gone.reason is Reason.REQUEST_NOT_FOUND
 
 
-async def test_a_lease_needs_no_explanation_to_be_remembered():
-    async with a_brain(decode("d1"), explained_requests=1) as brain:
+async def test_lease_is_kept_without_its_explanation():
+    async with a_selection_setup(decode("d1"), explained_requests=1) as brain:
         leases = [(await brain.select(tokens=a_prompt(100, first=5000 * number))).lease_id for number in range(4)]
         for lease_id in leases:
             await brain.report(lease_id, answer_tokens=1)
@@ -175,7 +175,7 @@ async def test_a_lease_needs_no_explanation_to_be_remembered():
 
 
 async def test_worker_lost_before_the_answer_is_named_in_the_error(monkeypatch):
-    async with a_brain(decode("d1")) as brain:
+    async with a_selection_setup(decode("d1")) as brain:
         opened = brain.server.open
 
         def open_and_lose(arrived, stream):
@@ -190,16 +190,16 @@ async def test_worker_lost_before_the_answer_is_named_in_the_error(monkeypatch):
         assert brain.service._bookings == {}
 
 
-async def test_leases_do_not_hold_up_the_end_of_a_router():
-    async with a_brain(decode("d1")) as brain:
+async def test_leases_do_not_delay_the_router_end():
+    async with a_selection_setup(decode("d1")) as brain:
         await brain.select()
         brain.service.drain()
         assert await brain.server.drain(Nanos(0)) == 0
 
 
-async def test_a_caller_that_stops_waiting_has_booked_nothing():
+async def test_caller_that_stops_waiting_reserves_nothing():
     workers = [decode(name, max_running=1) for name in ("d1", "d2")]
-    async with a_brain(*workers, oversubscribe=1.0) as brain:
+    async with a_selection_setup(*workers, oversubscribe=1.0) as brain:
         await brain.select(pin="d1")
         late = await brain.refused(brain.select(tokens=a_prompt(9, first=700), timeout_ms=100, pin="d1"))
         assert late.reason is Reason.DEADLINE_PASSED
@@ -207,9 +207,9 @@ async def test_a_caller_that_stops_waiting_has_booked_nothing():
         assert brain.booked() == {"d1": (1, 100), "d2": (0, 0)}
 
 
-async def test_leases_of_one_caller_hold_no_more_than_its_share():
+async def test_leases_of_one_caller_stay_within_its_share():
     workers = [decode(name, max_running=4) for name in ("d1", "d2")]
-    async with a_brain(*workers, oversubscribe=2.0, limits=SelectionSettings(caller_share=0.5)) as brain:
+    async with a_selection_setup(*workers, oversubscribe=2.0, limits=SelectionSettings(caller_share=0.5)) as brain:
         leases = [(await brain.select(tokens=a_prompt(9, first=100 * number))).lease_id for number in range(8)]
 
         over = await brain.refused(brain.select(timeout_ms=50))
@@ -221,9 +221,9 @@ async def test_leases_of_one_caller_hold_no_more_than_its_share():
         assert sum(requests for requests, _ in brain.booked().values()) == 8
 
 
-async def test_a_lease_that_ends_by_itself_gives_its_share_back():
+async def test_expired_lease_frees_its_share():
     limits = SelectionSettings(caller_share=0.01)
-    async with a_brain(decode("d1"), limits=limits) as brain:
+    async with a_selection_setup(decode("d1"), limits=limits) as brain:
         await brain.select(lease_ms=50)
         assert (await brain.refused(brain.select())).reason is Reason.QUEUE_FULL
 
@@ -232,8 +232,8 @@ async def test_a_lease_that_ends_by_itself_gives_its_share_back():
         assert (await brain.select()).lease_id
 
 
-async def test_longer_leases_and_waits_than_the_ceilings_are_refused():
-    async with a_brain(decode("d1"), limits=SelectionSettings(max_lease_ms=5000, max_wait_ms=2000)) as brain:
+async def test_leases_and_waits_beyond_the_limits_are_rejected():
+    async with a_selection_setup(decode("d1"), limits=SelectionSettings(max_lease_ms=5000, max_wait_ms=2000)) as brain:
         assert (await brain.select()).lease_ms == 5000
         for field in ("lease_ms", "timeout_ms"):
             refused = await brain.refused(brain.select(**{field: 5001}))
@@ -254,23 +254,23 @@ async def test_longer_leases_and_waits_than_the_ceilings_are_refused():
         ({"priority": 1000}, "priority"),
     ],
 )
-async def test_wrong_fields_are_named_and_book_nothing(fields, field):
-    async with a_brain(decode("d1")) as brain:
+async def test_invalid_fields_are_named_and_reserve_nothing(fields, field):
+    async with a_selection_setup(decode("d1")) as brain:
         refused = await brain.refused(brain.select(**fields))
         assert refused.field == field
         assert brain.booked() == {"d1": (0, 0)}
 
 
 async def test_unlimited_answer_reserves_what_the_prompt_leaves():
-    async with a_brain(("p1", Role.PREFILL, {}), decode("d1")) as brain:
+    async with a_selection_setup(("p1", Role.PREFILL, {}), decode("d1")) as brain:
         selected = await brain.select(tokens=LONG)
         await brain.report(selected.lease_id, prefilled=True)
         await brain.report(selected.lease_id, answer_tokens=5)
         assert brain.booked() == {"p1": (0, 0), "d1": (1, 0)}
 
 
-async def test_more_tokens_than_were_asked_for_count_for_no_more():
-    async with a_brain(decode("d1")) as brain:
+async def test_tokens_beyond_the_request_are_not_counted():
+    async with a_selection_setup(decode("d1")) as brain:
         selected = await brain.select(max_tokens=64)
         for _ in range(5):
             await brain.report(selected.lease_id, answer_tokens=60)

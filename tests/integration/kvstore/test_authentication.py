@@ -22,7 +22,7 @@ from kvstore.security.call_proofs import PROOF_KEY
 from kvstore.security.channels import LoadedCredentials, load
 from kvstore.security.credentials import Credentials
 from kvstore.system_clock import MonotonicClock, unix_seconds
-from kvstore.tiers.private_memory import PrivateMemoryTier
+from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_frames import CHALLENGE, MAGIC, OPENING, VERDICT, DataPlaneOperation, DataPlaneStatus
 from kvstore.transports.tcp_server import DataPlaneServer
@@ -49,7 +49,7 @@ def key(secret: bytes) -> AuthenticationKey | None:
 async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlaneServer, str, bytes, Slot]]:
     """Yield the data plane, its address, a namespace, and the slot of a block."""
     store = MachineDriver()
-    tier = PrivateMemoryTier(8 * BLOCK_BYTES)
+    tier = SharedMemoryTier(8 * BLOCK_BYTES)
     reservation = store.reserve(a_chain(1))
     for command in store.machine.commands():
         assert isinstance(command, Claim)
@@ -84,17 +84,17 @@ async def test_client_with_the_secret_reads_blocks():
     [
         (SECRET, OTHER, "has another secret"),
         (SECRET, b"", "asks for a proof"),
-        (b"", SECRET, "proves nothing"),
+        (b"", SECRET, "has no secret"),
     ],
 )
-async def test_two_ends_of_which_one_has_not_the_secret_do_not_speak(nodes, clients, says):
+async def test_end_without_the_secret_is_rejected(nodes, clients, says):
     async with a_data_plane(nodes) as (plane, address, digest, slot):
         with pytest.raises(StoreUnreachable, match=says):
             await asyncio.to_thread(fetch, address, digest, slot, clients)
         assert plane.refused == (clients == OTHER)
 
 
-async def test_a_stranger_does_not_learn_which_namespaces_are_open():
+async def test_unknown_client_learns_no_open_namespaces():
     async with a_data_plane(SECRET) as (_, address, _, slot):
         with pytest.raises(NamespaceUnknown):
             await asyncio.to_thread(fetch, address, b"?" * 16, slot, SECRET)
@@ -102,9 +102,9 @@ async def test_a_stranger_does_not_learn_which_namespaces_are_open():
             await asyncio.to_thread(fetch, address, b"?" * 16, slot, OTHER)
 
 
-async def test_a_proof_that_was_overheard_opens_no_other_connection():
+async def test_captured_proof_opens_no_other_connection():
     async with a_data_plane(SECRET) as (_, address, digest, slot):
-        heard = await asyncio.to_thread(overhear, address, digest, slot)
+        heard = await asyncio.to_thread(capture_request, address, digest, slot)
         reader, writer = await asyncio.open_connection(*address.split(":"))
         opening, proof = heard[: OPENING.size], heard[OPENING.size : OPENING.size + PROOF_BYTES]
 
@@ -131,7 +131,7 @@ async def test_requests_instead_of_a_proof_are_not_served():
         writer.close()
 
 
-def test_a_node_that_cannot_prove_the_secret_gets_no_request():
+def test_node_without_the_secret_gets_no_request():
     after: list[bytes] = []
 
     def pretend() -> None:
@@ -186,11 +186,11 @@ def ask(address: str, access: LoadedCredentials, now=unix_seconds, metadata=()) 
         return response.store_id
 
 
-async def first(stream):
+async def first_message(stream):
     return await anext(aiter(stream))
 
 
-async def refusal(address: str, access: LoadedCredentials, **how) -> grpc.RpcError:
+async def rejection(address: str, access: LoadedCredentials, **how) -> grpc.RpcError:
     with pytest.raises(grpc.RpcError) as caught:
         await asyncio.to_thread(ask, address, access, **how)
     return caught.value
@@ -212,34 +212,38 @@ async def test_client_with_the_secret_may_call_sync_or_async():
 )
 async def test_client_without_the_secret_is_rejected_in_every_call(access, says):
     async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
-        error = await refusal(address, access)
+        error = await rejection(address, access)
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert says in error.details()
         async with access.aio_channel(address, ()) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match=says):
-                await first(pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest(), timeout=60))
+                await first_message(pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest(), timeout=60))
             listing = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-                await first(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(listing, timeout=60))
+                await first_message(
+                    reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(listing, timeout=60)
+                )
 
 
 @pytest.mark.parametrize("text", ["garbage", "1.2.3", "-1.00.00"])
 async def test_a_malformed_proof_is_no_proof(text):
     async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
-        error = await refusal(address, LoadedCredentials(), metadata=((PROOF_KEY, text),))
+        error = await rejection(address, LoadedCredentials(), metadata=((PROOF_KEY, text),))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_old_proof_is_rejected_with_a_hint_on_clocks():
     async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
-        error = await refusal(address, LoadedCredentials(secret=SECRET), now=lambda: unix_seconds() - SKEW_SECONDS - 10)
+        error = await rejection(
+            address, LoadedCredentials(secret=SECRET), now=lambda: unix_seconds() - SKEW_SECONDS - 10
+        )
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert "set the clocks" in error.details()
 
 
-async def test_an_answer_that_is_not_proven_is_not_believed():
+async def test_unproven_answer_is_not_believed():
     async with a_control_plane(LoadedCredentials()) as address:
-        error = await refusal(address, LoadedCredentials(secret=SECRET))
+        error = await rejection(address, LoadedCredentials(secret=SECRET))
         assert "not proven" in error.details()
         async with LoadedCredentials(secret=SECRET).aio_channel(address, ()) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="not proven"):
@@ -266,7 +270,7 @@ async def test_certificates_of_the_same_authority_are_enough(tmp_path):
             assert (await stub.Stats(pb.StatsRequest(), timeout=60)).store_id == "asked"
 
 
-async def test_no_certificate_or_one_of_another_authority_gets_nowhere(tmp_path):
+async def test_missing_or_foreign_certificate_is_rejected(tmp_path):
     authority, stranger = Authority(tmp_path, "authority"), Authority(tmp_path, "stranger")
     node = load(Credentials(authority=authority.file, **authority.issue("node")))
     false_node = load(Credentials(authority=authority.file, **stranger.issue("false-node")))
@@ -278,9 +282,9 @@ async def test_no_certificate_or_one_of_another_authority_gets_nowhere(tmp_path)
             load(Credentials(authority=authority.file, **stranger.issue("other"))),
             load(Credentials(authority=stranger.file, **authority.issue("trusts-another"))),
         ):
-            assert (await refusal(address, access)).code() is grpc.StatusCode.UNAVAILABLE
+            assert (await rejection(address, access)).code() is grpc.StatusCode.UNAVAILABLE
     async with a_control_plane(false_node) as address:
-        assert (await refusal(address, client)).code() is grpc.StatusCode.UNAVAILABLE
+        assert (await rejection(address, client)).code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_node_with_only_a_certificate_still_asks_for_the_secret(tmp_path):
@@ -290,7 +294,7 @@ async def test_node_with_only_a_certificate_still_asks_for_the_secret(tmp_path):
     async with a_control_plane(node) as address:
         client = LoadedCredentials(secret=SECRET, authority=(tmp_path / "authority.pem").read_bytes())
         assert await asyncio.to_thread(ask, address, client) == "asked"
-        error = await refusal(address, LoadedCredentials(authority=client.authority))
+        error = await rejection(address, LoadedCredentials(authority=client.authority))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -307,7 +311,7 @@ async def test_node_with_only_a_certificate_still_asks_for_the_secret(tmp_path):
         (("unix:/run/c",), "0.0.0.0:7001", "data_listen"),
     ],
 )
-def test_an_open_address_needs_protection(listen, data_listen, field):
+def test_public_address_needs_credentials(listen, data_listen, field):
     with pytest.raises(StoreNotStarted) as caught:
         LoadedCredentials().require(listen, data_listen)
     assert str(caught.value).startswith(f"{field}: ")
@@ -334,20 +338,20 @@ def test_addresses_of_this_machine_need_no_credentials(address):
 
 
 @pytest.mark.parametrize("content", [b"", b"short\n", b" " * 40])
-def test_a_secret_that_can_be_guessed_is_refused(tmp_path, content):
+def test_guessable_secret_is_rejected(tmp_path, content):
     (tmp_path / "secret").write_bytes(content)
     with pytest.raises(BadCredentials, match=r"credentials\.secret_file: .* bytes"):
         load(Credentials(secret_file=str(tmp_path / "secret")))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(BadCredentials, match=r"credentials\.authority: .*nowhere cannot be read"):
         load(Credentials(authority=str(tmp_path / "nowhere")))
     with pytest.raises(ValueError, match=r"credentials\.key"):
         Credentials(certificate="c")
 
 
-def overhear(address: str, digest: bytes, slot: Slot) -> bytes:
+def capture_request(address: str, digest: bytes, slot: Slot) -> bytes:
     """Return the bytes that a client with the secret sends to read a block."""
     heard = bytearray()
     host, _, port = address.rpartition(":")

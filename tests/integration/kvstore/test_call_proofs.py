@@ -81,46 +81,46 @@ async def send(channel: grpc.aio.Channel, method: str, request: bytes, proof: st
         await channel.unary_unary(method)(request, metadata=metadata, timeout=SECONDS)
 
 
-async def refusal(channel: grpc.aio.Channel, method: str, request: bytes, proof: str) -> str:
+async def rejection(channel: grpc.aio.Channel, method: str, request: bytes, proof: str) -> str:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await send(channel, method, request, proof)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     return caught.value.details() or ""
 
 
-async def test_captured_proof_is_refused_a_second_time():
+async def test_captured_proof_is_rejected_a_second_time():
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         proof = a_proof()
         await send(channel, MATCH, BODY, proof)
 
-        assert "accepted once" in await refusal(channel, MATCH, BODY, proof)
+        assert "accepted once" in await rejection(channel, MATCH, BODY, proof)
 
         assert server.served == 1
 
 
-async def test_captured_proof_is_refused_with_another_body():
+async def test_captured_proof_is_rejected_with_another_body():
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         other = pb.MatchRequest(hashes=b"other blocks").SerializeToString()
 
-        assert "another call" in await refusal(channel, MATCH, other, a_proof())
+        assert "another call" in await rejection(channel, MATCH, other, a_proof())
 
         assert server.served == 0
         await send(channel, MATCH, BODY, a_proof())  # a rejected call does not use up its number
 
 
-async def test_captured_proof_is_refused_for_another_method():
+async def test_captured_proof_is_rejected_for_another_method():
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         for method in (STATS, WATCH):
-            assert "another call" in await refusal(channel, method, BODY, a_proof())
+            assert "another call" in await rejection(channel, method, BODY, a_proof())
         assert server.served == 0
 
 
-async def test_captured_proof_of_a_stream_is_refused_a_second_time():
+async def test_captured_proof_of_a_stream_is_rejected_a_second_time():
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         proof = a_proof(WATCH, b"")
         await send(channel, WATCH, b"", proof)
 
-        assert "accepted once" in await refusal(channel, WATCH, b"", proof)
+        assert "accepted once" in await rejection(channel, WATCH, b"", proof)
 
         assert server.served == 1
 
@@ -129,29 +129,29 @@ async def test_calls_may_overtake_each_other_within_the_window():
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         for number in (WINDOW, 1, WINDOW - 1, 2):
             await send(channel, MATCH, BODY, a_proof(number=number))
-        assert "overtaken" in await refusal(channel, MATCH, BODY, a_proof(number=0))
+        assert "overtaken" in await rejection(channel, MATCH, BODY, a_proof(number=0))
         assert server.served == 4
 
 
 @pytest.mark.parametrize("ago", [SKEW_SECONDS + 10, -SKEW_SECONDS - 10])
-async def test_clock_that_is_off_is_refused_with_the_hint(ago):
+async def test_clock_that_is_off_is_rejected_with_the_hint(ago):
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
-        says = await refusal(channel, MATCH, BODY, a_proof(ago=ago))
+        says = await rejection(channel, MATCH, BODY, a_proof(ago=ago))
         assert f"{-ago} s ahead" in says
         assert "set the clocks" in says
         assert server.served == 0
 
 
-async def test_proof_of_an_older_version_is_refused_and_says_so():
+async def test_proof_of_an_older_version_is_rejected_and_says_so():
     async with a_server() as (_, address), grpc.aio.insecure_channel(address) as channel:
         older = f"{unix_seconds()}.{bytes(16).hex()}.{bytes(32).hex()}"
-        assert "update the caller's software" in await refusal(channel, MATCH, BODY, older)
+        assert "update the caller's software" in await rejection(channel, MATCH, BODY, older)
 
 
 async def test_request_that_is_not_proven_is_not_parsed():
     """Check that only requests with a valid proof reach the parser."""
     async with a_server() as (_, address), grpc.aio.insecure_channel(address) as channel:
-        assert "asks for a proof" in await refusal(channel, MATCH, b"\xff" * 40, "no proof")
+        assert "asks for a proof" in await rejection(channel, MATCH, b"\xff" * 40, "no proof")
 
 
 async def test_clients_prove_the_bytes_they_send():

@@ -103,7 +103,7 @@ def test_preferred_path_is_used_else_tcp(node):
         assert client.write(a_chain(1), [a_block(1)]) == 1
 
 
-def test_shared_memory_that_could_not_be_had_is_taken_later(node):
+def test_unavailable_shared_memory_is_used_later(node):
     door, hidden = Path(node.endpoints.shm_socket), Path(node.folder) / "hidden"
     door.rename(hidden)
     with a_store_client(node.address, a_namespace()) as client:
@@ -124,7 +124,7 @@ def test_shared_memory_that_could_not_be_had_is_taken_later(node):
         assert client.path is DataPath.SHM
 
 
-def test_attempts_to_get_at_shared_memory_have_pauses(node, monkeypatch):
+def test_attempts_for_shared_memory_back_off(node, monkeypatch):
     clock, attempts = ManualClock(), []
 
     def refuse(*_: object) -> None:
@@ -163,7 +163,7 @@ def test_no_path_at_all_is_unreachable():
         a_store_client(node.address, a_namespace(), prefer=("tcp",))
 
 
-def test_held_blocks_are_neither_asked_for_nor_written_again(client):
+def test_held_blocks_are_neither_requested_nor_rewritten(client):
     chain = a_chain(4)
     client.write(chain[:2], [a_block(0), a_block(1)])
     asked = []
@@ -277,7 +277,7 @@ def test_a_lease_keeps_its_blocks_while_others_write(client):
     assert equal(into, blocks)
 
 
-def test_a_full_store_drops_what_does_not_fit_and_counts_it(client):
+def test_full_store_drops_and_counts_excess_blocks(client):
     chain = a_chain(CAPACITY_BLOCKS)
     client.write(chain, a_block)
     match = client.match(chain, lease_seconds=LEASE_SECONDS)
@@ -294,11 +294,11 @@ def test_chain_that_does_not_fit_loses_its_tail_counted_once(client):
     assert client.write(chain, a_block) == CAPACITY_BLOCKS
 
     assert client.counters().dropped == 4
-    assert client.stats().evicted == 0, "a chain pushes out nothing of its own"
+    assert client.stats().evicted == 0, "a chain evicts none of its own blocks"
     assert equal(fetch(client, chain), [a_block(seed) for seed in range(CAPACITY_BLOCKS)])
 
 
-def test_the_end_of_a_chain_goes_first(client):
+def test_tail_of_a_chain_is_evicted_first(client):
     chain = a_chain(CAPACITY_BLOCKS)
     client.write(chain, a_block)
 
@@ -320,7 +320,7 @@ def test_node_death_during_a_write_loses_the_chain(client, node):
     assert (counters.bytes_written, counters.dropped) == (0, 12)
 
 
-def test_a_source_that_raises_gives_its_places_back_at_once(client, node):
+def test_failing_source_frees_its_slots_at_once(client, node):
     chain = a_chain(CAPACITY_BLOCKS)
 
     def source(index: int) -> np.ndarray:
@@ -335,7 +335,7 @@ def test_a_source_that_raises_gives_its_places_back_at_once(client, node):
     assert client.counters().dropped == CAPACITY_BLOCKS
     assert len(client.match(chain, lease_seconds=0)) == 0
     with another(client, node) as other:
-        assert other.write(chain, a_block) == CAPACITY_BLOCKS, "there is room for all of it"
+        assert other.write(chain, a_block) == CAPACITY_BLOCKS, "the whole chain fits"
 
 
 def test_two_writers_of_one_chain_write_each_block_once(client, node):
@@ -377,7 +377,7 @@ def flip_a_byte(node, namespace: KvNamespace, offset: int) -> None:
         transport._mapping.bytes[offset] ^= 0x40
 
 
-def test_a_reader_that_slanders_a_block_costs_nobody_anything(client):
+def test_false_corruption_report_costs_nothing(client):
     client.write(a_chain(1), [a_block(1)])
     match = client.match(a_chain(1), lease_seconds=0)
 
@@ -430,14 +430,16 @@ def test_a_killed_node_means_misses_and_its_successor_is_found(client, node):
     node.start()
     eventually(lambda: client.write(chain, lambda index: a_block(10 + index)) == 4)
     assert equal(fetch(client, chain), [a_block(10 + seed) for seed in range(4)])
-    assert client.read(match, range(4), empty_buffers(4)) == [False] * 4, "that was another incarnation's"
+    assert client.read(match, range(4), empty_buffers(4)) == [False] * 4, (
+        "the reservation belongs to another incarnation"
+    )
     client.release(match.lease_id)
     counters = client.counters()
     assert counters.failures > 0
     assert counters.dropped >= 50
 
 
-def test_a_restart_between_two_calls_is_not_even_noticed(client, node):
+def test_restart_between_two_calls_goes_unnoticed(client, node):
     client.write(a_chain(2), a_block)
     node.kill()
     node.start()
@@ -480,7 +482,7 @@ def test_a_match_of_an_unknown_node_is_a_miss(client):
     assert client.read(match, [0], empty_buffers(1)) == [True]
 
 
-def test_a_node_that_hangs_costs_its_deadline_once(node):
+def test_hung_node_costs_its_deadline_once(node):
     with a_store_client(node.address, a_namespace(), call_timeout_seconds=0.3) as client:
         eventually(lambda: client.write(a_chain(1), [a_block(1)]))
         node.freeze()
@@ -498,7 +500,7 @@ def test_a_node_that_hangs_costs_its_deadline_once(node):
         assert eventually(lambda: len(client.match(a_chain(1), lease_seconds=1))) == 1
 
 
-def test_connecting_to_nobody_fails_within_the_deadline():
+def test_connecting_without_a_node_fails_in_time():
     with a_short_folder() as folder, at_most(20), pytest.raises(StoreUnreachable):
         a_store_client(f"unix:{folder}/nobody", a_namespace(), timeout_seconds=0.3)
 
@@ -516,7 +518,7 @@ def test_layout_mismatch_is_rejected_before_any_byte_moves(shared_node, field, v
     assert refused.value.field == field
 
 
-def test_an_impossible_namespace_is_refused_by_field(shared_node):
+def test_impossible_namespace_is_rejected_by_field(shared_node):
     with pytest.raises(InvalidArgument) as refused:
         a_store_client(shared_node.address, a_namespace(block_bytes=CAPACITY_BLOCKS * BLOCK_BYTES + 1))
 
@@ -553,7 +555,7 @@ def test_an_impossible_namespace_is_refused_by_field(shared_node):
         ("Hello", "namespace.model", lambda i, d: pb.HelloRequest()),
     ],
 )
-def test_a_bad_request_is_refused_by_field(shared_node, call, field, request_of):
+def test_a_bad_request_is_rejected_by_field(shared_node, call, field, request_of):
     namespace = a_namespace()
     with grpc.insecure_channel(shared_node.address) as channel:
         stub = pb_grpc.BlockStoreStub(channel)
@@ -567,7 +569,7 @@ def test_a_bad_request_is_refused_by_field(shared_node, call, field, request_of)
     assert (wire.FIELD_KEY, field) in refused.value.trailing_metadata()
 
 
-def test_a_bug_of_the_caller_is_not_hidden(client):
+def test_exception_of_the_caller_is_not_hidden(client):
     with pytest.raises(InvalidArgument):
         client.match([b"too short"], lease_seconds=1)
     with pytest.raises(AssertionError):
@@ -610,7 +612,7 @@ def test_threads_on_an_overflowing_store_get_no_wrong_bytes(client, node):
     eventually(lambda: client.stats().pinned == 0)
 
 
-def test_clients_that_come_and_go_leave_nothing_open(client, node):
+def test_closed_clients_leave_nothing_open(client, node):
     def use() -> None:
         with another(client, node) as guest:
             guest.write(a_chain(2), a_block)
@@ -631,7 +633,7 @@ def files_of(process_id: int) -> int:
     return len(list(Path(f"/proc/{process_id}/fd").iterdir()))
 
 
-def test_a_session_that_waits_keeps_its_blocks_until_it_goes_on(node, client):
+def test_waiting_session_keeps_its_blocks(node, client):
     chain = a_chain(3, "session")
     client.write(chain, a_block)
 
@@ -647,7 +649,7 @@ def test_a_session_that_waits_keeps_its_blocks_until_it_goes_on(node, client):
     assert client.hold("session", [], seconds=1) == SessionPinResult(blocks=0)
 
 
-def test_holds_have_a_share_of_the_pool_and_a_deadline():
+def test_pins_have_a_pool_share_and_a_deadline():
     with (
         a_node(capacity_bytes=CAPACITY_BLOCKS * BLOCK_BYTES, max_held_share=0.25, max_hold_seconds=0.5) as node,
         a_store_client(node.address, a_namespace()) as client,
@@ -660,7 +662,7 @@ def test_holds_have_a_share_of_the_pool_and_a_deadline():
         eventually(lambda: client.stats().held_bytes == 0)
 
 
-def test_a_tenant_over_its_quota_pays_with_its_own_blocks():
+def test_tenant_over_its_quota_loses_its_own_blocks():
     mine, yours = b"m" * 32, b"y" * 32
     quotas = {"tenant_quota_bytes": 4 * BLOCK_BYTES, "tenant_quotas": {yours.hex(): 2 * BLOCK_BYTES}}
     with (
@@ -682,7 +684,7 @@ def test_a_tenant_over_its_quota_pays_with_its_own_blocks():
         assert (rows[2].bytes, rows[2].refused) == (2 * BLOCK_BYTES, 1)
 
 
-def test_a_node_that_is_away_holds_nothing(node, client):
+def test_absent_node_pins_nothing(node, client):
     node.kill()
 
     assert client.hold("session", a_chain(1), seconds=1) is None

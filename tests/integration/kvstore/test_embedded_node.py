@@ -98,7 +98,7 @@ def pools() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "kvstore-pool" in line]
 
 
-async def test_an_engine_that_computes_for_long_holds_up_no_look_up():
+async def test_long_engine_step_does_not_delay_look_ups():
     with a_short_folder() as folder:
         async with node(folder) as endpoints:
             client = await asyncio.to_thread(a_store_client, endpoints.listen[0], a_namespace())
@@ -120,7 +120,7 @@ async def test_an_engine_that_computes_for_long_holds_up_no_look_up():
                 await looking
 
 
-async def test_grpc_on_both_loops_says_nothing_in_the_log(caplog):
+async def test_grpc_on_two_loops_logs_nothing(caplog):
     """Check gRPC's only queue for all event loops of a process; some versions complain about two loops."""
     with a_short_folder() as folder:
         async with node(folder) as endpoints, grpc.aio.insecure_channel(endpoints.listen[0]) as channel:
@@ -161,7 +161,7 @@ async def test_second_node_on_one_socket_is_rejected():
             await asyncio.to_thread(store_and_fetch, endpoints.listen[0])
 
 
-async def test_a_node_that_ends_by_itself_ends_the_work_of_its_host(monkeypatch):
+async def test_node_failure_ends_the_host_body(monkeypatch):
     serve, failing = embedded.serve, threading.Event()
 
     async def breaking(told, on_ready, *, clock):

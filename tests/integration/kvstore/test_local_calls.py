@@ -137,7 +137,7 @@ def test_invalid_request_is_rejected_on_a_live_connection(node, calls, field, wr
     assert len(calls.connections) == 1
 
 
-def test_a_request_to_another_incarnation_is_refused_as_by_grpc(node, calls):
+def test_a_request_to_another_incarnation_is_rejected_as_by_grpc(node, calls):
     with pytest.raises(grpc.RpcError) as refused:
         calls.match(a_request(node, incarnation="another"), 5)
 
@@ -165,7 +165,7 @@ def test_garbage_ends_its_own_connection_and_no_other(node, calls, garbage):
         assert bystander.recv(1)
 
     assert len(calls.match(a_request(node), 5).slots) == 2 * 20
-    assert len(calls.connections) == 1, "it kept its connection"
+    assert len(calls.connections) == 1, "the connection stays open"
 
 
 def test_split_or_joined_requests_are_answered_in_order(node):
@@ -195,7 +195,7 @@ def test_a_chain_of_the_greatest_length_goes_through(node, calls):
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_an_answer_that_comes_too_late_is_nobody_elses():
+def test_late_answer_reaches_no_other_call():
     with a_node() as node, a_store_client(node.address, NAMESPACE) as client:
         client.write(a_chain(3), a_block)
         calls = NodeCalls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
@@ -222,7 +222,7 @@ def test_ended_connection_is_replaced_before_sending():
         calls.close()
 
 
-def test_nobody_waits_for_a_release_and_it_takes_place():
+def test_release_returns_at_once_and_takes_effect():
     with a_node() as node, a_store_client(node.address, NAMESPACE, call_timeout_seconds=60) as client:
         client.write(a_chain(2), a_block)
         first, second = (client.match(a_chain(2), lease_seconds=10) for _ in range(2))
@@ -249,7 +249,7 @@ def test_unanswered_release_costs_only_the_next_calls_deadline():
             assert len(client.match(a_chain(1), lease_seconds=0)) == 0
         assert time.monotonic() - started > 0.25
         client.release(match.lease_id)
-        assert not client.answers, "a call that waits for nothing does not tell that the node is back"
+        assert not client.answers, "a release does not notice that the node is back"
         node.thaw()
         assert eventually(lambda: len(client.match(a_chain(1), lease_seconds=0))) == 1
 
@@ -356,7 +356,7 @@ async def test_client_that_takes_no_answers_is_paused_then_cut():
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-        assert sent < call_server.SEND_BYTES, "it goes on reading"
+        assert sent < call_server.SEND_BYTES, "the node goes on reading"
         server.cut_stalled(Nanos(1))
         server.cut_stalled(Nanos(STALLED + 1))
 
@@ -392,8 +392,8 @@ async def test_heavy_client_shares_turns_with_others():
             answers += await read(greedy)
 
         assert answer[5:] == asking(9999)[5:]
-        assert before <= 4 * TURN_REQUESTS, "the greedy one was served first"
-        assert [number for number in heard if number != 9999] == list(range(1, 2001)), "in their order"
+        assert before <= 4 * TURN_REQUESTS, "the heavy client was served first"
+        assert [number for number in heard if number != 9999] == list(range(1, 2001)), "answers are out of order"
     server.close()
 
 
@@ -408,7 +408,7 @@ async def test_heavy_client_that_leaves_costs_nothing_more():
                 await asyncio.sleep(0)
 
 
-async def test_a_bug_ends_the_connection_also_in_a_later_turn(caplog):
+async def test_bug_in_a_later_turn_ends_the_connection(caplog):
     heard: list[bytes] = []
 
     def fail(message: bytes) -> pb.MatchResponse:
@@ -460,7 +460,7 @@ async def test_a_bug_in_an_answer_ends_the_connection():
     server.close()
 
 
-def test_silent_connections_do_not_keep_others_from_the_memory(node):
+def test_silent_connections_do_not_block_shared_memory(node):
     with contextlib.ExitStack() as crowd:
         silent = []
         for _ in range(3 * HANDOUTS):
@@ -469,12 +469,12 @@ def test_silent_connections_do_not_keep_others_from_the_memory(node):
 
         with at_most(0.75 * HANDOUT_SECONDS), a_store_client(node.address, NAMESPACE, prefer=["shm"]) as client:
             assert len(client.match(a_chain(2), lease_seconds=0)) == 2
-            assert client.connection.session.calls.connections, "not by gRPC"
+            assert client.connection.session.calls.connections, "the call used gRPC"
 
-        assert is_over(silent[0]), "who was silent for longest has gone"
+        assert is_over(silent[0]), "the longest silent connection was cut"
         silent[-1].sendall(OPENING)
         silent[-1].settimeout(60)
-        assert silent[-1].recv(4, socket.MSG_WAITALL) == TAKEN, "who came last may still ask"
+        assert silent[-1].recv(4, socket.MSG_WAITALL) == TAKEN, "the latest connection is still served"
 
 
 def test_call_waits_its_turn_when_the_queue_is_full(tmp_path):
@@ -494,7 +494,7 @@ def test_call_waits_its_turn_when_the_queue_is_full(tmp_path):
         accept.join()
 
 
-def test_a_node_that_runs_out_of_descriptors_lives_on():
+def test_node_without_descriptors_survives():
     with a_node() as node, contextlib.ExitStack() as crowd:
         descriptors = Path(f"/proc/{node.process.pid}/fd")
         _, most = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)

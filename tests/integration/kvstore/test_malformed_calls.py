@@ -56,7 +56,7 @@ async def ask(channel: grpc.aio.Channel, method: str, content: bytes) -> None:
         await channel.unary_unary(method)(content, timeout=60)
 
 
-async def refusal_of(channel: grpc.aio.Channel, method: str, content: bytes) -> grpc.aio.AioRpcError:
+async def rejection_of(channel: grpc.aio.Channel, method: str, content: bytes) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await ask(channel, method, content)
     return refused.value
@@ -79,7 +79,7 @@ async def test_malformed_message_is_an_invalid_argument_logged_once(method, cont
     async with a_channel() as channel:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            refused = await refusal_of(channel, method, content)
+            refused = await rejection_of(channel, method, content)
 
     assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.details().startswith("request: ")
@@ -92,7 +92,7 @@ async def test_malformed_message_is_an_invalid_argument_logged_once(method, cont
 async def test_malformed_message_keeps_its_connection():
     async with a_channel() as channel:
         for _ in range(3):
-            await refusal_of(channel, f"/{SERVICE}/Match", GARBAGE)
+            await rejection_of(channel, f"/{SERVICE}/Match", GARBAGE)
 
         assert (await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=60)).capacity_bytes == 1 << 20
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
@@ -108,16 +108,16 @@ async def test_malformed_messages_are_counted_on_every_path():
         fields = {"listen": (f"unix:{folder}/c",), "shm_socket": f"{folder}/m", "metrics_listen": f"127.0.0.1:{port}"}
         async with a_channel(**fields) as channel:
             for _ in range(2):
-                await refusal_of(channel, f"/{SERVICE}/Match", GARBAGE)
-            await bring(folder / "m", b"\x01\x00\x00\x00\x63")  # a call of method 99
-            await bring(folder / "m", b"\xff\xff\xff\xff")  # a frame of 4 GiB
+                await rejection_of(channel, f"/{SERVICE}/Match", GARBAGE)
+            await send_call_bytes(folder / "m", b"\x01\x00\x00\x00\x63")  # a call of method 99
+            await send_call_bytes(folder / "m", b"\xff\xff\xff\xff")  # a frame of 4 GiB
 
             page = await asyncio.to_thread(lambda: urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
 
     assert "kvstore_undecodable_total 4.0" in page.splitlines()
 
 
-async def bring(path: Path, call: bytes) -> None:
+async def send_call_bytes(path: Path, call: bytes) -> None:
     """Send bytes after the opening of a call connection, and wait until the node has ended it."""
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(OPENING + call)
@@ -130,6 +130,6 @@ async def test_unknown_client_needs_a_proof_before_any_detail(tmp_path):
     (tmp_path / "secret").write_text("a secret of this deployment\n")
     credentials = Credentials(secret_file=str(tmp_path / "secret"))
     async with a_channel(listen=("127.0.0.1:0",), credentials=credentials) as channel:
-        refused = await refusal_of(channel, f"/{SERVICE}/Match", GARBAGE)
+        refused = await rejection_of(channel, f"/{SERVICE}/Match", GARBAGE)
 
     assert refused.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -65,9 +65,9 @@ def test_killed_node_leaves_no_memory_and_can_restart():
     with a_node(capacity_bytes=64 << 20) as node:
         with a_store_client(node.address, a_namespace()) as client:
             client.write(a_chain(1), [a_block(1)])
-            assert segments_of(node.process.pid) == set(), "its memory has no name that could stay"
+            assert segments_of(node.process.pid) == set(), "the shared memory has a name"
             node.kill()
-        assert sorted(path.name for path in node.folder.iterdir()) == ["c", "m"], "its sockets are still there"
+        assert sorted(path.name for path in node.folder.iterdir()) == ["c", "m"], "the sockets are left behind"
 
         node.start()
 
@@ -130,7 +130,7 @@ async def test_impossible_settings_are_rejected_by_field(field, fields):
         with pytest.raises(StoreNotStarted, match=f"^{field}: "):
             await serve(node_settings(folder, **fields(folder, busy.getsockname()[1])), lambda _: None)
 
-        assert sorted(path.name for path in folder.iterdir()) == ["file", "taken"], "something was left, or taken away"
+        assert sorted(path.name for path in folder.iterdir()) == ["file", "taken"], "files were left behind or removed"
 
 
 async def test_a_watcher_gets_a_dump_and_then_every_change():
@@ -191,7 +191,7 @@ async def test_a_slow_watcher_is_cut_and_can_watch_again():
             client.close()
 
 
-async def test_a_watcher_that_looks_whether_the_node_lives_is_not_cut(monkeypatch):
+async def test_watcher_that_pings_the_node_is_not_cut(monkeypatch):
     monkeypatch.setattr(server, "MIN_PING_MS", 800)  # scaled down from a quarter of a minute
     pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # gRPC sends pings no more often
     with a_short_folder() as folder:
@@ -252,7 +252,7 @@ async def test_client_with_many_bad_blocks_does_not_block_the_node(monkeypatch):
     assert max(Counter(looks).values()) == CONDEMNED_NAMES
 
 
-def test_leases_end_even_when_nobody_calls():
+def test_leases_end_without_calls():
     with a_node(max_lease_seconds=0.2) as node, a_store_client(node.address, a_namespace()) as client:
         client.write(a_chain(2), a_block)
         match = client.match(a_chain(2), lease_seconds=60)

@@ -49,13 +49,13 @@ def round_trip(client: StoreClient) -> None:
         ({"listen": ("127.0.0.1:0",), "data_listen": "0.0.0.0:0"}, "data_listen"),
     ],
 )
-async def test_a_node_does_not_open_itself_to_strangers(addresses, field):
+async def test_open_node_address_without_credentials_is_rejected(addresses, field):
     with pytest.raises(StoreNotStarted, match=field):
         async with open_node(StoreSettings(store_id="s", **addresses), MonotonicClock()):
             pytest.fail("it started")
 
 
-def test_a_node_with_a_secret_serves_who_has_it_and_nobody_else(tmp_path, secret):
+def test_node_with_a_secret_serves_only_its_holders(tmp_path, secret):
     other = a_secret(tmp_path / "other", "a secret of another deployment")
     with a_node(listen=["0.0.0.0:0"], data_listen="0.0.0.0:0", shm_socket="", credentials=secret) as node:
         address = f"127.0.0.1:{node.endpoints.listen[0].rpartition(':')[2]}"
@@ -173,7 +173,7 @@ def test_one_host_shares_memory_and_others_prefer_nixl_to_tcp():
             round_trip(client)
 
 
-def test_without_nixl_on_the_node_the_next_way_is_taken():
+def test_client_uses_tcp_when_the_node_has_no_nixl():
     prefer = (DataPath.NIXL, DataPath.TCP)
     with a_node(nixl="never") as node, a_store_client(node.address, a_namespace(), prefer=prefer) as client:
         assert client.path is DataPath.TCP

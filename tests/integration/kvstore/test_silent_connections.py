@@ -51,7 +51,7 @@ def silent_connections(address: str, count: int = SILENT) -> Iterator[list[socke
         yield [stack.enter_context(socket.create_connection((host, int(port)), SECONDS)) for _ in range(count)]
 
 
-def ended(connections: list[socket.socket]) -> int:
+def ended_count(connections: list[socket.socket]) -> int:
     """Return how many connections the node has ended."""
     count = 0
     for each in connections:
@@ -70,7 +70,7 @@ def a_metric(node: NodeProcess, name: str) -> float:
         return next(float(line.split()[1]) for line in response.read().decode().splitlines() if line.startswith(name))
 
 
-def test_silent_connections_refuse_no_client_with_the_secret(secret):
+def test_silent_connections_block_no_client_with_the_secret(secret):
     namespace = a_namespace()
     with (
         a_node(
@@ -89,20 +89,20 @@ def test_silent_connections_refuse_no_client_with_the_secret(secret):
 
         clients = list(threads.map(connect, range(CLIENTS)))  # raises for a rejected client
 
-        assert eventually(lambda: ended(silent) >= SILENT - MAX_UNPROVEN)
+        assert eventually(lambda: ended_count(silent) >= SILENT - MAX_UNPROVEN)
         assert a_metric(node, "kvstore_data_crowded_out_total") >= SILENT - MAX_UNPROVEN
         assert first.stats() is not None
         for client in clients:
             client.close()
 
 
-def test_silent_connections_to_the_metrics_keep_nobody_from_them():
+def test_silent_connections_do_not_block_metrics():
     with (
         a_node(metrics_listen=f"127.0.0.1:{a_free_port()}") as node,
         silent_connections(node.settings.metrics_listen, 200) as silent,
     ):
         assert a_metric(node, "kvstore_expired_total") == 0
-        assert ended(silent) >= 100
+        assert ended_count(silent) >= 100
         assert a_metric(node, "kvstore_expired_total") == 0
 
 
@@ -116,7 +116,7 @@ async def test_silent_connections_to_the_control_plane_are_cut(monkeypatch):
                     health = health_pb2_grpc.HealthStub(channel)
                     await health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
 
-                    await until(lambda: ended(silent) == 50)
+                    await until(lambda: ended_count(silent) == 50)
 
                     await health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
 

@@ -24,7 +24,7 @@ def path() -> Iterator[Path]:
         yield folder / "m"
 
 
-def test_while_one_node_takes_its_socket_no_other_removes_one(path, monkeypatch):
+def test_socket_is_not_removed_while_a_node_binds(path, monkeypatch):
     monkeypatch.setattr(sockets, "ALONE_SECONDS", 0.05)
     left = sockets.identity(str(path))
     other = os.open(path.parent, os.O_RDONLY)
@@ -36,7 +36,7 @@ def test_while_one_node_takes_its_socket_no_other_removes_one(path, monkeypatch)
     assert sockets.identity(str(path)) == left
     os.close(other)
     with sockets.listen("shm_socket", str(path)), sockets.connect(str(path), 1.0):
-        assert [each.name for each in path.parent.iterdir()] == ["m"], "the lock is no file"
+        assert [each.name for each in path.parent.iterdir()] == ["m"], "the lock left a file"
 
 
 def test_ended_node_leaves_the_socket_of_its_successor(path):

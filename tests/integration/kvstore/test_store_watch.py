@@ -80,7 +80,7 @@ async def test_watch_reports_held_and_new_blocks():
             assert await watch.blocks(2) == set(a_chain(5)[3:])
 
 
-async def test_a_node_that_goes_holds_nothing_and_is_found_again():
+async def test_lost_node_holds_nothing_and_is_found_again():
     with a_node() as node:
         await put(node.address, a_chain(3))
         async with watching(node.address) as watch:
@@ -129,7 +129,7 @@ def changes(sequence: int, **fields) -> pb.BlockChanges:
 
 
 @pytest.mark.parametrize("bad", [changes(3, stored=b"b" * 16), changes(2, stored=b"torn")], ids=["gap", "torn hash"])
-async def test_a_stream_that_cannot_be_trusted_is_begun_anew(bad):
+async def test_inconsistent_stream_is_restarted(bad):
     async with scripted([changes(1, stored=b"a" * 16), bad], [changes(1, stored=b"c" * 16)]) as watch:
         assert (await watch.next()).stored == (b"a" * 16,)
         void = await watch.next()
@@ -143,7 +143,7 @@ async def test_only_the_first_change_of_a_namespace_resets_it():
         assert [(await watch.next()).reset for _ in range(2)] == [True, False]
 
 
-async def test_watch_that_tls_keeps_from_its_node_names_the_cause(tmp_path, caplog):
+async def test_watch_blocked_by_tls_names_the_cause(tmp_path, caplog):
     authority, stranger = Authority(tmp_path, "authority"), Authority(tmp_path, "stranger")
     node_side = Credentials(authority=authority.file, **authority.issue("node"))
     router_side = Credentials(authority=stranger.file, **authority.issue("router"))

@@ -87,7 +87,7 @@ async def test_working_tls_has_no_diagnosis(authority):
         assert await told(port, Credentials()) == ""
 
 
-async def test_expired_certificate_is_told_with_its_day(authority):
+async def test_expired_certificate_is_reported_with_its_date(authority):
     node = Credentials(**authority.issue("node", hours=(-9, -8)))
     async with a_grpc_server(node) as port:
         says = await told(port, Credentials(authority=authority.file))
@@ -95,37 +95,37 @@ async def test_expired_certificate_is_told_with_its_day(authority):
     assert "GMT" in says
 
 
-async def test_certificate_of_tomorrow_is_told(authority):
+async def test_future_certificate_is_reported(authority):
     async with a_grpc_server(Credentials(**authority.issue("node", hours=(8, 9)))) as port:
         assert "is valid from" in await told(port, Credentials(authority=authority.file))
 
 
-async def test_wrong_authority_is_told_with_its_file(authority, stranger):
+async def test_wrong_authority_is_reported_with_its_file(authority, stranger):
     async with a_grpc_server(Credentials(**stranger.issue("node"))) as port:
         says = await told(port, Credentials(authority=authority.file))
     assert f"not signed by the authority in {authority.file}" in says
     assert "it is signed by commonName=stranger" in says
 
 
-async def test_certificate_for_another_name_is_told(authority):
+async def test_certificate_for_another_name_is_reported(authority):
     async with a_grpc_server(Credentials(**authority.issue("node"))) as port:
         says = await told(port, Credentials(authority=authority.file), server_name="kv.example")
     assert "is for 127.0.0.1, not for kv.example" in says
 
 
-async def test_plain_server_is_told(authority):
+async def test_plain_server_is_reported(authority):
     async with a_grpc_server(Credentials()) as port:
         says = await told(port, Credentials(authority=authority.file), field="store_credentials")
     assert says == f"{HOST}:{port} does not speak TLS, and this client does: store_credentials.authority is set"
 
 
-async def test_plain_client_of_a_tls_server_is_told(authority):
+async def test_plain_client_of_a_tls_server_is_reported(authority):
     node = Credentials(authority=authority.file, **authority.issue("node"))
     async with a_grpc_server(node) as port:
         assert "speaks TLS, and this client does not: set credentials.authority" in await told(port, Credentials())
 
 
-async def test_client_without_certificate_is_told(authority):
+async def test_client_without_certificate_is_reported(authority):
     node = Credentials(authority=authority.file, **authority.issue("node"))
     seen: list[Exception] = []
     async with a_grpc_server(node) as one, a_stream_server(node, seen) as other:
@@ -136,7 +136,7 @@ async def test_client_without_certificate_is_told(authority):
     assert explain(seen[0]) == "the peer shows no certificate, and one is asked for"
 
 
-async def test_refused_client_certificate_is_told_with_its_file(authority, stranger):
+async def test_rejected_client_certificate_is_reported_with_its_file(authority, stranger):
     node = Credentials(authority=authority.file, **authority.issue("node"))
     strange = Credentials(authority=authority.file, **stranger.issue("strange"))
     expired = Credentials(authority=authority.file, **authority.issue("old", hours=(-9, -8)))
@@ -149,7 +149,7 @@ async def test_refused_client_certificate_is_told_with_its_file(authority, stran
     assert "certificate has expired" in explain(seen[1])
 
 
-async def test_files_that_do_not_fit_are_told(authority):
+async def test_mismatched_files_are_reported(authority):
     one, other = authority.issue("one"), authority.issue("other")
     async with a_grpc_server(Credentials(**one)) as port:
         mixed = Credentials(authority=authority.file, certificate=one["certificate"], key=other["key"])
@@ -157,7 +157,7 @@ async def test_files_that_do_not_fit_are_told(authority):
         assert "holds no certificates" in await told(port, Credentials(authority=one["key"]))
 
 
-def test_silent_server_is_told_in_time(authority):
+def test_silent_server_is_reported_in_time(authority):
     with a_silent_server() as port:
         says = diagnose(HOST, port, Credentials(authority=authority.file), timeout_seconds=0.05)
     assert "has not answered the handshake in time" in says

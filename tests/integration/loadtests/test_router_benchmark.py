@@ -11,6 +11,7 @@ import time
 import msgspec
 import pytest
 
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT, environment
 from loadtests.router.load import client
 from loadtests.router.load.client import round_of
@@ -18,7 +19,6 @@ from loadtests.router.load.prompts import MODEL, PATH, request
 from loadtests.router.mock_workers import workers
 from loadtests.router.systems import relay
 from loadtests.router.systems.processes import ask, started, started_module, wait_until_it_answers
-from loadtests.unavailable import SystemUnavailable
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -103,7 +103,7 @@ def test_a_worker_understands_chunks_and_bodies_in_pieces(serve):
     assert counters(port)["hits"] == 6
 
 
-def test_a_worker_that_is_not_asked_to_stream_does_not(serve):
+def test_worker_answers_unstreamed_requests_whole(serve):
     (port,) = serve(workers=1)
     body = json.dumps({"model": MODEL, "prompt": "x", "stream": False}).encode()
 
@@ -149,7 +149,7 @@ def test_benchmark_client_gives_up_on_a_rejecting_router(serve):
         round_of([port], [lambda: refused], 10, NoMeter())
 
 
-def test_a_router_that_never_answers_is_given_up(monkeypatch):
+def test_router_that_never_answers_times_out(monkeypatch):
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.2)
     large = request("word " * 2_000_000, 1)  # more than can be sent while nobody reads
     with (
@@ -211,7 +211,7 @@ def test_the_command_writes_a_row_for_each_scenario_and_target(tmp_path):
     assert "prefix-sharing fleet" in done.stdout
 
 
-def test_the_command_names_the_scenario_that_there_is_not(tmp_path):
+def test_unknown_scenario_is_named(tmp_path):
     command = [sys.executable, "-m", "loadtests.router", "--scenarios", "nonsense"]
 
     done = subprocess.run(

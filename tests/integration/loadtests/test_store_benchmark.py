@@ -11,11 +11,10 @@ import pytest
 
 from fleet.cli.store import bench as kv_bench
 from fleet.core.errors import ConfigurationRefused
-from loadtests.environments import SystemDistribution, python_of
+from loadtests.environments import SystemDistribution, SystemUnavailable, python_of
 from loadtests.kvstore.compared import process as processes
 from loadtests.kvstore.compared.process import ComparedSystemProcess
 from loadtests.kvstore.nodes import ROOT
-from loadtests.unavailable import SystemUnavailable
 from tests.support.fleet_processes import alive
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually
@@ -54,7 +53,7 @@ def peer(tmp_path):
     peer.end()
 
 
-def test_a_peer_answers_and_its_noise_does_not_matter(peer):
+def test_noisy_output_of_a_peer_is_ignored(peer):
     assert peer.ask("add", a=2, b=3) == {"sum": 5}
     assert peer.ask("talk") == {"seconds": 2}
 
@@ -67,7 +66,7 @@ def test_unsupported_operation_of_a_peer_gives_a_reason(peer):
     assert peer.ask("add", a=1, b=1) == {"sum": 2}
 
 
-def test_a_peer_that_died_is_not_waited_for_again(peer):
+def test_dead_peer_is_not_waited_for_again(peer):
     with pytest.raises(SystemUnavailable, match="does not answer"):
         peer.ask("die")
 
@@ -75,7 +74,7 @@ def test_a_peer_that_died_is_not_waited_for_again(peer):
         peer.ask("add", a=1, b=1)
 
 
-def test_a_peer_that_hangs_is_given_up_with_its_children(peer, monkeypatch):
+def test_hung_peer_is_killed_with_its_children(peer, monkeypatch):
     child = peer.ask("child")["pid"]
     monkeypatch.setattr(processes, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(processes, "END_SECONDS", 0.3)
@@ -127,7 +126,7 @@ def test_the_command_of_fleet_takes_the_same_options():
     assert (arguments.quick, arguments.json, arguments.peers) == (True, Path("FILE"), False)
 
 
-def test_the_command_says_that_it_needs_a_checkout(monkeypatch, tmp_path):
+def test_command_requires_a_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(kv_bench, "CHECKOUT", tmp_path)
 
     with pytest.raises(ConfigurationRefused, match="call it from a checkout"):

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fleet.config import ClusterSection, PoolSection, Topology
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import Role
 from fleet.local.pools import LocalPools
+from fleet.local.settings import ClusterSection, PoolSection, Topology
 from fleet.local.supervision import ChildState
 from fleet.local.topology import LocalPool
 from workers.settings import WorkerSettings

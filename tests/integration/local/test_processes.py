@@ -99,7 +99,7 @@ async def test_body_runs_when_all_children_are_ready(folder):
     assert alive(seen["pids"].values()) == []
 
 
-async def test_a_killed_child_comes_back_and_its_whole_family_goes(folder):
+async def test_killed_child_restarts_and_its_descendants_end(folder):
     processes = supervise(folder, [], a_process("a", "family", str(folder / "a.family")))
 
     async def body():
@@ -151,7 +151,7 @@ async def test_child_that_fails_at_start_shows_its_last_log_lines(folder):
     assert any("Traceback: boom" in line for line in said)
 
 
-async def test_a_command_that_does_not_exist_ends_the_attempt(folder):
+async def test_missing_command_ends_the_start(folder):
     missing = LocalProcess(child=a_process("a").child, command=("/nowhere/python",))
 
     with pytest.raises(ClusterFailed, match="a ended before the cluster was ready: it ended with status 127"):
@@ -174,7 +174,7 @@ async def test_child_that_ignores_sigterm_is_killed_by_a_second_one(folder):
     assert alive(pids.values()) == []
 
 
-async def test_stopping_while_children_load_leaves_nothing(folder):
+async def test_stop_during_loading_leaves_nothing(folder):
     processes = supervise(folder, [], a_process("a", "loading", str(folder / "a.family")))
     asyncio.get_running_loop().call_later(0.5, processes.request_stop)
 
@@ -330,7 +330,7 @@ async def test_stopped_orphan_reaper_does_not_keep_cluster_alive(folder, monkeyp
         assert await processes.hold(body)
 
 
-async def test_a_child_that_dies_ten_times_does_not_end_the_others(folder):
+async def test_child_that_dies_ten_times_ends_no_other(folder):
     said: list[str] = []
     processes = supervise(
         folder, said, a_process("a", "serve"), a_process("b", "serve"), longest_pause=Nanos(SECOND // 4)
@@ -351,7 +351,7 @@ async def test_a_child_that_dies_ten_times_does_not_end_the_others(folder):
     assert any("for the 10th time in a row" in line for line in said)
 
 
-async def test_a_child_that_refuses_its_settings_later_ends_nobody(folder):
+async def test_child_that_rejects_settings_later_ends_no_other(folder):
     said: list[str] = []
     refuses = folder / "refuses"
     command = f"test -e {refuses} && exit 3; exec {sys.executable} {CHILD} serve $*"
@@ -398,7 +398,7 @@ async def test_child_that_loads_longer_than_all_limits_is_kept(folder):
     assert not [line for line in said if "killed" in line]
 
 
-async def test_a_child_on_a_core_with_four_busy_loops_is_left_alone(folder):
+async def test_child_on_a_busy_core_is_left_alone(folder):
     """Run supervisor, child and loops on one core."""
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
@@ -421,7 +421,7 @@ async def test_a_child_on_a_core_with_four_busy_loops_is_left_alone(folder):
     assert not [line for line in said if "killed" in line]
 
 
-async def test_a_child_that_a_debugger_holds_is_left_alone(folder):
+async def test_child_held_by_a_debugger_is_left_alone(folder):
     """Attach a process with ptrace, which stops the child."""
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
@@ -442,7 +442,7 @@ async def test_a_child_that_a_debugger_holds_is_left_alone(folder):
     assert not [line for line in said if "killed" in line]
 
 
-def test_a_machine_that_was_asleep_costs_no_child(tmp_path):
+def test_suspended_machine_costs_no_child(tmp_path):
     """Stop supervisor and child together for several limits, like a suspended machine."""
     supervisor = tmp_path / "supervisor.py"
     supervisor.write_text(

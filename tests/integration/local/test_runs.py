@@ -65,7 +65,7 @@ def a_process(log=None, **environment):
     return started
 
 
-def test_a_file_is_held_until_its_holder_ends_in_order(tmp_path):
+def test_file_is_held_until_its_holder_ends_in_order(tmp_path):
     path = tmp_path / "alive"
     assert not is_abandoned(path)
     with hold_lock_file(path):
@@ -85,7 +85,7 @@ def test_a_file_that_two_hold_is_left_when_both_have_ended(tmp_path):
     assert is_abandoned(path)
     with take_abandoned(path) as mine:
         assert mine
-        assert not is_abandoned(path), "two do not clear up at a time"
+        assert not is_abandoned(path), "two cleanups must not run at once"
 
 
 def test_killed_run_is_cleared_without_touching_others(parent):
@@ -129,7 +129,7 @@ def test_truncated_group_number_matches_no_group(parent):
         process.communicate()
 
 
-def ends_killed(left):
+def killed_during_cleanup(left):
     """Kill a run after it has removed a given number of files and folders."""
 
     def count(event, _):
@@ -149,7 +149,7 @@ def ends_killed(left):
 def test_run_killed_during_its_cleanup_counts_as_killed(parent, monkeypatch):
     monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
     for done in range(20):
-        process = multiprocessing.get_context("fork").Process(target=ends_killed, args=(done,))
+        process = multiprocessing.get_context("fork").Process(target=killed_during_cleanup, args=(done,))
         process.start()
         process.join()
         runs = local_runs.local_runs()
@@ -159,23 +159,23 @@ def test_run_killed_during_its_cleanup_counts_as_killed(parent, monkeypatch):
         if process.exitcode == 0:
             break
     assert 7 <= done < 19
-    assert [list(each.iterdir()) for each in parent.glob("fleet-*")] == [[]], "one that was killed at the very end"
+    assert [list(each.iterdir()) for each in parent.glob("fleet-*")] == [[]], "no run was killed at its very end"
 
 
-def test_a_run_that_finds_no_room_leaves_no_folder(parent, monkeypatch):
+def test_run_without_disk_space_leaves_no_folder(parent, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
-    for what in ("held", "mkdir"):
+    for what in ("lock", "mkdir"):
         with monkeypatch.context() as patch:
-            patch.setattr(*((local_runs, "held", full) if what == "held" else (Path, "mkdir", full)))
+            patch.setattr(*((local_runs, "hold_lock_file", full) if what == "lock" else (Path, "mkdir", full)))
             with pytest.raises(OSError, match="No space"), runtime_folder():
                 pass
         assert list(parent.iterdir()) == [], what
 
 
-def test_a_folder_that_may_not_be_looked_into_is_passed_over(monkeypatch):
+def test_unreadable_folder_is_skipped(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:
         monkeypatch.setattr(tempfile, "tempdir", parent)
         folder = Path(parent) / "fleet-shut"
@@ -192,7 +192,7 @@ def test_a_folder_that_may_not_be_looked_into_is_passed_over(monkeypatch):
             folder.chmod(0o700)
 
 
-def test_a_run_that_is_alive_is_never_cleared(parent, monkeypatch):
+def test_live_run_is_never_cleared(parent, monkeypatch):
     monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
     with runtime_folder() as folder:
         (found,) = local_runs.local_runs()
@@ -236,7 +236,7 @@ def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys,
     assert run(["status", "--address", up.grpc]) == 1
     assert capsys.readouterr() == (
         "",
-        f"fleet: {up.grpc}: the cluster in {folder} was killed; fleet up clears up after it and starts another\n",
+        f"fleet: {up.grpc}: the cluster in {folder} was killed; fleet up cleans up after it and starts another\n",
     )
     assert run(["scale", "--plans", plans]) == 1
     assert capsys.readouterr().err == (
@@ -247,7 +247,7 @@ def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys,
         taken.listen()
         port = str(taken.getsockname()[1])
         next_one = run_fleet("up", "--engine", "simulated", "--http-port", port, "--grpc-port", "0")
-    assert f"fleet: cleared up after a cluster that was killed: {folder}" in next_one.stderr
+    assert f"fleet: cleaned up after a killed cluster: {folder}" in next_one.stderr
     assert not folder.exists()
     assert not any(is_listening(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
     eventually(lambda: not remaining_of(segments))

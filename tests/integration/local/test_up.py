@@ -18,7 +18,7 @@ from fleet.client import Client, Placement, Source
 from fleet.core.requests import Finish
 from fleet.core.roles import KvPath, Phase
 from fleet.local.tiny_model import CONFIG
-from fleet.router.placement.break_even import LEAST_TOKENS, MOST_TOKENS
+from fleet.router.placement.break_even import MAX_TOKENS, MIN_TOKENS
 from kvstore.security.credentials import Credentials
 from tests.support.fleet_processes import alive, fleet_up, is_listening, run_fleet
 from tests.support.shared_memory import remaining_of
@@ -38,7 +38,7 @@ def cluster(tmp_path_factory):
         yield up
 
 
-def asked_over_http(cluster, **fields):
+def ask_over_http(cluster, **fields):
     body = json.dumps({"model": "tiny", "max_tokens": 4, "ignore_eos": True, **fields}).encode()
     request = Request(f"{cluster.endpoints['http']}/v1/completions", body, {"content-type": "application/json"})
     with urlopen(request, timeout=60) as response:
@@ -129,7 +129,7 @@ def test_router_block_counters_equal_the_sum_of_kv_reports(cluster):
                 names["kv_path"] = KvPath(way["kv_path"])
             result = client.complete(prompt, max_tokens=4, ignore_eos=True, **names)
             told += [msgspec.to_builtins(phase) for phase in result.kv]
-            answer = asked_over_http(cluster, prompt=[2000, *prompt], fleet=way)
+            answer = ask_over_http(cluster, prompt=[2000, *prompt], fleet=way)
             told += answer["fleet"]["kv"]
     counted = kv_counters(cluster) - before
 
@@ -145,7 +145,7 @@ def test_router_block_counters_equal_the_sum_of_kv_reports(cluster):
 
 
 def test_a_prompt_goes_in_over_http(cluster):
-    assert asked_over_http(cluster, prompt="Hello", max_tokens=5)["usage"]["completion_tokens"] == 5
+    assert ask_over_http(cluster, prompt="Hello", max_tokens=5)["usage"]["completion_tokens"] == 5
 
 
 def test_lora_adapter_of_the_topology_shares_no_block(cluster):
@@ -223,7 +223,7 @@ def test_explain_gives_terms_that_add_up(cluster):
     assert "decode-0" in shown.stdout
 
 
-def test_a_request_that_nobody_remembers_is_one_line(cluster):
+def test_explain_of_an_unknown_request_is_one_line(cluster):
     done = run_fleet("explain", "nobody", "--address", cluster.grpc)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
@@ -259,7 +259,7 @@ def test_measured_prefill_break_even_is_reported(cluster):
     assert found["handoffs"] >= found["handoffs_needed"]
     assert (worker["worker_id"], worker["requests"]) == ("decode-0", 0)
     even = found["handoff_ms"] / worker["token_ms"]
-    assert worker["min_tokens"] == pytest.approx(min(max(even, LEAST_TOKENS), MOST_TOKENS), abs=1)
+    assert worker["min_tokens"] == pytest.approx(min(max(even, MIN_TOKENS), MAX_TOKENS), abs=1)
     table = run_fleet("router", "thresholds", "--address", cluster.grpc).stdout
     assert "learn_remote_prefill is off" in table
     assert f"decode-0: from {worker['min_tokens']} tokens on" in table
@@ -280,7 +280,7 @@ def test_status_shows_pools_workers_and_store(cluster):
     assert "router" in table
 
 
-def test_status_of_nobody_fails_with_one_line():
+def test_status_without_a_router_fails_with_one_line():
     done = run_fleet("status", "--address", "127.0.0.1:1")
 
     assert done.returncode == 1
@@ -316,7 +316,7 @@ def test_seeded_unary_answer_survives_a_killed_worker(tmp_path):
     path.write_text("[[pools]]\nrole = 'both'\nreplicas = 2\n[pools.simulated]\nspeedup = 0.05\n")
     asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "temperature": 1.0, "frequency_penalty": 0.2}
     with fleet_up(tmp_path, "--config", str(path)) as up, Client(up.grpc) as client, ThreadPoolExecutor(1) as thread:
-        expected = asked_over_http(up, **asked)["choices"][0]["text"]
+        expected = ask_over_http(up, **asked)["choices"][0]["text"]
 
         def running() -> list[tuple[str, int]]:
             workers = [worker for pool in client.status().pools for worker in pool.workers]
@@ -327,7 +327,7 @@ def test_seeded_unary_answer_survives_a_killed_worker(tmp_path):
             return next((worker for worker, blocks in running() if blocks > len(PROMPT) // 32 + 1), "")
 
         eventually(lambda: not running())
-        answering = thread.submit(asked_over_http, up, **asked)
+        answering = thread.submit(ask_over_http, up, **asked)
         os.kill(up.pid_of(eventually(begun)), signal.SIGKILL)
 
         assert answering.result(60)["choices"][0]["text"] == expected
@@ -387,7 +387,7 @@ def test_stopped_cluster_leaves_nothing_behind(tmp_path, number):
     eventually(lambda: not remaining_of(segments))
 
 
-def test_killed_it_leaves_nothing_either(tmp_path):
+def test_killed_cluster_leaves_nothing(tmp_path):
     with fleet_up(tmp_path) as up:
         pids, folder = up.pids(), up.runtime_folder()
 
@@ -407,12 +407,12 @@ def test_a_running_answer_is_finished_before_a_stop(tmp_path):
         assert up.process.wait(30) == 0
 
 
-def refusals(said):
+def error_lines(said):
     """Return the error lines, without the notices that a busy machine delays the start."""
     return [line for line in said.splitlines() if not line.startswith("fleet: loading ")]
 
 
-def test_a_port_in_use_is_refused_with_one_line(tmp_path):
+def test_port_in_use_is_rejected_in_one_line(tmp_path):
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -421,13 +421,13 @@ def test_a_port_in_use_is_refused_with_one_line(tmp_path):
         done = run_fleet("up", "--engine", "simulated", "--http-port", str(port), "--grpc-port", "0")
 
     assert done.returncode == 3
-    assert refusals(done.stderr) == [
+    assert error_lines(done.stderr) == [
         f"fleet: router.http_listen: 127.0.0.1:{port} is in use; name another port, or 0 for any free one"
     ]
     assert done.stdout == ""
 
 
-def test_a_model_folder_that_is_none_is_refused_with_one_line(tmp_path):
+def test_invalid_model_folder_is_rejected_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     (tmp_path / "tokenizer.json").write_text("{}")
 
@@ -445,11 +445,11 @@ def test_error_found_by_a_child_is_one_line_too(tmp_path):
     done = run_fleet("up", "--engine", "simulated", "--model", str(tmp_path), "--http-port", "0", "--grpc-port", "0")
 
     assert done.returncode == 3, done.stderr
-    (said,) = refusals(done.stderr)
+    (said,) = error_lines(done.stderr)
     assert str(tmp_path / "tokenizer.json") in said
 
 
-def test_an_unknown_key_is_refused_with_its_path(tmp_path):
+def test_unknown_key_is_rejected_with_its_path(tmp_path):
     path = tmp_path / "topology.toml"
     path.write_text("[cluster]\nengine = 'simulated'\n[[pools]]\nrole = 'both'\nreplica = 2\n")
 
@@ -459,7 +459,7 @@ def test_an_unknown_key_is_refused_with_its_path(tmp_path):
     assert done.stderr == f"fleet: {path}: pools[0].replica: is not a known key\n"
 
 
-def test_the_check_passes_for_both_ways():
+def test_check_passes_for_both_kv_paths():
     done = run_fleet("up", "--engine", "simulated", "--check")
 
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ DEEP = b'{"more":' + b"[" * 30_000 + b"]" * 30_000 + b"}"
 NO_RECORDS = {"deep": DEEP, "not UTF-8": RECORD.replace(b"new", b"\xff"), "empty": b"", "of nobody": b"null"}
 
 
-async def who_is_in(settings) -> list[str]:
+async def registered_workers(settings) -> list[str]:
     async with open_directory(settings) as directory, aclosing(directory.readings()) as readings:
         found = await anext(readings)
     assert isinstance(found, DirectoryListing)
@@ -40,24 +40,24 @@ async def settings(tmp_path):
 
 
 @pytest.mark.parametrize("content", NO_RECORDS.values(), ids=NO_RECORDS)
-async def test_a_file_that_is_no_record_harms_no_other(tmp_path, settings, content):
+async def test_invalid_file_harms_no_other_record(tmp_path, settings, content):
     (tmp_path / f"other{SUFFIX}").write_bytes(content)
 
-    assert await who_is_in(settings) == [WORKER]
+    assert await registered_workers(settings) == [WORKER]
 
 
-async def test_a_pipe_and_a_link_to_itself_harm_no_file(tmp_path, settings):
+async def test_pipe_and_cyclic_link_harm_no_record(tmp_path, settings):
     os.mkfifo(tmp_path / f"pipe{SUFFIX}")
     (tmp_path / f"link{SUFFIX}").symlink_to(f"link{SUFFIX}")
 
-    assert await who_is_in(settings) == [WORKER]
+    assert await registered_workers(settings) == [WORKER]
 
 
 async def test_a_copy_of_a_record_does_not_keep_a_dead_worker(tmp_path, settings):
     """Alternate between the record and its copy, whose numbers differ; the change must not count as a renewal."""
     (tmp_path / f"a copy{SUFFIX}").write_bytes((tmp_path / f"{WORKER}{SUFFIX}").read_bytes().replace(b":1}", b":7}"))
 
-    assert await who_is_in(settings) == [WORKER]
+    assert await registered_workers(settings) == [WORKER]
 
 
 async def test_invalid_etcd_key_harms_no_other_record():

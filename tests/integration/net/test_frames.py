@@ -134,7 +134,7 @@ async def test_frames_arrive_both_ways_whole_and_in_order(kind, tmp_path):
     assert server.payloads == client.payloads == said
 
 
-async def test_tls_protects_tcp_and_a_stranger_is_refused(tmp_path):
+async def test_tls_protects_tcp_and_unknown_client_is_rejected(tmp_path):
     authority, stranger = Authority(tmp_path, "authority"), Authority(tmp_path, "stranger")
     shown = authority.issue("server")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -197,7 +197,7 @@ async def test_garbage_ends_the_connection():
 
 
 @pytest.mark.parametrize("begun", [b"\x05", HEAD.pack(5) + b"half"])
-async def test_an_end_within_a_frame_is_told(begun):
+async def test_end_within_a_frame_is_reported(begun):
     async with a_raw_client() as (server, _, writer):
         writer.write(begun)
         writer.write_eof()
@@ -262,10 +262,10 @@ async def test_talkative_peer_does_not_monopolise_the_event_loop():
         await server.until(lambda: len(server.payloads) == 5000)
 
     most = max(after - before for before, after in pairwise([*heard_by_turn, 5000]))
-    assert most * 1000 <= 256 << 10, "what one read of the system brings"
+    assert most * 1000 <= 256 << 10, "more than one read of the system"
 
 
-async def test_a_pause_holds_although_a_large_piece_was_just_cut():
+async def test_pause_holds_after_a_large_piece_was_cut():
     async with a_pair() as (client, server):
         server.received = lambda payload: (server.payloads.append(payload), server.connection.pause_reading())
         for _ in range(40):
@@ -296,7 +296,7 @@ async def test_unread_bytes_beyond_the_bound_are_not_kept():
         assert server.ends == []
 
 
-async def test_a_frame_that_the_peer_would_not_take_is_not_sent():
+async def test_frame_beyond_the_peers_limit_is_not_sent():
     async with a_pair() as (client, server):
         with pytest.raises(FrameTooLong):
             client.connection.send(b"x" * LIMIT, b"x")
@@ -330,13 +330,13 @@ async def test_stopping_server_ends_connections_that_do_not_read(monkeypatch):
     client.connection.abort()
 
 
-async def test_a_server_that_stops_leaves_no_socket_behind(tmp_path):
+async def test_stopped_server_leaves_no_socket(tmp_path):
     async with open_server("listen", f"unix:{tmp_path}/s", AcceptedConnections()):
         assert (tmp_path / "s").is_socket()
     assert not (tmp_path / "s").exists()
 
 
-async def test_an_address_in_use_is_refused_with_the_field(tmp_path: Path):
+async def test_address_in_use_is_rejected_with_the_field(tmp_path: Path):
     for address in (TCP, f"unix:{tmp_path}/s"):
         async with open_server("listen", address, AcceptedConnections()) as taken:
             with pytest.raises(StoreNotStarted, match="listen: "):

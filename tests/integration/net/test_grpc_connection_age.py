@@ -24,7 +24,7 @@ async def server(request, monkeypatch):
     return grpc.aio.server(options=frontend_server_options(shared=False, connection_seconds=SECONDS))
 
 
-async def test_connections_end_in_time_and_no_call_does(server):
+async def test_connections_end_by_age_without_losing_calls(server):
     peers: set[str] = set()
 
     async def answer(content: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -59,5 +59,5 @@ async def test_connections_end_in_time_and_no_call_does(server):
         await server.stop(None)
 
 
-def test_without_a_time_they_last_as_long_as_clients_like():
+def test_connections_without_an_age_limit_stay_open():
     assert frontend_server_options(shared=True, connection_seconds=0) == SHARED_SERVER_OPTIONS

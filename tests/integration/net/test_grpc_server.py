@@ -19,7 +19,7 @@ from fleet.net.grpc import http2 as grpc_http2
 from fleet.net.grpc import http2_call as grpc_http2_call
 from fleet.net.grpc.http2 import Http2Server
 from fleet.net.settings import GrpcSettings
-from tests.integration.net.test_http2_floods import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
+from tests.support.frontend.http2_frames import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
 from tests.support.waiting import until, until_answered
 
 pytestmark = pytest.mark.integration
@@ -280,7 +280,7 @@ async def test_message_that_expands_too_much_ends_only_its_call(world):
         assert [each async for each in waiting] == [b"a"]
     assert {end[b"grpc-status"] for end in ends} == {b"8"}
     assert b"send it uncompressed" in ends[0][b"grpc-message"]
-    assert most < 8 << 20, "of 160 MiB"
+    assert most < 8 << 20, "far less than 160 MiB"
     assert world.service.began == 1
 
 
@@ -302,11 +302,11 @@ async def test_undecodable_message_ends_only_its_call(world):
         assert [(await client.end_of(each))[b"grpc-status"] for each in calls] == [status for *_, status in wrong]
         assert (await client.end_of(unnamed))[b"grpc-status"] == b"13"
         assert (await client.end_of(good))[b"grpc-status"] == b"0", "a message need not be compressed"
-        assert client.heads[calls[-1]][b"grpc-accept-encoding"] == b"identity,gzip,deflate", "which says what to do"
+        assert client.heads[calls[-1]][b"grpc-accept-encoding"] == b"identity,gzip,deflate", "the error says what to do"
     assert world.service.began == 1
 
 
-async def test_a_message_may_come_in_any_pieces(world):
+async def test_message_may_arrive_in_any_pieces(world):
     sent = [b"a" * 300, b"", b"bc" * 200]
     content = b"".join(
         message(gzip.compress(each), compressed=1) if number % 2 else message(each) for number, each in enumerate(sent)
@@ -377,7 +377,7 @@ async def test_sender_faster_than_the_reader_is_throttled(world):
         await writing
 
 
-async def test_a_connection_that_says_nothing_is_cut(world, monkeypatch):
+async def test_silent_connection_is_cut(world, monkeypatch):
     monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 0.2)
     for opening in (b"", PREFACE[:5], OPEN, OPEN + frame(HEADERS, 0, 1, call(b"/x.Y/Thrice"))):
         await world.say(opening)
@@ -435,7 +435,7 @@ async def test_metadata_goes_both_ways_as_text_and_as_bytes(world):
         assert client.content[call] == message(b"one,three"), "values may come joined, and without padding"
 
 
-async def test_metadata_that_cannot_be_read_ends_its_call_and_no_other(world, caplog):
+async def test_unreadable_metadata_ends_only_its_call(world, caplog):
     async with world.client() as client:
         bad = client.call("One", message(b""), x_bin=b"!!!!!")
         good = client.call("One", message(b""))
@@ -444,7 +444,7 @@ async def test_metadata_that_cannot_be_read_ends_its_call_and_no_other(world, ca
     assert caplog.records == []
 
 
-async def test_metadata_that_is_too_long_ends_its_call_and_no_other(world):
+async def test_too_long_metadata_ends_only_its_call(world):
     async with world.channel() as channel:
         waiting = channel.unary_stream("/x.Y/Wait")(b"a")
         await until(lambda: world.service.began == 1)
@@ -486,7 +486,7 @@ async def test_total_metadata_of_all_calls_is_bounded(world, monkeypatch):
         assert await channel.unary_unary("/x.Y/One")(b"") == b""
 
 
-async def test_a_bug_ends_its_call_and_no_other(world, caplog):
+async def test_bug_ends_only_its_call(world, caplog):
     async with world.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await channel.unary_unary("/x.Y/One")(b"bug")
@@ -495,7 +495,7 @@ async def test_a_bug_ends_its_call_and_no_other(world, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_a_call_that_ends_before_its_caller_is_read_to_its_end(world):
+async def test_call_that_ends_early_is_read_to_its_end(world):
     async with world.client({INITIAL_WINDOW: 100}) as client:
         call = client.call("Thrice", message(b"x" * 995), end=False)
         await client.until(lambda: len(client.content.get(call, b"")) == 100)
@@ -504,7 +504,7 @@ async def test_a_call_that_ends_before_its_caller_is_read_to_its_end(world):
         client.flush()
         assert (await client.end_of(call))[b"grpc-status"] == b"0"
         assert client.content[call] == message(b"x" * 995) * 3
-        assert client.closed[call] == 0, "and what else it would say is of no use"
+        assert client.closed[call] == 0, "the rest of the answer is useless"
 
 
 async def test_call_whose_answer_stays_unread_is_reset(world, monkeypatch):
@@ -541,7 +541,7 @@ async def test_message_incomplete_at_the_deadline_is_rejected(world, method, mon
         await until(lambda: world.server.held_bytes == 0)
 
 
-async def test_a_stream_may_be_silent_between_messages(world, monkeypatch):
+async def test_stream_may_be_idle_between_messages(world, monkeypatch):
     monkeypatch.setattr(grpc_http2_call, "REQUEST_SECONDS", 0.1)
     async with world.channel() as channel:
         call = channel.stream_stream("/x.Y/LateEcho")()
@@ -580,7 +580,7 @@ async def test_long_incomplete_messages_leave_room_for_normal_calls(world, monke
     await until(lambda: world.server.held_bytes == 0)
 
 
-async def test_more_calls_than_it_takes_are_refused_until_others_end(world, monkeypatch):
+async def test_calls_beyond_the_limit_are_rejected_until_others_end(world, monkeypatch):
     monkeypatch.setattr(grpc_http2, "MAX_CALLS", 3)
     async with world.channel() as channel:
         calls = [channel.unary_stream("/x.Y/Wait")(b"") for _ in range(3)]
@@ -652,7 +652,7 @@ async def test_caller_that_drips_is_reset_and_its_connection_lives(world):
         assert client.tails.get(other, client.heads[other])[b"grpc-status"] == b"0"
 
 
-async def test_idle_connections_give_way_to_newcomers(crowded_world):
+async def test_idle_connections_give_way_to_new_ones(crowded_world):
     world = crowded_world
     async with world.channel() as busy, world.client() as idle, world.client() as silent:
         waiting = busy.unary_stream("/x.Y/Wait")(b"a")
@@ -668,7 +668,7 @@ async def test_idle_connections_give_way_to_newcomers(crowded_world):
             async with world.channel() as second:
                 assert await second.unary_unary("/x.Y/One")(b"") == b""
                 async with asyncio.timeout(60):
-                    assert await idle.reader.read(), "it was told to make another connection"
+                    assert await idle.reader.read(), "the client was told to reconnect"
                     assert await idle.reader.read() == b""
         world.service.go.set()
         assert [each async for each in waiting] == [b"a"]
@@ -686,7 +686,7 @@ async def test_closed_connection_is_freed_without_the_collector(world):
         gc.enable()
 
 
-async def test_newcomers_are_refused_where_all_connections_have_calls(crowded_world):
+async def test_new_connections_are_rejected_when_all_have_calls(crowded_world):
     world = crowded_world
     async with contextlib.AsyncExitStack() as held:
         calls = []
@@ -701,7 +701,7 @@ async def test_newcomers_are_refused_where_all_connections_have_calls(crowded_wo
             assert [each async for each in call] == [b"a"]
 
 
-async def test_connection_that_never_speaks_is_cut_before_a_ping_would(world):
+async def test_never_used_connection_is_cut_before_a_ping(world):
     world.server.limits = GrpcSettings(first_byte_timeout_seconds=0.2)
     assert b"are you?" not in await world.say()
 
@@ -711,7 +711,7 @@ async def test_connection_that_never_speaks_is_cut_before_a_ping_would(world):
     [(1, 0), (0, 0), (1, 2**31 - 1), (0, 2**31 - 1)],
     ids=["none", "none of all", "too much", "too much of all"],
 )
-async def test_windows_that_cannot_be_end_what_they_are_of(world, increment):
+async def test_invalid_windows_end_their_stream_or_connection(world, increment):
     stream, size = increment
     asked = frame(HEADERS, END_HEADERS, 1, call(b"/x.Y/Wait")) + frame(DATA, END_STREAM, 1, message(b"a"))
     _reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
@@ -722,7 +722,7 @@ async def test_windows_that_cannot_be_end_what_they_are_of(world, increment):
     writer.close()
 
 
-async def test_a_server_that_stops_lets_calls_end(world):
+async def test_stopping_server_lets_calls_end(world):
     async with world.channel() as channel:
         call = channel.unary_stream("/x.Y/Wait")(b"last words")
         await until(lambda: world.service.began == 1)
@@ -734,7 +734,7 @@ async def test_a_server_that_stops_lets_calls_end(world):
         await stopping
 
 
-async def test_a_server_that_stops_cancels_what_does_not_end_in_time(world):
+async def test_stopping_server_cancels_late_calls(world):
     async with world.channel() as channel:
         stuck = channel.unary_stream("/x.Y/Never")(b"a")
         await until(lambda: world.service.began == 1)
@@ -757,7 +757,7 @@ async def test_socket_path_is_taken_over_only_from_a_killed_server(tmp_path):
     assert not path.exists()
 
 
-async def test_a_name_is_all_its_addresses(monkeypatch):
+async def test_host_name_means_all_its_addresses(monkeypatch):
     found = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", 0)),
@@ -782,7 +782,7 @@ def test_invalid_listen_address_is_rejected(listen):
         Http2Server().add_insecure_port(listen)
 
 
-async def test_ports_are_shared_only_by_those_who_say_so():
+async def test_ports_are_shared_only_on_request():
     one, two, third = Http2Server(shared=True), Http2Server(shared=True), Http2Server()
     port = one.add_insecure_port("127.0.0.1:0")
     await one.start()

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleet.net.grpc.http2 import Http2Server
-from tests.integration.net.test_http2_floods import END_HEADERS, HEADERS, PREFACE, SETTINGS, call, frame
+from tests.support.frontend.http2_frames import END_HEADERS, HEADERS, PREFACE, SETTINGS, call, frame
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -118,7 +118,7 @@ def test_random_frames_at_most_end_their_connection(served, caplog, opening, pie
         with suppress(ConnectionError), closing_side(connection):
             for part in (sent[:cut], sent[cut:]):
                 connection.sendall(part)
-            assert list(repeated(b"x", timeout=60)) == [b"x"] * 3, "and meanwhile its calls have begun"
+            assert list(repeated(b"x", timeout=60)) == [b"x"] * 3, "the other calls work meanwhile"
 
     eventually(lambda: (server.calls, server.held_bytes) == (0, 0))  # another thread reports the last end
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

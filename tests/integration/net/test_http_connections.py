@@ -87,7 +87,7 @@ async def test_non_http_bytes_are_answered_once_then_closed(frontends, sent, sta
         assert await peer.rest() == b""
 
 
-async def test_a_body_that_grows_too_large_in_chunks_is_refused(model_dir):
+async def test_a_body_that_grows_too_large_in_chunks_is_rejected(model_dir):
     async with open_frontends(model_dir, max_body_bytes=1000) as frontends, raw_http_client(frontends) as peer:
         await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(3):
@@ -146,7 +146,7 @@ async def test_trailers_of_a_chunked_body_change_nothing(frontends):
     ],
     ids=["trailers", "one trailer", "an extension of a chunk"],
 )
-async def test_a_body_cannot_go_on_for_ever_without_content(model_dir, begin, more):
+async def test_chunked_body_without_content_is_bounded(model_dir, begin, more):
     async with open_frontends(model_dir, max_head_bytes=4096) as frontends, raw_http_client(frontends) as peer:
         with suppress(ConnectionError):
             await peer.send(CHUNKED + b"\r\n" + begin)
@@ -155,11 +155,11 @@ async def test_a_body_cannot_go_on_for_ever_without_content(model_dir, begin, mo
         status, _, body = await peer.answer()
 
         assert status == 431
-        assert "no content" in error_of(body)["message"]
+        assert "chunk sizes and trailers" in error_of(body)["message"]
         assert await peer.rest() == b""
 
 
-async def test_a_request_byte_by_byte_is_understood(frontends):
+async def test_request_sent_byte_by_byte_is_understood(frontends):
     frontends.will_answer("the fox")
     async with raw_http_client(frontends) as peer:
         for byte in post(COMPLETIONS, {"prompt": "once"}):
@@ -169,7 +169,7 @@ async def test_a_request_byte_by_byte_is_understood(frontends):
         assert (await peer.answer())[0] == 200
 
 
-async def test_a_client_may_ask_before_it_sends_the_body(frontends):
+async def test_expect_continue_is_answered(frontends):
     frontends.will_answer("the fox")
     head, _, body = post(COMPLETIONS, {"prompt": "once"}, "expect: 100-continue").partition(b"\r\n\r\n")
     async with raw_http_client(frontends) as peer:
@@ -253,7 +253,7 @@ async def test_upgrade_offer_is_served_with_http_1(frontends, whole):
     ],
     ids=["a tunnel", "a body in chunks"],
 )
-async def test_another_protocol_is_not_spoken(frontends, sent):
+async def test_other_protocols_are_rejected(frontends, sent):
     async with raw_http_client(frontends) as peer:
         await peer.send(sent)
         status, _, body = await peer.answer()
@@ -305,7 +305,7 @@ async def test_a_client_that_disconnects_cancels_its_request(frontends):
     await until(lambda: frontends.generation.running == 0)
 
 
-async def test_a_client_that_closes_its_side_is_taken_to_be_gone(frontends):
+async def test_half_closed_client_counts_as_gone(frontends):
     frontends.will_answer("the fox")
     frontends.router.hold_after = 0
     async with raw_http_client(frontends) as peer:
@@ -338,7 +338,7 @@ async def test_incomplete_request_is_reported(frontends, sent):
         assert await peer.rest() == b""
 
 
-async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
+async def test_late_requests_are_reported(model_dir):
     limits = {"head_timeout_seconds": 0.2, "body_timeout_seconds": 0.2, "idle_timeout_seconds": 0.2}
     async with open_frontends(model_dir, **limits) as frontends:
         for sent in (b"POST /v1/completions HTTP/1.1\r\nhost", post(COMPLETIONS, b"x" * 100)[:-50]):
@@ -363,7 +363,7 @@ async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
     ],
     ids=["a head", "a body", "a body in chunks"],
 )
-async def test_a_drop_now_and_then_gives_nobody_more_time(model_dir, begin, drop):
+async def test_dripping_bytes_extend_no_timeout(model_dir, begin, drop):
     """Drip bytes like slow-loris, which tries to hold connections for ever."""
     limits = {"head_timeout_seconds": 0.3, "body_timeout_seconds": 0.3}
     async with (
@@ -395,7 +395,7 @@ async def test_a_drop_now_and_then_gives_nobody_more_time(model_dir, begin, drop
     ],
     ids=["strings", "tokens"],
 )
-async def test_a_million_stops_are_refused_and_leave_nothing(frontends, many, said):
+async def test_million_stop_strings_are_rejected_without_leftovers(frontends, many, said):
     frontends.will_answer("the fox")
     asked = post(COMPLETIONS, {"prompt": "x", **many})
     async with raw_http_client(frontends) as peer, raw_http_client(frontends) as other:
@@ -446,7 +446,7 @@ async def test_slow_client_delays_only_itself_and_memory_stays_flat(frontends):
         assert body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_client_that_never_reads_is_cut_off(model_dir):
+async def test_client_that_never_reads_is_cut_off(model_dir):
     async with open_frontends(model_dir, write_timeout_seconds=0.3) as frontends:
         will_answer_much(frontends)
         async with raw_http_client(frontends, limit=16 << 10) as peer:
@@ -457,7 +457,7 @@ async def test_a_client_that_never_reads_is_cut_off(model_dir):
         await until(lambda: frontends.generation.running == 0)
 
 
-async def test_client_that_drips_is_cut_off_as_well(model_dir):
+async def test_client_that_drips_is_cut_off(model_dir):
     async with open_frontends(model_dir, write_timeout_seconds=1.0) as frontends, asyncio.TaskGroup() as tasks:
         will_answer_much(frontends)
         async with raw_http_client(frontends, limit=1) as peer:
@@ -551,7 +551,7 @@ async def test_unread_answer_does_not_keep_its_connection(model_dir):
             idle_until = connection._deadline
             await peer.send(get("/openapi.json"))
             await until(lambda before=idle_until: connection._exchange is None and connection._deadline != before)
-        assert connection._paused is None, "so nobody waits for the client to read"
+        assert connection._paused is None, "nothing waits for the client to read"
 
         await until(lambda: not frontends.http._connections)
 
@@ -582,7 +582,7 @@ async def test_long_bodies_share_a_bound_and_normal_ones_fit(model_dir):
                 assert (await other.answer())[0] == 200
 
 
-async def test_newcomers_are_refused_where_all_are_served(model_dir):
+async def test_new_connections_are_rejected_when_all_are_served(model_dir):
     async with open_frontends(model_dir, max_connections=2) as frontends:
         frontends.will_answer("the fox")
         frontends.router.hold_after = 0
@@ -611,7 +611,7 @@ WAITING = {
 """Ways in which a connection waits, in the order in which they give way."""
 
 
-async def test_connections_that_wait_give_way_to_newcomers(model_dir, monkeypatch):
+async def test_waiting_connections_give_way_to_new_ones(model_dir, monkeypatch):
     monkeypatch.setattr(connection_table, "GRACE_SECONDS", 0)
     async with open_frontends(model_dir, max_connections=5) as frontends, AsyncExitStack() as stack:
         frontends.will_answer("the fox")
@@ -641,7 +641,7 @@ async def test_connections_that_wait_give_way_to_newcomers(model_dir, monkeypatc
         assert (await served.answer())[0] == 200
 
 
-async def test_burst_of_newcomers_displaces_idle_ones_not_itself(model_dir):
+async def test_burst_of_connections_displaces_idle_ones_not_itself(model_dir):
     async with open_frontends(model_dir, max_connections=20) as frontends, AsyncExitStack() as stack:
         table = frontends.http._table
         for _ in range(18):  # as many as one address may open
@@ -668,7 +668,7 @@ async def test_closed_connection_is_freed_without_the_collector(frontends):
         gc.enable()
 
 
-async def test_silent_clients_of_one_address_leave_room_for_another(model_dir):
+async def test_silent_clients_of_one_host_leave_room_for_others(model_dir):
     async with open_frontends(model_dir, max_connections=20, address_share=0.5) as frontends, AsyncExitStack() as stack:
         other = await stack.enter_async_context(raw_http_client(frontends, local_addr=("127.0.0.2", 0)))
         for _ in range(40):
@@ -720,7 +720,7 @@ async def test_client_that_never_speaks_is_cut_before_idle_ones(model_dir):
     ],
 )
 @pytest.mark.parametrize("in_pieces", [False, True])
-async def test_requests_without_one_host_or_a_version_are_refused(frontends, sent, said, in_pieces):
+async def test_requests_without_one_host_or_a_version_are_rejected(frontends, sent, said, in_pieces):
     async with raw_http_client(frontends) as peer:
         for piece in (bytes([byte]) for byte in sent) if in_pieces else (sent,):
             await peer.send(piece)
@@ -750,7 +750,7 @@ async def test_requests_whose_host_is_well_formed_are_served(frontends, sent):
         assert (await peer.answer())[0] == 200
 
 
-async def test_known_head_without_its_host_is_refused(frontends):
+async def test_known_head_without_its_host_is_rejected(frontends):
     frontends.will_answer("abc")
     asked = post(COMPLETIONS, {"prompt": "x"})
     async with raw_http_client(frontends) as peer:
@@ -792,7 +792,7 @@ async def test_health_listener_answers_probes_and_nothing_else(model_dir):
             assert (await peer.answer())[0] == status, path
 
 
-async def test_health_listener_answers_while_the_front_drains(model_dir):
+async def test_health_listener_answers_while_frontend_drains(model_dir):
     async with open_frontends(model_dir, health_listen="127.0.0.1:0") as frontends:
         frontends.will_answer("the fox")
         frontends.router.hold_after = 1
@@ -824,7 +824,7 @@ async def test_full_http_port_leaves_the_health_listener_alone(model_dir):
                 assert (await probe.answer())[0] == 200
 
 
-async def test_metrics_tell_what_was_served(frontends):
+async def test_metrics_count_served_requests(frontends):
     frontends.will_answer("the fox", then=[EOS])
     async with raw_http_client(frontends) as peer:
         await peer.send(
@@ -845,7 +845,7 @@ async def test_metrics_tell_what_was_served(frontends):
     assert "fleet_ttft_seconds_count 1.0" in lines
 
 
-async def test_draining_finishes_what_runs_and_takes_nothing_new(frontends):
+async def test_draining_finishes_requests_and_takes_no_new_ones(frontends):
     frontends.will_answer("the fox")
     frontends.router.hold_after = 1
     async with raw_http_client(frontends) as busy, raw_http_client(frontends) as idle, asyncio.TaskGroup() as tasks:
@@ -882,7 +882,7 @@ async def test_bug_gives_500_and_the_next_request_is_served(frontends, caplog):
         assert (await peer.answer())[0] == 200
 
 
-async def test_a_port_in_use_is_refused_with_its_address(frontends):
+async def test_port_in_use_is_rejected_with_its_address(frontends):
     with pytest.raises(ConfigurationRefused, match=frontends.http.address):
         async with open_http_frontend(frontends.http.address, HttpSettings(), None, None, None):
             pass

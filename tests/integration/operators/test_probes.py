@@ -104,7 +104,7 @@ async def test_completion_by_the_requested_worker_is_an_answer(model_dir):
         one, other = frontends.router.submitted
         assert found == [ProbeCompletion(), ProbeCompletion()]
         assert (one.pin, one.sampling.max_tokens) == ("w1", 1)
-        assert one.tokens[:64] != other.tokens[:64], "no cache has it"
+        assert one.tokens[:64] != other.tokens[:64], "no cache has the prompt"
         assert await probes(frontends.url).ask(a_probe("another")) == ProbeFailure(200, "another worker answered")
 
 
@@ -161,14 +161,14 @@ async def test_redirected_service_never_sees_the_key(model_dir):
         (RequestRejected(Reason.DEADLINE_PASSED, "too late"), ProbeFailure(504, "deadline_passed: too late")),
     ],
 )
-async def test_a_router_that_has_no_room_is_told_from_one_that_fails(model_dir, refused, found):
+async def test_full_router_differs_from_a_failing_one(model_dir, refused, found):
     async with open_frontends(model_dir) as frontends:
         frontends.router.refuse = refused
 
         assert await probes(frontends.url).ask(a_probe()) == found
 
 
-async def test_a_429_of_somebody_else_shows_nothing(model_dir):
+async def test_foreign_429_proves_nothing(model_dir):
     for content in (b"slow down", b'{"error": {"code": "internal", "message": "x"}}'):
         async with exchange(content, 429) as url:
             assert not (await probes(url).ask(a_probe())).busy
@@ -185,7 +185,7 @@ async def test_a_429_of_somebody_else_shows_nothing(model_dir):
         ([("aggregated", "w1", "computed", 9)], ProbeFailure(200, "another worker answered")),
     ],
 )
-async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
+async def test_pair_has_answered_when_both_pools_took_part(phases, found):
     heard = []
     async with exchange(a_completion(*phases), heard=heard) as url:
         assert await probes(url).ask(a_probe(pair=True)) == found
@@ -231,7 +231,7 @@ async def test_probe_without_a_listener_says_so():
     assert found == ProbeFailure(0, "no answer: ClientConnectorError")
 
 
-def test_a_service_has_a_name_that_no_public_domain_has():
+def test_service_name_is_no_public_domain():
     assert service_address("dev", "llama-router") == "llama-router.dev.svc:8000"
     assert [router_address(host) for host in ("10.0.0.1", "fd00::1")] == ["10.0.0.1:8000", "[fd00::1]:8000"]
 
@@ -263,6 +263,6 @@ async def test_full_router_rejects_a_probe_but_serves_another_tenant():
         await until(lambda: any(each.done() for each in waiting))
         go.set()
 
-    assert [each.result() for each in waiting].count(ProbeFailure(429, "queue_full", busy=True)) == 1, "which made room"
-    assert own.result() == ProbeFailure(200, "another worker answered"), "as far as a foreign server says"
+    assert [each.result() for each in waiting].count(ProbeFailure(429, "queue_full", busy=True)) == 1, "it made room"
+    assert own.result() == ProbeFailure(200, "another worker answered"), "an external backend reports no more"
     await server.stop()

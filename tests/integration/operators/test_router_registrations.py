@@ -35,11 +35,11 @@ async def test_serving_workers_are_registered_and_draining_are_not(model_dir, mo
         )
 
 
-async def test_a_router_that_does_not_answer_has_said_nothing():
+async def test_silent_router_reports_nothing():
     assert await RouterRegistrations().workers("127.0.0.1:9", b"a secret of a deployment") is None
 
 
-async def test_a_router_that_asks_for_a_secret_is_told_the_deployments(model_dir, tmp_path):
+async def test_router_with_a_secret_gets_the_deployments_secret(model_dir, tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
     access = load_control_access("test", Credentials(secret_file=str(tmp_path / "secret")))
     async with (

@@ -17,10 +17,10 @@ from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 from kvstore.net.frames import connect
 from kvstore.security.credentials import Credentials
-from tests.integration.peers.test_peer_messages import RecordingRouter
 from tests.support.certificates import Authority
 from tests.support.fleet_processes import start_service
 from tests.support.kvstore.builders import a_short_folder
+from tests.support.router.recording_router import RecordingRouter
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually, until
 
@@ -96,7 +96,7 @@ def routers(tmp_path_factory, model_dir):
                 process.wait(60)
 
 
-def test_routers_with_one_secret_hear_each_other(routers):
+def test_routers_with_one_secret_connect(routers):
     (one, other), _, _ = routers
 
     def tuned():
@@ -106,7 +106,7 @@ def test_routers_with_one_secret_hear_each_other(routers):
     eventually(tuned)
 
 
-async def test_stranger_forges_nothing_and_reads_nothing(routers):
+async def test_unknown_peer_can_neither_forge_nor_read(routers):
     (client, _), (address, _), (log, _) = routers
     before = client.tune()
     stranger = UnknownPeer()
@@ -127,7 +127,7 @@ async def test_stranger_forges_nothing_and_reads_nothing(routers):
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:0"])
-def test_open_replica_port_is_refused_at_start(tmp_path, listen):
+def test_open_replica_port_is_rejected_at_start(tmp_path, listen):
     log = tmp_path / "log"
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "replicas_listen": listen}
     with log.open("w") as output:
@@ -222,21 +222,21 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-async def test_both_routers_say_why_they_do_not_meet(files, caplog, case):
+async def test_both_routers_log_why_they_do_not_connect(files, caplog, case):
     listener, caller, at_listener, at_caller = REFUSALS[case]
     address = f"127.0.0.1:{a_free_port()}"
     async with a_router(0, address, (), files(listener)) as router, a_caller(address, files(caller)):
-        await until(lambda: at_listener in said(caplog, "stream refused", "peer router rejected"))
-        await until(lambda: at_caller in said(caplog, "peer router unreachable", "peer router lost"))
+        await until(lambda: at_listener in logged_causes(caplog, "stream refused", "peer router rejected"))
+        await until(lambda: at_caller in logged_causes(caplog, "peer router unreachable", "peer router lost"))
 
-        assert "ReplicaBooked" not in router.events
+        assert "PeerReserved" not in router.events
 
 
 @pytest.mark.parametrize("told", [{"secret_file": "one"}, {"authority": "ours", "certificate": "ours"}])
-async def test_routers_meet_by_a_secret_or_by_certificates(files, told):
+async def test_routers_connect_by_secret_or_certificates(files, told):
     address = f"127.0.0.1:{a_free_port()}"
     async with a_router(0, address, (), files(told)) as router, a_caller(address, files(told)):
-        await until(lambda: "ReplicaBooked" in router.events)
+        await until(lambda: "PeerReserved" in router.events)
 
 
 @asynccontextmanager
@@ -246,7 +246,7 @@ async def a_caller(address, credentials):
             yield router
 
 
-async def test_unix_socket_of_a_router_is_its_users_alone():
+async def test_unix_socket_of_a_router_is_private():
     with a_short_folder() as folder:
         path = Path(folder) / "r"
         async with a_router(0, f"unix:{path}", (), Credentials()):
@@ -254,5 +254,5 @@ async def test_unix_socket_of_a_router_is_its_users_alone():
             await until(lambda: stat.S_IMODE(path.stat().st_mode) == 0o600)
 
 
-def said(caplog, *messages):
+def logged_causes(caplog, *messages):
     return "; ".join(each.cause for each in caplog.records if each.getMessage() in messages)

@@ -15,7 +15,7 @@ ROUTERS = 3
 SERVERS = 4
 
 
-async def known(address):
+async def views_of_workers(address):
     """Return each process's view of all workers: their number, cached blocks and requests."""
     text = await asyncio.to_thread(fetch, address, "GET", "/metrics")
     columns = {"cached_blocks": 1, "booked_requests": 2, "booked_elsewhere": 2}
@@ -29,9 +29,9 @@ async def known(address):
     return list(by_router.values())
 
 
-async def have_met(address):
+async def wait_until_connected(address):
     """Wait until every process is connected to all others and knows all workers."""
-    return all([await known(address) == [[SERVERS, 0, 0]] * ROUTERS for _ in range(16)])
+    return all([await views_of_workers(address) == [[SERVERS, 0, 0]] * ROUTERS for _ in range(16)])
 
 
 async def test_prompt_sent_by_one_process_is_known_to_all(tmp_path):
@@ -39,7 +39,7 @@ async def test_prompt_sent_by_one_process_is_known_to_all(tmp_path):
     for server in servers:
         await server.start()
     async with routers_in_front_of(tmp_path, servers, ROUTERS) as address:
-        await until_answered(lambda: have_met(address), 300)
+        await until_answered(lambda: wait_until_connected(address), 300)
         for number in range(5):
             prompt = f"{number} is a number. " * 400
             blocks = (number + 1) * (len(prompt) // 256)
@@ -50,7 +50,7 @@ async def test_prompt_sent_by_one_process_is_known_to_all(tmp_path):
 
             async def told(blocks=blocks):
                 """Wait until all processes believe the sent prompts cached and nothing running."""
-                return await known(address) == [[SERVERS, blocks, 0]] * ROUTERS
+                return await views_of_workers(address) == [[SERVERS, blocks, 0]] * ROUTERS
 
             await complete()
             await until_answered(told)

@@ -9,41 +9,17 @@ from fleet.core.clock import Nanos
 from fleet.core.ids import WorkerId
 from fleet.peers.messages import LATEST, encode_sessions
 from fleet.peers.routers import PeerRouters
-from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_KEYS, PromptAnnouncements
-from fleet.router.messages import PeerPlaced
+from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_KEYS
 from fleet.router.sessions import SessionBinding, SessionTable
 from fleet.router.settings.router import RouterSettings
 from fleet.v1 import replica_pb2 as pb
 from kvstore.net.frames import connect
+from tests.support.router.recording_router import RecordingRouter
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 
 HELLO = pb.ReplicaMessage(hello=pb.ReplicaHello(router_id="other"))
-
-
-class RecordingRouter:
-    """A router and its registry that record what they receive."""
-
-    def __init__(self):
-        self.on_change = None
-        self.events = []
-        self.placed = []
-        self.sessions = SessionTable(ttl_seconds=1, capacity=1)
-        self.prompts = PromptAnnouncements()
-
-    def booked(self):
-        return {}
-
-    def hear(self, event):
-        self.events.append(type(event).__name__)
-        if isinstance(event, PeerPlaced):
-            self.placed += event.placed
-
-    def register(self, event):
-        self.events.append(type(event).__name__)
-
-    deregister = register
 
 
 class SendingPeer:
@@ -62,12 +38,12 @@ class SendingPeer:
         self.over.set()
 
 
-def heard_of(tmp_path, *said, **fields):
+def received_events(tmp_path, *said, **fields):
     """Return what a router receives from a peer that sends these messages and waits for the end or a moment."""
-    return heard(tmp_path, *said, **fields)[0]
+    return received_by_router(tmp_path, *said, **fields)[0]
 
 
-def heard(tmp_path, *said, **fields):
+def received_by_router(tmp_path, *said, **fields):
     """Return the same with the peer prompts."""
 
     async def play():
@@ -93,9 +69,11 @@ def heard(tmp_path, *said, **fields):
 
 
 @pytest.mark.parametrize("blocks", [float("nan"), float("inf"), 1e300, -1.0])
-def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
+def test_invalid_reservation_numbers_end_the_connection(tmp_path, blocks):
     workers = [pb.WorkerBookings(worker_id="w", requests=1, prefill_tokens=1, blocks=blocks)]
-    assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
+    assert "PeerReserved" not in received_events(
+        tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers))
+    )
 
 
 def test_latest_possible_clock_does_not_silence_a_peer(tmp_path):
@@ -104,19 +82,21 @@ def test_latest_possible_clock_does_not_silence_a_peer(tmp_path):
     sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
     (told,) = encode_sessions(sessions.news())
 
-    assert "PeerReserved" in heard_of(tmp_path, told)
+    assert "PeerReserved" in received_events(tmp_path, told)
 
 
-def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):
+def test_impossible_clock_ends_the_connection(tmp_path):
     """Guard the clocks of all routers, which would be put forward for ever."""
     binding = pb.SessionBinding(session="s", worker_id="w", stamp=(1 << 64) - 1)
-    assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
+    assert "PeerReserved" not in received_events(
+        tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding]))
+    )
 
 
 @pytest.mark.parametrize("keys", [0, 7, 12, 8 * (MAX_ANNOUNCED_KEYS + 1)])
 def test_invalid_prompt_keys_end_the_connection(tmp_path, keys):
     placed = [pb.PlacedPrompt(worker_id="w", number=1, keys=bytes(keys))]
-    said = heard_of(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
+    said = received_events(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
     assert not {"PeerPlaced", "PeerReserved"} & set(said)
 
 
@@ -126,10 +106,10 @@ def test_prompts_with_a_foreign_secret_are_ignored(tmp_path, private, ours):
     placed = [pb.PlacedPrompt(worker_id="w", number=number, keys=bytes(8)) for number in (0, 1)]
     said = pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed, private=private))
 
-    _, prompts = heard(tmp_path, said, private=5 if private else 0)
+    _, prompts = received_by_router(tmp_path, said, private=5 if private else 0)
 
     assert [each.number for each in prompts] == ([0, 1] if ours else [1])
 
 
-def test_a_message_of_a_later_version_is_passed_over(tmp_path):
-    assert heard_of(tmp_path, pb.ReplicaMessage())[-1] == "PeerReserved"
+def test_message_of_a_later_version_is_skipped(tmp_path):
+    assert received_events(tmp_path, pb.ReplicaMessage())[-1] == "PeerReserved"

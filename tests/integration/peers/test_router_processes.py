@@ -14,7 +14,7 @@ from fleet.client import Client, FleetError
 from fleet.net.control.address import control_socket
 from fleet.v1.selection_pb2 import ReleaseRequest, ReportRequest, SelectRequest
 from fleet.v1.selection_pb2_grpc import SelectionStub
-from tests.support.fleet_processes import routers_of, start_service
+from tests.support.fleet_processes import routers_of, start_service, workers_seen
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 
@@ -85,11 +85,7 @@ def routers(tmp_path_factory, model_dir):
         started.stop()
 
 
-def workers_seen(client):
-    return {worker.worker_id for pool in client.status().pools for worker in pool.workers}
-
-
-def booked_by_all(client):
+def reservations_seen_by(client):
     """Return the reserved requests by worker, as one router knows them."""
     workers = [worker for pool in client.status().pools for worker in pool.workers]
     return {worker.worker_id: worker.booked_requests + worker.booked_elsewhere for worker in workers}
@@ -104,11 +100,11 @@ def test_reservations_of_one_router_keep_the_others_away(routers):
             asked = json.dumps({**body, "prompt": f"{number} is a number"})
             connection.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
             held.enter_context(connection.getresponse())
-            eventually(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {number + 1})  # noqa: B023
-        assert booked_by_all(held.enter_context(Client(routers.grpc))) == {"w0": 4, "w1": 4}
+            eventually(lambda: {sum(booked.values()) for booked in routers.asked(reservations_seen_by)} == {number + 1})  # noqa: B023
+        assert reservations_seen_by(held.enter_context(Client(routers.grpc))) == {"w0": 4, "w1": 4}
 
 
-def scraped(routers):
+def metric_samples(routers):
     """Return all samples of one answer by name and labels."""
     with closing(HTTPConnection(routers.http, timeout=20)) as connection:
         connection.request("GET", "/metrics")
@@ -122,7 +118,7 @@ def scraped(routers):
 
 def both_routers(routers):
     """Return the names of the processes whose metrics are in one answer."""
-    return {dict(labels).get("router") for _, labels in scraped(routers)}
+    return {dict(labels).get("router") for _, labels in metric_samples(routers)}
 
 
 def test_any_router_explains_any_placement(routers):
@@ -147,10 +143,10 @@ def test_lease_report_reaches_the_router_that_gave_the_lease(routers):
             assert told.lease_ms == 20_000
     with grpc.insecure_channel(control_socket(routers.grpc)) as channel:
         SelectionStub(channel).Release(ReleaseRequest(lease_id=lease.lease_id), timeout=10)
-    eventually(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {0})
+    eventually(lambda: {sum(booked.values()) for booked in routers.asked(reservations_seen_by)} == {0})
 
 
-def test_thresholds_that_one_router_is_told_count_for_all(routers):
+def test_thresholds_set_on_one_router_hold_for_all(routers):
     with Client(routers.grpc) as client:
         client.tune(max_queued=77)
 
@@ -158,9 +154,9 @@ def test_thresholds_that_one_router_is_told_count_for_all(routers):
 
 
 def test_one_scrape_has_the_metrics_of_all_routers(routers):
-    before = scraped(routers)
+    before = metric_samples(routers)
     routers.asked(lambda client: client.complete("Hello", max_tokens=1))
-    after = scraped(routers)
+    after = metric_samples(routers)
 
     served = {key: after[key] - before.get(key, 0) for key in after if key[0] == "fleet_requests_total"}
     assert sum(served.values()) == 16

@@ -146,7 +146,7 @@ class PeerRouterSetup:
 
     def foretold(self):
         """Return the prompts that peers have sent and not finished."""
-        return sum(len(worker.foretold.chains()) for worker in self.machine._roster)
+        return sum(len(worker.peer_prompts.chains()) for worker in self.machine.registry)
 
     def homes(self):
         """Return the worker of each session."""
@@ -159,7 +159,7 @@ class PeerRouterSetup:
         return sum(worker.booked_elsewhere for pool in self.server.status().pools for worker in pool.workers)
 
 
-def met(*routers, others=0):
+def are_connected(*routers, others=0):
     return all(len(each.replicas._links) == len(routers) - 1 + others for each in routers)
 
 
@@ -168,10 +168,10 @@ def _meeting_soon(monkeypatch):
     monkeypatch.setattr(replicas, "DIAL_SECONDS", 0.05)
 
 
-async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path):
+async def test_idle_routers_update_peers_twice_a_second(tmp_path):
     """Check that receiving an update is not itself an update to send."""
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
-        await until(lambda: met(a, b) and a.server.times and b.server.times)
+        await until(lambda: are_connected(a, b) and a.server.times and b.server.times)
         a.server.times = b.server.times = 0
         clock = asyncio.get_running_loop()
         began = clock.time()
@@ -181,7 +181,7 @@ async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path)
         await asyncio.sleep(0.2)
 
         anyway = 1 + (clock.time() - began) / replicas.FULL_STATE_SECONDS
-        assert b.server.times <= 1 + anyway, "the booking, and what is told anyway"
+        assert b.server.times <= 1 + anyway, "the reservation and the periodic update"
         assert a.server.times <= anyway
         assert b.server.booked() == {}
         await a.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
@@ -212,7 +212,7 @@ async def test_later_router_learns_registrations_before_catch_up(tmp_path):
                 await b.replicas.caught_up()
 
             assert b.members.members == {worker.worker_id: worker}
-            assert b.members.registrations() == [], "nobody hears of it from one who was told himself"
+            assert b.members.registrations() == [], "a router forwards no registration of a peer"
 
 
 async def test_routers_send_a_known_prompt_to_the_same_worker(tmp_path):
@@ -244,7 +244,7 @@ async def test_reconnected_routers_agree_on_sessions(tmp_path):
         PeerRouterSetup(tmp_path, 0, 2, link="wire").running() as a,
         PeerRouterSetup(tmp_path, 1, 2, link="wire").running() as b,
     ):
-        await until(lambda: met(a, b))
+        await until(lambda: are_connected(a, b))
         for session in ("first a", "first b"):
             await a.select(session=session, pin=WorkerId("w3"))
         await until(lambda: a.homes() == b.homes() == {"first a": "w3", "first b": "w3"})
@@ -271,7 +271,7 @@ async def test_reconnected_routers_agree_on_sessions(tmp_path):
 
 async def test_lease_can_be_reported_and_released_at_any_router(tmp_path):
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
-        await until(lambda: met(a, b))
+        await until(lambda: are_connected(a, b))
         selected = await a.select(lease_ms=40_000)
 
         told = await b.stub.Report(pb.ReportRequest(lease_id=selected.lease_id, answer_tokens=1))
@@ -293,7 +293,7 @@ async def test_hung_router_does_not_delay_lease_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(replicas, "ANSWER_SECONDS", 60.0)
     silent = open_server("replicas", f"unix:{tmp_path}/2", lambda _: SilentRouter())
     async with silent, PeerRouterSetup(tmp_path, 0, 3).running() as a, PeerRouterSetup(tmp_path, 1, 3).running() as b:
-        await until(lambda: met(a, b, others=1))
+        await until(lambda: are_connected(a, b, others=1))
         selected = await a.select()
 
         await b.stub.Report(pb.ReportRequest(lease_id=selected.lease_id), timeout=20)
@@ -302,14 +302,14 @@ async def test_hung_router_does_not_delay_lease_reports(tmp_path, monkeypatch):
 async def test_reservations_of_a_dead_router_are_released(tmp_path):
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a:
         async with PeerRouterSetup(tmp_path, 1, 2).running() as b:
-            await until(lambda: met(a, b))
+            await until(lambda: are_connected(a, b))
             await b.select(pin=WorkerId("w0"))
             await until(lambda: a.booked_elsewhere() == 1)
 
         await until(lambda: a.booked_elsewhere() == 0)
 
 
-def limited(address, others, limit=12):
+def a_limited_router(address, others, limit=12):
     """Run a router alone that shares tenant limits."""
     clock = SystemClock()
     tenants = Tenants({"acme": TenantSettings(requests_per_minute=limit)}, clock.now())
@@ -320,7 +320,7 @@ def limited(address, others, limit=12):
     return tenants, shared, clock
 
 
-async def let_in(tenants, clock, count):
+async def admitted(tenants, clock, count):
     number = 0
     for _ in range(count):
         with suppress(RequestRejected):
@@ -329,16 +329,16 @@ async def let_in(tenants, clock, count):
     return number
 
 
-async def test_router_that_answers_nothing_holds_up_no_limit(tmp_path):
+async def test_silent_router_delays_no_rate_limit(tmp_path):
     """Wait for the silent router once; then the others count without it."""
     address, deaf = f"unix:{tmp_path}/r", f"unix:{tmp_path}/deaf"
     async with open_server("listen", deaf, lambda _: SilentRouter()):
-        tenants, shared, clock = limited(address, (deaf,))
+        tenants, shared, clock = a_limited_router(address, (deaf,))
         running = asyncio.create_task(shared.run())
         await until(lambda: tenants.others == 1)
         began = clock.now()
 
-        assert await let_in(tenants, clock, 20) == 12
+        assert await admitted(tenants, clock, 20) == 12
 
         assert tenants.others == 0
         assert clock.now() - began < 60 * SECOND
@@ -346,18 +346,18 @@ async def test_router_that_answers_nothing_holds_up_no_limit(tmp_path):
         await asyncio.wait([running])
 
 
-async def test_limit_is_shared_by_a_router_that_comes_later(tmp_path):
+async def test_later_router_shares_the_rate_limit(tmp_path):
     one, other = f"unix:{tmp_path}/one", f"unix:{tmp_path}/other"
-    tenants, shared, clock = limited(one, (other,))
+    tenants, shared, clock = a_limited_router(one, (other,))
     running = [asyncio.create_task(shared.run())]
-    assert await let_in(tenants, clock, 8) == 8
-    later, shared_later, _ = limited(other, (one,))
+    assert await admitted(tenants, clock, 8) == 8
+    later, shared_later, _ = a_limited_router(other, (one,))
     running.append(asyncio.create_task(shared_later.run()))
     await until(lambda: tenants.others == later.others == 1 and later.left(clock.now()))
 
-    let_in_by_both = await let_in(later, clock, 10) + await let_in(tenants, clock, 10)
+    let_in_by_both = await admitted(later, clock, 10) + await admitted(tenants, clock, 10)
 
-    assert 4 <= let_in_by_both <= 5, "one too many may be let in before the other has heard"
+    assert 4 <= let_in_by_both <= 5, "one request too many may pass before the other router knows"
     for each in running:
         each.cancel()
     await asyncio.wait(running)

@@ -66,7 +66,7 @@ def test_missing_room_is_reported_before_anything_starts(project):
     told = next(line for line in refused.stderr.splitlines() if line.startswith("make: no room"))
     assert f"{4850 + 700 - 1} MB are needed" in told
     assert told.endswith("2000 MB are free; make room there; or ENGINE=simulated: without vLLM 1750 MB do")
-    assert len(installs(project)) == 1, "vLLM is not begun"
+    assert len(installs(project)) == 1, "the install of vLLM was started"
 
 
 def test_installed_parts_need_no_room_again(project):

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleet.config import Topology
-from fleet.planner.connectors.virtual import Intent, Report
+from fleet.local.settings import Topology
+from fleet.planner.connectors.virtual import Intent, PlanReport
 from fleet.planner.settings import EtcdTarget, FolderTarget, PlanConnectorSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.service.settings import StoreSettings
@@ -92,5 +92,5 @@ def test_scaling_page_samples_are_readable_by_connectors():
     assert isinstance(folder, FolderTarget)
     assert isinstance(etcd, EtcdTarget)
     assert msgspec.to_builtins(msgspec.convert(plan, Intent)) == plan
-    read = msgspec.to_builtins(msgspec.convert(report, Report))
+    read = msgspec.to_builtins(msgspec.convert(report, PlanReport))
     assert {name: pool | report["pools"][name] for name, pool in read["pools"].items()} == read["pools"]

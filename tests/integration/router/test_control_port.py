@@ -158,7 +158,7 @@ def is_ready(address):
     return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_a_stranger_on_the_clients_port_finds_no_control(tmp_path):
+def test_client_port_offers_no_control_calls(tmp_path):
     """Try forged registrations, leases of ten minutes and empty thresholds, with API keys configured."""
     topology = tmp_path / "topology.toml"
     digest = hashlib.sha256(KEY.encode()).hexdigest()
@@ -177,7 +177,7 @@ def test_a_stranger_on_the_clients_port_finds_no_control(tmp_path):
         assert stat.S_IMODE(up.runtime_folder().stat().st_mode) == 0o700
 
 
-def test_a_forged_registration_takes_no_name_from_a_live_worker(tmp_path):
+def test_forged_registration_cannot_take_a_live_name(tmp_path):
     """Check that even a permitted caller, here on the user's own socket, cannot take a registered name."""
     with fleet_up(tmp_path) as up, Client(up.grpc) as client:
         told = codes(up.endpoints["control"])
@@ -188,7 +188,7 @@ def test_a_forged_registration_takes_no_name_from_a_live_worker(tmp_path):
         assert states(client)["decode-0"] == "serving"
 
 
-def test_leases_of_one_caller_do_not_hold_up_tenants(tmp_path):
+def test_leases_of_one_caller_do_not_block_tenants(tmp_path):
     topology = tmp_path / "topology.toml"
     topology.write_text("[[pools]]\nrole = 'both'\nmax_running = 8\n")
     with fleet_up(tmp_path, "--config", str(topology)) as up, Client(up.grpc) as client:
@@ -205,7 +205,7 @@ def test_leases_of_one_caller_do_not_hold_up_tenants(tmp_path):
         assert client.complete("Hello", max_tokens=4, timeout_seconds=20).finish
 
 
-def test_a_tcp_control_port_asks_strangers_for_the_proof(tmp_path, model_dir, secret):
+def test_tcp_control_port_requires_a_proof(tmp_path, model_dir, secret):
     credentials = {"secret_file": str(secret)}
     wrong = tmp_path / "wrong"
     wrong.write_text("the secret of another cluster")
@@ -246,7 +246,7 @@ def test_a_tcp_control_port_asks_strangers_for_the_proof(tmp_path, model_dir, se
         assert "--address takes the clients' gRPC address of a router" in told.stderr
 
 
-def test_a_tcp_control_port_takes_certificates_for_a_proof(tmp_path, model_dir):
+def test_tcp_control_port_accepts_certificates(tmp_path, model_dir):
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     own = {"authority": ours.file, **ours.issue("router")}
     router = a_router(model_dir, control_listen="127.0.0.1:0", control_credentials=own)
@@ -293,7 +293,7 @@ def test_tls_error_at_the_control_port_is_named(tmp_path, model_dir, capsys):
             eventually(lambda: "set registry_credentials.certificate" in process.log.read_text())
 
 
-def test_status_asks_a_store_that_wants_a_secret(tmp_path, model_dir, secret):
+def test_status_queries_a_store_with_a_secret(tmp_path, model_dir, secret):
     credentials = {"secret_file": str(secret)}
     node = {"store_id": "s0", "listen": ["127.0.0.1:0"], "capacity_bytes": 1 << 20, "credentials": credentials}
     with a_process("kvstore", node, tmp_path) as (_, store):
@@ -303,7 +303,7 @@ def test_status_asks_a_store_that_wants_a_secret(tmp_path, model_dir, secret):
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:50052"])
-def test_a_tcp_control_port_without_credentials_is_refused(tmp_path, model_dir, listen):
+def test_tcp_control_port_without_credentials_is_rejected(tmp_path, model_dir, listen):
     file = tmp_path / "router.json"
     file.write_text(json.dumps(a_router(model_dir, control_listen=listen)))
 
@@ -315,7 +315,7 @@ def test_a_tcp_control_port_without_credentials_is_refused(tmp_path, model_dir, 
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:0"])
-def test_a_workers_tcp_port_without_credentials_is_refused(tmp_path, listen):
+def test_worker_tcp_port_without_credentials_is_rejected(tmp_path, listen):
     file = tmp_path / "worker.json"
     file.write_text(json.dumps(a_worker(tmp_path, "", control_listen=listen)))
 
@@ -327,7 +327,7 @@ def test_a_workers_tcp_port_without_credentials_is_refused(tmp_path, listen):
 
 
 @pytest.mark.parametrize("field", ["control_credentials", "registry_credentials"])
-def test_a_stranger_cannot_drain_a_worker_over_tcp(short_folder, secret, field):
+def test_unknown_caller_cannot_drain_a_worker_over_tcp(short_folder, secret, field):
     credentials = {"secret_file": str(secret)}
     worker = a_worker(short_folder, "", control_listen="127.0.0.1:0", **{field: credentials})
     with a_process("worker", worker, short_folder) as (process, endpoints):
@@ -340,7 +340,7 @@ def test_a_stranger_cannot_drain_a_worker_over_tcp(short_folder, secret, field):
 
         ours = Credentials(secret_file=str(secret))
         assert worker_codes(address, ours) == dict.fromkeys(refused, grpc.StatusCode.OK)
-        assert process.wait(30) == 0, "it has drained"
+        assert process.wait(30) == 0, "the worker has drained"
 
 
 def test_default_control_socket_is_private_and_discoverable(tmp_path, model_dir):
@@ -353,7 +353,7 @@ def test_default_control_socket_is_private_and_discoverable(tmp_path, model_dir)
 
 
 @pytest.mark.parametrize("there", ["open to others", "a link", "a file"])
-def test_a_control_folder_that_is_not_private_is_refused(tmp_path, model_dir, short_folder, there):
+def test_public_control_folder_is_rejected(tmp_path, model_dir, short_folder, there):
     folder = short_folder / f"fleet-control-{os.getuid()}"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
@@ -398,7 +398,7 @@ def test_second_worker_of_one_name_is_rejected(tmp_path, model_dir):
         assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
 
 
-def test_a_worker_that_was_replaced_ends_with_an_error(tmp_path, model_dir):
+def test_replaced_worker_ends_with_an_error(tmp_path, model_dir):
     with a_router_and_a_worker(tmp_path, model_dir) as (endpoints, client, first):
         first.send_signal(signal.SIGSTOP)
         second = a_worker(tmp_path, endpoints["control"], "second")
@@ -423,14 +423,14 @@ def test_a_killed_worker_is_replaced_before_its_lease_ends(tmp_path, model_dir):
             assert "worker id held by another process" not in second.log.read_text()
 
 
-async def test_a_client_that_knows_no_control_address_says_so():
+async def test_client_without_a_control_address_says_so():
     nowhere = f"127.0.0.1:{a_free_port()}"
     async with AsyncClient(nowhere) as client:
         with pytest.raises(Unavailable, match="the control address of the router is not known"):
             await client.status()
 
 
-def test_a_clients_address_as_control_address_is_told_apart(tmp_path, model_dir):
+def test_client_address_as_control_address_is_detected(tmp_path, model_dir):
     with (
         a_process("router", a_router(model_dir), tmp_path) as (_, endpoints),
         Client(endpoints["grpc"], control=endpoints["grpc"]) as client,

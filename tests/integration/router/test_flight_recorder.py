@@ -10,8 +10,7 @@ import pytest
 from fleet.cli.main import run
 from fleet.client import Client
 from fleet.net.control.address import control_socket
-from tests.integration.peers.test_router_processes import workers_seen
-from tests.support.fleet_processes import start_service
+from tests.support.fleet_processes import start_service, workers_seen
 from tests.support.servers.processes import a_free_port
 from tests.support.sim.model_configs import LLAMA_8B
 from tests.support.waiting import eventually

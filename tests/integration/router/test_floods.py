@@ -69,7 +69,7 @@ def silent_connections(address, sources=("127.0.0.1",)):
         yield
 
 
-def answered(url, body=None):
+def status_of_answer(url, body=None):
     """Return the status of an answer on its own connection."""
     content = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url, content, {"content-type": "application/json"})
@@ -85,17 +85,17 @@ def answered(url, body=None):
 def is_served(up):
     """Return True if HTTP and gRPC clients are served."""
     url = up.endpoints["http"]
-    assert answered(f"{url}/health") == 200
-    assert answered(f"{url}/v1/completions", {"prompt": "once", "max_tokens": 2}) == 200
-    assert answered(f"{up.endpoints['health']}/health") == 200
-    assert answered(f"{up.endpoints['health']}/metrics") == 200
+    assert status_of_answer(f"{url}/health") == 200
+    assert status_of_answer(f"{url}/v1/completions", {"prompt": "once", "max_tokens": 2}) == 200
+    assert status_of_answer(f"{up.endpoints['health']}/health") == 200
+    assert status_of_answer(f"{up.endpoints['health']}/metrics") == 200
     with Client(up.grpc) as client:
         assert client.complete("once", max_tokens=2, timeout_seconds=SECONDS).token_ids
 
 
 @pytest.mark.parametrize("sources", [("127.0.0.1",), tuple(f"127.0.0.{number}" for number in range(2, 50))])
 @pytest.mark.parametrize("port", ["http", "grpc", "health"])
-def test_silent_connections_shut_nobody_out(up, files, port, sources):
+def test_silent_connections_lock_nobody_out(up, files, port, sources):
     with silent_connections(up.endpoints[port], sources):
         is_served(up)
     is_served(up)
@@ -104,11 +104,11 @@ def test_silent_connections_shut_nobody_out(up, files, port, sources):
 def test_memory_of_long_prompts_is_given_back(up):
     router = psutil.Process(up.endpoints["pids"]["router"])
     url = f"{up.endpoints['http']}/v1/completions"
-    assert answered(url, {"prompt": "once", "max_tokens": 1}) == 200
+    assert status_of_answer(url, {"prompt": "once", "max_tokens": 1}) == 200
     before = router.memory_info().rss
 
     with ThreadPoolExecutor(3) as clients:
         long = [{"prompt": " " * (LONG_BYTES - number)} for number in range(4)]
-        assert set(clients.map(lambda body: answered(url, body), long)) == {400}
+        assert set(clients.map(lambda body: status_of_answer(url, body), long)) == {400}
 
     eventually(lambda: router.memory_info().rss - before < MOST_GROWTH, 60)

@@ -57,7 +57,7 @@ def test_hung_router_of_a_local_cluster_restarts_and_serves(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["kvstore", "decode-0"])
-def test_a_store_or_worker_that_hangs_is_started_again(tmp_path, name):
+def test_hung_store_or_worker_is_restarted(tmp_path, name):
     with fleet_up(tmp_path, "--decode", "2") as up, Client(up.grpc) as client:
         hung, others = up.pid_of(name), [up.pid_of(each) for each in ("router", "prefill-0", "decode-1")]
         os.kill(hung, signal.SIGSTOP)
@@ -70,7 +70,7 @@ def test_a_store_or_worker_that_hangs_is_started_again(tmp_path, name):
         assert f"{name} has been stopped for 3 s, and is killed" in (tmp_path / "up.log").read_text()
 
 
-def test_a_worker_that_dies_six_times_is_shown_as_failing(tmp_path):
+def test_worker_that_dies_six_times_is_shown_as_failing(tmp_path):
     topology = tmp_path / "topology.toml"
     topology.write_text("[supervision]\nlongest_pause_seconds = 1.0\n")
     with fleet_up(tmp_path, "--config", str(topology), "--decode", "2") as up, Client(up.grpc) as client:

@@ -56,7 +56,7 @@ def cluster(tmp_path_factory, model_dir):
                 each.wait(60)
 
 
-def served(address):
+def is_served(address):
     """Return True when a worker has joined, as seen by a client that stays connected."""
     client = Client(address)
     eventually(client.models)
@@ -91,7 +91,7 @@ async def async_calls_fail(address, hang):
 
 def test_hung_router_fails_all_calls_in_ten_seconds(cluster):
     address, process = cluster
-    idle, waiting, streaming = (served(address) for _ in range(3))
+    idle, waiting, streaming = (is_served(address) for _ in range(3))
     with ThreadPoolExecutor() as threads, streaming.generate("x", **LONG) as stream:
         next(iter(stream))
         try:
@@ -150,7 +150,7 @@ async def test_pings_of_clients_break_no_connection():
 
     ready = await asyncio.gather(*(stays_ready(server, number % 2) for number, server in enumerate(servers)))
 
-    assert ready == [True] * 4, "of clients idle and with a call, of operators idle and with a call"
+    assert ready == [True] * 4, "idle and busy connections of clients and of operators"
 
 
 def test_pings_are_no_more_frequent_than_servers_allow():

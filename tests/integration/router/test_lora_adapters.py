@@ -55,7 +55,7 @@ class LoraCluster(Struct):
 
     def loaded(self) -> dict[str, set[str]]:
         """Return the adapters of each worker as the router knows them."""
-        workers = self.machine._roster
+        workers = self.machine.registry
         return {worker.description.worker_id: set(worker.load.adapters) for worker in workers}
 
     async def home_of(self, adapter: str) -> str:
@@ -146,13 +146,13 @@ async def test_adapters_are_models_and_go_where_they_are_loaded(model_dir):
         for _ in range(3):
             again, cached = await world.ask("ada")
             assert again == first
-            assert cached > 0, "it went where its blocks are"
+            assert cached > 0, "the request did not go to its blocks"
         plain, cached = await world.ask("tiny")
         assert cached == 0, "the model itself shares no block with either"
         foreign, _ = await world.ask("other")
 
         assert len({first, other, plain}) == 3
-        assert foreign == plain, "the same weights, in a pool of its own"
+        assert foreign == plain, "the same weights in a separate pool"
         with pytest.raises(openai.NotFoundError, match="ada, bob, other, tiny"):
             await world.ask("eve")
 
@@ -167,7 +167,7 @@ async def test_one_slot_serves_two_adapters_in_turn(model_dir):
         assert [(name, task.result()[0]) for name, task in asked] == [(name, alone[name]) for name, _ in asked]
         assert len(set(alone.values())) == 3
         tenant, cached = await world.ask("ada", tenant="acme")
-        assert (tenant, cached) == (alone["ada"], 0), "tenants share an adapter, and no blocks of it"
+        assert (tenant, cached) == (alone["ada"], 0), "tenants share an adapter but no blocks"
 
 
 async def test_adapter_blocks_move_only_between_its_own_workers(model_dir):

@@ -16,7 +16,7 @@ from tests.support.fleet_processes import start_service
 pytestmark = pytest.mark.integration
 
 
-def test_a_router_may_open_as_many_files_as_the_system_lets_it(tmp_path):
+def test_router_raises_its_file_limit_to_the_maximum(tmp_path):
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     router, endpoints = start_service(
@@ -34,7 +34,7 @@ def test_a_router_may_open_as_many_files_as_the_system_lets_it(tmp_path):
         router.wait(60)
 
 
-def test_connection_tables_leave_descriptors_for_everything_else(caplog):
+def test_connection_tables_leave_spare_descriptors(caplog):
     settings = RouterSettings(kserve_listen="127.0.0.1:0")
 
     fitted = within_descriptors(settings, 2048)

@@ -54,7 +54,7 @@ class RunningRouter:
 
     def view(self) -> dict[str, set[int]]:
         """Return the block keys by worker."""
-        index = self.machine._roster.index
+        index = self.machine.registry.index
         return {
             each: set(index._held[engine_cache_holder(WorkerId(each))])
             for each in IDS
@@ -108,7 +108,7 @@ async def test_cold_router_learns_caches_and_forgets_dead_workers():
                     await until(lambda: "w3" not in second.view())
                 await second.ask(fresh_prompt(300))  # neither event stops it from serving
                 assert second.view().keys() == {"w1"}
-                assert first.machine._roster.index.blocks.keys() == {engine_cache_holder(WorkerId("w1"))}
+                assert first.machine.registry.index.blocks.keys() == {engine_cache_holder(WorkerId("w1"))}
             finally:
                 processes["w3"].thaw()
             await until(lambda: "w3" in second.view() and second.view()["w3"])

@@ -4,97 +4,26 @@ Every test of a KV path checks the moved blocks and bytes, because equal tokens 
 """
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from msgspec import structs
 
-from fleet.backends.workers.streams import WorkerStreams
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.core.ids import RequestId
 from fleet.core.requests import Finish, Sampling, Source
 from fleet.core.roles import KvPath, Phase, Placement, Role
-from fleet.core.system_clock import SystemClock
-from fleet.router.machine import RouterMachine
-from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.placement.decision import PlacementReason
-from fleet.router.server import RouterServer
-from fleet.router.settings.router import RouterSettings
 from fleet.router.state.snapshot import RouterSnapshot, WorkerSnapshot
-from tests.support.builders import an_arrival
 from tests.support.kvstore.builders import a_node, a_short_folder
-from tests.support.waiting import until
 from tests.support.workers.engine_driver import fresh_prompt
+from tests.support.workers.worker_cluster import ANSWER, GREEDY, WorkerCluster, sources, worker_settings
 from tests.support.workers.worker_processes import WorkerProcess, a_worker_process
-from workers.settings import SimulatedSettings, WorkerSettings
 
 pytestmark = pytest.mark.integration
 
-ANSWER = 12
-GREEDY = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 LONG = 700
-
-
-class WorkerCluster:
-    """A router with its workers; each request gets an id."""
-
-    def __init__(self, addresses: list[str], store: str):
-        settings = RouterSettings(store=store, max_reconnect_seconds=0.2)
-        self.workers = WorkerStreams(settings, addresses=addresses)
-        self.machine = RouterMachine(settings, random.Random(0))
-        self.server = RouterServer(self.machine, self.workers, SystemClock())
-        self._requests = 0
-
-    def arrival(self, prompt: bytes, **fields) -> Arrived:
-        self._requests += 1
-        return an_arrival(request_id=f"r{self._requests}", tokens=prompt, **{"sampling": GREEDY, **fields})
-
-    async def ask(self, prompt: bytes, **fields) -> tuple[list[int], Complete]:
-        return await self.answer(self.arrival(prompt, **fields))
-
-    async def answer(self, arrived: Arrived, after_first=None) -> tuple[list[int], Complete]:
-        tokens: list[int] = []
-        async with asyncio.timeout(30), self.server.submit(arrived) as events:
-            async for event in events:
-                if isinstance(event, Complete):
-                    return tokens, event
-                if isinstance(event, StartedOver):
-                    tokens.clear()
-                    continue
-                tokens.extend(event.token_ids)
-                if after_first is not None:
-                    after_first()
-                    after_first = None
-        raise AssertionError("no end")
-
-    async def until(self, condition) -> None:
-        await until(lambda: condition(self.server.status()))
-
-    def why(self, complete: Complete) -> PlacementReason:
-        return self.server.explain(complete.request_id).placements[-1].why
-
-
-def settings(
-    worker_id: str,
-    role: Role,
-    store: str,
-    *,
-    speedup: float = 20,
-    kv_paths: tuple[KvPath, ...] = (KvPath.STORE, KvPath.DIRECT),
-) -> WorkerSettings:
-    return WorkerSettings(
-        worker_id=WorkerId(worker_id),
-        role=role,
-        engine="simulated",
-        model=ModelName("tiny"),
-        store=store,
-        kv_paths=kv_paths,
-        load_interval_ms=20,
-        heartbeat_ms=100,
-        simulated=SimulatedSettings(speedup=speedup, kv_blocks=1024),
-    )
 
 
 @asynccontextmanager
@@ -103,7 +32,7 @@ async def a_cluster(*roles: Role, **fields) -> AsyncIterator[tuple[WorkerCluster
         async with AsyncExitStack() as stack:
             processes = [
                 await stack.enter_async_context(
-                    a_worker_process(folder, settings(f"{role.value}-{index}", role, node.address, **fields))
+                    a_worker_process(folder, worker_settings(f"{role.value}-{index}", role, node.address, **fields))
                 )
                 for index, role in enumerate(roles)
             ]
@@ -118,12 +47,6 @@ async def a_cluster(*roles: Role, **fields) -> AsyncIterator[tuple[WorkerCluster
             cluster.machine.check()
             for task in running:
                 task.cancel()
-
-
-def sources(complete: Complete, phase: Phase) -> dict[Source, tuple[int, int]]:
-    """Return blocks and bytes by source in one phase."""
-    (found,) = [one for one in complete.kv if one.phase is phase]
-    return {origin.source: (origin.blocks, origin.bytes) for origin in found.report.origins}
 
 
 @pytest.mark.parametrize(("kv_path", "source"), [(KvPath.STORE, Source.STORE), (KvPath.DIRECT, Source.DIRECT)])
@@ -144,7 +67,7 @@ async def test_pair_answers_like_one_worker_and_blocks_move(kv_path, source, sam
         assert complete.finish is Finish.LENGTH
 
 
-async def test_a_prompt_seen_before_by_anybody_is_short_for_everybody():
+async def test_known_prompt_is_short_on_every_worker():
     async with a_cluster(Role.PREFILL, Role.DECODE, Role.DECODE) as (cluster, _):
         prompt = fresh_prompt(LONG)
         first, complete = await cluster.ask(prompt)
@@ -171,7 +94,9 @@ async def test_stream_survives_its_workers_death_with_same_tokens():
         tokens, complete = await cluster.answer(arrived, after_first=kill)
 
         assert tokens == expected
-        assert {phase.worker_id for phase in complete.kv} == set(victims), "the lost one had told with its first tokens"
+        assert {phase.worker_id for phase in complete.kv} == set(victims), (
+            "the lost worker reported it with its first tokens"
+        )
         assert cluster.server.status().counters.continued == 1
         assert cluster.server.status().counters.workers_lost == 1
 
@@ -195,7 +120,7 @@ async def test_unary_answer_survives_its_workers_death(sampling):
         assert cluster.server.status().counters.workers_lost == 1
 
 
-async def test_a_prefill_worker_that_dies_costs_time_only():
+async def test_lost_prefill_worker_costs_only_time():
     async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.2) as (cluster, processes):
         arrived = cluster.arrival(fresh_prompt(2000), sampling=Sampling(temperature=0.0, max_tokens=3, ignore_eos=True))
         async with asyncio.TaskGroup() as tasks:
@@ -237,14 +162,14 @@ async def test_cancelled_long_prefills_leave_no_backlog():
         await cluster.until(lambda status: prefill(status).running == prefill(status).waiting == 0)
         idle = cluster.server.status()
         computed = prefill(idle).cached_blocks
-        assert computed <= 5 * (longest // 32), "half of what was asked for"
+        assert computed <= 5 * (longest // 32), "half of the requested tokens"
         assert (idle.active, idle.queued, idle.counters.cancelled) == (0, 0, 10)
         assert prefill(idle).booked_prefill_tokens == prefill(idle).kv_blocks_used == 0
 
         _, complete = await cluster.ask(fresh_prompt(LONG))
 
         await cluster.until(lambda status: prefill(status).cached_blocks >= computed + LONG // 32)
-        assert prefill(cluster.server.status()).cached_blocks == computed + LONG // 32, "its own blocks and no others"
+        assert prefill(cluster.server.status()).cached_blocks == computed + LONG // 32, "only the blocks of this prompt"
         assert sources(complete, Phase.PREFILL).keys() == {Source.COMPUTED}
 
 

@@ -79,7 +79,7 @@ def fleet(*argv: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT, env=ENVIRONMENT)
 
 
-def test_a_cluster_comes_to_what_this_machine_comes_to(address, scenario):
+def test_ray_cluster_gives_the_same_results(address, scenario):
     sweep = ["sweep", scenario, "--over", "workload.speed=1,4", "--seeds", "1:2", "--json", "-"]
 
     spread, alone = fleet(*sweep, "--ray", address), fleet(*sweep, "--processes", "1")
@@ -91,7 +91,7 @@ def test_a_cluster_comes_to_what_this_machine_comes_to(address, scenario):
     assert len(set(digests[0])) == 4
 
 
-def test_a_cluster_that_is_not_there_is_refused_in_one_line(address, scenario):
+def test_missing_ray_cluster_is_rejected_in_one_line(address, scenario):
     host, _, _ = address.rpartition(":")
     done = fleet("sweep", scenario, "--over", "workload.speed=1,4", "--ray", f"{host}:1")
     assert done.returncode == 3

@@ -106,7 +106,7 @@ class Report:
         file.write_text(SCENARIO.format(**{key: json.dumps(value) for key, value in quoted.items()}))
         scenario = read_scenario(file)
         history = History(scenario.slo)
-        self.run = run_scenario(scenario, folder, told=history.add)
+        self.run = run_scenario(scenario, folder, on_end=history.add)
         self.windows = history.windows()
         self.path = folder / "report.html"
         self.curve = load_curve(scenario, folder, loads)
@@ -157,7 +157,7 @@ def test_a_distribution_rises_from_left_to_right(page):
     assert line[0][1] > line[-1][1]
 
 
-def test_the_page_asks_for_nothing_and_complains_of_nothing(page):
+def test_page_requests_nothing_and_logs_nothing(page):
     assert page.asked_for == []
     assert page.complaints == []
 
@@ -172,7 +172,7 @@ def test_screen_readers_get_a_text_for_each_chart(page):
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_words_and_lines_stand_out_from_the_ground(browser, report, dark):
+def test_text_and_lines_have_enough_contrast(browser, report, dark):
     """Require the contrasts of the Web Content Accessibility Guidelines (AA): 4.5 for text, 3 for graphics."""
     found = BrowserPage(browser, report.path, dark=dark).ask(CONTRASTS)
 
@@ -182,14 +182,14 @@ def test_words_and_lines_stand_out_from_the_ground(browser, report, dark):
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_nothing_lies_on_something_else_or_beyond_the_edge(browser, report, width):
+def test_nothing_overlaps_or_leaves_the_page(browser, report, width):
     page = BrowserPage(browser, report.path, width=width)
 
     assert page.ask("document.documentElement.scrollWidth") <= width
     assert page.ask(OVERLAPS) == page.ask(BEYOND) == []
 
 
-def test_hostile_names_are_nothing_but_text(browser, tmp_path):
+def test_hostile_names_stay_text(browser, tmp_path):
     script, image, closing = HOSTILE
     folder = tmp_path / "reports"
     folder.mkdir()

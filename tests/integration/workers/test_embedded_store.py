@@ -79,7 +79,7 @@ def a_worker(folder: Path, *, node: StoreSettings | None = None, **fields) -> Wo
     )
 
 
-def refusal(folder: Path, settings: WorkerSettings) -> str:
+def start_error(folder: Path, settings: WorkerSettings) -> str:
     """Return the line that a worker prints when it cannot start."""
     path = folder / "refused.json"
     path.write_bytes(msgspec.json.encode(settings))
@@ -105,13 +105,13 @@ async def until_held(address: str, prompt: bytes) -> None:
         await until_answered(held)
 
 
-async def answered(worker: WorkerProcess, prompt: bytes, **fields):
+async def answer_of(worker: WorkerProcess, prompt: bytes, **fields):
     async with a_router_stream(worker.address) as stream:
         return await stream.do(an_attempt(prompt, ANSWER, **fields))
 
 
 @asynccontextmanager
-async def here(settings: WorkerSettings) -> AsyncIterator[EngineDriver]:
+async def an_engine_here(settings: WorkerSettings) -> AsyncIterator[EngineDriver]:
     """Run a worker's engine and embedded node in this process."""
     async with (
         open_embedded_store(settings, uvloop.new_event_loop) as furnished,
@@ -124,7 +124,7 @@ async def here(settings: WorkerSettings) -> AsyncIterator[EngineDriver]:
 @asynccontextmanager
 async def a_worker_that_has_answered(folder: Path, prompt: bytes, **fields):
     async with a_worker_process(folder, a_worker(folder, **fields)) as worker:
-        worker.tokens, end = await answered(worker, prompt)
+        worker.tokens, end = await answer_of(worker, prompt)
         assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1
         await until_held(f"unix:{folder}/kv", prompt)
         yield worker
@@ -137,17 +137,17 @@ async def test_workers_of_a_host_share_the_node_until_it_stops(folder):
     async with a_worker_that_has_answered(folder, prompt, node=node) as worker:
         assert file_names_in(folder) >= {"kv", "pool", "worker"}
         assert worker.endpoints["store"] == f"unix:{folder}/kv"
-        assert segments_of(worker.process.pid) == set(), "its memory has no name that could stay"
+        assert segments_of(worker.process.pid) == set(), "the shared memory has a name"
 
         other = msgspec.structs.replace(simulated_worker(f"unix:{folder}/kv"), worker_id="other")
         async with a_worker_process(folder, other) as second:
-            tokens, end = await answered(second, prompt)
+            tokens, end = await answer_of(second, prompt)
         assert tokens == worker.tokens
         assert blocks_from(end.kv, Source.STORE) == BLOCKS
         assert end.kv.origins[0].origin == "embedded"
 
         same_sockets = msgspec.structs.replace(a_worker(folder), worker_id="second", listen=f"unix:{folder}/second")
-        said = await asyncio.to_thread(refusal, folder, same_sockets)
+        said = await asyncio.to_thread(start_error, folder, same_sockets)
         assert said == f"embedded_store.shm_socket: another process listens on {folder}/pool"
 
         children = psutil.Process(worker.process.pid).children(recursive=True)
@@ -159,7 +159,7 @@ async def test_workers_of_a_host_share_the_node_until_it_stops(folder):
         assert not {"kv", "pool", "worker"} & file_names_in(folder)
 
         await worker.start()  # engine memory and pool are gone, so only the disk has the blocks
-        tokens, end = await answered(worker, prompt)
+        tokens, end = await answer_of(worker, prompt)
         assert tokens == worker.tokens
         assert blocks_from(end.kv, Source.STORE) == BLOCKS
 
@@ -171,21 +171,21 @@ async def test_killed_worker_leaves_only_what_a_killed_node_leaves(folder):
         async with a_worker_process(folder, other) as second:
             worker.kill()
             assert await worker.ended() == -signal.SIGKILL
-            assert file_names_in(folder) >= {"kv", "pool"}, "its sockets are still there"
-            tokens, end = await answered(second, prompt)
+            assert file_names_in(folder) >= {"kv", "pool"}, "the sockets are left behind"
+            tokens, end = await answer_of(second, prompt)
             assert tokens == worker.tokens
-            assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1, "the pool went with the worker"
+            assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1, "the pool outlived the worker"
 
             await worker.start()
 
             again = a_prompt()
-            tokens, _ = await answered(worker, again)
+            tokens, _ = await answer_of(worker, again)
             await until_held(f"unix:{folder}/kv", again)
             async with asyncio.timeout(60):  # until the other worker's client has found the new node
-                while blocks_from((end := (await answered(second, again))[1]).kv, Source.STORE) == 0:
+                while blocks_from((end := (await answer_of(second, again))[1]).kv, Source.STORE) == 0:
                     assert blocks_from(end.kv, Source.COMPUTED) + blocks_from(end.kv, Source.ENGINE) == BLOCKS + 1
                     again = a_prompt()
-                    await answered(worker, again)
+                    await answer_of(worker, again)
                     await until_held(f"unix:{folder}/kv", again)
 
 
@@ -196,8 +196,8 @@ async def test_killed_worker_leaves_only_what_a_killed_node_leaves(folder):
 async def test_node_is_independent_of_ranks_and_layouts(folder, tp, layout):
     prompt = a_prompt()
     async with (
-        here(a_worker(folder, tp=tp, layout=layout)) as one,
-        here(simulated_worker(f"unix:{folder}/kv")) as other,
+        an_engine_here(a_worker(folder, tp=tp, layout=layout)) as one,
+        an_engine_here(simulated_worker(f"unix:{folder}/kv")) as other,
     ):
         expected, _ = await one.do(an_attempt(prompt, ANSWER))
         await until_held(f"unix:{folder}/kv", prompt)
@@ -210,20 +210,23 @@ async def test_node_is_independent_of_ranks_and_layouts(folder, tp, layout):
 
 async def test_prefill_worker_with_node_hands_off_to_decode_worker(folder):
     prefill = msgspec.structs.replace(a_worker(folder), role=Role.PREFILL)
-    async with here(prefill) as first, here(simulated_worker(f"unix:{folder}/kv", role=Role.DECODE)) as second:
+    async with (
+        an_engine_here(prefill) as first,
+        an_engine_here(simulated_worker(f"unix:{folder}/kv", role=Role.DECODE)) as second,
+    ):
         _, _, end = await run_disaggregated(first, second, a_prompt(), ANSWER, KvPath.STORE)
 
     assert blocks_from(end.kv, Source.STORE) == BLOCKS
 
 
-async def test_metrics_and_health_are_those_of_any_node(folder):
+async def test_embedded_node_serves_metrics_and_health(folder):
     port, prompt = a_free_port(), a_prompt()
 
     def metrics() -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             return answer.read().decode()
 
-    async with here(a_worker(folder, node=node_in(folder, metrics_listen=f"127.0.0.1:{port}"))) as one:
+    async with an_engine_here(a_worker(folder, node=node_in(folder, metrics_listen=f"127.0.0.1:{port}"))) as one:
         await one.do(an_attempt(prompt, ANSWER))
         await until_held(f"unix:{folder}/kv", prompt)
 
@@ -251,14 +254,14 @@ async def test_invalid_node_settings_are_rejected_with_their_path(folder, fields
     told = json.loads(json.dumps(fields).replace("{}", str(folder)))
 
     with pytest.raises(ConfigurationRefused) as refused:
-        async with here(a_worker(folder, node=node_in(folder, **told))):
+        async with an_engine_here(a_worker(folder, node=node_in(folder, **told))):
             raise AssertionError("it started")
 
     assert str(refused.value).startswith(message.replace("{}", str(folder)))
     assert file_names_in(folder) == {"file"}
 
 
-async def test_a_node_that_ends_by_itself_ends_the_worker(folder, monkeypatch):
+async def test_node_failure_ends_the_worker(folder, monkeypatch):
     serve, failing = embedded.serve, threading.Event()
 
     async def breaking(told, on_ready, *, clock):
@@ -281,7 +284,7 @@ async def test_node_ends_when_the_engine_rejects_its_settings(folder):
     settings = msgspec.structs.replace(a_worker(folder), model_dir=str(folder))
 
     with pytest.raises(ConfigurationRefused, match=r"config\.json: "):
-        async with here(settings):
+        async with an_engine_here(settings):
             raise AssertionError("it started")
 
     assert file_names_in(folder) == {"config.json"}

@@ -119,7 +119,7 @@ async def a_warm_worker(node: NodeProcess, *prompts: bytes, **fields) -> AsyncIt
             yield one, evacuator, said
 
 
-async def evacuated(evacuator: StoreEvacuator, *prompts: bytes, within: Nanos = DRAIN):
+async def run_evacuation(evacuator: StoreEvacuator, *prompts: bytes, within: Nanos = DRAIN):
     await evacuator.evacuate([RecentPrompt(each, b"") for each in prompts], [], Nanos(SystemClock().now() + within))
     return evacuator.summary
 
@@ -188,21 +188,21 @@ async def test_most_valuable_missing_blocks_go_first_within_budget():
     hot, once = a_prompt(4), a_prompt(4)
     with a_node(tiers=[redis_tier(server, "worth")]) as node:
         async with a_warm_worker(node, once, hot, most_bytes=5 * BLOCK_BYTES) as (_, evacuator, _):
-            brought = await evacuated(evacuator, hot, hot, once)
+            brought = await run_evacuation(evacuator, hot, hot, once)
 
             assert (brought.tier, brought.moved, brought.moved_bytes) == ("redis", 5, 5 * BLOCK_BYTES)
             assert (brought.warm, brought.there, brought.left) == (8, 0, 3)
             assert keys_in(server, "worth") == hexes([*names_of(hot), names_of(once)[0]])
-            assert (await evacuated(evacuator, hot, hot, once)).moved == 0, "no more in a second round either"
+            assert (await run_evacuation(evacuator, hot, hot, once)).moved == 0, "a second round moves no more"
 
         async with a_warm_worker(node, once, hot) as (_, evacuator, _):
-            brought = await evacuated(evacuator, hot, hot, once)
+            brought = await run_evacuation(evacuator, hot, hot, once)
 
             assert (brought.moved, brought.there, brought.left) == (3, 5, 0)
             assert keys_in(server, "worth") == hexes([*names_of(hot), *names_of(once)])
 
 
-async def test_blocks_that_only_the_engine_still_has_go_too():
+async def test_blocks_only_in_the_engine_are_evacuated_too():
     server, prompt = shared_redis(), a_prompt()
     with a_node(tiers=[redis_tier(server, "engine")]) as node:
         async with a_warm_worker(node, prompt) as (one, evacuator, (expected,)):
@@ -210,7 +210,7 @@ async def test_blocks_that_only_the_engine_still_has_go_too():
             node.start()  # with an empty pool
             with a_client(node) as client:
                 assert held(client, prompt) == 0
-            brought = await evacuated(evacuator, prompt)
+            brought = await run_evacuation(evacuator, prompt)
             assert (brought.saved, brought.moved, brought.left) == (BLOCKS, BLOCKS, 0)
             one.engine.check()
         with a_node(tiers=[redis_tier(server, "engine")]) as other:
@@ -222,11 +222,11 @@ async def test_without_shared_tier_only_a_leaving_node_fills_peers():
     with a_node(store_id="survivor") as survivor:
         with a_node(tiers=[{"kind": "peer", "peers": [survivor.address]}]) as node:
             async with a_warm_worker(node, prompt, leaving=False) as (_, evacuator, _):
-                assert (await evacuated(evacuator, prompt)).tier == ""
+                assert (await run_evacuation(evacuator, prompt)).tier == ""
             async with a_warm_worker(node, prompt, leaving=True) as (_, evacuator, (expected,)):
                 with a_client(survivor) as client:
                     assert held(client, prompt) == 0
-                    brought = await evacuated(evacuator, prompt)
+                    brought = await run_evacuation(evacuator, prompt)
                     assert (brought.tier, brought.moved, brought.left) == ("peer", BLOCKS, 0)
                     assert held(client, prompt) == BLOCKS
         assert await tokens_and_tiers(survivor, prompt) == (expected, {"cpu": BLOCKS})
@@ -241,19 +241,19 @@ async def test_unreachable_peer_does_not_stop_an_evacuation():
                 first = BlockKey(namespace().digest, names_of(prompt)[0])
                 away, other = (one, two) if ranking(peers, first)[0] == one.address else (two, one)
                 away.kill()
-                brought = await evacuated(evacuator, prompt)
+                brought = await run_evacuation(evacuator, prompt)
                 assert (brought.tier, brought.moved, brought.left) == ("peer", BLOCKS, 0)
         with a_client(other) as client:
             assert held(client, prompt) == BLOCKS
         assert await tokens_and_tiers(other, prompt) == (expected, {"cpu": BLOCKS})
 
 
-async def test_the_disk_is_what_is_left_to_a_node_that_goes_alone(folder):
+async def test_node_without_peers_evacuates_to_its_disk(folder):
     disk = {"kind": "ssd", "directories": [str(folder)], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     prompt = a_prompt()
     with a_node(tiers=[disk]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, (expected,)):
-            brought = await evacuated(evacuator, prompt)
+            brought = await run_evacuation(evacuator, prompt)
             assert (brought.tier, brought.moved) == ("ssd", BLOCKS)
         node.kill()
         node.start()
@@ -267,7 +267,7 @@ async def test_evacuation_respects_read_only_tiers_and_write_budgets(folder):
     for tier, name, moved in ((only_read, "", 0), (little, "redis", 3)):
         with a_node(tiers=[tier]) as node:
             async with a_warm_worker(node, prompt) as (_, evacuator, _):
-                brought = await evacuated(evacuator, prompt)
+                brought = await run_evacuation(evacuator, prompt)
                 assert (brought.tier, brought.moved) == (name, moved)
                 assert brought.left == (BLOCKS - moved if name else 0)
 
@@ -281,7 +281,7 @@ async def test_watcher_learns_where_evacuated_blocks_are():
         ):
             watching = pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest())
             await watching.initial_metadata()
-            await evacuated(evacuator, prompt)
+            await run_evacuation(evacuator, prompt)
             told: set[bytes] = set()
             async with asyncio.timeout(60):
                 async for changes in watching:
@@ -292,7 +292,7 @@ async def test_watcher_learns_where_evacuated_blocks_are():
     assert told == set(names_of(prompt))
 
 
-async def test_more_names_than_a_call_takes_are_refused_with_the_field():
+async def test_too_many_names_are_rejected_with_the_field():
     with a_node() as node:
         async with grpc.aio.insecure_channel(node.address) as channel:
             with a_client(node) as client:
@@ -352,7 +352,7 @@ async def test_hung_server_delays_the_drain_only_to_its_deadline(caplog):
 
             await router.finished.wait()
 
-            assert not running.done(), "the evacuation is still tried, and the answer has not waited for it"
+            assert not running.done(), "the answer does not wait for the evacuation"
             with at_most(30):
                 assert await draining == 0
             assert asyncio.get_running_loop().time() - began > 9.9
@@ -369,7 +369,7 @@ async def test_unreachable_server_ends_evacuation_after_some_tries(caplog):
         async with a_warm_worker(node, prompt) as (_, evacuator, _):
             server.kill()
             with at_most(50):
-                brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
+                brought = await run_evacuation(evacuator, prompt, within=Nanos(100 * SECOND))
     assert (brought.tier, brought.moved, brought.left) == ("redis", 0, BLOCKS)
     assert MOST_FAILURES <= brought.failed <= MOST_FAILURES + 10, "each call may meet a few"
     (record,) = [record for record in caplog.records if record.message == "warm blocks evacuated"]
@@ -381,7 +381,7 @@ async def test_server_that_returns_gets_all_blocks():
     with a_redis_server() as server, a_node(tiers=[redis_tier(server, "back")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             server.kill()
-            going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(100 * SECOND)))
+            going = tasks.create_task(run_evacuation(evacuator, prompt, within=Nanos(100 * SECOND)))
             await until(lambda: evacuator.summary.failed)
             server.start()
             brought = await going
@@ -396,7 +396,7 @@ async def test_blocks_go_to_the_next_tier_when_one_fails():
         with a_node(tiers=tiers) as node:
             async with a_warm_worker(node, prompt) as (_, evacuator, _):
                 server.kill()
-                brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
+                brought = await run_evacuation(evacuator, prompt, within=Nanos(100 * SECOND))
                 assert (brought.tier, brought.moved, brought.left) == ("peer", BLOCKS, 0)
         with a_client(survivor) as client:
             assert held(client, prompt) == BLOCKS
@@ -408,7 +408,7 @@ async def test_unanswered_call_is_one_failure_and_evacuation_goes_on(monkeypatch
     with a_node(tiers=[redis_tier(server, "slow")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             node.freeze()
-            going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(100 * SECOND)))
+            going = tasks.create_task(run_evacuation(evacuator, prompt, within=Nanos(100 * SECOND)))
             await until(lambda: evacuator.summary.failed)
             node.thaw()
             brought = await going
@@ -416,14 +416,14 @@ async def test_unanswered_call_is_one_failure_and_evacuation_goes_on(monkeypatch
     assert keys_in(server, "slow") == hexes(names_of(prompt))
 
 
-async def test_a_node_that_is_gone_ends_it_before_its_deadline(caplog):
+async def test_lost_node_ends_evacuation_before_its_deadline(caplog):
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
     with a_node(tiers=[redis_tier(shared_redis(), "dead")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _):
             node.kill()
             with at_most(50):
-                brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
+                brought = await run_evacuation(evacuator, prompt, within=Nanos(100 * SECOND))
     assert (brought.moved, brought.left, brought.failed) == (0, BLOCKS, MOST_FAILURES)
     assert [record.message for record in caplog.records].count("warm blocks evacuated") == 1
 
@@ -435,14 +435,14 @@ async def test_only_blocks_that_redis_lost_are_written_again():
     prompt, server = a_prompt(), shared_redis()
     with a_node(tiers=[redis_tier(server, "lost")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _):
-            assert (await evacuated(evacuator, prompt)).moved == BLOCKS
+            assert (await run_evacuation(evacuator, prompt)).moved == BLOCKS
             with server.client() as client:  # without notice, like eviction, expiry and FLUSHALL
                 client.delete(
                     *[key for key in client.scan_iter("lost:*") if key.decode()[-32:] in hexes(names_of(prompt)[1::2])]
                 )
             assert len(keys_in(server, "lost")) == BLOCKS // 2
 
-            brought = await evacuated(evacuator, prompt)
+            brought = await run_evacuation(evacuator, prompt)
 
             assert (brought.moved, brought.there, brought.left) == (BLOCKS // 2, BLOCKS - BLOCKS // 2, 0)
             assert keys_in(server, "lost") == hexes(names_of(prompt))
@@ -453,11 +453,11 @@ async def test_blocks_that_a_peer_evicted_are_written_again():
     with a_node(store_id="survivor") as survivor:
         with a_node(tiers=[{"kind": "peer", "peers": [survivor.address]}]) as node:
             async with a_warm_worker(node, prompt) as (_, evacuator, _):
-                assert (await evacuated(evacuator, prompt)).moved == BLOCKS
+                assert (await run_evacuation(evacuator, prompt)).moved == BLOCKS
                 survivor.kill()
                 survivor.start()  # with an empty pool
 
-                brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
+                brought = await run_evacuation(evacuator, prompt, within=Nanos(100 * SECOND))
 
                 assert (brought.tier, brought.moved, brought.left) == ("peer", BLOCKS, 0)
         with a_client(survivor) as client:

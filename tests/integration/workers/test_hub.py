@@ -17,12 +17,12 @@ from huggingface_hub import constants
 from fleet.app import hub_download
 from fleet.app.hub import fetch_model, fetch_topology_model
 from fleet.app.hub_download import DownloadComplete, DownloadFailed, DownloadFailure, DownloadRequest
-from fleet.config import ClusterSection, Topology
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.hub import HubSettings, Repository
 from fleet.core.system_clock import SystemClock
 from fleet.core.work import WorkerDescription
 from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests
+from fleet.local.settings import ClusterSection, Topology
 from fleet.router.settings.router import RouterSettings
 from tests.support.servers.hub import HubRepository, a_hub
 from tests.support.waiting import eventually, until_answered
@@ -255,7 +255,7 @@ def test_two_processes_with_one_cache_download_each_file_once(hub, request_for, 
     assert hub.sent(last) == 1
 
 
-def test_a_download_ends_with_whoever_started_it(hub, request_for, a_download):
+def test_download_ends_with_its_starter(hub, request_for, a_download):
     hub.held = "config.json"
     process = a_download(request_for())
     assert hub.holding.wait(SECONDS)
@@ -306,7 +306,7 @@ def test_a_cache_that_cannot_be_written_is_told_apart(hub, request_for, tmp_path
     assert outcome(request_for()).failure is DownloadFailure.CACHE
 
 
-async def test_a_refusal_names_the_field_and_what_to_do(hub, tmp_path):
+async def test_rejection_names_the_field_and_the_remedy(hub, tmp_path):
     settings = HubSettings(cache=str(tmp_path / "cache"), endpoint=hub.url)
     hub.repos[NAME].gated = "hf_another"
     with pytest.raises(ConfigurationRefused) as refused:
@@ -317,7 +317,7 @@ async def test_a_refusal_names_the_field_and_what_to_do(hub, tmp_path):
     )
 
 
-async def test_a_hub_that_is_busy_is_asked_again(hub, tmp_path):
+async def test_busy_hub_is_asked_again(hub, tmp_path):
     hub.failing = 1
     settings = HubSettings(cache=str(tmp_path / "cache"), endpoint=hub.url)
     model = await fetch_model(NAME, settings, SystemClock(), field="model_dir", weights=False)
@@ -348,7 +348,7 @@ async def test_a_folder_needs_no_hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"two words", b"\xff\n"], ids=["missing", "empty", "words", "bytes"])
-async def test_a_token_file_without_a_token_is_refused(tmp_path, content):
+async def test_a_token_file_without_a_token_is_rejected(tmp_path, content):
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)

@@ -14,7 +14,6 @@ from kvstore.client import node_connection as link
 from kvstore.client.store_client import StoreClient
 from kvstore.errors import LayoutMismatch
 from kvstore.security.credentials import Credentials
-from tests.integration.router.test_router_with_workers import WorkerCluster, settings, sources
 from tests.support.certificates import Authority
 from tests.support.kvstore.builders import (
     a_block,
@@ -28,6 +27,7 @@ from tests.support.kvstore.builders import (
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually, until, until_answered
 from tests.support.workers.engine_driver import fresh_prompt
+from tests.support.workers.worker_cluster import WorkerCluster, sources, worker_settings
 from tests.support.workers.worker_processes import a_worker_process
 
 pytestmark = pytest.mark.integration
@@ -41,7 +41,8 @@ async def a_cluster_beside(node):
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(a_short_folder())
         told = [
-            settings(f"{role}-0", role, node.address, kv_paths=PATHS, speedup=5) for role in (Role.PREFILL, Role.DECODE)
+            worker_settings(f"{role}-0", role, node.address, kv_paths=PATHS, speedup=5)
+            for role in (Role.PREFILL, Role.DECODE)
         ]
         processes = [await stack.enter_async_context(a_worker_process(folder, each)) for each in told]
         cluster = WorkerCluster([process.address for process in processes], node.address)
@@ -57,7 +58,7 @@ async def a_cluster_beside(node):
             task.cancel()
 
 
-async def handed_over(cluster) -> bool:
+async def goes_through_store(cluster) -> bool:
     """Return True if a prompt's blocks go through the store from one worker to the other."""
     try:
         _, complete = await cluster.ask(fresh_prompt(320), placement=Placement.DISAGGREGATED)
@@ -73,24 +74,24 @@ async def test_workers_start_beside_a_hung_store_and_join_it_later():
             tokens, complete = await cluster.ask(fresh_prompt(700))
             assert len(tokens) == 12
             assert [phase.phase for phase in complete.kv] == [Phase.AGGREGATED]
-            assert not await handed_over(cluster)
+            assert not await goes_through_store(cluster)
 
             long = cluster.arrival(fresh_prompt(40), sampling=Sampling(temperature=0, max_tokens=400, ignore_eos=True))
             streaming = asyncio.ensure_future(cluster.answer(long, after_first=node.thaw))
-            await until_answered(lambda: handed_over(cluster))
+            await until_answered(lambda: goes_through_store(cluster))
 
             tokens, complete = await streaming
             assert len(tokens) == 400
-            assert [phase.phase for phase in complete.kv] == [Phase.AGGREGATED], "the stream went on where it was"
+            assert [phase.phase for phase in complete.kv] == [Phase.AGGREGATED], "the stream stays on its worker"
 
 
-async def test_a_worker_alone_fills_the_store_that_it_joined_late():
+async def test_single_worker_fills_the_store_it_joined_late():
     with a_node(capacity_bytes=16 << 20) as node:
         node.kill()
         async with AsyncExitStack() as stack:
             folder = stack.enter_context(a_short_folder())
             process = await stack.enter_async_context(
-                a_worker_process(folder, settings("both-0", Role.BOTH, node.address, kv_paths=PATHS))
+                a_worker_process(folder, worker_settings("both-0", Role.BOTH, node.address, kv_paths=PATHS))
             )
             cluster = WorkerCluster([process.address], node.address)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -122,7 +123,7 @@ def test_a_client_finds_nothing_until_its_node_answers():
             for _ in range(1000):
                 assert client.write(a_chain(1), [a_block(1)]) == 0
                 assert len(client.match(a_chain(1), lease_seconds=1)) == 0
-            assert time.monotonic() - began < 20, "such calls wait for nobody"
+            assert time.monotonic() - began < 20, "the calls must not wait"
             assert (client.store_id, client.path, client.stats()) == ("", None, None)
 
             node.start()
@@ -139,7 +140,7 @@ def causes(caplog) -> list[str]:
 
 
 @pytest.mark.parametrize("wait_seconds", [0.3, 0])
-def test_expired_certificate_of_a_late_store_is_told(tmp_path, caplog, monkeypatch, wait_seconds):
+def test_expired_certificate_of_a_late_store_is_reported(tmp_path, caplog, monkeypatch, wait_seconds):
     monkeypatch.setattr(link, "JOIN_SECONDS", 0.3)
     monkeypatch.setattr(link, "JOIN_PAUSE_SECONDS", 0.01)
     authority = Authority(tmp_path, "authority")
@@ -155,7 +156,7 @@ def test_expired_certificate_of_a_late_store_is_told(tmp_path, caplog, monkeypat
     assert len(causes(caplog)) == 1
 
 
-def test_certificate_that_shows_up_later_is_told_too(tmp_path, caplog, monkeypatch):
+def test_late_certificate_error_is_reported(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(link, "JOIN_SECONDS", 0.3)
     monkeypatch.setattr(link, "JOIN_PAUSE_SECONDS", 0.01)
     authority = Authority(tmp_path, "authority")

@@ -40,12 +40,12 @@ TOKENS = token_bytes(range(10 * 32))
 NAMES = chain(TOKENS, 32)
 
 
-def a_hold(tokens: bytes = TOKENS, lasting: Nanos = A_MINUTE, session: str = "agent") -> PinChain:
+def a_pin(tokens: bytes = TOKENS, lasting: Nanos = A_MINUTE, session: str = "agent") -> PinChain:
     return PinChain(session=session, tokens=tokens, salt=b"", lasting=lasting)
 
 
 @asynccontextmanager
-async def holding(**fields):
+async def open_pins(**fields):
     """Yield a node, its session pins, and a client."""
     with a_node(**fields) as node, a_store_client(node.address, NAMESPACE) as client:
         async with open_pin_keeper(node.address, KV, Credentials()) as holds:
@@ -61,11 +61,11 @@ async def until_held(client: StoreClient, blocks: int) -> None:
     await until(lambda: client.stats().held_bytes == blocks * NAMESPACE.block_bytes)
 
 
-async def test_a_chain_is_held_until_it_is_released():
-    async with holding() as (holds, client):
+async def test_chain_is_pinned_until_released():
+    async with open_pins() as (holds, client):
         write(client, NAMES)
 
-        holds.keep([a_hold()])
+        holds.keep([a_pin()])
         await until_held(client, 10)
         holds.keep([UnpinChain(session="agent")])
         await until_held(client, 0)
@@ -73,20 +73,20 @@ async def test_a_chain_is_held_until_it_is_released():
         assert (holds.pinned, holds.refused, holds.dropped) == (1, 0, 0)
 
 
-async def test_a_hold_ends_by_itself():
-    async with holding() as (holds, client):
+async def test_pin_expires():
+    async with open_pins() as (holds, client):
         write(client, NAMES)
 
-        holds.keep([a_hold(lasting=Nanos(300 * MILLISECOND))])
+        holds.keep([a_pin(lasting=Nanos(300 * MILLISECOND))])
 
         await until_held(client, 10)
         await until_held(client, 0)
 
 
 async def test_blocks_stored_after_the_answer_are_pinned_too():
-    async with holding() as (holds, client):
+    async with open_pins() as (holds, client):
         write(client, NAMES[:4])
-        holds.keep([a_hold()])
+        holds.keep([a_pin()])
         await until_held(client, 4)
 
         write(client, NAMES)
@@ -95,9 +95,9 @@ async def test_blocks_stored_after_the_answer_are_pinned_too():
 
 
 async def test_resumed_session_is_not_pinned_by_earlier_work():
-    async with holding() as (holds, client):
+    async with open_pins() as (holds, client):
         write(client, NAMES[:4])
-        holds.keep([a_hold(), UnpinChain(session="agent")])
+        holds.keep([a_pin(), UnpinChain(session="agent")])
         await asyncio.sleep(0)
         await until(lambda: not holds._running)
 
@@ -106,12 +106,12 @@ async def test_resumed_session_is_not_pinned_by_earlier_work():
 
 async def test_pins_stay_within_the_quota_and_keep_the_chain_start():
     quota = 8 * NAMESPACE.block_bytes
-    async with holding(capacity_bytes=4 * quota, max_held_share=0.25) as (holds, client):
+    async with open_pins(capacity_bytes=4 * quota, max_held_share=0.25) as (holds, client):
         other = token_bytes(range(1000, 1000 + 10 * 32))
         write(client, NAMES)
         write(client, chain(other, 32))
 
-        holds.keep([a_hold(), a_hold(other, session="another")])
+        holds.keep([a_pin(), a_pin(other, session="another")])
 
         await until_held(client, 8)
         await until(lambda: not holds._running)
@@ -119,22 +119,22 @@ async def test_pins_stay_within_the_quota_and_keep_the_chain_start():
         assert client.stats().held_bytes == quota
 
 
-async def test_holds_are_dropped_when_the_node_is_away():
+async def test_pins_are_dropped_while_the_node_is_away():
     with a_node() as node:
         async with open_pin_keeper(node.address, KV, Credentials()) as holds:
             node.kill()
-            holds.keep([a_hold()])
+            holds.keep([a_pin()])
             await until(lambda: not holds._running)
             assert holds.dropped == 1
 
 
 async def test_ending_worker_drops_pending_pins_silently():
-    async with holding() as (holds, _):
-        holds.keep([a_hold(), UnpinChain(session="another")])
+    async with open_pins() as (holds, _):
+        holds.keep([a_pin(), UnpinChain(session="another")])
     gc.collect()  # a coroutine that was never awaited would warn here
 
 
-async def test_the_client_is_closed_after_the_call_that_is_under_way(monkeypatch):
+async def test_client_closes_after_the_running_call(monkeypatch):
     done: list[str] = []
     began = threading.Event()
     hold, close = StoreClient.hold, StoreClient.close
@@ -154,13 +154,13 @@ async def test_the_client_is_closed_after_the_call_that_is_under_way(monkeypatch
         async with open_pin_keeper(node.address, KV, Credentials()) as keeper:
             monkeypatch.setattr(StoreClient, "hold", slowly)
             monkeypatch.setattr(StoreClient, "close", note)
-            keeper.keep([a_hold()])
+            keeper.keep([a_pin()])
             await asyncio.to_thread(began.wait, 10)
 
         assert done == ["held", "closed"]
 
 
-async def test_a_node_with_other_blocks_leaves_no_thread_behind():
+async def test_incompatible_node_leaves_no_thread():
     with a_node() as node, a_store_client(node.address, NAMESPACE):
         other = describe(a_namespace(block_bytes=2 * NAMESPACE.block_bytes, layers=2 * NAMESPACE.layers))
         with pytest.raises(LayoutMismatch):
@@ -170,7 +170,7 @@ async def test_a_node_with_other_blocks_leaves_no_thread_behind():
 
 
 async def test_failed_pin_is_counted_and_affects_no_other(monkeypatch):
-    async with holding() as (holds, client):
+    async with open_pins() as (holds, client):
         write(client, NAMES)
         hold = StoreClient.hold
 
@@ -181,7 +181,7 @@ async def test_failed_pin_is_counted_and_affects_no_other(monkeypatch):
 
         monkeypatch.setattr(StoreClient, "hold", one_fails)
 
-        holds.keep([a_hold(session="bad"), a_hold()])
+        holds.keep([a_pin(session="bad"), a_pin()])
 
         await until_held(client, 10)
         assert holds.dropped == 1

@@ -137,7 +137,7 @@ async def test_unnoticed_bad_block_changes_the_output(node, monkeypatch, tamper,
 # Reports name the source tier.
 
 
-async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
+async def test_report_names_the_tier_of_the_blocks(tmp_path):
     """Check that blocks come from the disk after the node has lost its memory, and from memory for the next request."""
     disk = {"kind": "ssd", "directories": [str(tmp_path)], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     prompt = fresh_prompt(PROMPT_TOKENS)
@@ -163,7 +163,7 @@ async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["nothing", "flip", "swap"])
-async def test_a_damaged_block_in_the_store_is_computed_again(node, damage):
+async def test_damaged_store_block_is_computed_again(node, damage):
     prompt = fresh_prompt(PROMPT_TOKENS)
     expected = await computed_by_one(node, prompt)
     names = chain(prompt, BLOCK_TOKENS)
@@ -313,7 +313,7 @@ async def test_request_waiting_for_lent_blocks_starts_at_lease_end():
     assert len(tokens) == 3
 
 
-async def test_engines_of_other_weights_never_share_a_block(node):
+async def test_engines_with_other_weights_share_no_block(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     await computed_by_one(node, prompt)
 

@@ -108,7 +108,7 @@ async def test_stored_blocks_do_not_depend_on_the_writer(node, tp, layout):
     assert [bytes(each) for each in stored] == values
 
 
-async def test_a_conversion_that_is_wrong_is_heard(node, monkeypatch):
+async def test_wrong_conversion_changes_the_tokens(node, monkeypatch):
     prompt = fresh_prompt(PROMPT_TOKENS)
     expected = await alone(prompt)
     async with an_engine(node.address, 2, "NHD") as prefill:

@@ -65,14 +65,14 @@ async def a_leader(group, **fields):
         running.cancel()
 
 
-async def by_hand(group, words):
+async def a_raw_connection(group, words):
     """Open a connection to the leader and send this."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(group().leader.rpartition(":")[2]))
     writer.write(words)
     return reader, writer
 
 
-def died(group):
+def end_reason(group):
     """Return the only reason for which a group ended."""
     found = group.subgroup(EngineDied)
     while isinstance(found, BaseExceptionGroup):
@@ -105,18 +105,18 @@ async def test_all_ranks_learn_the_rendezvous_the_start_and_the_end(group):
 
 async def test_leader_starts_when_its_own_ranks_are_present(group):
     async with a_leader(group) as ready:
-        reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
-        assert "other settings than its leader" in await refusal(reader)
+        reader, writer = await a_raw_connection(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
+        assert "other settings than its leader" in await rejection_reason(reader)
         writer.close()
         assert not ready.done()
         async with joined_group(group(1), "same", SystemClock()):
             await ready
-            reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
-            assert "the group has formed" in await refusal(reader)
+            reader, writer = await a_raw_connection(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
+            assert "the group has formed" in await rejection_reason(reader)
             writer.close()
 
 
-async def refusal(reader):
+async def rejection_reason(reader):
     """Return the leader's reason for a rejection."""
     while "why" not in (said := json.loads(await reader.readline())):
         pass
@@ -130,11 +130,11 @@ async def test_rank_of_another_group_does_not_retry(group):
                 pass
 
 
-async def test_a_group_that_does_not_form_in_time_says_who_is_missing(group):
+async def test_late_group_names_its_missing_ranks(group):
     with pytest.raises(BaseExceptionGroup) as ended:
         async with a_leader(group, join_timeout_ms=200) as ready:
             await ready
-    assert died(ended.value) == "of its group of 2 nodes, rank 1 did not come within 0.2 s"
+    assert end_reason(ended.value) == "of its group of 2 nodes, rank 1 did not come within 0.2 s"
 
     with pytest.raises(EngineDied, match=r"^its group did not form within 0.3 s: .*Connect"):
         await follow(group, join_timeout_ms=300)
@@ -154,7 +154,7 @@ async def test_a_group_that_does_not_form_in_time_says_who_is_missing(group):
 )
 async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
     async with a_leader(group) as ready:
-        reader, writer = await by_hand(group, words)
+        reader, writer = await a_raw_connection(group, words)
         with suppress(ConnectionError):
             assert b'"begin"' not in await reader.read()
         writer.close()
@@ -163,15 +163,15 @@ async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
             await ready
 
 
-async def test_strangers_that_say_nothing_keep_no_rank_out(group, monkeypatch):
+async def test_silent_connections_lock_no_rank_out(group, monkeypatch):
     monkeypatch.setattr(worker_groups, "STRANGERS", 2)
     async with a_leader(group, silence_ms=60_000) as ready, AsyncExitStack() as held:
-        silent = [await by_hand(group, b"") for _ in range(3)]
+        silent = [await a_raw_connection(group, b"") for _ in range(3)]
         for _, writer in silent:
             held.callback(writer.close)
         async with asyncio.timeout(60), joined_group(group(1), "same", SystemClock()):
             await ready
-            assert await silent[0][0].read() == b"", "who has been silent for longest is sent away"
+            assert await silent[0][0].read() == b"", "the longest silent connection is cut"
 
 
 async def test_leader_without_descriptors_accepts_a_little_later(group, monkeypatch):
@@ -190,20 +190,20 @@ async def test_leader_without_descriptors_accepts_a_little_later(group, monkeypa
     assert not failures
 
 
-async def test_a_leader_that_says_nothing_is_none(group):
+async def test_silent_leader_is_given_up(group):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         with pytest.raises(EngineDied, match=r"the leader has said nothing for 0.2 s"):
             await follow(group, leader=f"127.0.0.1:{port}", silence_ms=200, join_timeout_ms=3000)
 
 
-async def test_a_rank_that_says_nothing_more_is_the_end_of_the_leader(group):
-    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while engine rank connected
+async def test_silent_rank_ends_the_leader(group):
+    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while a rank is connected
         async with a_leader(group, silence_ms=300):
-            reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
+            reader, writer = await a_raw_connection(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
             with closing(writer):
                 await reader.read()  # without an answer
-    assert died(ended.value) == "rank 1 of its group has said nothing for 0.3 s"
+    assert end_reason(ended.value) == "rank 1 of its group has said nothing for 0.3 s"
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ async def test_ranks_become_ready_and_drain_with_the_first(started):
     for each in (leader, rank):
         await each.ready()
         assert await serves(each.control)
-    assert list(rank.endpoints) == ["grpc"], "nobody sends requests there"
+    assert list(rank.endpoints) == ["grpc"], "the address takes no requests"
 
     async with a_router_stream(leader.address) as stream:
         asked = an_attempt(PROMPT, 200)

@@ -86,7 +86,7 @@ async def test_a_hung_worker_leaves_service_and_ends_by_itself(folder):
             assert (await ready.read()).status == STATES.NOT_SERVING
             assert await worker.ended() == HUNG
             with suppress(grpc.aio.AioRpcError):
-                assert await live.read() is grpc.aio.EOF, "it ended before anybody had to end it"
+                assert await live.read() is grpc.aio.EOF, "the worker was killed before it ended itself"
     finally:
         await worker.close()
     assert (
@@ -151,7 +151,7 @@ async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
         assert end.finish is Finish.LENGTH
 
 
-async def test_an_engine_that_a_debugger_holds_is_no_hang(folder):
+async def test_engine_held_by_a_debugger_is_no_hang(folder):
     async with (
         a_worker_process(folder, settings(folder, watchdog=IMPATIENT)) as worker,
         a_router_stream(worker.address) as stream,
@@ -166,7 +166,7 @@ async def test_an_engine_that_a_debugger_holds_is_no_hang(folder):
                     await stream.ended()
 
         assert await stream.ended() == "its engine hangs"
-        assert await worker.ended() == HUNG, "nobody holds it any more"
+        assert await worker.ended() == HUNG, "the debugger has left it"
 
 
 async def test_a_core_shared_with_four_busy_loops_is_no_hang(folder):
@@ -240,7 +240,7 @@ class Streams:
         return [tuple(tokens) for tokens in self._tokens]
 
 
-def test_streams_of_a_hung_worker_go_on_elsewhere_exactly(folder):
+def test_streams_of_a_hung_worker_continue_exactly_elsewhere(folder):
     with a_cluster(folder) as (up, client):
         expected = [client.complete(prompt, **ASK).token_ids for prompt in PROMPTS]
         streams = Streams(client)
@@ -259,7 +259,7 @@ def test_streams_of_a_hung_worker_go_on_elsewhere_exactly(folder):
         assert f"both-0 ended with status {HUNG}" in (folder / "up.log").read_text()
 
 
-def test_a_cluster_that_was_suspended_loses_nothing(folder):
+def test_suspended_cluster_loses_nothing(folder):
     with a_cluster(folder) as (up, client):
         expected = [client.complete(prompt, **ASK).token_ids for prompt in PROMPTS]
         streams = Streams(client)

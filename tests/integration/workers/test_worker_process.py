@@ -18,6 +18,7 @@ from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.system_clock import SystemClock
 from fleet.core.work import Cancel, Draining, LoadReport, Rejected, RouterHello, Step, WorkerDescription
 from fleet.membership.messages import MemberJoined, MemberLeft, MemberUnreachable
+from fleet.membership.ports import NameHeld, RegistryUnreachable, WorkerSuperseded
 from fleet.membership.registry import GrpcRegistries, GrpcRegistry, GrpcRegistryClient
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
@@ -46,7 +47,7 @@ from tests.support.workers.worker_processes import (
 from workers.connections import router_streams
 from workers.connections.router_streams import serve_routers
 from workers.engines.simulated.launch import open_engine
-from workers.ports import EngineDied, EngineHung, NameHeld, RegistryUnreachable, WorkerSuperseded
+from workers.ports import EngineDied, EngineHung
 from workers.server import WorkerServer
 from workers.settings import SimulatedSettings, WorkerSettings
 from workers.watchdog import WatchdogSettings
@@ -199,7 +200,7 @@ async def test_cancelling_stops_the_engine_and_frees_its_blocks(folder):
         await stream.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
 
 
-async def test_a_router_that_disappears_frees_what_it_had(folder):
+async def test_lost_router_frees_its_attempts(folder):
     async with (
         a_worker_process(folder, settings(speedup=1)) as worker,
         a_router_stream(worker.address, "watching") as watching,
@@ -215,7 +216,7 @@ async def test_a_router_that_disappears_frees_what_it_had(folder):
         await watching.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
 
 
-async def test_a_malformed_start_is_refused_and_the_stream_goes_on(folder):
+async def test_a_malformed_start_is_rejected_and_the_stream_goes_on(folder):
     async with a_worker_process(folder, settings()) as worker, a_router_stream(worker.address) as stream:
         stream.write(a_raw_message(start=pb.Start(request_id="bad", phase=7)))
         rejected = await stream.next(Rejected)
@@ -236,14 +237,14 @@ async def test_a_malformed_start_is_refused_and_the_stream_goes_on(folder):
     ],
     ids=["cancel", "nameless", "start", "unknown"],
 )
-async def test_a_stream_that_does_not_begin_with_hello_is_refused(folder, first):
+async def test_stream_without_hello_is_rejected(folder, first):
     async with a_worker_process(folder, settings()) as worker, a_silent_stream(worker.address) as stream:
         stream.write(first)
 
         assert "hello" in await stream.ended()
 
 
-async def test_hello_is_said_once(folder):
+async def test_hello_may_be_sent_only_once(folder):
     async with a_worker_process(folder, settings()) as worker, a_router_stream(worker.address) as stream:
         await stream.say(RouterHello(router_id="again"))
 
@@ -253,7 +254,7 @@ async def test_hello_is_said_once(folder):
 @pytest.mark.parametrize(
     "said", [b"GET / HTTP/1.1\r\n\r\n", HEAD.pack(4) + b"\xff\xff\xff\xff", HEAD.pack(9) + b"half"], ids=str
 )
-async def test_garbage_ends_its_own_stream_only(folder, said):
+async def test_garbage_ends_only_its_stream(folder, said):
     async with a_worker_process(folder, settings()) as worker, a_router_stream(worker.address) as sound:
         async with a_router_stream(worker.address, "garbage") as stream:
             await stream.say(an_attempt(fresh_prompt(10), 3000))
@@ -267,7 +268,7 @@ async def test_garbage_ends_its_own_stream_only(folder, said):
         assert end.finish is Finish.LENGTH
 
 
-async def test_a_router_that_says_nothing_is_cut(monkeypatch):
+async def test_silent_router_is_cut(monkeypatch):
     monkeypatch.setattr(router_streams, "HELLO_SECONDS", 0.05)
     told = settings()
     async with open_engine(told) as engine:
@@ -293,7 +294,7 @@ async def test_router_that_does_not_read_is_cut_and_worker_is_well(folder):
         await sleeps.ended()
 
 
-async def test_a_router_that_reads_late_hears_everything(folder):
+async def test_router_that_reads_late_gets_everything(folder):
     listen = f"unix:{folder}/late"  # with small buffers
     told = settings(speedup=1000, stream_buffer=100_000, max_running=64, kv_blocks=8192, listen=listen)
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address, "late") as late:
@@ -315,7 +316,7 @@ async def test_a_router_that_reads_late_hears_everything(folder):
         assert all(len(late.tokens_of(start.request_id)) == 1000 for start in starts)
 
 
-async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, caplog):
+async def test_cut_ends_a_stream_that_the_router_does_not_read(folder, caplog):
     caplog.set_level("INFO", "workers.server")
     told = settings(speedup=5, stream_buffer=64, max_running=64, kv_blocks=8192)
     async with open_engine(told) as engine:
@@ -358,7 +359,7 @@ async def test_health_follows_the_worker_and_services_are_listed(folder):
         worker.terminate()
         await stream.next(Draining)
         assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert await status("liveness") == health_pb2.HealthCheckResponse.SERVING, "it drains, which is no illness"
+        assert await status("liveness") == health_pb2.HealthCheckResponse.SERVING, "a draining worker is healthy"
 
 
 async def test_a_worker_is_ready_when_it_is_registered(folder):
@@ -377,7 +378,7 @@ async def test_a_worker_is_ready_when_it_is_registered(folder):
             told.cancel()
 
 
-async def test_sigterm_deregisters_finishes_what_runs_and_exits_with_0(folder):
+async def test_sigterm_deregisters_finishes_requests_and_exits_0(folder):
     async with a_registry() as registry:
         told = settings(registry=registry.address, speedup=1)
         changes = registry.server.membership()
@@ -392,7 +393,7 @@ async def test_sigterm_deregisters_finishes_what_runs_and_exits_with_0(folder):
             await stream.next(Draining)
             assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
             _, refused = await stream.do(an_attempt(fresh_prompt(10)))
-            assert refused.reason is Reason.DRAINING, "it is still there, and nobody new finds it"
+            assert refused.reason is Reason.DRAINING, "the worker still runs and is not registered"
             tokens, end = await stream.end_of(running.request_id)
 
             assert end.finish is Finish.LENGTH
@@ -418,7 +419,7 @@ async def test_a_drain_by_rpc_answers_when_done_and_ends_the_process(folder):
         assert answer.cancelled == 1
         _, end = await stream.end_of(start.request_id)
         assert end.reason is Reason.DRAINING
-        assert await stream.ended() == "", "as it should be"
+        assert await stream.ended() == "", "the streams are equal"
         assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
         assert await worker.ended() == 0
 
@@ -444,7 +445,7 @@ async def test_a_frozen_worker_is_lost_to_its_router_and_found_again(folder):
         running.cancel()
 
 
-async def test_a_worker_whose_engine_hung_takes_no_stream(folder):
+async def test_worker_with_a_hung_engine_takes_no_stream(folder):
     """Reject a router that dials again before the process has ended; it must not take the worker for a restarted one."""
     told = settings(watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.2))
     fault = folder / "hang"
@@ -516,7 +517,7 @@ async def test_serving_continues_without_the_registry(folder):
             assert isinstance(await next_change(changes), MemberJoined)
 
 
-async def test_an_older_process_of_the_same_name_is_told_so():
+async def test_older_process_of_the_same_name_learns_it():
     async with a_registry() as registry, GrpcRegistryClient(registry.address) as client:
         older, newer = Incarnation("older"), Incarnation("newer")
         assert await client.register(WorkerId("w"), older, "127.0.0.1:1") == 30 * SECOND
@@ -582,7 +583,7 @@ async def test_registry_rejects_garbage_without_logging(method, caplog):
         assert caplog.records == []
 
 
-async def test_garbage_is_refused_at_the_control_port_of_a_worker(folder):
+async def test_garbage_is_rejected_at_the_worker_control_port(folder):
     async with (
         a_worker_process(folder, settings()) as worker,
         grpc.aio.insecure_channel(worker.control) as channel,
@@ -611,7 +612,7 @@ async def test_slow_membership_observer_gets_the_final_state():
                 pytest.fail(f"nothing else changed: {await anext(changes)}")
 
 
-async def test_an_address_in_use_is_refused_in_one_line(folder):
+async def test_address_in_use_is_rejected_in_one_line(folder):
     async with a_worker_process(folder, settings()) as worker:
         with pytest.raises(AssertionError, match="ended before it was ready"):
             async with a_worker_process(folder, settings("w2", listen=worker.address)):

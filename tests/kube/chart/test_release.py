@@ -16,6 +16,7 @@ from fleet.core.discovery import KubernetesDiscovery
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.membership.discovery.open import open_directory
 from fleet.membership.messages import RecordMissing
+from fleet.membership.ports import RegistryUnreachable
 from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.chart.crds import KINDS, definition
 from operators.rbac import ACCESS
@@ -24,7 +25,6 @@ from tests.support.kube.charts import CHART
 from tests.support.kube.clients import Api
 from tests.support.kube.tools import Command, helm_3, helm_4, tools_folder
 from tests.support.waiting import eventually
-from workers.ports import RegistryUnreachable
 
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 NAMES = [definition(kind)["metadata"]["name"] for kind in KINDS]

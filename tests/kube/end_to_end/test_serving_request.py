@@ -12,7 +12,7 @@ if why := why_not():
     pytest.skip(why, allow_module_level=True)
 
 from fleet.client import Client
-from fleet.hardware.known_models import known
+from fleet.hardware.known_models import known_models
 from tests.kube.operator.test_serving_requests import Requests, a_request
 from tests.support.kube.api.running import an_api_server
 from tests.support.kube.clients import Api
@@ -31,7 +31,7 @@ async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
     instead = {"name": "main", "args": ["--set=engine=simulated"]}
     request = a_request(
         model={"name": "tiny", "claim": "models", "uri": model_dir.name},
-        modelConfig=dict(known()["qwen3-0.6b"].config),
+        modelConfig=dict(known_models()["qwen3-0.6b"].config),
         hardware={"gpu": "h100", "count": 8},
         workload={"promptTokens": 200, "answerTokens": 20, "requestsPerMinute": 60},
         podTemplate={"spec": {"containers": [instead]}},

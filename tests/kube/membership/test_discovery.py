@@ -17,7 +17,7 @@ from fleet.core.ids import ModelName, WorkerId
 from fleet.core.system_clock import SystemClock
 from fleet.membership.discovery import kubernetes as discovery_kubernetes
 from fleet.membership.discovery.open import open_directory
-from fleet.membership.ports import DirectoryUnreachable
+from fleet.membership.ports import DirectoryUnreachable, RegistryUnreachable
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from fleet.net.kubernetes.own_pod import OwnPod, own_pod
@@ -33,7 +33,6 @@ from tests.support.kvstore.builders import ManualClock
 from tests.support.servers.severable_proxy import SeverableProxy
 from tests.support.waiting import eventually
 from tests.support.workers.worker_processes import a_worker_process
-from workers.ports import RegistryUnreachable
 from workers.settings import SimulatedSettings, WorkerSettings
 
 LEASE_SECONDS = 9

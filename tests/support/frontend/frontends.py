@@ -11,7 +11,7 @@ from fleet.core.system_clock import SystemClock
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
-from fleet.frontend.grpc.service import GrpcFrontend, open_grpc_frontend
+from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -72,10 +72,10 @@ async def open_frontends(
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
         open_http_frontend("127.0.0.1:0", limits, generation, registry, clock, health_listen=health_listen) as http,
-        open_grpc_frontend(
+        GrpcFrontend.open(
             "127.0.0.1:0", generation, clock, max_held_bytes=grpc_max_held_bytes, limits=grpc
         ) as grpc_front,
-        open_control_port("", OPEN_ACCESS, router, grpc_front.door.ready, grpc_address=grpc_front.address) as control,
+        open_control_port("", OPEN_ACCESS, router, grpc_front.ready, grpc_address=grpc_front.address) as control,
     ):
         yield Frontends(router, codec, generation, clock, known_tenants, http, grpc_front, control)
     threads.close()

@@ -80,7 +80,7 @@ class GatewayRequest:
         picked = PickerAnswer()
         while not picked.whole:
             answer = await self.hears()
-            assert answer is not None, "the picker has nothing to say"
+            assert answer is not None, "the picker ended the call"
             match answer.WhichOneof("response"):
                 case "immediate_response":
                     now = answer.immediate_response

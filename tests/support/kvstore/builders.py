@@ -155,7 +155,7 @@ class NodeProcess:
         self.process = _forkserver.Process(target=_run_node, args=(self.settings, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        assert ready.poll(60), "the node does not come up"
+        assert ready.poll(60), "the node did not start"
         self.endpoints: StoreEndpoints = ready.recv()
         ready.close()
 
@@ -177,7 +177,7 @@ class NodeProcess:
             self.thaw()
             self.process.terminate()
             self.process.join(60)
-            assert not self.process.is_alive(), "the node does not stop"
+            assert not self.process.is_alive(), "the node did not stop"
 
 
 @contextmanager

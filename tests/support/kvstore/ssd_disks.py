@@ -134,10 +134,10 @@ class HoldPoint:
 
     def __call__(self, name: str = "", offset: int = 0) -> None:
         self._reached.set()
-        assert self._open.wait(30), "nobody opened the gate"
+        assert self._open.wait(30), "the hold point was not opened"
 
     def wait(self) -> None:
-        assert self._reached.wait(30), "nobody came to the gate"
+        assert self._reached.wait(30), "nothing reached the hold point"
 
     def open(self) -> None:
         self._open.set()

@@ -8,7 +8,7 @@ from msgspec import Struct, structs
 from fleet.core.roles import Phase, Role
 from fleet.core.work import WorkerDescription
 from fleet.router import policy as quantity
-from fleet.router.placement.candidate_table import CandidateTable, PoolTopology, ServingWorkers, limit
+from fleet.router.placement.candidate_table import CandidateTable, PoolTopology, ServingWorkers, max_requests
 from fleet.router.placement.decision import CostTerms, Decision, DecisionExplanation
 from fleet.router.placement.decision import decide as decide_in_table
 from fleet.router.placement.policies.built_in import parameters, policy
@@ -60,7 +60,7 @@ def table(rows: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTa
             each.backlog_tokens,
             each.active_blocks,
             each.requests,
-            limit(description, settings),
+            max_requests(description, settings),
             description.max_running,
             description.kv_blocks,
             description.block_tokens,

@@ -104,7 +104,7 @@ class Browser:
             readable, _, _ = select.select([self._in], [], [], max(0.0, left))
             assert readable, f"chromium said nothing for {PATIENCE:g} s"
             said = os.read(self._in, 1 << 16)
-            assert said, "chromium is gone"
+            assert said, "chromium has ended"
             self._buffer += said
         message, _, self._buffer = self._buffer.partition(b"\0")
         return dict(json.loads(message))

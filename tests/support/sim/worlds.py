@@ -82,4 +82,4 @@ def a_world(kernel: Kernel, plan: RunPlan, record=None) -> tuple[World, list[End
 def a_run(plan: RunPlan, ended: list[EndedRequest] | None = None, **drawn: object) -> RunResult:
     workload = DrawnWorkload(**{"requests": 200, "rate": 20.0, "prompt_tokens": 300, "output_tokens": 40, **drawn})
     requests = requests_of(workload, None, block_tokens=BLOCK, seed=plan.seed)
-    return simulate(plan, requests, told=None if ended is None else ended.append)
+    return simulate(plan, requests, on_end=None if ended is None else ended.append)

@@ -91,7 +91,7 @@ class EngineDriver:
         async for outputs in self.engine.outputs():
             self.steps += 1
             named = [output.request_id for output in outputs]
-            assert len(named) == len(set(named)), "one progress a request and step"
+            assert len(named) == len(set(named)), "a step has at most one progress per request"
             for output in outputs:
                 self._hear(output)
             async with self._news:

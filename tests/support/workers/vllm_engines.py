@@ -87,7 +87,7 @@ def hosted(*settings: WorkerSettings) -> Iterator[VllmEngines]:
     finally:
         engines.stop()
         thread.join(60)
-        assert not thread.is_alive(), "the engines do not stop"
+        assert not thread.is_alive(), "the engines did not stop"
         engines.forget()
         gc.collect()  # vLLM leaves sockets to the collector, whose warnings must not reach a test
 

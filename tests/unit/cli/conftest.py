@@ -1,4 +1,4 @@
-"""What tests of several commands begin with."""
+"""Fixtures for tests of several commands."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.support.sim.scenarios import SCENARIO
 
 @pytest.fixture
 def scenario(tmp_path):
-    """A file that can be run."""
+    """Return a scenario file that can be run."""
     (tmp_path / "model.json").write_text(json.dumps(LLAMA_8B))
     file = tmp_path / "scenario.toml"
     file.write_text(SCENARIO)

@@ -1,4 +1,4 @@
-"""What `fleet` does with its command line before anything runs."""
+"""The command line of `fleet`, before anything runs."""
 
 import os
 import subprocess
@@ -13,6 +13,7 @@ from fleet.cli import doctor, up
 from fleet.cli.main import run
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Role
+from fleet.local.settings import Topology
 
 
 def options(*argv):
@@ -78,13 +79,13 @@ def test_misuse_names_what_would_do(argv, cause, capsys):
 @pytest.mark.parametrize(
     ("file", "cause"), [("missing/ready.json", "its folder does not exist"), (".", "is a folder; name a file in it")]
 )
-def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path, file, cause, capsys):
+def test_unwritable_ready_file_is_refused_before_start(tmp_path, file, cause, capsys):
     assert run(["up", "--engine", "simulated", "--ready-file", str(tmp_path / file)]) == 3
 
     assert capsys.readouterr().err == f"fleet: --ready-file: {tmp_path / file}: {cause}\n"
 
 
-def test_a_descriptor_to_be_told_at_must_be_open(tmp_path, capsys):
+def test_ready_descriptor_must_be_open(tmp_path, capsys):
     assert run(["serve", "router", "--config", str(tmp_path), "--ready-fd", "9999"]) == 3
 
     assert capsys.readouterr().err == "fleet: --ready-fd: 9999: Bad file descriptor\n"
@@ -102,7 +103,7 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == f"fleet {version('fleet-serving')}\n"
 
 
-def test_a_reader_that_goes_away_ends_the_command_without_a_traceback():
+def test_closed_output_pipe_ends_without_traceback():
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m fleet.cli.main --help | true; echo ${{PIPESTATUS[0]}}"],
         capture_output=True,
@@ -140,7 +141,7 @@ def test_a_refused_configuration_exits_3_with_one_line(tmp_path, capsys):
         ),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_before_anything_starts(argv, line, capsys):
+def test_invalid_topology_is_refused_before_start(argv, line, capsys):
     assert run(["up", "--http-port", "0", "--grpc-port", "0", *argv]) == 3
 
     assert capsys.readouterr().err == line + "\n"
@@ -153,7 +154,7 @@ def test_what_cannot_be_obeyed_is_refused_before_anything_starts(argv, line, cap
         ("[cluster]\nengine = 'simulated'\n[cluster.adapters]\ntiny = 'x'\n", "adapters: each needs a name of its own"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused_before_anything_starts(tmp_path, content, cause, capsys):
+def test_missing_lora_adapters_are_refused_before_start(tmp_path, content, cause, capsys):
     path = tmp_path / "topology.toml"
     path.write_text(content)
 
@@ -182,7 +183,7 @@ def test_both_ways_can_be_opened():
     assert options("--kv-paths", "store,direct").cluster.kv_paths == (KvPath.STORE, KvPath.DIRECT)
 
 
-def test_a_role_with_several_pools_cannot_be_counted_by_an_option(tmp_path):
+def test_count_option_is_refused_for_several_pools_of_a_role(tmp_path):
     path = tmp_path / "topology.toml"
     path.write_text("[[pools]]\nrole = 'decode'\n[[pools]]\nrole = 'decode'\nmax_running = 3\n")
 
@@ -202,7 +203,7 @@ def test_a_file_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch, c
         config.save(settings, path)
 
     full = os.open("/dev/full", os.O_WRONLY)
-    monkeypatch.setattr(doctor, "run", lambda _: save(config.Topology(), tmp_path / "router.json"))
+    monkeypatch.setattr(doctor, "run", lambda _: save(Topology(), tmp_path / "router.json"))
     assert run(["doctor"]) == 1
     os.close(full)
     assert capsys.readouterr() == ("", f"fleet: {tmp_path}/router.json: No space left on device\n")

@@ -1,4 +1,4 @@
-"""Promises of `fleet doctor`."""
+"""`fleet doctor`: findings and fixes."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def test_every_part_that_is_optional_has_a_line():
     assert names >= {f"engine {engine}" for engine in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "simulated")}
 
 
-def test_what_is_not_usable_comes_with_something_to_do():
+def test_unusable_parts_come_with_a_fix():
     findings = list(examine([probe for probe in PROBES if probe[0] not in NEEDS_AN_ENGINE_PROCESS]))
 
     assert [finding.name for finding in findings if not finding.usable and not finding.fix] == []
@@ -44,7 +44,7 @@ def test_what_is_not_usable_comes_with_something_to_do():
     assert [finding.name for finding in findings if "cannot be examined" in finding.detail] == []
 
 
-def test_a_probe_that_falls_over_is_a_finding_and_the_others_go_on():
+def test_failed_probe_is_a_finding_and_others_go_on():
     def fall():
         raise ZeroDivisionError("nothing to divide by")
 

@@ -1,4 +1,4 @@
-"""`fleet hardware`: what it prints, and what it refuses."""
+"""`fleet hardware`: its output, and what it refuses."""
 
 import json
 
@@ -19,7 +19,7 @@ def answered(capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_accuracy_is_said_by_system_backend_and_phase(capsys):
+def test_accuracy_is_shown_by_system_backend_and_phase(capsys):
     assert run(["hardware", "accuracy", "--json", "-"]) == DONE
 
     rows = answered(capsys)
@@ -65,7 +65,7 @@ def test_a_repository_that_is_known_needs_no_file(capsys):
     assert capsys.readouterr().err == "fleet: nobody/nothing: No such file or directory\n"
 
 
-def test_energy_and_money_of_a_token_are_told_with_their_quality(capsys, model):
+def test_energy_and_cost_per_token_state_their_quality(capsys, model):
     for name in ("h100", "b200", "b300"):
         arguments = ["--gpu", name, "--tp", "8", "--weights", "fp8", "--kv", "fp8", "--concurrency", "64"]
         assert run(["hardware", "estimate", model, *arguments, "--json", "-"]) == DONE
@@ -79,7 +79,7 @@ def test_energy_and_money_of_a_token_are_told_with_their_quality(capsys, model):
     assert answer["dollars_per_million_answer_tokens"] is None
 
 
-def test_energy_and_money_are_told_to_people(capsys, model):
+def test_energy_and_cost_are_printed_for_people(capsys, model):
     assert run(["hardware", "estimate", model, "--gpu", "h200", "--tp", "4"]) == DONE
 
     said = capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(capsys, model):
         (f'{{"hidden_size": 1, "num_hidden_layers": {1 << 62}}}', "num_hidden_layers must be at most 16,777,216"),
     ],
 )
-def test_a_config_that_cannot_be_read_is_refused_by_file_and_field(capsys, tmp_path, content, said):
+def test_unreadable_config_is_refused_with_file_and_field(capsys, tmp_path, content, said):
     (tmp_path / "config.json").write_text(content)
 
     assert run(["hardware", "estimate", str(tmp_path), "--gpu", "h100"]) == CONFIGURATION_REFUSED

@@ -1,4 +1,4 @@
-"""`fleet kube`: manifests of good files, a line about bad ones."""
+"""`fleet kube`: manifests of valid files, and one line about invalid ones."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def test_a_deployments_objects_are_printed_as_yaml(tmp_path, capsys):
     assert {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"} <= kinds
 
 
-def test_the_same_objects_in_the_same_order_come_as_json_and_from_standard_input(tmp_path, capsys, monkeypatch):
+def test_json_and_standard_input_give_the_same_objects(tmp_path, capsys, monkeypatch):
     assert rendered(SAMPLE, tmp_path) == 0
     as_yaml = capsys.readouterr().out
     assert rendered(SAMPLE, tmp_path, "-o", "json") == 0
@@ -80,9 +80,9 @@ def test_definitions_of_all_kinds_are_printed(capsys):
     ("text", "said"),
     [
         ("", "the file is empty"),
-        ("kind: Pod", "document 1: is no fleet-serving.io/v1alpha1 DisaggDeployment"),
-        ("[1, 2]", "document 1: is no fleet-serving.io/v1alpha1 DisaggDeployment"),
-        (f"{SAMPLE}\n---\nkind: Pod", "document 2: is no fleet-serving.io/v1alpha1 DisaggDeployment"),
+        ("kind: Pod", "document 1: is not a DisaggDeployment of fleet-serving.io/v1alpha1"),
+        ("[1, 2]", "document 1: is not a DisaggDeployment of fleet-serving.io/v1alpha1"),
+        (f"{SAMPLE}\n---\nkind: Pod", "document 2: is not a DisaggDeployment of fleet-serving.io/v1alpha1"),
         (SAMPLE.replace("  name: tiny", "  labels: {}"), "metadata.name: is missing"),
         (SAMPLE.replace("  name: tiny", "  name: Tiny_1"), "document 1: metadata.name: must be at most 63 characters"),
         (SAMPLE.replace("  name: tiny", "  name: tiny\n  namespace: [1]"), "metadata.namespace: must be"),
@@ -107,7 +107,7 @@ def test_definitions_of_all_kinds_are_printed(capsys):
         ("\x00", "special characters are not allowed"),
     ],
 )
-def test_a_file_that_cannot_be_rendered_is_refused_in_a_line_and_nothing_is_printed(text, said, tmp_path, capsys):
+def test_invalid_file_is_refused_in_one_line_without_output(text, said, tmp_path, capsys):
     assert rendered(text, tmp_path) == 3
 
     out, err = capsys.readouterr()
@@ -120,14 +120,14 @@ def test_a_file_that_cannot_be_rendered_is_refused_in_a_line_and_nothing_is_prin
     "line",
     ['"SESAME', "SESAME: x", "*SESAME", "!SESAME x", "!!int SESAME", "!!float SESAME", "!!bool SESAME", "[SESAME"],
 )
-def test_what_is_wrong_with_yaml_is_said_without_what_stands_there(line, tmp_path, capsys):
+def test_yaml_error_does_not_quote_the_content(line, tmp_path, capsys):
     for command in (rendered, imported):
         assert command(f"a:\n  password: {line}\n", tmp_path) == 3
         assert "SESAME" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("broken", [7, "x", [7], {"spec": 7}, {"metadata": "x"}, {"spec": {"containers": [{}, 7]}}])
-def test_a_pod_template_of_any_shape_is_the_api_servers_to_refuse(broken, tmp_path, capsys):
+def test_pod_template_is_not_validated_here(broken, tmp_path, capsys):
     deployment = yaml.safe_load(SAMPLE)
     deployment["spec"]["roles"][0]["podTemplate"] = broken
     status = rendered(yaml.safe_dump(deployment), tmp_path)
@@ -135,7 +135,7 @@ def test_a_pod_template_of_any_shape_is_the_api_servers_to_refuse(broken, tmp_pa
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_is_imported_renders_and_warnings_stay_apart(tmp_path, capsys):
+def test_imported_deployment_renders_and_warnings_are_separate(tmp_path, capsys):
     assert imported(GRAPH, tmp_path) == 0
     out, err = capsys.readouterr()
     assert err.splitlines() == [
@@ -185,7 +185,7 @@ def test_a_file_that_is_not_there_is_refused_in_a_line(capsys):
 REQUEST = Path(__file__).parents[3] / "deploy" / "samples" / "requests" / "llama-70b.yaml"
 
 
-def test_a_request_is_answered_with_a_deployment_that_can_be_rendered(tmp_path, capsys):
+def test_proposed_deployment_can_be_rendered(tmp_path, capsys):
     assert run(["kube", "propose", "-f", str(REQUEST)]) == 0
     out, err = capsys.readouterr()
     assert "GoalsMet" in err
@@ -210,7 +210,7 @@ def test_a_request_that_nothing_keeps_prints_nothing_but_why(tmp_path, capsys):
         (
             "kind: ServingRequest",
             "kind: DisaggDeployment",
-            "document 1: is no fleet-serving.io/v1alpha1 ServingRequest",
+            "document 1: is not a ServingRequest of fleet-serving.io/v1alpha1",
         ),
         ("  name: llama-70b-chat", "  labels: {}", "metadata.name: is missing"),
         ("  name: llama-70b-chat", "  name: 70b-chat", "metadata.name: must be at most 47 characters"),
@@ -220,7 +220,7 @@ def test_a_request_that_nothing_keeps_prints_nothing_but_why(tmp_path, capsys):
         ("  apply: true", "  applied: true", "spec.applied: is not a known key"),
     ],
 )
-def test_what_is_no_request_is_refused_with_the_field(tmp_path, capsys, was, is_now, said):
+def test_invalid_request_is_refused_with_the_field(tmp_path, capsys, was, is_now, said):
     file = tmp_path / "request.yaml"
     file.write_text(REQUEST.read_text().replace(was, is_now))
     assert run(["kube", "propose", "-f", str(file)]) == 3

@@ -1,4 +1,4 @@
-"""`fleet kv` and what it prints."""
+"""`fleet kv`: its output."""
 
 import json
 
@@ -85,7 +85,7 @@ def test_a_bad_row_exits_3_with_its_line_and_field(tmp_path, capsys):
     assert captured.out == ""
 
 
-def test_what_pauses_cost_is_told_where_asked_for(capsys):
+def test_cost_of_pauses_is_shown_on_request(capsys):
     run(["kv", "replay", str(AGENTIC), "--capacity-blocks", "10%", "--pauses", "hold", "--json"])
     pauses = json.loads(capsys.readouterr().out)["pauses"]
     assert 0 < pauses["mean_seconds"] < pauses["recompute_mean_seconds"]
@@ -94,7 +94,7 @@ def test_what_pauses_cost_is_told_where_asked_for(capsys):
     assert "resumes: mean" in capsys.readouterr().out.splitlines()[-2]
 
 
-def test_beside_others_sessions_that_hold_a_quarter_of_memory_compute_less_again(capsys):
+def test_held_sessions_compute_less_beside_other_traffic(capsys):
     computed = {}
     for policy in ("nothing", "hold"):
         options = ["--below-blocks", "0", "--held-share", "0.25", "--beside", str(CONVERSATION), "--json"]

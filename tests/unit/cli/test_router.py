@@ -9,7 +9,7 @@ from fleet.router.placement.policies.built_in import BUILT_IN
 from fleet.v1 import control_pb2 as pb
 
 
-def test_the_policies_are_listed_one_a_line_with_the_default_marked(capsys):
+def test_policies_are_listed_with_the_default_marked(capsys):
     assert run(["router", "policies"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
@@ -28,12 +28,12 @@ def test_the_policies_as_json_have_their_parameters(capsys):
     assert all(each["summary"] for each in by_name.values())
 
 
-def test_of_a_router_that_does_not_say_what_it_has_measured_nothing_is_told():
-    """One of an earlier version: the field is not there."""
+def test_older_router_without_measurements_prints_none():
+    """A router of an earlier version, without the field."""
     assert list(_break_even_lines(remote_prefill_of(pb.Thresholds().remote_prefill))) == []
 
 
-def test_what_was_measured_is_told_by_worker_once_it_is_enough():
+def test_measurements_are_shown_by_worker_once_sufficient():
     workers = [pb.BreakEven(worker_id="d1", requests=3, token_ms=0.5, min_tokens=80), pb.BreakEven(worker_id="d2")]
     told = pb.RemotePrefill(learned=True, handoffs=7, handoffs_needed=8, handoff_ms=120.0, workers=workers)
 

@@ -1,4 +1,4 @@
-"""What `fleet scale` makes of its command line, and of what it sees."""
+"""`fleet scale`: its command line, and the lines about pools."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ def target(*argv):
 
 @pytest.fixture
 def plans(tmp_path):
-    """A folder whose orchestrator has taken up revision 0, and is gone."""
+    """Return a folder whose orchestrator has taken up revision 0 and has ended."""
     pools = {
         "decode": {"asked": 2, "ready": 1, "draining": 1, "why": "failing", "message": "decode-1 does not start"},
         "prefill": {"asked": 1, "ready": 1},
@@ -59,7 +59,7 @@ def test_a_wrong_command_line_is_misuse(argv):
         (["--connector", "/nowhere.toml"], "No such file"),
     ],
 )
-def test_what_names_nothing_is_refused(argv, message, capsys):
+def test_unknown_pool_is_refused(argv, message, capsys):
     assert run(["scale", *argv]) == 3
     assert message in capsys.readouterr().err
 
@@ -71,7 +71,7 @@ def test_a_kubeconfig_that_is_not_there_is_named(capsys):
     assert "/nowhere" in capsys.readouterr().err
 
 
-def test_where_pools_are_is_said_in_three_ways(tmp_path):
+def test_location_of_pools_has_three_options(tmp_path):
     settings = tmp_path / "connector.toml"
     settings.write_text('[connector]\nkind = "etcd"\nendpoints = ["127.0.0.1:2379"]\n')
 
@@ -86,9 +86,9 @@ def test_where_pools_are_is_said_in_three_ways(tmp_path):
         target("--connector", str(settings))
 
 
-def test_of_the_clusters_on_this_machine_the_only_one_is_meant(tmp_path, monkeypatch):
+def test_only_cluster_on_this_machine_is_the_default(tmp_path, monkeypatch):
     monkeypatch.setattr(local_runs.tempfile, "gettempdir", lambda: str(tmp_path))
-    others = set(local_runs.local_plans())  # in /tmp, if somebody runs some
+    others = set(local_runs.local_plans())  # other runs in /tmp
 
     def start(name):
         folder = tmp_path / name / "plans"
@@ -120,7 +120,7 @@ def test_pools_are_shown_with_why_they_are_not_as_wanted(plans, capsys):
     ]
 
 
-def test_what_is_not_finished_is_said_with_how_to_go_on_and_how_to_go_back(plans, capsys):
+def test_unfinished_pool_shows_commands_to_wait_and_go_back(plans, capsys):
     wanted = {"replicas": 3, "plan": "scale-1-1", "writer": "fleet-scale", "revision": 1, "before": 1}
     (plans / "plan.json").write_text(json.dumps({"revision": 1, "pools": {"decode": wanted}}))
 
@@ -129,12 +129,12 @@ def test_what_is_not_finished_is_said_with_how_to_go_on_and_how_to_go_back(plans
     out, err = capsys.readouterr()
     assert "decode   wanted 3  ready 1" in out
     assert err == (
-        "fleet: decode: not finished: 3 wanted, 1 there, 1 on the way out; it goes on by itself:"
+        "fleet: decode: not finished: 3 wanted, 1 there, 1 draining; the change goes on by itself:"
         f" fleet scale decode=3 --plans {plans} waits for it, fleet scale decode=1 --plans {plans} goes back\n"
     )
 
 
-def test_who_stops_waiting_is_told_that_what_was_asked_for_stays(plans):
+def test_interrupted_wait_reports_that_the_plan_stays(plans):
     command = [sys.executable, "-m", "fleet.cli.main", "scale", "prefill=2", "--plans", str(plans)]
     for number in (signal.SIGINT, signal.SIGTERM):
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
@@ -142,11 +142,11 @@ def test_who_stops_waiting_is_told_that_what_was_asked_for_stays(plans):
             waiting.send_signal(number)
             told = waiting.communicate(timeout=30)[1]
         assert waiting.returncode == 1
-        assert f"stopped waiting; what is written stays wanted: fleet scale --plans {plans} shows how it goes" in told
+        assert f"stopped waiting; the plan stays: fleet scale --plans {plans} shows the progress" in told
 
 
-def test_of_an_orchestrator_that_was_killed_nothing_is_believed(plans, capsys):
-    (plans / ".orchestrator").touch()  # as it is left: nobody holds it
+def test_killed_orchestrators_report_is_ignored(plans, capsys):
+    (plans / ".orchestrator").touch()  # an abandoned lock file
 
     assert run(["scale", "prefill=2", "--plans", str(plans), "--within", "0.01"]) == 1
 
@@ -157,13 +157,13 @@ def test_of_an_orchestrator_that_was_killed_nothing_is_believed(plans, capsys):
     assert not (plans / "plan.json").exists()
 
 
-def test_what_does_not_come_in_time_is_taken_back_and_told(plans, capsys):
+def test_late_workers_are_given_up_and_reported(plans, capsys):
     assert run(["scale", "prefill=2", "--plans", str(plans), "--within", "0.01"]) == 1
 
     told = capsys.readouterr()
     assert "prefill  wanted 1  ready 1" in told.out
     assert "prefill  wanted 2  ready 1  not taken up" in told.err
-    assert "what did not is not wanted any more" in told.err
+    assert "workers that have not come are given up" in told.err
     assert json.loads((plans / "plan.json").read_text())["pools"]["prefill"]["replicas"] == 1
 
 

@@ -1,4 +1,4 @@
-"""`fleet sim`: scenarios in, figures out, and one line for what cannot be run."""
+"""`fleet sim`: figures of scenarios, and one line for invalid ones."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_a_trace_runs_at_another_pace(scenario, capsys):
     assert 0 < answer["hit_rate"] < 0.3
 
 
-def test_a_recorded_trace_runs_a_hundred_times_as_fast_as_it_was_recorded(scenario, capsys):
+def test_trace_runs_at_a_hundred_times_its_rate(scenario, capsys):
     trace = [f"workload={{kind='trace',file='{CONVERSATION}',requests=400}}"]
     answer = outcome(capsys, "run", scenario, "--set", *trace, "--set", "pools.0.gpus=8")
     assert answer["simulated_seconds"] > 100 * answer["cpu_seconds"]
@@ -84,8 +84,9 @@ def test_a_sweep_has_a_row_for_each_combination(scenario, tmp_path, capsys):
     assert len({row["outcome"]["digest"] for row in rows}) == 8
 
 
-def test_a_sweep_with_one_case_that_cannot_be_is_refused_before_any_other_runs(scenario, capsys):
-    over = ["--over", "router.policy=fleet,nope", "--set", "workload.requests=100000000"]  # the first would take hours
+def test_sweep_with_one_invalid_case_is_refused_before_any_run(scenario, capsys):
+    # the first one would take hours
+    over = ["--over", "router.policy=fleet,nope", "--set", "workload.requests=100000000"]
 
     assert run(["sim", "sweep", str(scenario), *over, "--processes", "1"]) == 3
 
@@ -120,7 +121,7 @@ def test_capacity_is_where_the_slo_is_just_kept(scenario, capsys):
         ("router.policy=unheard", "router.policy"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line_by_its_field(scenario, tmp_path, capsys, change, said):
+def test_invalid_scenario_is_refused_in_one_line_with_field(scenario, tmp_path, capsys, change, said):
     page = tmp_path / "report.html"
     assert run(["sim", "run", str(scenario), "--set", change, "--report", str(page)]) == 3
     (line,) = capsys.readouterr().err.splitlines()
@@ -160,7 +161,7 @@ def test_a_model_that_does_not_fit_is_refused(scenario, tmp_path, capsys):
         ("seed=3\nslo = 4", "seed: Expected `int`, got `str`"),
     ],
 )
-def test_a_value_that_no_cluster_has_is_refused_and_not_computed_with(scenario, capsys, change, said):
+def test_impossible_value_is_refused(scenario, capsys, change, said):
     assert run(["sim", "run", str(scenario), "--set", change]) == 3
     error = capsys.readouterr().err
     assert said in error

@@ -1,4 +1,4 @@
-"""What may be said about discovery, and how what may not is refused: with its path."""
+"""Discovery settings: valid ones are accepted, and invalid ones are refused with their path."""
 
 import json
 
@@ -25,7 +25,7 @@ def loaded(tmp_path, discovery, kind=RouterSettings, **more):
         ({"kind": "kubernetes", "cluster": "llama", "namespace": "serving"}, KubernetesDiscovery),
     ],
 )
-def test_routers_and_workers_are_told_it_alike(tmp_path, given, kind):
+def test_routers_and_workers_accept_the_same_discovery(tmp_path, given, kind):
     of_router = loaded(tmp_path, given)
     of_worker = loaded(tmp_path, given, WorkerSettings, worker_id="w", model="tiny")
 
@@ -51,6 +51,6 @@ def test_routers_and_workers_are_told_it_alike(tmp_path, given, kind):
         ({"kind": "kubernetes", "cluster": "a", "pod": "p"}, r"discovery: pod and pod_uid: set both or neither"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_its_path(tmp_path, given, message):
+def test_invalid_discovery_is_refused_with_its_path(tmp_path, given, message):
     with pytest.raises(ConfigurationRefused, match=message):
         loaded(tmp_path, given)

@@ -1,4 +1,4 @@
-"""What is wrong with a value, and where."""
+"""Validation errors are split into the cause and the path of the value."""
 
 from typing import Annotated
 
@@ -23,7 +23,7 @@ class Value(msgspec.Struct, forbid_unknown_fields=True):
         ({"more": 1}, ("Object contains unknown field `more`", "")),
     ],
 )
-def test_a_misfit_is_told_apart_into_its_cause_and_its_place(value, told):
+def test_validation_error_is_split_into_cause_and_path(value, told):
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(value, Value)
     assert split_validation_error(refused.value) == told

@@ -1,4 +1,4 @@
-"""What names a repository, which of its files are fetched, and what tells the same weights wherever they lie."""
+"""Repository names, the files to download, and the fingerprints of downloaded weights."""
 
 import os
 
@@ -42,7 +42,7 @@ def test_only_a_whole_commit_pins_a_revision():
     ]
 
 
-def test_a_router_fetches_no_weights_and_a_worker_one_form_of_them():
+def test_router_needs_no_weights_and_worker_one_form():
     assert wanted(FILES, weights=False) == [
         *("chat_template.jinja", "config.json", "generation_config.json", "merges.txt", "special_tokens_map.json"),
         *("tokenizer.json", "tokenizer_config.json", "vocab.json"),
@@ -68,15 +68,15 @@ def test_a_router_fetches_no_weights_and_a_worker_one_form_of_them():
         ([], True, "config.json"),
     ],
 )
-def test_a_repository_without_what_a_model_needs_is_seen_before_anything_is_fetched(names, of_engine, lack):
+def test_incomplete_repository_is_noticed_before_download(names, of_engine, lack):
     assert lacking(names, weights=of_engine) == lack
 
 
-def test_large_weights_that_two_hosts_fetched_are_the_same_whenever_and_wherever_they_were(tmp_path, monkeypatch):
+def test_fingerprint_of_large_weights_is_equal_on_two_hosts(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "WHOLE_CONTENT_BYTES", 0)
 
     def fetched(host, name, age):
-        """As the hub's client lays it out."""
+        """Lay the folder out like the hub's client."""
         blob, link = tmp_path / host / "blobs" / name, tmp_path / host / "snapshots" / "c" / "model.safetensors"
         blob.parent.mkdir(parents=True)
         link.parent.mkdir(parents=True)
@@ -91,7 +91,7 @@ def test_large_weights_that_two_hosts_fetched_are_the_same_whenever_and_wherever
     assert fetched("d", "model-of-mine", 1000) != fetched("e", "model-of-mine", 2000)
 
 
-def test_ranks_of_a_group_may_keep_what_they_fetch_in_different_folders():
+def test_ranks_of_a_group_may_use_different_caches():
     def common(**hub):
         group = GroupSettings(nodes=2, leader="127.0.0.1:1")
         return common_settings_digest(WorkerSettings(worker_id="w", model="m", group=group, hub=HubSettings(**hub)))

@@ -1,10 +1,10 @@
-"""Which of the same events are worth a line in the log."""
+"""Log deduplication: which of several equal events are logged."""
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.repeats import REPEAT_AFTER, LogDeduplicator
 
 
-def test_a_cause_is_news_when_it_changes_and_again_after_a_minute():
+def test_cause_is_logged_when_it_changes_and_after_a_minute():
     repeats = LogDeduplicator()
     events = [("a", 0), ("a", 1), ("b", 2), ("b", 61), ("b", 62), ("a", 63)]
 

@@ -36,13 +36,13 @@ def test_a_request_is_counted_by_how_it_ended_and_where_it_ran():
     assert "fleet_request_seconds_count 1.0" in told
 
 
-def test_latency_buckets_reach_from_a_millisecond_to_a_hundred_seconds():
+def test_latency_buckets_span_1_ms_to_100_s():
     assert (LATENCY_BUCKETS[0], LATENCY_BUCKETS[-1]) == (0.001, 100.0)
     assert list(LATENCY_BUCKETS) == sorted(LATENCY_BUCKETS)
 
 
 def test_a_log_entry_is_one_line_with_its_extras():
-    # Not makeLogRecord: libraries (vLLM) replace the factory it asks.
+    # Not makeLogRecord, because libraries (vLLM) replace the factory that it uses.
     record = logging.LogRecord("fleet.x", logging.WARNING, __file__, 1, "worker %s", ("lost\nfake",), None)
     record.worker, record.code = "w1", 7
 

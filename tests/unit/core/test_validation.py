@@ -78,7 +78,7 @@ def test_the_ends_of_every_range_are_allowed(name, value):
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_what_is_outside_its_range_is_refused_by_name(name, value):
+def test_value_outside_its_range_is_rejected_with_its_field(name, value):
     with pytest.raises(RequestRejected) as refused:
         validate(a_request(sampling=Sampling(**{name: value})), a_model_card(), 10)
 
@@ -218,7 +218,7 @@ def test_a_prompt_that_leaves_no_room_is_refused():
     assert refused.value.field == "text"
 
 
-def test_an_answer_that_does_not_fit_is_refused_and_one_that_just_fits_is_not():
+def test_answer_longer_than_the_context_is_rejected():
     card = a_model_card(max_model_len=100)
     validate(a_request(sampling=Sampling(max_tokens=10)), card, 90)
 
@@ -228,7 +228,7 @@ def test_an_answer_that_does_not_fit_is_refused_and_one_that_just_fits_is_not():
     assert refused.value.field == "sampling.max_tokens"
 
 
-def test_max_tokens_does_not_count_when_the_answer_may_fill_the_context():
+def test_max_tokens_is_ignored_with_fill_context():
     validate(a_request(fill_context=True, sampling=Sampling(max_tokens=16)), a_model_card(max_model_len=100), 99)
 
     with pytest.raises(RequestRejected) as refused:
@@ -242,7 +242,7 @@ def test_lengths_are_not_checked_before_the_prompt_is_tokenised():
 
 
 @given(field=st.sampled_from([("temperature", 0, 2), ("min_p", 0, 1), ("presence_penalty", -2, 2)]), value=st.floats())
-def test_of_all_floats_exactly_those_in_the_range_are_allowed(field, value):
+def test_exactly_the_floats_in_the_range_are_allowed(field, value):
     name, low, high = field
     request = a_request(sampling=Sampling(**{name: value}))
 

@@ -28,7 +28,7 @@ from fleet.core.requests import (
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.generation import INLINE_CHARACTERS, Generation
 from fleet.frontend.text.codec import load_codec
-from fleet.frontend.text.tokenizer_threads import MOST, TokenizerThreads
+from fleet.frontend.text.tokenizer_threads import MAX_TASKS, TokenizerThreads
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from kvstore.block import tenant_salt
@@ -100,7 +100,7 @@ async def collect(events: AsyncIterator[GenerateEvent]) -> tuple[str, list[int],
 def outcomes(generation: Generation) -> dict[str, float]:
     return {
         sample.labels["outcome"]: sample.value
-        for metric in generation._metrics.registry.collect()
+        for metric in generation.metrics.registry.collect()
         for sample in metric.samples
         if sample.name == "fleet_requests_total" and sample.value
     }
@@ -391,7 +391,7 @@ async def test_long_prompts_tokenize_in_threads_in_bounded_number(generations, c
     text = "x" * (INLINE_CHARACTERS + 1)
     try:
         async with asyncio.TaskGroup() as tasks:
-            for number in range(MOST):
+            for number in range(MAX_TASKS):
                 tasks.create_task(collect(generation.generate(a_request(id=f"r{number}", prompt=TextPrompt(text)))))
             await asyncio.sleep(0)  # the loop still turns
             with pytest.raises(RequestRejected) as refused:
@@ -401,7 +401,7 @@ async def test_long_prompts_tokenize_in_threads_in_bounded_number(generations, c
         may_go.set()
 
     assert refused.value.reason is Reason.QUEUE_FULL
-    assert len(router.completed) == MOST
+    assert len(router.completed) == MAX_TASKS
 
 
 async def test_api_key_selects_tenant_and_salt(generations):

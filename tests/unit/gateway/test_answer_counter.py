@@ -1,4 +1,4 @@
-"""The length of answers that pass."""
+"""The answer counter estimates the tokens of passing answers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Endpoints as gateways know them."""
+"""Endpoints in the form that gateways use."""
 
 import pytest
 
@@ -24,7 +24,7 @@ from fleet.router.settings.endpoint_picker import EndpointPickerSettings
         ("", 0, ""),
     ],
 )
-def test_workers_without_an_address_for_gateways_have_no_endpoint(address, port, endpoint):
+def test_worker_without_ip_address_has_no_endpoint(address, port, endpoint):
     assert endpoint_at(address, port) == endpoint
 
 
@@ -32,11 +32,11 @@ def test_workers_without_an_address_for_gateways_have_no_endpoint(address, port,
     ("given", "own"),
     [("", ""), ("10.1.1.1:8000", "10.1.1.1:8000"), ("fd00::1:8000", "[fd00::1]:8000"), ("[::1]:80", "[::1]:80")],
 )
-def test_a_routers_own_endpoint_is_what_pods_are_told_of_themselves(given, own):
+def test_own_endpoint_is_read_from_pod_addresses(given, own):
     assert EndpointPickerSettings(router_endpoint=given).own_endpoint == own
 
 
 @pytest.mark.parametrize("given", ["router:8000", "10.1.1.1", ":8000", "10.1.1.1:0", "10.1.1.1:x", "10.1.1.1:8000/x"])
-def test_a_routers_own_endpoint_that_gateways_cannot_take_is_refused(given):
+def test_unusable_own_endpoint_is_refused(given):
     with pytest.raises(ValueError, match="must be ip:port"):
         EndpointPickerSettings(router_endpoint=given)

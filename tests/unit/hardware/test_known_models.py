@@ -1,4 +1,4 @@
-"""Models that are known by their repositories: as large as their makers say."""
+"""Known models by repository: their sizes are those that their authors state."""
 
 from collections import Counter
 
@@ -6,19 +6,19 @@ import pytest
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.gpus import Number
-from fleet.hardware.known_models import known, model_by_repository, model_from_config
+from fleet.hardware.known_models import known_models, model_by_repository, model_from_config
 from tests.support.sim.model_configs import GPT_OSS, LLAMA_70B
 
 
-@pytest.mark.parametrize("name", known())
-def test_a_known_model_has_as_many_parameters_as_its_makers_say(name):
-    entry = known()[name]
+@pytest.mark.parametrize("name", known_models())
+def test_known_models_have_stated_parameters(name):
+    entry = known_models()[name]
     assert model_from_config(entry.config).model.parameters == pytest.approx(entry.parameters, rel=0.01)
 
 
 def test_no_repository_is_listed_twice():
     every = Counter(
-        each.lower() for entry in known().values() for listed in entry.repositories.values() for each in listed
+        each.lower() for entry in known_models().values() for listed in entry.repositories.values() for each in listed
     )
     assert max(every.values()) == 1
 
@@ -34,17 +34,17 @@ def test_no_repository_is_listed_twice():
         ("nvidia/DeepSeek-R1-FP4", Number.FP4, Number.FP4, 163840),
     ],
 )
-def test_a_repository_says_how_weights_are_stored(repository, weights, experts, context):
+def test_repository_determines_data_type_of_weights(repository, weights, experts, context):
     found = model_by_repository(repository)
     assert (found.model.precision.weights, found.model.precision.experts, found.context) == (weights, experts, context)
 
 
-def test_a_repository_that_only_looks_alike_is_not_known():
+def test_similar_repository_name_is_unknown():
     assert model_by_repository("somebody/Llama-3.3-70B-Instruct") is None
     assert model_by_repository("llama-3.3-70b") is None
 
 
-def test_a_config_says_what_its_model_takes_at_once_also_the_text_part_of_one():
+def test_config_gives_longest_context_also_in_text_part():
     assert model_from_config(LLAMA_70B).context == 0
     assert model_from_config(LLAMA_70B | {"max_position_embeddings": 8192}).context == 8192
     assert model_from_config({"text_config": GPT_OSS | {"max_position_embeddings": 4096}}).context == 4096

@@ -1,4 +1,4 @@
-"""Sizes of models that everybody knows, and what is refused."""
+"""Sizes of well-known models, and configs that are refused."""
 
 import pytest
 
@@ -30,32 +30,32 @@ def test_parameters_are_as_published(config, billions, active_billions):
     ],
     ids=["llama", "mixtral", "deepseek: the latent vector and the rotary key", "gpt-oss: its full layers only"],
 )
-def test_kv_of_a_token_has_as_many_bytes_as_engines_keep(config, num_bytes):
+def test_kv_bytes_per_token_agree_with_engines(config, num_bytes):
     assert a_model(config).kv_bytes_per_token == num_bytes
 
 
-def test_windows_cost_a_sequence_the_same_at_any_length():
+def test_window_layers_cost_same_at_any_length():
     assert a_model(GPT_OSS).kv_bytes_per_sequence == 2 * 18 * 8 * 64 * 2 * 128
 
 
-def test_weights_are_as_large_as_their_checkpoints():
+def test_weights_are_as_large_as_checkpoints():
     assert a_model(LLAMA_70B).weights_bytes == pytest.approx(141.1e9, rel=0.001)
     assert a_model(DEEPSEEK_V3).weights_bytes == pytest.approx(673e9, rel=0.005)
     assert a_model(GPT_OSS).weights_bytes == pytest.approx(68.7e9, rel=0.01)
 
 
-def test_a_quantisation_is_read_from_the_config_unless_one_is_given():
+def test_quantisation_comes_from_config_unless_given():
     assert a_model(DEEPSEEK_V3).precision == Precision(weights=Number.FP8, experts=Number.FP8)
     assert a_model(GPT_OSS).precision == Precision(weights=Number.BF16, experts=Number.FP4)
     given = Precision(weights=Number.FP4, experts=Number.FP4)
     assert read_model(DEEPSEEK_V3, precision=given).precision == given
 
 
-def test_the_text_part_of_a_multimodal_model_counts():
+def test_text_part_of_multimodal_model_is_read():
     assert read_model({"text_config": LLAMA_70B, "vision_config": {}}).parameters == a_model().parameters
 
 
-def test_linear_layers_keep_a_state_instead_of_a_cache():
+def test_linear_layers_keep_state_instead_of_cache():
     hybrid = a_model(
         layer_types=["linear_attention"] * 60 + ["full_attention"] * 20,
         linear_num_key_heads=16,
@@ -94,7 +94,7 @@ def test_linear_layers_keep_a_state_instead_of_a_cache():
         ({"quantization_config": {"quant_method": "magic"}}, "quantization_config.quant_method 'magic' is not known"),
     ],
 )
-def test_what_is_wrong_is_named(changes, said):
+def test_error_names_the_invalid_field(changes, said):
     with pytest.raises(ConfigurationRefused, match=r"^a-model: ") as refused:
         a_model(**changes)
 

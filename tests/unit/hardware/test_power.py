@@ -1,4 +1,4 @@
-"""What GPUs draw: published figures are met, and every figure says where it is from."""
+"""Power of GPUs: published figures are met, and every figure has a source."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from fleet.hardware.power import ERROR, MOST, PUBLISHED, power_share, watts
 
 
 @pytest.mark.parametrize("drawn", PUBLISHED, ids=lambda drawn: f"{drawn.gpu}-{drawn.tokens}-{drawn.watts}")
-def test_published_figures_lie_within_the_error_that_is_told(drawn):
+def test_published_figures_lie_within_stated_error(drawn):
     assert watts(gpu(drawn.gpu), power_share(drawn.tokens)) == pytest.approx(drawn.watts, rel=ERROR)
 
 
@@ -20,7 +20,7 @@ def test_larger_steps_draw_more_up_to_a_limit():
 
 
 @pytest.mark.parametrize("name", list(gpus()))
-def test_idle_power_is_below_the_limit_and_says_where_it_is_from(name):
+def test_idle_power_is_below_limit_and_has_source(name):
     device = gpu(name)
 
     assert 0.1 * device.watts < device.idle_watts < 0.35 * device.watts
@@ -29,7 +29,7 @@ def test_idle_power_is_below_the_limit_and_says_where_it_is_from(name):
 
 
 @pytest.mark.parametrize("name", [name for name, device in gpus().items() if device.price is not None])
-def test_a_price_says_whose_it_is_and_of_when(name):
+def test_price_has_source_and_date(name):
     price = gpu(name).price
 
     assert price.source

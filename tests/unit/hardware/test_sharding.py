@@ -1,4 +1,4 @@
-"""What fits where, and what is said when it does not."""
+"""Sharding: what fits on which GPUs, and the errors if it does not."""
 
 import pytest
 from msgspec import structs
@@ -16,15 +16,15 @@ def test_tensor_parallel_ranks_share_weights_and_kv():
     assert cut.kv_bytes_per_token == 327_680 / 8
 
 
-def test_heads_are_held_twice_where_there_are_fewer_than_ranks():
+def test_heads_are_copied_if_fewer_than_ranks():
     assert a_placement(tp=16).kv_bytes_per_token == a_placement(tp=8).kv_bytes_per_token
 
 
-def test_every_rank_holds_all_of_a_latent_vector():
+def test_every_rank_holds_latent_vectors():
     assert a_placement(DEEPSEEK_V3, on="h200", tp=8).kv_bytes_per_token == 61 * 576 * 2
 
 
-def test_kv_gets_what_memory_weights_leave():
+def test_kv_gets_memory_left_by_weights():
     placement = a_placement(tp=8)
     room = 79.6 * GIB * 0.9 - placement.weights_bytes - RESERVE_BYTES
 
@@ -33,7 +33,7 @@ def test_kv_gets_what_memory_weights_leave():
 
 
 def test_data_parallel_attention_has_room_for_more_sequences():
-    """Of latent vectors each tensor-parallel rank holds all; groups hold different ones."""
+    """Each tensor-parallel rank holds all latent vectors of its group; groups hold different ones."""
     together = a_placement(DEEPSEEK_V3, on="b200", tp=8)
     apart = a_placement(DEEPSEEK_V3, on="b200", tp=1, dp=8, ep=8)
 
@@ -53,7 +53,7 @@ def test_data_parallel_attention_has_room_for_more_sequences():
         (MIXTRAL, "h100", {"tp": 4, "dp": 4, "ep": 16}, "parallelism.ep", "16 does not divide the 8 experts"),
     ],
 )
-def test_what_is_impossible_names_the_field(config, on, cuts, field, said):
+def test_impossible_sharding_names_its_field(config, on, cuts, field, said):
     with pytest.raises(ConfigurationRefused) as refused:
         shard_model(a_model(config), gpu(on), ShardingDegrees(**cuts))
 
@@ -70,7 +70,7 @@ def test_what_is_impossible_names_the_field(config, on, cuts, field, said):
         (DEEPSEEK_V3, "a100", {"tp": 1}, "it fits with tp=8 pp=2"),
     ],
 )
-def test_what_does_not_fit_is_told_what_would_do(config, on, cuts, said):
+def test_error_names_sharding_that_fits(config, on, cuts, said):
     with pytest.raises(ConfigurationRefused) as refused:
         shard_model(a_model(config), gpu(on), ShardingDegrees(**cuts))
 
@@ -78,19 +78,19 @@ def test_what_does_not_fit_is_told_what_would_do(config, on, cuts, said):
     assert "\n" not in str(refused.value)
 
 
-def test_what_fits_nowhere_is_told_so():
+def test_error_says_if_nothing_fits():
     huge = structs.replace(a_model(), layers=80_000, full_layers=80_000)
 
     with pytest.raises(ConfigurationRefused, match="no 64 of them would do; take narrower weights"):
         shard_model(huge, gpu("h100"), ShardingDegrees(tp=8))
 
 
-def test_an_unknown_gpu_is_refused_with_those_that_are_known():
+def test_unknown_gpu_is_refused_with_known_ones():
     with pytest.raises(ConfigurationRefused, match=r"pool\.gpu: 'h1000' is not one of h100, h200"):
         gpu("h1000", "pool.gpu")
 
 
-def test_feasible_placements_fit_and_come_with_the_fewest_gpus_first():
+def test_feasible_shardings_fit_and_have_fewest_gpus_first():
     found = list(feasible(a_model(), gpu("h100"), 16, room_tokens=30_000))
 
     sizes = [each.parallelism.gpus for each in found]
@@ -99,7 +99,7 @@ def test_feasible_placements_fit_and_come_with_the_fewest_gpus_first():
     assert all(each.kv_capacity_tokens() >= 30_000 for each in found)
 
 
-def test_models_with_experts_may_spread_them():
+def test_experts_may_be_spread():
     ways = [each.parallelism for each in feasible(a_model(DEEPSEEK_V3), gpu("h200"), 8)]
 
     assert ShardingDegrees(tp=1, dp=8, ep=8) in ways

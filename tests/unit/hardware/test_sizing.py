@@ -1,4 +1,4 @@
-"""How many engines keep a promise: the formula row by row, and what must hold whatever is asked."""
+"""Sizing: the formula row by row, and properties that hold for every request."""
 
 from math import ceil, inf
 
@@ -52,7 +52,7 @@ def replicas(answer):
 
 
 def limit_by_looking(answer, demand, ttft, tpot, role, percentile=0.9):
-    """The most requests a second of one engine, found by trying two thousand loads: no search, no order of things."""
+    """Return the highest rate of one engine, found by trying two thousand loads one by one."""
     request, occupancy = demand.request, BatchOccupancy(percentile=percentile, waiting_clients=False)
     engine = EngineReplica(
         step=answer.estimate.step,
@@ -84,7 +84,7 @@ def limit_by_looking(answer, demand, ttft, tpot, role, percentile=0.9):
 
 
 TABLE = [
-    # requests a second, prompt, answer, share cached, TTFT, TPOT: which pools of which cut
+    # requests per second, prompt, answer, cached share, TTFT, TPOT: pools and sharding
     (0.1, 2048, 256, 0.0, 1.0, 0.050),
     (1, 2048, 256, 0.0, 1.0, 0.050),
     (5, 2048, 256, 0.0, 1.0, 0.050),
@@ -115,7 +115,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("rate", "prompt", "answer", "hit", "ttft", "tpot"), TABLE)
-def test_replicas_are_the_rate_over_what_one_engine_takes(rate, prompt, answer, hit, ttft, tpot):
+def test_replicas_are_rate_divided_by_limit(rate, prompt, answer, hit, ttft, tpot):
     demand = a_demand(rate, prompt, answer, hit)
 
     got = found(demand, ttft, tpot)
@@ -129,7 +129,7 @@ def test_replicas_are_the_rate_over_what_one_engine_takes(rate, prompt, answer, 
     assert got.most >= rate
 
 
-def test_the_table_has_both_ways_of_serving_and_several_cuts():
+def test_table_has_both_kinds_of_serving_and_shardings():
     answers = [found(a_demand(*row[:4]), *row[4:]) for row in TABLE]
 
     assert {frozenset(replicas(each)) for each in answers} == {
@@ -146,7 +146,7 @@ each_token = st.floats(0.005, 0.3)
 
 
 def gpus_of(answer):
-    """So many; without end, where none will do."""
+    """Return the number of GPUs, or infinity if there is no solution."""
     if isinstance(answer, Sizing):
         return answer.gpus
     return answer.best if answer.goal is SizingGoal.GPUS else inf
@@ -154,7 +154,7 @@ def gpus_of(answer):
 
 @given(load=loads, more=st.floats(1, 20), of=lengths, ttft=first, tpot=each_token, waiting=st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_more_work_never_gets_fewer_gpus_nor_fewer_replicas_of_a_cut(load, more, of, ttft, tpot, waiting):
+def test_more_load_never_gets_fewer_gpus(load, more, of, ttft, tpot, waiting):
     def at(times):
         rate, clients = (0.0, ceil(load) * times) if waiting else (load * times, 0.0)
         return found(a_demand(rate, *of, clients=clients), ttft, tpot)
@@ -188,9 +188,7 @@ def test_looser_goals_never_get_more_gpus(load, of, ttft, tpot, looser, share):
 
 @given(load=loads, of=lengths, ttft=first, tpot=each_token, gpus=st.integers(1, 200), clients=st.integers(0, 2000))
 @settings(max_examples=30, deadline=None)
-def test_what_is_said_to_be_enough_is_within_budget_and_goals_and_what_is_not_says_what_would_be(
-    load, of, ttft, tpot, gpus, clients
-):
+def test_solution_keeps_goals_and_shortfall_names_best(load, of, ttft, tpot, gpus, clients):
     demand = a_demand(0.0 if clients else load, *of, clients=clients)
 
     got = found(demand, ttft, tpot, gpus=gpus)
@@ -217,7 +215,7 @@ def test_what_is_said_to_be_enough_is_within_budget_and_goals_and_what_is_not_sa
             assert got.wanted <= min(8, gpus)
 
 
-def test_what_gpus_there_are_would_do_for_is_what_they_do_for():
+def test_stated_capacity_of_gpus_is_reached():
     demand = a_demand(40.0)
     short = found(demand, gpus=16)
     assert isinstance(short, Shortfall)
@@ -228,7 +226,7 @@ def test_what_gpus_there_are_would_do_for_is_what_they_do_for():
     assert isinstance(found(demand, gpus=int(short.best)), Sizing)
 
 
-def test_a_model_that_fits_in_no_node_says_how_many_gpus_it_takes():
+def test_model_beyond_a_node_names_needed_gpus():
     got = found(a_demand(1), model="meta-llama/Llama-3.1-405B")
 
     assert got.goal is SizingGoal.MEMORY
@@ -236,13 +234,13 @@ def test_a_model_that_fits_in_no_node_says_how_many_gpus_it_takes():
     assert isinstance(found(a_demand(1), model="meta-llama/Llama-3.1-405B", on="b200", ttft=9), Sizing)
 
 
-def test_a_request_longer_than_the_model_takes_says_so():
+def test_request_beyond_context_is_a_shortfall():
     got = found(a_demand(1, prompt=131_000, answer=100))
 
     assert (got.goal, got.wanted, got.best) == (SizingGoal.CONTEXT, 131_100, 131_072)
 
 
-def test_a_goal_below_one_engines_own_time_is_out_of_reach_and_its_own_time_is_said():
+def test_unreachable_goal_names_best_latency():
     got = found(a_demand(1), ttft=0.01)
     assert got.goal is SizingGoal.TTFT
     assert isinstance(found(a_demand(0.01), ttft=got.best * 1.05), Sizing)
@@ -252,7 +250,7 @@ def test_a_goal_below_one_engines_own_time_is_out_of_reach_and_its_own_time_is_s
     assert isinstance(found(a_demand(0.001), tpot=got.best * 1.05), Sizing)
 
 
-def test_engines_lie_within_a_node_of_as_many_gpus_as_it_has():
+def test_engines_fit_into_their_nodes():
     assert found(a_demand(10), tpot=0.015).placement.parallelism.tp == 8
     small = found(a_demand(10), tpot=0.02, per_node=4)
     assert small.placement.parallelism.tp <= 4
@@ -266,23 +264,23 @@ def test_engines_lie_within_a_node_of_as_many_gpus_as_it_has():
         ("meta-llama/Llama-3.1-405B-Instruct-FP8", "h100", 16),
     ],
 )
-def test_engines_are_cut_in_the_one_way_that_workers_start_on_a_node(model, on, most):
+def test_engines_use_tensor_parallelism_alone(model, on, most):
     ways = [each.parallelism for each in sizing.node_shardings(sized(model), gpu(on), most, 4096)]
 
     assert ways
     assert all((way.pp, way.dp, way.ep) == (1, 1, 1) for way in ways)
 
 
-def test_what_runs_at_once_is_bounded_by_the_kv_that_fits():
-    """An 8B model with answers of 4,000 tokens on GPUs of 45 GiB: memory is what limits it, and more of it gets fewer engines."""
+def test_running_requests_are_limited_by_kv():
+    """Memory limits an 8B model with answers of 4,000 tokens on GPUs of 45 GiB; more memory needs fewer engines."""
     demand = a_demand(2, prompt=8000, answer=4000)
     small = found(demand, on="l40s", ttft=20, tpot=0.3, model="meta-llama/Llama-3.1-8B-Instruct", per_node=1)
     large = found(demand, on="h200", ttft=20, tpot=0.3, model="meta-llama/Llama-3.1-8B-Instruct", per_node=1)
     assert small.gpus > 2 * large.gpus
 
 
-def test_room_is_left_for_those_who_come_at_once():
-    """Where an engine holds a handful, what comes by chance has to fit, not only what comes on average."""
+def test_room_is_left_for_random_bursts():
+    """An engine with room for few requests needs room for random bursts, not only for the mean."""
     demand = a_demand(1, prompt=8192, answer=8192)
 
     got = found(demand, ttft=60, tpot=2, per_node=2)
@@ -295,7 +293,7 @@ def test_room_is_left_for_those_who_come_at_once():
     assert fluctuating.others(0.8 * room) > room, "on average it would fit"
 
 
-def test_an_answer_tells_whose_measurements_it_rests_on():
+def test_solution_names_basis_of_its_estimate():
     bases = [
         found(a_demand(1)).estimate.basis.value,
         found(a_demand(1), model="meta-llama/Llama-3.3-70B-Instruct").estimate.basis.value,
@@ -304,7 +302,7 @@ def test_an_answer_tells_whose_measurements_it_rests_on():
     assert bases == ["model", "gpu", "engine"]
 
 
-def test_a_config_will_do_where_no_repository_is_known():
+def test_config_replaces_unknown_repository():
     config = LLAMA_70B | {"max_position_embeddings": 8192}
     goals, supply = LatencyGoals(ttft=1.0, tpot=0.05, percentile=0.9), GpuSupply(gpu=gpu("h100"), gpus=64, per_node=8)
     by_name = size(sized("meta-llama/Llama-3.3-70B-Instruct"), a_demand(), goals, supply)

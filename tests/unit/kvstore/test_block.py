@@ -117,7 +117,7 @@ def test_tenants_share_a_salt_only_with_themselves(tenant, other, secret, other_
 
 
 def test_adapter_salts_match_the_test_vectors():
-    """SHA-256 as any language has it; the salts then are vectors' salts like any other."""
+    """These are plain SHA-256, so any language can compute them."""
     assert adapter_salt("ada@1").hex() == "6ed43e4547fe7dc5efd9408744a83bff179d0c3f1dd74a1fbe6105c2b125ff80"
     assert (
         adapter_salt("ada@1", bytes(range(32))).hex()
@@ -127,7 +127,7 @@ def test_adapter_salts_match_the_test_vectors():
 
 @given(tokens, st.integers(0, 15), st.binary(min_size=36, max_size=36), st.binary(min_size=36, max_size=36))
 def test_blocks_with_distinct_images_differ(ids, where, one, other):
-    """An extra is an offset and the digest of an image."""
+    """An extra is the offset of an image and the digest of its content."""
     mine = chain(packed(ids), 4, extras={where: one})
     theirs = chain(packed(ids), 4, extras={where: other})
     without = chain(packed(ids), 4)

@@ -14,7 +14,7 @@ from tests.support.kvstore.shapes import a_typed_namespace
     ],
 )
 def test_digests_do_not_change_between_versions(fields, digest):
-    """What was stored under a digest must be found again by the next version."""
+    """The next version must find the blocks that this one stored."""
     assert a_typed_namespace("float32", **fields).digest.hex() == digest
 
 

@@ -1,4 +1,4 @@
-"""Observations of a process from outside, by its supervisor."""
+"""Samples of a process, taken by its supervisor."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def test_a_process_that_is_stopped_is_seen_to_be_stopped(child):
     eventually(lambda: not seen(child).stopped)
 
 
-def test_of_a_process_that_has_ended_nothing_is_seen(child):
+def test_ended_process_has_no_sample(child):
     child.kill()
     child.wait()
     assert sample_process(child.pid) is None

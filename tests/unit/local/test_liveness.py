@@ -1,4 +1,4 @@
-"""Promises of what tells a child that hangs from one that is slow, traced, loading or asleep with the machine."""
+"""Liveness: a hung child is told from one that is slow, traced, loading or suspended with the machine."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ STOPPED = ProcessSample(stopped=True)
 
 
 class Watched:
-    """A child, looked at in time."""
+    """A child that is sampled in time."""
 
     def __init__(self, limits: LivenessLimits = LIMITS, *, beats: bool = True) -> None:
         self.now = Nanos(0)
@@ -34,7 +34,7 @@ class Watched:
         return self.liveness.observe(look, heard=heard, now=self.now)
 
     def until_hang(self, look: ProcessSample, most_seconds: int = 3600) -> float | None:
-        """Seconds of the same look until it counts as a hang."""
+        """Return the seconds of equal samples until it counts as hung."""
         began = self.now
         while self.now < began + most_seconds * SECOND:
             if self.look(look) is not None:
@@ -62,7 +62,7 @@ def test_a_child_that_loads_for_an_hour_does_not_hang():
     assert Watched(beats=False).until_hang(IDLE) is None
 
 
-def test_a_child_whose_loop_spins_hangs():
+def test_child_with_a_spinning_loop_hangs():
     watched = Watched()
     found = [watched.look(ProcessSample(runnable=True, ran=Nanos(n * SAMPLE_INTERVAL))) for n in range(1, 11)]
 
@@ -80,7 +80,7 @@ def test_a_debugger_that_lets_go_gives_the_whole_limit_again():
     assert watched.until_hang(IDLE) == 5
 
 
-def test_time_in_which_nobody_looked_does_not_count():
+def test_time_without_samples_does_not_count():
     watched = Watched()
     for _ in range(9):
         assert watched.look() is None
@@ -94,7 +94,7 @@ def test_a_child_that_gets_no_core_does_not_hang():
 
 def test_time_that_a_child_waited_for_a_core_does_not_count():
     watched = Watched()
-    waiting = 4 * SAMPLE_INTERVAL // 5  # a fifth of the time is left to it, as beside four busy loops
+    waiting = 4 * SAMPLE_INTERVAL // 5  # a fifth of the time remains for it, as beside four busy loops
     found = [watched.look(ProcessSample(waited=Nanos(n * waiting), ran=Nanos(n))) for n in range(1, 60)]
 
     assert found.index(HangDetected("has said nothing for 5 s")) == 49

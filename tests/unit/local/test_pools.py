@@ -1,14 +1,14 @@
-"""How the pools of a local cluster follow plans; its processes are a list here."""
+"""Pools of a local cluster follow plans; the processes are a list here."""
 
 import asyncio
 
 import pytest
 from msgspec import structs
 
-from fleet.config import ClusterSection, PoolSection, Topology
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import KvPath, Role
 from fleet.local.pools import DRAIN, LocalPools
+from fleet.local.settings import ClusterSection, PoolSection, Topology
 from fleet.local.supervision import ChildState
 from fleet.local.topology import LocalPlan, LocalPool, pool_names
 from fleet.planner.connectors.folder import FolderRecords
@@ -20,7 +20,7 @@ from workers.settings import WorkerSettings
 
 
 class Processes:
-    """In the place of `LocalProcesses`."""
+    """Fake of `LocalProcesses`."""
 
     def __init__(self, *names: str) -> None:
         self.has = dict.fromkeys(names, ChildState.READY)
@@ -38,7 +38,7 @@ class Processes:
         return frozenset(self.dying)
 
     def add(self, process):
-        self.has[process.child.name] = None  # nobody has heard of it yet
+        self.has[process.child.name] = None  # the machine has not seen it yet
 
     def remove(self, name, within):
         assert within == DRAIN
@@ -95,7 +95,7 @@ class World:
         assert await self.records.write(Intent(revision=revision, pools=kept.intent.pools | pools), kept)
 
     async def step(self):
-        """What is reported then, by pool: asked, ready, draining, why."""
+        """Return the report by pool: asked, ready, draining, why."""
         self.pools.step()
         report = (await self.records.read()).report
         return {name: (each.asked, each.ready, each.draining, each.why) for name, each in report.pools.items()}
@@ -114,7 +114,7 @@ async def test_a_pool_grows_by_names_that_are_free(world):
     assert (await world.step())["decode"] == (3, 3, 0, None)
 
 
-async def test_who_serves_nobody_goes_first_then_the_last_one(world):
+async def test_idle_worker_is_removed_first_then_the_last_one(world):
     await world.plan(decode=3)
     await world.step()
     world.processes.has |= {"decode-1": ChildState.STARTING, "decode-2": ChildState.READY}
@@ -129,7 +129,7 @@ async def test_who_serves_nobody_goes_first_then_the_last_one(world):
     assert (await world.step())["decode"] == (1, 1, 0, None)
 
 
-async def test_who_drains_holds_its_place(tmp_path):
+async def test_draining_worker_keeps_its_place(tmp_path):
     world = World(tmp_path, most_workers=3)
     await world.plan(decode=2)
     await world.step()
@@ -152,7 +152,7 @@ async def test_a_worker_that_does_not_start_is_why(world):
     assert (await world.step())["decode"] == (2, 1, 0, PoolGapReason.FAILING)
 
 
-async def test_a_plan_that_makes_no_topology_is_not_obeyed_until_the_next_one(world):
+async def test_plan_with_invalid_topology_is_not_obeyed(world):
     await world.plan(decode=0, prefill=2)
     assert await world.step() == {
         "prefill": (1, 1, 0, PoolGapReason.LIMITED),
@@ -172,8 +172,8 @@ async def test_a_plan_that_cannot_be_read_is_not_obeyed(world):
         world.pools.step()
 
 
-async def test_plans_are_obeyed_where_it_cannot_be_said_who_obeys(world, capsys):
-    (world.pools.folder / ".orchestrator").mkdir()  # in the place of a full disk
+async def test_plans_are_obeyed_without_a_lock_file(world, capsys):
+    (world.pools.folder / ".orchestrator").mkdir()  # stands for a full disk
     following = asyncio.create_task(world.pools.follow())
     try:
         async with asyncio.timeout(60):
@@ -186,7 +186,7 @@ async def test_plans_are_obeyed_where_it_cannot_be_said_who_obeys(world, capsys)
     assert not (world.pools.folder / ".orchestrator.new").exists()
 
 
-def test_pools_of_one_role_are_told_apart_by_a_number():
+def test_pools_of_one_role_are_numbered():
     of = [PoolSection(role=Role.DECODE), PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE)]
 
     assert pool_names(Topology(pools=tuple(of[:2]))) == ["decode", "prefill"]

@@ -1,4 +1,4 @@
-"""What router processes behind the same ports are told."""
+"""Settings of router processes behind the same ports."""
 
 import msgspec
 import pytest
@@ -10,7 +10,7 @@ LOCAL = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
 
 
 def told(folder, **settings):
-    """Settings of three processes."""
+    """Return the settings of three processes."""
     folder.mkdir()
     plan_routers(RouterSettings(**LOCAL, **settings), 3, folder)
     return [msgspec.json.decode(file.read_bytes(), type=RouterSettings) for file in sorted(folder.glob("*.json"))]
@@ -20,11 +20,11 @@ def told(folder, **settings):
     ("secrets", "common"),
     [({"tenant_secret": "t"}, "t"), ({"prompt_secret": "p"}, "p"), ({"tenant_secret": "t", "prompt_secret": "p"}, "p")],
 )
-def test_processes_have_the_secret_in_common_that_other_hosts_have(tmp_path, secrets, common):
+def test_processes_share_the_configured_secret(tmp_path, secrets, common):
     assert [each.prompt_secret for each in told(tmp_path / "r", **secrets)] == [common] * 3
 
 
-def test_where_none_is_given_one_is_drawn_that_others_cannot_read(tmp_path):
+def test_missing_secret_is_drawn_and_private(tmp_path):
     first, second = ({each.prompt_secret for each in told(tmp_path / name)} for name in "ab")
 
     assert len(first) == len(second) == 1

@@ -1,4 +1,4 @@
-"""Promises of the machine that starts and stops a local cluster."""
+"""Supervision machine: starts and stops of a local cluster."""
 
 import random
 
@@ -37,7 +37,7 @@ from fleet.local.supervision import (
 )
 
 START = Nanos(1_000)
-LONG = 12  # deaths in a row, after which the pause has reached its ceiling
+LONG = 12  # deaths in a row with which the pause reaches its ceiling
 
 
 def a_child(name: str, start_stage: int = 0, stop_stage: int = 0) -> ChildProcess:
@@ -57,7 +57,7 @@ ANOTHER = a_child("another", start_stage=1, stop_stage=1)
 
 
 class WholePauses:
-    """A source of chance that leaves nothing out of a pause."""
+    """Jitter source that leaves out no part of a pause."""
 
     def uniform(self, a: float, b: float, /) -> float:
         assert (a, b) == (1 - JITTER, 1)
@@ -83,7 +83,7 @@ def test_a_later_stage_starts_when_the_earlier_one_is_ready():
     assert machine.handle(ChildReady("store"), START) == [SpawnChild("router"), SpawnChild("worker")]
 
 
-def test_readiness_is_announced_once_when_every_child_has_been_ready():
+def test_readiness_is_announced_once_all_children_were_ready():
     machine = a_machine(STORE, ROUTER)
     machine.begin(START)
     machine.handle(ChildReady("store"), START)
@@ -105,7 +105,7 @@ def test_a_death_before_the_cluster_was_ready_ends_the_attempt():
     assert commands == [ReportFailure("worker", "ended before the cluster was ready", 1), AskToStop("router")]
 
 
-def test_a_child_that_is_not_ready_in_time_is_killed_and_ends_the_attempt():
+def test_child_not_ready_in_time_is_killed_and_ends_the_start():
     machine = a_machine(STORE)
     machine.begin(START)
 
@@ -125,7 +125,7 @@ def test_a_child_that_dies_is_started_again_alone_after_a_pause():
 
 
 def deaths_in_a_row(machine: Supervision, number: int, status: int = 1) -> list[ReportRestart]:
-    """Let the worker die so often, and be started again each time."""
+    """Let the worker die several times, and restart it each time."""
     now, reports = START, []
     for _ in range(number):
         [report] = machine.handle(ChildExited("worker", status), now)
@@ -168,7 +168,7 @@ def test_pauses_of_children_that_die_together_differ():
     assert all(FIRST_BACKOFF * (1 - JITTER) <= pause <= FIRST_BACKOFF for pause in pauses)
 
 
-def test_what_keeps_dying_is_shown_with_its_deaths_and_next_start():
+def test_status_shows_deaths_and_next_start():
     machine = a_running_cluster()
     deaths_in_a_row(machine, 4)
     now = Nanos(100 * SECOND)
@@ -181,7 +181,7 @@ def test_what_keeps_dying_is_shown_with_its_deaths_and_next_start():
     assert machine.child_statuses()["router"].deaths == 0
 
 
-def test_a_child_that_does_not_respond_is_killed_and_started_again():
+def test_unresponsive_child_is_killed_and_restarted():
     machine = a_running_cluster()
 
     assert machine.handle(ChildUnresponsive("worker"), START) == [KillChild("worker")]
@@ -215,7 +215,7 @@ def test_deaths_are_forgotten_after_a_healthy_while():
         machine.handle(SupervisionTicked(), now)
 
 
-def test_a_restarted_child_that_is_not_ready_in_time_counts_as_a_death():
+def test_restarted_child_not_ready_in_time_counts_as_a_death():
     machine = a_running_cluster()
     machine.handle(ChildExited("worker", 1), START)
     machine.handle(SupervisionTicked(), Nanos(START + FIRST_BACKOFF))
@@ -225,7 +225,7 @@ def test_a_restarted_child_that_is_not_ready_in_time_counts_as_a_death():
     assert machine.handle(ChildExited("worker", -9), late) == [ReportRestart("worker", -9, Nanos(2 * FIRST_BACKOFF), 2)]
 
 
-def test_refused_settings_of_a_ready_cluster_are_tried_again_late():
+def test_refused_settings_are_retried_after_the_longest_pause():
     machine = a_running_cluster()
 
     [report] = machine.handle(ChildExited("worker", CONFIGURATION_REFUSED), START)
@@ -245,7 +245,7 @@ def test_refused_settings_at_the_start_end_the_attempt():
     assert commands[-1] == SupervisionFinished()
 
 
-def test_stopping_asks_the_router_first_then_the_workers_then_the_store():
+def test_stop_order_is_router_workers_store():
     machine = a_running_cluster()
 
     assert machine.handle(StopRequested(), START) == [AskToStop("router")]
@@ -276,7 +276,7 @@ def test_stopping_forgets_a_pending_restart():
     assert machine.handle(SupervisionTicked(), Nanos(START + FIRST_BACKOFF)) == []
 
 
-def test_a_child_that_is_added_starts_alone_and_stops_with_its_stage():
+def test_added_child_starts_alone_and_stops_with_its_stage():
     machine = a_running_cluster()
 
     assert machine.handle(ChildAdded(ANOTHER), START) == [SpawnChild("another")]
@@ -312,7 +312,7 @@ def test_an_added_child_that_refuses_its_settings_may_be_removed():
     assert machine.handle(ChildAdded(ANOTHER), START) == [SpawnChild("another")]
 
 
-def test_a_child_that_is_removed_drains_in_its_time_then_is_stopped_then_killed_then_forgotten():
+def test_removed_child_drains_then_stops_then_is_killed():
     machine = a_running_cluster()
     within = Nanos(100 * SECOND)
 
@@ -330,11 +330,11 @@ def test_a_child_that_is_removed_drains_in_its_time_then_is_stopped_then_killed_
     [
         ([], [AskToStop("another")]),
         ([ChildExited("another", 1)], [ForgetChild("another")]),
-        ([SupervisionTicked()], []),  # was not ready in time, and is being killed
+        ([SupervisionTicked()], []),  # it was not ready in time and is being killed
     ],
     ids=["starting", "paused", "killed"],
 )
-def test_a_child_that_is_removed_before_it_is_ready_is_not_waited_for(before, commands):
+def test_removed_child_that_was_not_ready_does_not_drain(before, commands):
     machine = a_running_cluster()
     machine.handle(ChildAdded(ANOTHER), START)
     late = Nanos(START + 10 * SECOND)
@@ -344,7 +344,7 @@ def test_a_child_that_is_removed_before_it_is_ready_is_not_waited_for(before, co
     assert machine.handle(ChildRemoved("another", Nanos(100 * SECOND)), late) == commands
 
 
-def test_who_stops_all_does_not_wait_for_drains():
+def test_stop_does_not_wait_for_drains():
     machine = a_running_cluster()
     machine.handle(ChildRemoved("worker", Nanos(100 * SECOND)), START)
 
@@ -359,7 +359,7 @@ def test_names_must_differ():
 
 
 class World:
-    """Children that do whatever is possible for them, as the commands allow."""
+    """Children that do everything that the commands allow."""
 
     def __init__(self) -> None:
         self.machine = Supervision([STORE, ROUTER, WORKER], random.Random(0))
@@ -424,12 +424,12 @@ STEPS = st.lists(
 @given(STEPS)
 @example([("ready", "store", 0), ("ready", "worker", 0), ("hang", "router", 0)])  # killed when it is asked to stop
 @settings(max_examples=300, deadline=None)
-def test_whatever_happens_no_child_is_started_twice_and_stopping_ends_with_none_left(steps):
+def test_random_events_never_start_a_child_twice_and_all_end(steps):
     world = World()
     for step in steps:
         world.step(step)
     world.step(("stop", "", 0))
-    for _ in range(20):  # nobody listens to being asked; everybody dies of being killed
+    for _ in range(20):  # no child obeys a stop request; every child dies when it is killed
         for name, condition in world.machine.child_states().items():
             if condition is ChildState.KILLED and name in world.alive:
                 world.alive.discard(name)

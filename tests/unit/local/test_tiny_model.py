@@ -1,4 +1,4 @@
-"""Promises of the model that is made on the spot."""
+"""The tiny model that `fleet up` builds."""
 
 import json
 import resource
@@ -73,7 +73,7 @@ def test_two_processes_may_build_at_once(tmp_path):
         folders = list(processes.map(build_tiny_model, [tmp_path] * 3))
 
     assert len(set(folders)) == 1
-    assert [path.name for path in tmp_path.iterdir()] == [folders[0].name]  # nothing half-built is left
+    assert [path.name for path in tmp_path.iterdir()] == [folders[0].name]  # no unfinished folder is left
 
 
 @pytest.mark.parametrize("tokenizer_only", [True, False])

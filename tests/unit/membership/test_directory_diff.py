@@ -1,4 +1,4 @@
-"""From what a directory says to what the membership hears."""
+"""Directory diff: readings of a directory become membership events."""
 
 from fleet.core.clock import SECOND
 from fleet.core.discovery import WorkerRecord
@@ -37,7 +37,7 @@ def test_only_what_was_renewed_is_found_again():
     assert readings.handle(seen(renewal="2")) == [found()]
 
 
-def test_where_a_directory_ends_leases_to_be_there_is_to_be_renewed():
+def test_records_count_as_renewed_if_directory_ends_leases():
     readings = DirectoryDiff()
     readings.handle(DirectoryListing(all=(seen(renewal=None),)))
 
@@ -52,7 +52,7 @@ def test_a_listing_is_all_there_is():
     assert readings.handle(DirectoryListing(all=())) == [withdrawn(B)]
 
 
-def test_what_is_missing_is_withdrawn_once_in_its_last_incarnation():
+def test_missing_record_is_withdrawn_once_with_last_incarnation():
     readings = DirectoryDiff()
     readings.handle(seen())
     assert readings.handle(seen(incarnation="two")) == [found(incarnation="two")]

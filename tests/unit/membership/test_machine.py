@@ -1,4 +1,4 @@
-"""Who is a member, and for how long."""
+"""Membership machine: which workers are members, and for how long."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,8 +121,8 @@ def test_a_member_that_is_reached_again_holds_its_name_again():
     assert membership.handle(other, START) == [occupied(other, holder, None)]
 
 
-def test_another_process_at_the_members_address_may_have_the_name():
-    """The socket of a killed worker is its successor's, and the router dials that before the successor registers."""
+def test_name_is_free_if_another_process_has_the_address():
+    """The successor of a killed worker takes over its socket, and the router dials it before it registers."""
     membership = a_membership()
     membership.handle(a_registration(), START)
     restarted = a_registration(incarnation="two")
@@ -152,7 +152,7 @@ def test_a_forwarded_registration_joins_when_the_name_is_free():
     ]
 
 
-def test_what_a_directory_has_joins_when_the_holder_leaves():
+def test_directory_claim_joins_when_the_holder_leaves():
     membership = a_membership()
     holder, other = a_registration(), a_registration(incarnation="two")
     membership.handle(holder, START)
@@ -180,7 +180,7 @@ def disconnected(event: Register) -> WorkerStreamClosed:
 
 
 def a_draining_stream(holder: Register) -> Membership:
-    """A stream that goes on although the directory has its worker no more."""
+    """A stream continues although the directory has lost its worker."""
     membership = a_membership()
     membership.handle(found(holder), START)
     membership.handle(connected(holder), START)
@@ -208,7 +208,7 @@ def test_claim_from_before_the_withdrawal_waits_for_the_stream():
     assert membership.handle(disconnected(holder), START) == [joined(other)]
 
 
-def test_forwarded_claim_joins_when_the_stream_without_member_ends():
+def test_forwarded_claim_joins_when_the_last_stream_ends():
     holder, other = a_registration(), structs.replace(a_registration(incarnation="two"), forwarded=True)
     membership = a_draining_stream(holder)
 
@@ -216,7 +216,7 @@ def test_forwarded_claim_joins_when_the_stream_without_member_ends():
     assert membership.handle(disconnected(holder), START) == [joined(other)]
 
 
-def test_claim_joins_when_who_has_left_deregisters_too():
+def test_claim_joins_when_the_former_holder_deregisters():
     holder, other = a_registration(), a_registration(incarnation="two")
     membership = a_draining_stream(holder)
     membership.handle(found(other), START)
@@ -257,7 +257,7 @@ def test_a_claim_that_has_ended_or_was_withdrawn_does_not_join():
     assert withdrawn_one.handle(unreachable(holder), START) == []
 
 
-def test_a_replaced_incarnation_can_neither_return_nor_remove_its_successor():
+def test_replaced_incarnation_cannot_return_or_remove_successor():
     membership = a_membership()
     membership.handle(a_registration(), START)
     membership.handle(unreachable(a_registration()), START)
@@ -289,7 +289,7 @@ def test_a_deregistration_is_immediate():
 
 
 def found(event: Register, lease: Nanos = LEASE) -> DirectoryRenewal:
-    """A directory's sighting of what registers so elsewhere."""
+    """A record in a directory, for a worker that registers in another way."""
     return DirectoryRenewal(
         worker_id=event.worker_id, incarnation=event.incarnation, address=event.address, lease=lease
     )
@@ -299,7 +299,7 @@ def withdrawn(event: Register) -> RecordWithdrawn:
     return RecordWithdrawn(worker_id=event.worker_id, incarnation=event.incarnation)
 
 
-def test_who_is_found_is_a_member_for_as_long_as_the_directory_says():
+def test_found_worker_is_a_member_for_the_directorys_lease():
     membership = a_membership()
     worker = a_registration()
 
@@ -308,7 +308,7 @@ def test_who_is_found_is_a_member_for_as_long_as_the_directory_says():
     assert membership.handle(MembershipTicked(), Nanos(START + 2 * LEASE)) == [MemberLeft(worker_id=WORKER)]
 
 
-def test_a_lease_from_here_and_one_of_a_directory_end_with_the_later():
+def test_later_of_two_leases_counts():
     membership = a_membership()
     membership.handle(found(a_registration(), Nanos(2 * LEASE)), START)
 
@@ -321,8 +321,8 @@ def told(event: Register, lease: Nanos = LEASE) -> Registration:
     return Registration(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address, lease=lease)
 
 
-def test_who_has_registered_is_told_to_others_with_what_is_left_of_the_lease():
-    """So that two registries that tell each other keep nobody alive of whom neither hears."""
+def test_registrations_have_the_rest_of_their_leases():
+    """Two registries that tell each other must not keep a dead worker alive."""
     membership, other = a_membership(), a_membership()
     membership.handle(a_registration(), START)
     membership.handle(found(a_registration("found")), START)
@@ -338,15 +338,15 @@ def test_who_has_registered_is_told_to_others_with_what_is_left_of_the_lease():
     assert membership.registrations(Nanos(START + LEASE)) == []
 
 
-def test_nobody_is_a_member_for_longer_because_another_router_says_so():
+def test_announcement_of_another_router_extends_no_lease():
     membership = a_membership()
     membership.handle(told(a_registration(), Nanos(1000 * LEASE)), START)
 
     assert membership.handle(MembershipTicked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
 
 
-def test_old_news_of_another_router_replace_nobody_and_lock_nobody_out():
-    """It has not heard that the worker was started again, and tells a router that has just heard of that from a third."""
+def test_old_announcement_replaces_and_blocks_no_worker():
+    """The other router has missed the restart, and tells a router that knows it from a third one."""
     old, new = a_registration(incarnation="one"), a_registration(incarnation="two")
     membership = a_membership()
     membership.handle(told(new), START)
@@ -356,7 +356,7 @@ def test_old_news_of_another_router_replace_nobody_and_lock_nobody_out():
     assert membership.members == {WORKER: joined(new)}
 
 
-def test_who_registers_takes_the_place_of_what_another_router_told():
+def test_registration_replaces_an_announcement():
     old, new = a_registration(incarnation="one"), a_registration(incarnation="two")
     membership = a_membership()
     membership.handle(told(old), START)
@@ -366,7 +366,7 @@ def test_who_registers_takes_the_place_of_what_another_router_told():
     assert membership.handle(new, START) == [MemberLeft(worker_id=WORKER), joined(new)]
 
 
-def test_old_news_of_a_directory_neither_replace_nor_remove_who_has_registered_here():
+def test_old_directory_record_does_not_affect_registered_worker():
     membership = a_membership()
     restarted = a_registration(incarnation="two")
     membership.handle(restarted, START)
@@ -389,7 +389,7 @@ def test_a_lease_from_here_that_ended_protects_nobody():
     ]
 
 
-def test_who_is_found_and_withdrawn_leaves_at_once_unless_another_has_its_place():
+def test_withdrawn_worker_leaves_at_once_unless_replaced():
     membership = a_membership()
     membership.handle(found(a_registration()), START)
     restarted = a_registration(incarnation="two")
@@ -440,7 +440,7 @@ def test_the_announcements_always_add_up_to_the_members(steps):
         membership.check()
         assert membership.members == announced
 
-    for worker_id, name in ((WorkerId("a"), "4"), (WorkerId("b"), "5")):  # rule 7: whatever came before, it joins
+    for worker_id, name in ((WorkerId("a"), "4"), (WorkerId("b"), "5")):  # rule 7: the claim joins whatever came before
         claimant = a_registration(worker_id, name)
         membership.handle(found(claimant), now)
         membership.handle(WorkerStreamClosed(worker_id=worker_id), now)
@@ -449,7 +449,7 @@ def test_the_announcements_always_add_up_to_the_members(steps):
             membership.handle(Deregister(worker_id=worker_id, incarnation=held.incarnation), now)
         assert membership.members[worker_id] == joined(claimant)
         membership.check()
-    for late in (now + LEASE, now + 2 * LEASE):  # who has a claim joins for the rest of its own lease
+    for late in (now + LEASE, now + 2 * LEASE):  # a claimant joins for the rest of its own lease
         membership.handle(MembershipTicked(), Nanos(late))
     assert membership.members == {}
 

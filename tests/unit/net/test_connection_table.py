@@ -21,7 +21,7 @@ class Clients:
 
     def __init__(self, most: int, share: float = 1.0) -> None:
         self.table: ConnectionTable[str] = ConnectionTable(most, share)
-        self.places: dict[str, ConnectionSlot[str]] = {}
+        self.slots: dict[str, ConnectionSlot[str]] = {}
         self.now = 1000.0
 
     def admit(self, *names: str, address: str = "a") -> None:
@@ -31,22 +31,22 @@ class Clients:
     def displaced_by(self, name: str, address: str = "a") -> str | None:
         """Return the connection that gave way to an admitted newcomer."""
         admission = self.table.admit(name, address, self.now)
-        assert admission.place is not None
-        self.places[name] = admission.place
+        assert admission.slot is not None
+        self.slots[name] = admission.slot
         return admission.displaced
 
     def is_refused(self, name: str, address: str = "a") -> bool:
         return self.table.admit(name, address, self.now) == ConnectionAdmission()
 
-    def waits(self, name: str, group: WaitingFor) -> None:
-        self.table.waits(self.places[name], group, self.now)
+    def mark_waiting(self, name: str, group: WaitingFor) -> None:
+        self.table.mark_waiting(self.slots[name], group, self.now)
 
     def pass_time(self, seconds: float = GRACE_SECONDS) -> None:
         self.now += seconds
 
     def serves(self, *names: str) -> None:
         for name in names:
-            self.places[name].served = True
+            self.slots[name].served = True
 
 
 def test_newcomer_is_admitted_while_there_is_room():
@@ -73,7 +73,7 @@ def test_groups_give_way_in_their_order(seed):
     clients = Clients(len(groups))
     clients.admit(*(group.name for group in groups))
     for group in groups:
-        clients.waits(group.name, group)
+        clients.mark_waiting(group.name, group)
     clients.pass_time()
 
     displaced = []
@@ -89,7 +89,7 @@ def test_longest_idle_gives_way_not_the_longest_connected():
     clients.admit("one", "two")
     for name in ("one", "two", "one"):
         clients.serves(name)
-        clients.waits(name, WaitingFor.IDLE)
+        clients.mark_waiting(name, WaitingFor.IDLE)
 
     assert clients.displaced_by("three") == "two"
 
@@ -98,7 +98,7 @@ def test_waiting_twice_in_a_group_keeps_the_turn():
     clients = Clients(2)
     clients.admit("one", "two")
     for name in ("one", "two", "one"):
-        clients.waits(name, WaitingFor.HEAD)
+        clients.mark_waiting(name, WaitingFor.HEAD)
 
     assert clients.displaced_by("three") == "one"
 
@@ -107,12 +107,12 @@ def test_waiting_twice_in_a_group_keeps_the_turn():
 def test_idle_is_displaced_before_a_young_connection(young):
     clients = Clients(3)
     clients.admit("idle", "later idle")
-    clients.waits("idle", WaitingFor.IDLE)
+    clients.mark_waiting("idle", WaitingFor.IDLE)
     clients.pass_time(0.1)
-    clients.waits("later idle", WaitingFor.IDLE)
+    clients.mark_waiting("later idle", WaitingFor.IDLE)
     clients.pass_time(0.1)
     clients.admit("young")
-    clients.waits("young", young)
+    clients.mark_waiting("young", young)
 
     assert clients.displaced_by("four") == "idle"
     clients.serves("four")
@@ -125,7 +125,7 @@ def test_newcomers_of_a_burst_do_not_displace_each_other():
     idle = [f"idle {number}" for number in range(100)]
     clients.admit(*idle)
     for name in idle:
-        clients.waits(name, WaitingFor.IDLE)
+        clients.mark_waiting(name, WaitingFor.IDLE)
     clients.pass_time(0.002)
 
     displaced = [clients.displaced_by(f"new {number}") for number in range(100)]
@@ -140,7 +140,7 @@ def test_longer_silent_is_displaced_before_shorter_idle():
     for _ in range(4):
         clients.pass_time(0.1)
         clients.serves("busy")
-        clients.waits("busy", WaitingFor.IDLE)
+        clients.mark_waiting("busy", WaitingFor.IDLE)
 
     assert clients.displaced_by("three") == "silent"
 
@@ -148,7 +148,7 @@ def test_longer_silent_is_displaced_before_shorter_idle():
 def test_incomplete_body_outlasts_a_burst_of_newcomers():
     clients = Clients(3)
     clients.admit("body")
-    clients.waits("body", WaitingFor.BODY)
+    clients.mark_waiting("body", WaitingFor.BODY)
     clients.pass_time(10)
     clients.admit("one", "two")
 
@@ -162,7 +162,7 @@ def test_served_connections_never_give_way():
 
     assert clients.is_refused("three", "b")
     assert (len(clients.table), clients.table.refused) == (2, 1)
-    clients.waits("two", WaitingFor.IDLE)
+    clients.mark_waiting("two", WaitingFor.IDLE)
     assert clients.displaced_by("three", "b") == "two"
 
 
@@ -170,7 +170,7 @@ def test_address_over_its_share_displaces_only_its_own():
     clients = Clients(4, share=0.5)
     clients.admit("old", address="b")
     clients.admit("one", "two")
-    clients.waits("one", WaitingFor.IDLE)
+    clients.mark_waiting("one", WaitingFor.IDLE)
     clients.pass_time()
 
     assert clients.displaced_by("three") == "two"
@@ -192,7 +192,7 @@ def test_address_share_is_free_after_connections_end():
     clients.admit("one", "two")
     clients.serves("one", "two")
     for _ in range(2):
-        clients.table.remove(clients.places["one"])
+        clients.table.remove(clients.slots["one"])
 
     clients.admit("three")
     clients.table.check()
@@ -204,8 +204,8 @@ def test_displaced_connection_has_no_effect_any_more():
     assert clients.displaced_by("two") == "one"
 
     clients.serves("one")
-    clients.waits("one", WaitingFor.IDLE)
-    clients.table.remove(clients.places["one"])
+    clients.mark_waiting("one", WaitingFor.IDLE)
+    clients.table.remove(clients.slots["one"])
 
     clients.table.check()
     assert len(clients.table) == 1
@@ -235,34 +235,34 @@ OPERATIONS = st.lists(
 @given(OPERATIONS, st.integers(1, 6), st.sampled_from([0.2, 0.5, 0.9, 1.0]))
 def test_table_is_consistent_after_any_history(operations, most, share):
     table: ConnectionTable[int] = ConnectionTable(most, share)
-    places: dict[int, ConnectionSlot[int]] = {}
+    slots: dict[int, ConnectionSlot[int]] = {}
     now = 0.0
     for operation, client, address in operations:
-        place = places.get(client)
+        slot = slots.get(client)
         if operation == "pass":
             now += client / 10
         elif operation == "admit":
-            if place is not None:
+            if slot is not None:
                 continue
             admission = table.admit(client, address, now)
             if admission.displaced is not None:
-                assert_fair(places.pop(admission.displaced), list(places.values()), now)
-            if admission.place is not None:
-                places[client] = admission.place
+                assert_fair(slots.pop(admission.displaced), list(slots.values()), now)
+            if admission.slot is not None:
+                slots[client] = admission.slot
             else:
-                alike = [each for each in places.values() if len(places) == most or each.address.name == address]
+                alike = [each for each in slots.values() if len(slots) == most or each.address.name == address]
                 assert alike
                 assert all(each.served for each in alike)
-        elif place is None:
+        elif slot is None:
             continue
         elif operation == "serves":
-            place.served = True
+            slot.served = True
         elif operation == "remove":
-            table.remove(places.pop(client))
+            table.remove(slots.pop(client))
         else:
-            table.waits(place, operation, now)
+            table.mark_waiting(slot, operation, now)
         table.check()
-        assert len(table) == len(places)
+        assert len(table) == len(slots)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleet.hardware.gpus import gpus
-from fleet.hardware.known_models import known
+from fleet.hardware.known_models import known_models
 from operators.api.consistency import contradictions
 from operators.api.disagg_deployment import DisaggDeploymentSpec
 from operators.api.serving_request import ServingRequestSpec
@@ -307,7 +307,7 @@ def test_user_text_appears_in_no_message():
 
 @given(
     model=st.sampled_from(
-        [each for entry in known().values() for listed in entry.repositories.values() for each in listed]
+        [each for entry in known_models().values() for listed in entry.repositories.values() for each in listed]
     ),
     gpu=st.sampled_from(list(gpus())),
     count=st.integers(1, 100_000),

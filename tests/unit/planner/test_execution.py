@@ -1,4 +1,4 @@
-"""What becomes of a plan, without anybody at the other end."""
+"""Execution of plans against records in memory."""
 
 import asyncio
 from datetime import UTC, datetime
@@ -8,7 +8,7 @@ import pytest
 from fleet.core.clock import SECOND, Nanos
 from fleet.planner import server
 from fleet.planner.connectors import virtual as connector_virtual
-from fleet.planner.connectors.virtual import Intent, Kept, PoolReport, Report, VirtualConnector
+from fleet.planner.connectors.virtual import Intent, PlanReport, PoolReport, RecordsSnapshot, VirtualConnector
 from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled, to_write
 from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName, PoolObservation
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
@@ -30,7 +30,7 @@ def seen(*pools: PoolObservation) -> Observation:
     return Observation(pools)
 
 
-def test_a_plan_is_settled_when_all_of_its_pools_are_as_it_says_and_nothing_drains():
+def test_plan_settles_when_pools_serve_and_nothing_drains():
     plan = a_plan(decode=2, prefill=1)
     prefill = a_pool("prefill", wanted=1, ready=1)
 
@@ -56,7 +56,7 @@ def test_a_plan_is_settled_when_all_of_its_pools_are_as_it_says_and_nothing_drai
     ],
     ids=["grew", "not_below", "as_before", "drains", "shrinks", "may_not_shrink", "may_not_grow", "not_ours", "new"],
 )
-def test_what_has_not_come_is_taken_back_and_no_more(before, now, kept):
+def test_pending_replicas_are_rolled_back_and_no_others(before, now, kept):
     pool = a_pool(**({"plan": PlanId("plan")} | now))
 
     less = rollback(a_plan(decode=pool.wanted), seen(*([before] if before else [])), seen(pool))
@@ -64,7 +64,7 @@ def test_what_has_not_come_is_taken_back_and_no_more(before, now, kept):
     assert (less.replicas["decode"] if less else None) == kept
 
 
-def test_only_what_is_forbidden_is_taken_back_before_the_deadline():
+def test_only_forbidden_part_is_rolled_back_early():
     plan = a_plan(decode=2, prefill=9)
 
     assert forbidden(plan, seen(a_pool(why=PoolGapReason.NO_ROOM), a_pool("prefill"))) is None
@@ -72,7 +72,7 @@ def test_only_what_is_forbidden_is_taken_back_before_the_deadline():
     assert part.replicas == {"prefill": 9}
 
 
-def test_pools_that_shrink_are_written_first_and_what_is_done_is_not_written_again():
+def test_shrinking_pools_are_written_first_and_once():
     pools = seen(
         a_pool("a", wanted=1, ready=1, version="1"),
         a_pool("b", wanted=3, ready=3, version="1"),
@@ -86,7 +86,7 @@ def test_pools_that_shrink_are_written_first_and_what_is_done_is_not_written_aga
     assert [each.name for each in left] == ["b", "d", "a"]
 
 
-def test_who_comes_late_or_must_not_writes_nothing():
+def test_late_or_forbidden_plan_writes_nothing():
     was = seen(a_pool(version="1"))
     with pytest.raises(PlanConflict, match="decode"):
         to_write(a_plan(decode=1), was, seen(a_pool(version="2")))
@@ -99,18 +99,18 @@ def test_who_comes_late_or_must_not_writes_nothing():
 
 
 class Memory:
-    """Both records; every third call fails."""
+    """Plan and report in memory; every third call fails."""
 
     def __init__(self, **pools: PoolReport) -> None:
         self.intent = Intent()
-        self.report = Report(pools={PoolName(name): pool for name, pool in pools.items()})
+        self.report = PlanReport(pools={PoolName(name): pool for name, pool in pools.items()})
         self.calls = 0
 
-    async def read(self) -> Kept:
+    async def read(self) -> RecordsSnapshot:
         self._stumble()
-        return Kept(intent=self.intent, report=self.report, token=self.intent.revision)
+        return RecordsSnapshot(intent=self.intent, report=self.report, token=self.intent.revision)
 
-    async def write(self, intent: Intent, over: Kept) -> bool:
+    async def write(self, intent: Intent, over: RecordsSnapshot) -> bool:
         if over.token != self.intent.revision:
             return False
         self.intent = intent
@@ -123,7 +123,7 @@ class Memory:
             raise ConnectorUnreachable("for once")
 
     def says(self, **pools: PoolReport) -> None:
-        self.report = Report(
+        self.report = PlanReport(
             revision=self.intent.revision, pools={PoolName(name): pool for name, pool in pools.items()}
         )
 
@@ -147,7 +147,7 @@ async def carried_out(records: Memory, replicas: int, then) -> tuple[PlanOutcome
     return outcome, told, records.intent.pools[PoolName("decode")].replicas
 
 
-async def test_a_plan_is_written_although_nobody_answers_now_and_then_and_is_waited_for():
+async def test_plan_survives_calls_without_answer():
     records = Memory(decode=PoolReport(asked=1, ready=1))
 
     outcome, told, wanted = await carried_out(
@@ -159,7 +159,7 @@ async def test_a_plan_is_written_although_nobody_answers_now_and_then_and_is_wai
     assert records.intent.settle_by == "2030-01-01T00:00:10+00:00"
 
 
-async def test_a_plan_that_is_forbidden_is_taken_back_at_once():
+async def test_forbidden_plan_is_rolled_back_at_once():
     records = Memory(decode=PoolReport(asked=1, ready=1))
 
     outcome, _, wanted = await carried_out(
@@ -169,7 +169,7 @@ async def test_a_plan_that_is_forbidden_is_taken_back_at_once():
     assert (outcome, wanted) == (PlanOutcome.ROLLED_BACK, 1)
 
 
-async def test_at_the_deadline_what_another_has_written_stays():
+async def test_numbers_of_other_writer_stay_at_deadline():
     records = Memory(decode=PoolReport(asked=1, ready=1))
 
     def another(clock: ManualClock) -> None:
@@ -184,14 +184,14 @@ async def test_at_the_deadline_what_another_has_written_stays():
 
 
 class Hasty(ManualClock):
-    """A second passes whenever somebody looks."""
+    """A clock on which a second passes at each reading."""
 
     def now(self) -> Nanos:
         self.move(SECOND)
         return super().now()
 
 
-async def test_who_does_not_answer_until_the_deadline_is_given_up(monkeypatch):
+async def test_silent_orchestrator_is_given_up_at_deadline(monkeypatch):
     records = Memory(decode=PoolReport(asked=1, ready=1))
     connector = VirtualConnector(records, PlanWriter.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
@@ -205,7 +205,7 @@ async def test_who_does_not_answer_until_the_deadline_is_given_up(monkeypatch):
 
 
 @pytest.mark.parametrize("deaf", ["read", "write"])
-async def test_records_that_do_not_answer_are_unreachable_in_time(deaf, monkeypatch):
+async def test_silent_records_are_unreachable_in_time(deaf, monkeypatch):
     monkeypatch.setattr(connector_virtual, "CALL_SECONDS", 0.01)
     records = Memory(decode=PoolReport(asked=1, ready=1))
     connector = VirtualConnector(records, PlanWriter.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
@@ -217,14 +217,14 @@ async def test_records_that_do_not_answer_are_unreachable_in_time(deaf, monkeypa
             await connector.apply(a_plan(decode=2), before)
 
 
-async def test_a_plan_that_is_overtaken_again_and_again_is_given_up_in_the_time_of_one_call(monkeypatch):
+async def test_repeatedly_overtaken_plan_is_given_up_in_one_call(monkeypatch):
     records = Memory(decode=PoolReport(asked=1, ready=1))
     connector = VirtualConnector(records, PlanWriter.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
     monkeypatch.setattr(connector_virtual, "CALL_SECONDS", 0.05)
 
-    async def overtaken(intent: Intent, over: Kept) -> bool:
-        await asyncio.sleep(0.03)  # two of them are more than a call may take
+    async def overtaken(intent: Intent, over: RecordsSnapshot) -> bool:
+        await asyncio.sleep(0.03)  # two of these exceed the limit of a call
         return False
 
     monkeypatch.setattr(records, "_stumble", lambda: None)

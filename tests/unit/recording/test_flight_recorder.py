@@ -159,7 +159,7 @@ def test_unwritable_file_is_refused_by_name(tmp_path, name):
 def test_device_or_pipe_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(ConfigurationRefused, match=r"^record: .*/pipe: Is no regular file"):
+    with pytest.raises(ConfigurationRefused, match=r"^record: .*/pipe: Is not a regular file"):
         open_recorded_machine(RouterSettings(record=str(path)), 1, policy("fleet", {}), START)
     assert path.is_fifo()
     assert list(tmp_path.iterdir()) == [path]

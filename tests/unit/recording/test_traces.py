@@ -8,7 +8,8 @@ import pytest
 
 from fleet.core.clock import SECOND
 from fleet.recording import trace_rows
-from fleet.recording.traces import RowSelection, TraceError, open_trace, read_trace
+from fleet.recording.trace_rows import RowSelection, TraceError
+from fleet.recording.traces import open_trace, read_trace
 from kvstore.eviction.trace_replay import distinct_blocks, ideal
 from tests.support.sim.traces import AGENTIC, agentic, conversation
 
@@ -113,15 +114,15 @@ def test_sessions_share_no_blocks_and_run_in_limited_number(tmp_path):
     ("rows", "message"),
     [
         ([], "trace.jsonl: is empty"),
-        (["{"], "trace.jsonl:1: is no JSON object"),
+        (["{"], "trace.jsonl:1: is not a JSON object"),
         (["[1]"], "trace.jsonl:1: Expected `object`, got `array`"),
         (['{"a": 1}'], "trace.jsonl:1: has neither hash_ids"),
         ([a_row(), a_row(input_length="many")], "trace.jsonl:2: input_length: Expected `int`, got `str`"),
         ([a_row(hash_ids=[1, -2])], r"trace.jsonl:1: hash_ids\[1\]: Expected `int` >= 0"),
         ([a_row(), "", {"timestamp": 1}], "trace.jsonl:3: .*missing required field `input_length`"),
-        ([a_row(timestamp=5), a_row(timestamp=4)], "trace.jsonl:2: timestamp: 4 is before that of the row above"),
+        ([a_row(timestamp=5), a_row(timestamp=4)], "trace.jsonl:2: timestamp: 4 is before the row above"),
         ([a_row(hash_ids=[1, 2, 3])], "trace.jsonl:1: hash_ids: 3 blocks are more than 1000 tokens fill"),
-        ([a_row(hash_ids=[1, 1])], "trace.jsonl:1: hash_ids: an id is there twice"),
+        ([a_row(hash_ids=[1, 1])], "trace.jsonl:1: hash_ids: an id occurs twice"),
         ([a_row(timestamp=1e300)], "trace.jsonl:1: timestamp: Expected `float` <="),
         ([a_session()], "trace.jsonl:1: requests: Expected `array` of length >= 1"),
         ([a_session(a_request(0, 64, 0, [1, 1]), block_size=60)], "trace.jsonl:1: block_size: 60 does not divide 512"),
@@ -187,15 +188,18 @@ def test_azure_times_may_have_a_time_zone(tmp_path):
     ("rows", "message"),
     [
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,374\n", "trace.csv:1: GeneratedTokens: there is no such column"),
-        (AZURE + "2023-11-16 18:15:52,ten,5\n", "trace.csv:5: ContextTokens: 'ten' is no number of tokens from 1 to"),
-        (AZURE + "2023-11-16 18:15:52,0,5\n", "trace.csv:5: ContextTokens: '0' is no number of tokens"),
-        (AZURE + "2023-11-16 18:15:52,5,-5\n", "trace.csv:5: GeneratedTokens: '-5' is no number"),
+        (
+            AZURE + "2023-11-16 18:15:52,ten,5\n",
+            "trace.csv:5: ContextTokens: 'ten' is not a number of tokens from 1 to",
+        ),
+        (AZURE + "2023-11-16 18:15:52,0,5\n", "trace.csv:5: ContextTokens: '0' is not a number of tokens"),
+        (AZURE + "2023-11-16 18:15:52,5,-5\n", "trace.csv:5: GeneratedTokens: '-5' is not a number"),
         (AZURE + "2023-11-16 18:15:52,5," + "9" * 30 + "\n", "trace.csv:5: GeneratedTokens: '9999"),
-        (AZURE + "yesterday,5,5\n", "trace.csv:5: TIMESTAMP: 'yesterday' is no time"),
+        (AZURE + "yesterday,5,5\n", "trace.csv:5: TIMESTAMP: 'yesterday' is not a time"),
         (AZURE + "2023-11-16 18:15:52,5\n", "trace.csv:5: has 2 fields, not 3"),
         (
             AZURE + "2023-11-16 18:15:40,5,5\n",
-            "trace.csv:5: TIMESTAMP: 2023-11-16 18:15:40 is before that of the row above",
+            "trace.csv:5: TIMESTAMP: 2023-11-16 18:15:40 is before the row above",
         ),
     ],
 )
@@ -294,8 +298,8 @@ def test_rows_are_read_one_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"hash_ids":"\xff"}\n', ":1: is no JSON object: "),
-        (b'{"a":' * 100_000, ":1: is no JSON object: "),
+        (b'{"hash_ids":"\xff"}\n', ":1: is not a JSON object: "),
+        (b'{"a":' * 100_000, ":1: is not a JSON object: "),
         (AZURE.encode() + b"2023-11-16 18:15:52,1000000000000,5\n", ":5: ContextTokens: "),
         (b'{"arrival":0,"prompt_tokens":1099511627776}\n', ":1: prompt_tokens: "),
         (b'{"arrival":0,"prompt_tokens":9}\n{"prompt_tokens":9}\n', ":2: Object missing required field `arrival`"),
@@ -318,5 +322,5 @@ def test_too_long_line_is_refused(tmp_path, monkeypatch):
 
 def test_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "trace")
-    with pytest.raises(TraceError, match="is no regular file"):
+    with pytest.raises(TraceError, match="is not a regular file"):
         read_trace(tmp_path / "trace")

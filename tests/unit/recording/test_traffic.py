@@ -1,4 +1,4 @@
-"""A live router's recording as traffic: who asked what, when, and what it took."""
+"""Recordings of routers as traffic."""
 
 import gzip
 from functools import partial
@@ -7,7 +7,8 @@ import pytest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.recording.format import RecordingHead, entry_line, head_line
-from fleet.recording.traces import RowSelection, TraceError, open_trace
+from fleet.recording.trace_rows import RowSelection, TraceError
+from fleet.recording.traces import open_trace
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.kernel import Kernel
 from kvstore.eviction.trace_replay import TraceRequest
@@ -17,7 +18,7 @@ BEGAN = 5 * SECOND
 
 
 def a_recording(path, requests, cancelled=()):
-    """Of a simulated router that hears these requests, each at its arrival after it began."""
+    """Record a simulated router that hears these requests, each at its arrival."""
     lines = [
         head_line(RecordingHead(recording=1, fleet="1", began=BEGAN, began_unix=0, seed=1, settings=RouterSettings()))
     ]
@@ -45,7 +46,7 @@ def a_request(number, at, tokens=100, answer=20, session=0):
 
 def test_recording_yields_its_recorded_traffic(tmp_path):
     requests = [
-        a_request(1, 1 * SECOND, answer=900, session=7),  # over after those behind it
+        a_request(1, 1 * SECOND, answer=900, session=7),  # ends after the requests behind it
         a_request(2, 2 * SECOND, tokens=64),
         a_request(1, 2 * SECOND + 5, session=3),
         a_request(4, 3 * SECOND, answer=1, session=7),
@@ -91,7 +92,7 @@ def test_cancelled_request_has_its_requested_or_answered_length(tmp_path):
 
 def test_selection_by_rows_is_refused_for_recordings(tmp_path):
     recording = a_recording(tmp_path / "recording.jsonl", [a_request(1, 0)])
-    with pytest.raises(TraceError, match=r"recording\.jsonl: part and sample are of rows"):
+    with pytest.raises(TraceError, match=r"recording\.jsonl: part and sample count rows"):
         open_trace(recording, cut=RowSelection(begin=0.5))
 
 

@@ -287,20 +287,20 @@ async def test_server_passes_views_of_the_machine():
             assert router.server.explain(RequestId("r1")).placements[0].decode == "d1"
 
 
-def hear(router: Router) -> None:
+def hear(router: Router, listener: "Told") -> None:
     router.server.hear(WorkerLeft(worker_id=WorkerId("w1")))
 
 
-def tune(router: Router) -> None:
+def tune(router: Router, listener: "Told") -> None:
     router.server.tune(router.server.thresholds())
 
 
-def open_another(router: Router) -> None:
+def open_another(router: Router, listener: "Told") -> None:
     router.server.open(an_arrival(request_id="another"), Told())
 
 
-def close(router: Router) -> None:
-    router.server.close(RequestId("r1"), router.server._streams[RequestId("r1")])
+def close(router: Router, listener: "Told") -> None:
+    router.server.close(RequestId("r1"), listener)
 
 
 class Told(list):
@@ -326,7 +326,7 @@ async def test_exception_in_a_decision_ends_the_router(monkeypatch, say):
         monkeypatch.setattr(router.machine, "handle", lambda event, now: 1 / 0)
 
         with pytest.raises(ZeroDivisionError):
-            say(router)
+            say(router, told)
 
     assert [refused.reason for refused in beside] == [Reason.DRAINING]
     assert [refused.reason for refused in told] == ([] if say is close else [Reason.DRAINING])

@@ -1,4 +1,4 @@
-"""What profiles say of workers, beside what simulated workers do: corrected it is close, and a worker that changes is told."""
+"""Latency predictions beside simulated workers: corrected predictions are close, and drift raises an alarm."""
 
 from functools import partial
 from random import Random
@@ -9,6 +9,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Role
 from fleet.core.work import Progress
+from fleet.hardware.latency.step_model import pairs
 from fleet.router.latency_predictions import LatencyPredictions, PredictionKind, WorkerProfile
 from fleet.router.messages import Undelivered, WorkerLeft, WorkerStepped
 from fleet.router.observer import ObservedMachine
@@ -24,14 +25,14 @@ WITHIN = 0.2
 
 
 class HalfAsFast:
-    """A profile that promises too much."""
+    """Step times of a profile that promises half the true times."""
 
     def seconds(self, prefill_tokens, prefill_pairs, decodes, decode_context):
         return LinearStepTimes().seconds(prefill_tokens, prefill_pairs, decodes, decode_context) / 2
 
 
 def watched(plan, steps, count=400, rate=15.0, seed=4):
-    """A run, and what was expected of it; prompts of 100 to 1,500 tokens."""
+    """Run requests with prompts of 100 to 1,500 tokens, and return their predictions."""
     kernel, luck = Kernel(plan.seed), Random(seed)
     expectations = LatencyPredictions(lambda _: WorkerProfile(steps=steps, step_tokens=512))
     world, ended = a_world(kernel, plan, expectations)
@@ -55,7 +56,7 @@ def of_kind(expectations, kind):
 
 
 @pytest.mark.parametrize("kind", PredictionKind)
-def test_predictions_are_within_a_fifth_once_an_engine_that_is_not_its_profile_is_known(kind):
+def test_corrected_predictions_are_within_a_fifth(kind):
     of_both = of_kind(watched(a_plan(), HalfAsFast()), kind)
     assert [each.worker_id for each in of_both] == ["both-0", "both-1"]
     for each in of_both:
@@ -67,7 +68,7 @@ def test_predictions_are_within_a_fifth_once_an_engine_that_is_not_its_profile_i
         assert not each.alarms
 
 
-def test_what_a_profile_says_of_the_engine_that_it_is_of_holds_from_the_beginning():
+def test_exact_profile_predicts_well_from_the_start():
     expectations = watched(a_plan(), LinearStepTimes())
     assert len(expectations.expected()) == 2 * len(PredictionKind)
     for each in expectations.expected():
@@ -77,7 +78,7 @@ def test_what_a_profile_says_of_the_engine_that_it_is_of_holds_from_the_beginnin
     assert not expectations.alarms
 
 
-def test_a_worker_that_becomes_slow_is_told_and_no_other():
+def test_only_slowed_worker_raises_alarm():
     slow = WorkerSlow(at=Nanos(15 * SECOND), worker=WorkerId("both-1"), factor=2.5, lasting=Nanos(3600 * SECOND))
     expectations = watched(a_plan(faults=(slow,)), HalfAsFast(), count=600)
     assert {alarm.worker_id for alarm in expectations.alarms} == {"both-1"}
@@ -87,7 +88,7 @@ def test_a_worker_that_becomes_slow_is_told_and_no_other():
     assert 15 * SECOND < first[PredictionKind.ITL] < 30 * SECOND
 
 
-def test_pairs_of_workers_are_judged_by_what_each_of_them_does():
+def test_prefill_and_decode_are_judged_separately():
     plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 1), remote_prefill_min_tokens=0)
     kinds = {(each.worker_id, each.kind): each for each in watched(plan, HalfAsFast()).expected()}
     assert kinds["prefill-0", PredictionKind.TTFT].error < WITHIN / 2
@@ -95,7 +96,7 @@ def test_pairs_of_workers_are_judged_by_what_each_of_them_does():
     assert ("prefill-0", PredictionKind.ITL) not in kinds
 
 
-def test_a_worker_that_begins_anew_is_learnt_anew_and_lost_work_teaches_nothing():
+def test_new_incarnation_is_learned_from_the_start():
     lost = WorkerLost(at=Nanos(15 * SECOND), worker=WorkerId("both-1"), down=Nanos(SECOND))
     expectations = watched(a_plan(faults=(lost,)), HalfAsFast())
     first, second = of_kind(expectations, PredictionKind.TTFT)
@@ -104,8 +105,8 @@ def test_a_worker_that_begins_anew_is_learnt_anew_and_lost_work_teaches_nothing(
     assert not expectations.alarms
 
 
-def test_a_prompt_behind_others_is_expected_after_what_is_left_of_them_and_with_them_in_its_steps():
-    """Ten of 130 tokens at once, in steps of 128: one by one they would take twenty steps, and together they take eleven."""
+def test_queued_prompts_share_predicted_steps():
+    """Ten prompts of 130 tokens arrive at once, with 128 tokens per step: together they take eleven steps instead of twenty."""
     kernel = Kernel(1)
     expectations = LatencyPredictions(lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=128))
     world, _ = a_world(kernel, a_plan(a_pool(workers=1, step_tokens=128), prefill_window_tokens=0), expectations)
@@ -120,26 +121,28 @@ def test_a_prompt_behind_others_is_expected_after_what_is_left_of_them_and_with_
     assert first_tokens.error < 0.1
 
 
-def test_prompts_that_wait_for_answers_to_end_are_not_predicted_and_raise_no_alarm():
+def test_prompts_behind_full_batch_raise_no_alarm():
     expectations = watched(a_plan(), HalfAsFast(), rate=40.0)
     assert sum(each.predictions for each in of_kind(expectations, PredictionKind.TTFT)) < 100
     assert not expectations.alarms
 
 
-def test_a_prompt_that_did_not_reach_its_worker_holds_up_no_other_there():
+def test_undelivered_prompt_delays_no_prediction():
     expectations = LatencyPredictions(lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=512))
     machine = expectations.machine = ObservedMachine(RouterSettings(), Random(0), None, observer=expectations)
     machine.handle(a_joined_worker("w1"), START)
     lost = the(Dispatch, machine.handle(an_arrival(request_id="lost", tokens=a_prompt(1000)), START))
 
     machine.handle(Undelivered(request_id=lost.start.request_id, worker_id=lost.worker_id), START)
-    machine.handle(an_arrival(request_id="next", tokens=a_prompt(100, first=5000)), START)
+    sent = the(Dispatch, machine.handle(an_arrival(request_id="next", tokens=a_prompt(100, first=5000)), START))
 
-    (waiting,) = expectations._workers[WorkerId("w1")]._prompts.values()
-    assert (waiting.tokens, waiting.expected) == (100, waiting.profile)
+    alone = LinearStepTimes().seconds(100, pairs(100, 0), 0, 0)
+    progress = (Progress(request_id=sent.start.request_id, token_ids=(1,)),)
+    expectations(Nanos(START + round(alone * SECOND)), WorkerStepped(worker_id=sent.worker_id, progress=progress), [])
+    assert [(each.predictions, each.error) for each in expectations.expected()] == [(1, 0.0)]
 
 
-def test_of_a_worker_that_has_left_there_is_what_came_of_it_and_no_more():
+def test_departed_worker_keeps_only_its_results():
     expectations = watched(a_plan(), HalfAsFast(), count=100)
     before = expectations.expected()
 
@@ -149,7 +152,7 @@ def test_of_a_worker_that_has_left_there_is_what_came_of_it_and_no_more():
     assert expectations.expected(departed=True) == before[2:] + before[:2]
 
 
-def test_of_workers_without_a_profile_nothing_is_expected():
+def test_worker_without_profile_has_no_predictions():
     expectations = LatencyPredictions(lambda _: None)
     kernel = Kernel(1)
     world, _ = a_world(kernel, a_plan(), expectations)
@@ -159,7 +162,7 @@ def test_of_workers_without_a_profile_nothing_is_expected():
     assert expectations.expected() == []
 
 
-def test_a_clock_that_is_put_forward_by_weeks_teaches_nothing_and_breaks_nothing():
+def test_clock_jump_teaches_and_breaks_nothing():
     expectations = LatencyPredictions(lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=512))
     machine = expectations.machine = ObservedMachine(RouterSettings(), Random(0), None, observer=expectations)
     machine.handle(a_joined_worker("w1"), START)

@@ -1,4 +1,4 @@
-"""The heap of events."""
+"""Kernel: the event heap of virtual time."""
 
 import pytest
 
@@ -22,21 +22,21 @@ def test_time_moves_from_event_to_event():
     assert seen == [15, 30]
 
 
-def test_what_is_due_in_the_past_happens_now():
+def test_past_event_happens_now():
     kernel, seen = Kernel(1), []
     kernel.at(Nanos(10), lambda: kernel.at(Nanos(3), lambda: seen.append(kernel.now())))
     kernel.run()
     assert seen == [10]
 
 
-def test_a_cancelled_event_does_not_happen():
+def test_cancelled_event_does_not_happen():
     kernel, seen = Kernel(1), []
     cancel(kernel.at(Nanos(10), lambda: seen.append("no")))
     assert kernel.run() == 0
     assert not seen
 
 
-def test_a_run_ends_before_what_is_later():
+def test_run_ends_before_later_events():
     kernel, seen = Kernel(1), []
     kernel.at(Nanos(10), lambda: seen.append(10))
     kernel.at(Nanos(11), lambda: seen.append(11))
@@ -46,7 +46,7 @@ def test_a_run_ends_before_what_is_later():
     assert seen == [10, 11]
 
 
-def test_time_in_which_nothing_happens_is_skipped_and_no_event_is():
+def test_skip_moves_time_but_no_event():
     kernel, seen = Kernel(1, begin=-10), []
     kernel.at(Nanos(3), lambda: seen.append(kernel.now()))
     kernel.skip(Nanos(3))
@@ -57,7 +57,7 @@ def test_time_in_which_nothing_happens_is_skipped_and_no_event_is():
     assert seen == [3]
 
 
-def test_the_seed_draws_the_order_within_an_instant():
+def test_seed_draws_order_within_instant():
     assert order(1) == order(1)
     assert order(1) != order(2)
     assert sorted(order(1)) == sorted(order(2))

@@ -1,4 +1,4 @@
-"""What each pool did and took: tokens, money, energy, and what lies around its engines."""
+"""Outcomes of pools: tokens, cost, energy, and the time outside engines."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 class SecondAStep:
-    """Every step lasts a second."""
+    """Step times of one second."""
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
         return 1.0
@@ -46,7 +46,7 @@ def a_pool(role=Role.BOTH, **changes):
     return structs.replace(pool, **changes)
 
 
-def a_run(*pools, requests=1, told=None, **router):
+def a_run(*pools, requests=1, on_end=None, **router):
     plan = RunPlan(
         pools=pools,
         router=RouterSettings(**router),
@@ -58,11 +58,11 @@ def a_run(*pools, requests=1, told=None, **router):
     drawn = DrawnWorkload(
         requests=requests, rate=0.001, arrivals="even", prompt_tokens=100, output_tokens=5, spread=0.0
     )
-    return simulate(plan, requests_of(drawn, Path(), block_tokens=BLOCK, seed=1), told=told)
+    return simulate(plan, requests_of(drawn, Path(), block_tokens=BLOCK, seed=1), on_end=on_end)
 
 
-def test_energy_is_the_sum_of_what_was_drawn_in_each_step_and_between():
-    """One prompt of 100 tokens in a step, four more tokens in four; for the rest of the time nothing runs."""
+def test_energy_sums_power_of_steps_and_idle_time():
+    """One prompt of 100 tokens takes a step, and four more tokens take four; nothing runs for the rest of the time."""
     run = a_run(a_pool())
     [pool] = run.outcome.pools
     there = run.outcome.simulated_seconds
@@ -75,7 +75,7 @@ def test_energy_is_the_sum_of_what_was_drawn_in_each_step_and_between():
     assert run.outcome.joules_per_token == pytest.approx(joules / 5, rel=1e-3)
 
 
-def test_a_pool_is_told_what_it_computed_generated_and_cost():
+def test_pool_outcome_has_tokens_and_cost():
     run = a_run(a_pool())
     [pool] = run.outcome.pools
     there = run.outcome.simulated_seconds
@@ -86,7 +86,7 @@ def test_a_pool_is_told_what_it_computed_generated_and_cost():
     assert pool.cost_per_million_tokens == pytest.approx(pool.cost / 105 * 1e6, rel=1e-2)
 
 
-def test_pools_add_up_to_the_whole():
+def test_pools_add_up_to_run():
     run = a_run(
         a_pool(Role.PREFILL), a_pool(Role.DECODE, dollars_per_hour=1.0), requests=20, remote_prefill_min_tokens=50
     )
@@ -101,17 +101,17 @@ def test_pools_add_up_to_the_whole():
     assert prefill.gpu_hours + decode.gpu_hours == pytest.approx(outcome.gpu_hours, abs=1e-3)
 
 
-def test_what_lies_around_engines_is_seen_by_clients_and_changes_nothing_else():
+def test_front_time_changes_only_what_clients_see():
     plain, seen = [], []
-    a_run(a_pool(), requests=3, told=plain.append)
-    a_run(a_pool(front=Nanos(30 * MILLISECOND), front_per_token=20_000.0), requests=3, told=seen.append)
+    a_run(a_pool(), requests=3, on_end=plain.append)
+    a_run(a_pool(front=Nanos(30 * MILLISECOND), front_per_token=20_000.0), requests=3, on_end=seen.append)
 
     for without, beside in zip(plain, seen, strict=True):
         assert beside.ttft_ms - without.ttft_ms == pytest.approx(30 + 100 * 0.02, abs=1e-6)
         assert beside.tpot_ms == without.tpot_ms
 
 
-def test_the_timeline_tells_pools_apart():
+def test_timeline_has_each_pool():
     run = a_run(a_pool(Role.PREFILL), a_pool(Role.DECODE), requests=20, remote_prefill_min_tokens=50)
 
     assert {pool.name for look in run.timeline for pool in look.pools} == {"prefill", "decode"}

@@ -1,4 +1,4 @@
-"""Recordings heard again: the same commands, or the first that differs, or what is wrong with the file."""
+"""Replays of recordings: the same commands, the first difference, or an error in the file."""
 
 import json
 from base64 import b64encode
@@ -28,7 +28,7 @@ PLAN = pairs(lost("decode-1", 1.4))
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Of the recording of a router of production, on a virtual loop, whose workers die."""
+    """Return the lines of a recording of a router on a virtual loop, whose workers die."""
     path = tmp_path_factory.mktemp("r") / "flight"
     head = RecordingHead(
         recording=FORMAT, fleet="0", began=Nanos(-(10**10)), began_unix=1, seed=PLAN.seed, settings=PLAN.router
@@ -42,7 +42,7 @@ def lines(tmp_path_factory):
 
 @pytest.fixture
 def replay(tmp_path):
-    """What comes of replaying lines."""
+    """Replay lines and return the result."""
 
     def replayed(lines):
         path = tmp_path / "flight"
@@ -53,18 +53,18 @@ def replay(tmp_path):
 
 
 def changed(lines, number, change):
-    """The lines with one changed; numbers are those of an editor."""
+    """Return the lines with one changed; lines are numbered from 1."""
     line = json.loads(lines[number - 1])
     change(line)
     return [*lines[: number - 1], json.dumps(line).encode() + b"\n", *lines[number:]]
 
 
 def first(lines, found):
-    """The number of the first line that is meant."""
+    """Return the number of the first such line."""
     return next(number for number, line in enumerate(lines, 1) if number > 1 and found(json.loads(line)))
 
 
-def test_a_recording_replays_to_the_same_commands(lines, replay):
+def test_recording_replays_to_same_commands(lines, replay):
     replayed = replay(lines)
     assert replayed.agree
     assert (replayed.events, replayed.requests) == (len(lines) - 2, 30)
@@ -74,7 +74,7 @@ def test_a_recording_replays_to_the_same_commands(lines, replay):
     assert len(json.loads(lines[continued - 1])["keys"]) > 1, "nobody was continued with keys of its own"
 
 
-def test_what_a_profile_says_of_recorded_workers_is_told_beside_what_they_did(lines, tmp_path):
+def test_replay_compares_profile_with_workers(lines, tmp_path):
     path = tmp_path / "flight"
     path.write_bytes(b"".join(lines))
     replayed = RecordingReplay(path, lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=512)).run()
@@ -85,7 +85,7 @@ def test_what_a_profile_says_of_recorded_workers_is_told_beside_what_they_did(li
     assert replayed.drifts == []
 
 
-def test_the_command_says_how_well_a_scenario_predicts_a_recording(lines, tmp_path, capsys):
+def test_expect_option_reports_prediction_errors(lines, tmp_path, capsys):
     path, scenario = tmp_path / "flight", tmp_path / "scenario.toml"
     path.write_bytes(b"".join(lines))
     (tmp_path / "model.json").write_text(json.dumps(LLAMA_8B))
@@ -109,7 +109,7 @@ def test_the_command_says_how_well_a_scenario_predicts_a_recording(lines, tmp_pa
         ("Arrived", lambda line: line.pop("commands")),
     ],
 )
-def test_the_first_event_that_is_answered_otherwise_is_shown(lines, replay, name, change):
+def test_first_different_event_is_shown(lines, replay, name, change):
     def meant(line):
         return line.get("name") == name and line.get("commands")
 
@@ -121,7 +121,7 @@ def test_the_first_event_that_is_answered_otherwise_is_shown(lines, replay, name
     assert difference.recorded != difference.replayed
 
 
-def test_an_event_that_is_missing_is_noticed_by_what_follows(lines, replay):
+def test_missing_event_is_noticed_later(lines, replay):
     number = first(
         lines, lambda line: line.get("name") == "KvChanged" and line["event"]["events"][0]["type"] == "KvStored"
     )
@@ -131,7 +131,7 @@ def test_an_event_that_is_missing_is_noticed_by_what_follows(lines, replay):
     assert any(" place " in line for line in replayed.difference.decisions)
 
 
-def test_a_machine_that_breaks_now_is_a_difference(lines, replay):
+def test_broken_machine_is_a_difference(lines, replay):
     number = first(lines, lambda line: line.get("name") == "Arrived")
     replayed = replay([*lines[:number], lines[number - 1], *lines[number:]])
     assert replayed.difference.line == number + 1
@@ -139,7 +139,7 @@ def test_a_machine_that_breaks_now_is_a_difference(lines, replay):
     assert replayed.difference.why.startswith("AssertionError")
 
 
-def test_a_recording_that_was_cut_off_replays_up_to_there(lines, replay):
+def test_truncated_recording_replays_to_its_end(lines, replay):
     whole = b"".join(lines)
     for size in range(len(lines[0]) + 1, len(whole), len(whole) // 6):
         replayed = replay([whole[:size]])
@@ -161,15 +161,15 @@ def said(number, wrong):
         (1, lambda line: line["settings"].update(policy="absent"), r"settings: router\.policy: 'absent' is not one of"),
         (3, lambda line: line.update(now=-(10**11)), r"now: -100000000000 is before"),
         (3, lambda line: line.update(now=0.5), r"now: Expected `int`"),
-        (3, lambda line: line.update(name="Sneezed"), r"name: 'Sneezed' is no event of a router"),
+        (3, lambda line: line.update(name="Sneezed"), r"name: 'Sneezed' is not an event of a router"),
         (3, lambda line: line.update(event={}), r"event: Object missing required field `worker_id`"),
-        (3, lambda line: line.update(keys=["?"]), r"keys: are no base64"),
-        (3, lambda line: line.update(keys=[b64encode(b"odd").decode()]), r"keys: are no base64 of 8 bytes each"),
+        (3, lambda line: line.update(keys=["?"]), r"keys: are not base64"),
+        (3, lambda line: line.update(keys=[b64encode(b"odd").decode()]), r"keys: are not base64 of 8 bytes each"),
         (3, lambda line: line.update(commands=[["sing"]]), r"commands\[0\]\[0\]: Invalid value 'sing'"),
         (2, lambda line: line["event"]["description"].update(role="cook"), r"event\.description\.role: Invalid enum"),
     ],
 )
-def test_a_bad_recording_is_refused_by_line_and_field(lines, replay, number, change, wrong):
+def test_invalid_recording_names_line_and_field(lines, replay, number, change, wrong):
     with pytest.raises(ConfigurationRefused, match=said(number, wrong)):
         replay(changed(lines, number, change))
 
@@ -185,12 +185,12 @@ def test_a_bad_recording_is_refused_by_line_and_field(lines, replay, number, cha
         (b"\x1f\x8b\x08\n", "Compressed file ended before the end-of-stream marker was reached"),
     ],
 )
-def test_what_is_no_recording_is_refused(replay, content, wrong):
+def test_other_file_is_refused(replay, content, wrong):
     with pytest.raises(RecordingError, match=wrong):
         replay([content])
 
 
-def test_whatever_is_wrong_with_a_recording_it_is_read_or_refused(lines, tmp_path):
+def test_damaged_recording_is_read_or_refused(lines, tmp_path):
     luck = Random(5)
     path = tmp_path / "flight"
     whole = b"".join(lines[:40])
@@ -201,7 +201,7 @@ def test_whatever_is_wrong_with_a_recording_it_is_read_or_refused(lines, tmp_pat
             list(Recording(path).entries())
 
 
-def test_the_command_says_with_its_exit_status_whether_all_agrees(lines, tmp_path, capsys):
+def test_exit_status_says_if_replay_agrees(lines, tmp_path, capsys):
     path = tmp_path / "flight"
     path.write_bytes(b"".join(lines))
     assert run(["sim", "replay", str(path), "--json", "-", "--decisions", str(tmp_path / "log")]) == 0

@@ -1,4 +1,4 @@
-"""What a scenario says of stores and faults, and what is refused."""
+"""Scenarios: stores and faults, and which scenarios are refused."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from fleet.sim.run_plan import plan, run_scenario
 from fleet.sim.scenario import read_scenario
 
 MODEL = Path(__file__).parents[3] / "loadtests" / "studies" / "models" / "llama-3.1-70b.json"
-BLOCK_BYTES = 80 * 2 * 8 * 128 * 2 * 512  # of the 70B model: layers, K and V, heads, their size, bf16, tokens
+BLOCK_BYTES = 80 * 2 * 8 * 128 * 2 * 512  # 70B model: layers, K and V, heads, head size, bf16, tokens
 NOW = Nanos(0)
 
 
@@ -29,11 +29,11 @@ def planned(tmp_path: Path, text: str) -> RunPlan:
     return plan(read_scenario(scenario(tmp_path, text)), tmp_path)
 
 
-def test_without_a_section_there_is_no_store(tmp_path):
+def test_scenario_without_section_has_no_store(tmp_path):
     assert planned(tmp_path, "").store is None
 
 
-def test_a_store_has_the_tiers_that_have_a_size(tmp_path):
+def test_store_has_tiers_with_a_size(tmp_path):
     store = planned(tmp_path, "[store]\nmemory_gib = 100\nssd_gib = 1000\nremote_gib = 5000\npolicy = 's3fifo'").store
     assert [tier.name for tier in store.tiers] == ["cpu", "ssd", "remote"]
     assert [tier.blocks for tier in store.tiers] == [gib * GIB // BLOCK_BYTES for gib in (100, 1000, 5000)]
@@ -43,7 +43,7 @@ def test_a_store_has_the_tiers_that_have_a_size(tmp_path):
     assert store.block_bytes == BLOCK_BYTES
 
 
-def test_a_store_that_holds_no_block_is_refused(tmp_path):
+def test_store_without_room_for_a_block_is_refused(tmp_path):
     with pytest.raises(ConfigurationRefused, match=r"store.memory_gib: 0.01 GiB hold no block: one is 0.1562 GiB"):
         planned(tmp_path, "[store]\nmemory_gib = 0.01")
 
@@ -74,7 +74,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("text", FAULTS)
-def test_each_kind_of_fault_can_be_written(tmp_path, text):
+def test_every_kind_of_fault_can_be_written(tmp_path, text):
     faults = planned(tmp_path, f"[store]\nmemory_gib = 100\n[[faults]]\nat_seconds = 3\n{text}").faults
     assert faults == (FAULTS[text],)
 
@@ -89,12 +89,12 @@ def test_each_kind_of_fault_can_be_written(tmp_path, text):
         ("worker = 'both-h100-0'", r"faults\[0\].*kind"),
     ],
 )
-def test_a_fault_that_cannot_happen_is_refused(tmp_path, text, cause):
+def test_impossible_fault_is_refused(tmp_path, text, cause):
     with pytest.raises(ConfigurationRefused, match=cause):
         planned(tmp_path, f"[[faults]]\nat_seconds = 3\n{text}")
 
 
-def test_a_scenario_with_all_of_it_runs(tmp_path):
+def test_scenario_with_store_and_faults_runs(tmp_path):
     faults = "".join(f"[[faults]]\nat_seconds = {2 * number}\n{text}\n" for number, text in enumerate(FAULTS))
     text = (
         "verbatim_answers = true\n[workload]\nkind = 'drawn'\nrequests = 200\nrate = 8\nprefixes = 4\nprefix_tokens = 1024\n"

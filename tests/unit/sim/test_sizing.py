@@ -1,4 +1,4 @@
-"""What `fleet.hardware.sizing` says is enough, is enough in the simulator, whose router places and whose engines batch step by step."""
+"""Proposals of `fleet.hardware.sizing` keep their goals in the simulator, with the real router and step-by-step engines."""
 
 import json
 
@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fleet.hardware.gpus import gpu
-from fleet.hardware.known_models import known, model_by_repository
+from fleet.hardware.known_models import known_models, model_by_repository
 from fleet.hardware.latency.open_loop import RequestShape
 from fleet.hardware.sizing import Demand, GpuSupply, LatencyGoals, Sizing, size
 from fleet.sim.run_plan import run_scenario
@@ -16,7 +16,7 @@ FP8 = ("nvidia/Llama-3.3-70B-Instruct-FP8", "llama-3.1-70b")
 SMALL = ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b")
 
 CASES = [
-    # model, GPU, prompt, answer, TTFT ms, TPOT ms, requests a second, clients
+    # model, GPU, prompt, answer, TTFT ms, TPOT ms, requests per second, clients
     (FP8, "h100", 2048, 256, 2000, 50, 10, 0),
     (FP8, "h100", 2048, 256, 2000, 15, 10, 0),
     (FP8, "h100", 4096, 128, 300, 50, 10, 0),
@@ -27,7 +27,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "on", "prompt", "answer", "ttft_ms", "tpot_ms", "rate", "clients"), CASES)
-def test_what_is_proposed_keeps_its_goals_when_it_is_simulated(
+def test_proposed_sizing_keeps_goals_in_simulation(
     tmp_path, model, on, prompt, answer, ttft_ms, tpot_ms, rate, clients
 ):
     repository, name = model
@@ -36,7 +36,7 @@ def test_what_is_proposed_keeps_its_goals_when_it_is_simulated(
     goals = LatencyGoals(ttft=ttft_ms / 1000, tpot=tpot_ms / 1000, percentile=0.9)
     got = size(sized, demand, goals, GpuSupply(gpu=gpu(on), gpus=256, per_node=8))
     assert isinstance(got, Sizing)
-    config = dict(known()[name].config)
+    config = dict(known_models()[name].config)
     if model is FP8:
         config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "model.json").write_text(json.dumps(config))
@@ -61,7 +61,6 @@ def test_what_is_proposed_keeps_its_goals_when_it_is_simulated(
     outcome = run_scenario(msgspec.convert(scenario, Scenario), tmp_path).outcome
 
     assert outcome.attainment >= 0.9
-    # Nor is it far from it: a token takes as long as predicted within a seventh, and the first one, whose wait is predicted as if the router
-    # did not look, no longer.
+    # The prediction is close: TPOT is within a seventh of it, and TTFT, whose prediction assumes a random router, is not longer.
     assert outcome.tpot_ms["p90"] == pytest.approx(got.tpot * 1000, rel=0.15)
     assert outcome.ttft_ms["p90"] <= got.ttft * 1000 * 1.1

@@ -1,4 +1,4 @@
-"""asyncio in the kernel's time."""
+"""Virtual loop: asyncio in the kernel's time."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def a_loop(seed=1):
 
 
 class Heard(asyncio.Protocol):
-    """Notes what comes, and when."""
+    """A protocol that notes received data with its instants."""
 
     def __init__(self, loop):
         self.loop = loop
@@ -33,7 +33,7 @@ class Heard(asyncio.Protocol):
 
 
 def connected(loop, path="/there"):
-    """Both ends of a connection, near and far."""
+    """Return both ends of a connection, near and far."""
     far = []
 
     def made():
@@ -45,7 +45,7 @@ def connected(loop, path="/there"):
     return near, far[0]
 
 
-def test_an_hour_passes_at_once_and_to_the_nanosecond():
+def test_hour_passes_at_once_to_the_nanosecond():
     loop = a_loop()
 
     async def wait():
@@ -58,7 +58,7 @@ def test_an_hour_passes_at_once_and_to_the_nanosecond():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_tasks_wait_for_each_other_and_timeouts_pass(seed):
+def test_tasks_wait_and_timeouts_pass(seed):
     loop = a_loop(seed)
 
     async def main():
@@ -75,7 +75,7 @@ def test_tasks_wait_for_each_other_and_timeouts_pass(seed):
     assert loop.complete(main()) == 2.0
 
 
-def test_what_waits_for_ever_is_said_to_be_deadlocked():
+def test_endless_wait_raises_deadlocked():
     async def main():
         await asyncio.Event().wait()
 
@@ -86,7 +86,7 @@ def test_what_waits_for_ever_is_said_to_be_deadlocked():
     loop.kernel.run()
 
 
-def test_what_a_task_of_the_loop_or_a_callback_raises_ends_the_run():
+def test_exception_of_task_or_callback_ends_run():
     loop = a_loop()
 
     async def break_later():
@@ -104,7 +104,7 @@ def test_what_a_task_of_the_loop_or_a_callback_raises_ends_the_run():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_written_comes_a_delay_later_in_order_and_then_the_end(seed):
+def test_data_arrives_after_delay_before_the_end(seed):
     loop = a_loop(seed)
     near, far = connected(loop)
     written = loop.kernel.now()
@@ -120,7 +120,7 @@ def test_what_is_written_comes_a_delay_later_in_order_and_then_the_end(seed):
     assert near.events == [(written, None)]
 
 
-def test_who_pauses_hears_what_came_meanwhile_when_he_goes_on():
+def test_paused_reader_gets_data_on_resume():
     loop = a_loop()
     near, far = connected(loop)
     far.transport.pause_reading()
@@ -132,7 +132,7 @@ def test_who_pauses_hears_what_came_meanwhile_when_he_goes_on():
     assert {when for when, _ in far.events} == {2 * DELAY + SECOND}
 
 
-def test_a_killed_process_hears_nothing_and_its_peers_hear_that_it_is_gone():
+def test_killed_process_closes_only_its_peers():
     loop = a_loop()
     near, far = connected(loop)
     far.transport.write(b"last words")
@@ -146,7 +146,7 @@ def test_a_killed_process_hears_nothing_and_its_peers_hear_that_it_is_gone():
         loop.complete(loop.create_unix_connection(lambda: Heard(loop), "/there"))
 
 
-def test_a_loop_has_no_sockets_and_no_threads():
+def test_loop_has_no_sockets_or_threads():
     loop = a_loop()
 
     async def main():
@@ -158,7 +158,7 @@ def test_a_loop_has_no_sockets_and_no_threads():
     loop.complete(main())
 
 
-def test_timers_that_were_cancelled_do_nothing():
+def test_cancelled_timers_do_nothing():
     loop = a_loop()
     happened = []
     loop.call_later(1, happened.append, "cancelled").cancel()
@@ -168,7 +168,7 @@ def test_timers_that_were_cancelled_do_nothing():
     assert loop.kernel.now() == Nanos(2 * SECOND)
 
 
-def test_while_a_path_is_held_nothing_passes_either_way_and_then_all_does_in_order():
+def test_held_path_delays_data_in_both_directions():
     loop = a_loop()
     near, far = connected(loop)
     began = loop.kernel.now()
@@ -186,7 +186,7 @@ def test_while_a_path_is_held_nothing_passes_either_way_and_then_all_does_in_ord
     assert not loop.hold("/nowhere")
 
 
-def test_who_connects_while_a_path_is_held_is_there_when_it_is_free():
+def test_connecting_waits_while_path_is_held():
     loop = a_loop()
     loop.listen("/there", lambda: Heard(loop))
     loop.hold("/there")
@@ -199,7 +199,7 @@ def test_who_connects_while_a_path_is_held_is_there_when_it_is_free():
     assert loop.complete(connect()) == SECOND
 
 
-def test_what_is_held_of_a_process_that_is_killed_never_comes_but_that_it_is_gone():
+def test_kill_drops_held_data_but_closes_connections():
     loop = a_loop()
     near, far = connected(loop)
     loop.hold("/there")
@@ -211,7 +211,7 @@ def test_what_is_held_of_a_process_that_is_killed_never_comes_but_that_it_is_gon
     assert near.events == [(at + DELAY, None)]
 
 
-def test_an_abandoned_loop_has_no_tasks_whatever_they_do_when_they_are_cancelled():
+def test_abandoned_loop_has_no_tasks():
     loop = a_loop()
     said = []
 

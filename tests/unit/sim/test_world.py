@@ -1,4 +1,4 @@
-"""The cluster in virtual time, with the router's own machine."""
+"""World: the cluster in virtual time with the router's own machine."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 from tests.support.sim.worlds import a_plan, a_pool, a_run, a_world
 
 
-def test_every_request_ends_with_all_its_tokens():
+def test_every_request_ends_with_all_tokens():
     ended: list[EndedRequest] = []
     outcome = a_run(a_plan(), ended).outcome
     assert outcome.requests == len(ended) == 200
@@ -29,12 +29,12 @@ def test_every_request_ends_with_all_its_tokens():
     assert outcome.disaggregated == 0
 
 
-def test_the_same_seed_gives_the_same_digest_and_another_seed_another():
+def test_digest_depends_only_on_seed():
     digests = [a_run(a_plan(seed=seed)).outcome.digest for seed in (1, 1, 2)]
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_prefill_pool_takes_long_prompts_and_their_blocks_move():
+def test_prefill_pool_takes_long_prompts_and_moves_blocks():
     plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 1), remote_prefill_min_tokens=250)
     ended: list[EndedRequest] = []
     outcome = a_run(plan, ended).outcome
@@ -44,13 +44,13 @@ def test_a_prefill_pool_takes_long_prompts_and_their_blocks_move():
     assert all(20 <= each.output_tokens <= 60 for each in ended)
 
 
-def test_a_shared_prefix_is_computed_once_a_worker_at_most():
+def test_shared_prefix_is_computed_once_per_worker():
     run = a_run(a_plan(), prefixes=2, prefix_tokens=128, spread=0.0)
-    # At most four computations of 128 tokens, and whole requests of siblings that came before the first was done.
+    # At most four computations of 128 tokens, and whole prompts of siblings that came before the first one ended.
     assert run.outcome.hit_rate > 0.9 * 128 / 300
 
 
-def test_nobody_loses_a_token_when_a_worker_dies():
+def test_dead_worker_loses_no_token():
     ended: list[EndedRequest] = []
     fault = WorkerLost(at=Nanos(3 * SECOND), worker=WorkerId("both-0"), down=Nanos(SECOND))
     plan = a_plan(faults=(fault,))
@@ -63,7 +63,7 @@ def test_nobody_loses_a_token_when_a_worker_dies():
     assert outcome.ttft_ms["p99"] > a_run(a_plan()).outcome.ttft_ms["p99"]
 
 
-def test_a_dead_prefill_worker_leaves_its_requests_to_others():
+def test_requests_of_dead_prefill_worker_continue():
     fault = WorkerLost(at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND))
     plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 2), faults=(fault,), remote_prefill_min_tokens=100)
     outcome = a_run(plan).outcome
@@ -71,7 +71,7 @@ def test_a_dead_prefill_worker_leaves_its_requests_to_others():
     assert 0 < outcome.disaggregated < 200
 
 
-def test_without_prefill_workers_requests_are_served_by_one_worker_until_there_are_some_again():
+def test_serving_is_aggregated_without_prefill_workers():
     fault = WorkerLost(
         at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND)
     )  # and 2 s until it serves
@@ -96,7 +96,7 @@ def test_without_prefill_workers_requests_are_served_by_one_worker_until_there_a
     assert {phase for at, phase in begun if at > 6.2} == {Phase.PREFILL, Phase.DECODE}
 
 
-def test_after_ten_cancelled_long_prefills_the_next_request_waits_as_on_an_idle_worker():
+def test_cancelled_prefills_do_not_delay_next_request():
     first_tokens = []
     for cancelled in (0, 10):
         kernel = Kernel(1)
@@ -114,39 +114,39 @@ def test_after_ten_cancelled_long_prefills_the_next_request_waits_as_on_an_idle_
     assert after <= 1.2 * idle
 
 
-def test_what_fits_no_worker_is_refused_and_counted():
+def test_request_that_fits_no_worker_is_rejected():
     outcome = a_run(a_plan(a_pool(kv_blocks=16)), requests=20, prompt_tokens=400, spread=0.5).outcome
     assert outcome.refused == {"too_large": sum(outcome.refused.values())}
     assert 5 < outcome.refused["too_large"] < 20
 
 
-def test_an_overloaded_cluster_refuses_and_its_queue_is_bounded():
+def test_overloaded_cluster_rejects_and_bounds_queue():
     outcome = a_run(a_plan(a_pool(workers=1), max_queued=5), requests=300, rate=500.0).outcome
     assert outcome.refused["queue_full"] > 100
     assert outcome.attainment < 0.7
 
 
-def test_gpu_hours_count_the_time_that_workers_are_there():
+def test_gpu_hours_count_time_of_workers():
     fault = WorkerLost(at=Nanos(2 * SECOND), worker=WorkerId("both-0"), down=Nanos(3 * SECOND))
     undisturbed, disturbed = a_run(a_plan()).outcome, a_run(a_plan(faults=(fault,))).outcome
     assert undisturbed.gpu_hours == pytest.approx(2 * undisturbed.simulated_seconds / 3600, rel=0.01)
     assert disturbed.gpu_hours == pytest.approx((2 * disturbed.simulated_seconds - 3) / 3600, rel=0.01)
 
 
-def test_sessions_and_recorded_lengths_reach_the_router():
+def test_sessions_and_lengths_reach_router():
     chain = tuple(range(1, 9))
     requests = [
         TraceRequest(Nanos(0), 128, chain, 4, 7),
         TraceRequest(Nanos(SECOND), 128, chain, 4, 7),
     ]
     ended: list[EndedRequest] = []
-    simulate(a_plan(), iter(requests), told=ended.append)
+    simulate(a_plan(), iter(requests), on_end=ended.append)
     assert [each.cached_tokens for each in ended] == [0, 112]
     assert [each.output_tokens for each in ended] == [4, 4]
 
 
 def tied(seed: int) -> str:
-    """The digest of a run in which requests of one length come four at a time, so that many things happen in one instant."""
+    """Return the digest of a run in which four equal requests come at a time, so that many events share an instant."""
     pools = (a_pool(Role.PREFILL, 2), a_pool(Role.DECODE, 2))
     requests = [
         TraceRequest(Nanos(number // 4 * SECOND), 300, tuple(range(20 * number, 20 * number + 18)), 40)
@@ -155,8 +155,8 @@ def tied(seed: int) -> str:
     return simulate(a_plan(*pools, seed=seed, remote_prefill_min_tokens=250), iter(requests)).outcome.digest
 
 
-def test_ties_are_drawn_by_the_seed_and_by_nothing_else():
-    """Hashes of strings are others in another process."""
+def test_only_the_seed_orders_ties():
+    """Another process has other hashes of strings."""
     there = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import tied; print(tied(1))"],
         env={**os.environ, "PYTHONHASHSEED": "77"},

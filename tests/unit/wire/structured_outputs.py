@@ -1,4 +1,4 @@
-"""Forms of answers, for the tests of both protocols that carry them."""
+"""Structured outputs, for the tests of both protocols that carry them."""
 
 from hypothesis import strategies as st
 

@@ -127,7 +127,7 @@ def test_an_event_arrives_as_it_was_sent(event):
 
 
 @pytest.mark.parametrize("form", [pb.Form(), pb.Form(json_object=False)])
-def test_a_form_that_says_nothing_is_refused_since_the_answer_could_be_anything(form):
+def test_empty_structured_output_is_rejected(form):
     message = pb.GenerateRequest(text="x", sampling=pb.Sampling(form=form))
 
     with pytest.raises(

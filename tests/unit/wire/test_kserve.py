@@ -44,7 +44,7 @@ def a_message(*tensors, parameters=None, **fields) -> pb.ModelInferRequest:
 
 
 def raw(*tensors: tuple[str, str, list[int], bytes]) -> pb.ModelInferRequest:
-    """Of names, datatypes, shapes and contents."""
+    """Return names, datatypes, shapes and contents."""
     tensor = pb.ModelInferRequest.InferInputTensor
     return pb.ModelInferRequest(
         inputs=[tensor(name=name, datatype=datatype, shape=shape) for name, datatype, shape, _ in tensors],
@@ -89,7 +89,7 @@ def test_token_ids_come_in_three_types_and_either_form(datatype, code):
         assert token_ids(prompt.tokens) == ids
 
 
-def test_what_nobody_asked_for_has_the_defaults_of_the_other_protocol():
+def test_absent_parameters_have_the_public_defaults():
     inference = decoded(a_message(id="mine"))
 
     assert (inference.request.sampling.max_tokens, inference.request.sampling.temperature) == (16, 1.0)
@@ -114,7 +114,7 @@ def test_the_earlier_deadline_counts():
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_sampling_parameters_may_be_text_and_either_listed_or_one_by_one(as_json):
+def test_sampling_parameters_come_as_text_or_json(as_json):
     if as_json:
         listed = '{"temperature": "0.5", "top_k": -1, "stop": ["a", "b"], "ignore_eos": "true", "seed": null, "n": "1"}'
         message = a_message(a_text(), a_text("sampling_parameters", listed))
@@ -179,7 +179,7 @@ def test_sampling_parameters_may_be_text_and_either_listed_or_one_by_one(as_json
         (a_message(raw_input_contents=[b"", b""]), "raw_input_contents", "2 entries for 1 inputs"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_refused_by_name(message, field, said):
+def test_wrong_field_is_rejected_by_name(message, field, said):
     refused = refusal(message)
 
     assert refused.reason is Reason.INVALID_ARGUMENT
@@ -211,7 +211,7 @@ def test_there_is_one_version_of_a_model():
     assert (refused.reason, refused.field) == (Reason.MODEL_NOT_FOUND, "model_version")
 
 
-def test_outputs_have_the_shape_of_the_prompt_and_the_order_in_which_they_were_asked_for():
+def test_outputs_have_the_prompts_shape_and_requested_order():
     asked = [pb.ModelInferRequest.InferRequestedOutputTensor(name=name) for name in ("output_ids", "text_output")]
     message = raw(("text_input", "BYTES", [1, 1], packed(b"once")))
     message.outputs.extend(asked)
@@ -280,7 +280,7 @@ PARAMETERS = st.dictionaries(
         raw_input_contents=st.lists(st.binary(max_size=12), max_size=2),
     )
 )
-def test_whatever_is_sent_is_understood_or_refused_by_name(message):
+def test_random_messages_decode_or_are_rejected_by_name(message):
     refused: RequestRejected | None = None
     try:
         inference = decoded(message)

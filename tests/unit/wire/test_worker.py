@@ -1,4 +1,4 @@
-"""`fleet.core.work` over the wire: nothing is lost, and what is wrong is refused by name."""
+"""Worker protocol: nothing is lost, and wrong values are rejected by name."""
 
 import pytest
 from hypothesis import given
@@ -177,14 +177,14 @@ worker_messages = (
 
 
 @given(router_messages)
-def test_what_a_router_says_survives_the_wire(message):
+def test_router_messages_survive_the_wire(message):
     wire = encode_router_message(message).SerializeToString()
 
     assert decode_router_message(pb.RouterMessage.FromString(wire)) == message
 
 
 @given(worker_messages)
-def test_what_a_worker_says_survives_the_wire(message):
+def test_worker_messages_survive_the_wire(message):
     wire = encode_worker_message(message).SerializeToString()
 
     assert decode_worker_message(pb.WorkerMessage.FromString(wire)) == message
@@ -279,7 +279,7 @@ def test_a_malformed_message_of_a_worker_is_refused_by_field(message, field):
     assert refused.value.field == field
 
 
-def test_a_deadline_beyond_what_the_message_can_say_is_sent_as_the_latest_it_can():
+def test_late_deadline_is_sent_as_the_longest_timeout():
     wire = encode_router_message(a_start(timeout_ms=2**40))
 
     assert decode_router_message(wire) == a_start(timeout_ms=2**32 - 1)

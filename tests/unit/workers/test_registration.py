@@ -6,8 +6,8 @@ from msgspec import structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import Incarnation, WorkerId
+from fleet.membership.ports import NameHeld, RegistrationRefused, RegistryUnreachable, WorkerSuperseded
 from workers import registration
-from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable, WorkerSuperseded
 from workers.registration import RegistryEntry, WorkerMembership
 
 

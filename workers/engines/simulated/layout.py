@@ -4,7 +4,7 @@ The model gives a block's values by layer, head, token and element. The engine s
 several ranks: each rank has its share of the heads, and within a layer heads come before tokens (HND) or tokens
 before heads (NHD). Here the objects of all ranks follow each other in one buffer.
 
-This code is deliberately separate from `kvstore.repack` and written in other terms, so that wrong tokens reveal an
+This code is deliberately separate from `kvstore.layouts.repack` and written in other terms, so that wrong tokens reveal an
 error in what that module does to a block's bytes.
 """
 
@@ -26,7 +26,7 @@ class EngineLayout(Struct, frozen=True, kw_only=True):
 
     @property
     def axes(self) -> str:
-        """The layout of one rank's object, in the letters of `kvstore.layout`."""
+        """The layout of one rank's object, in the letters of `kvstore.namespace`."""
         return f"L{self.kv_layout}"
 
     def lay_out(self, values: bytes) -> bytes:

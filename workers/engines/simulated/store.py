@@ -9,7 +9,7 @@ Rules:
    miss.
 4. Background writes queue up to `MAX_WAITING` blocks; more are dropped and counted, because a store is only a cache.
 5. Blocks come and go in the engine's layout. The threads convert them after verification, and before their checksums
-   are computed (`kvstore.conversion`).
+   are computed (`kvstore.layouts.conversion`).
 """
 
 import asyncio

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
-"""Returns the block at an index, in one piece or in several; it stays valid until `kvstore.client.batch_blocks` more
+"""Returns the block at an index, in one piece or in several; it stays valid until `kvstore.client.store_client.batch_blocks` more
 were asked for."""
 
 

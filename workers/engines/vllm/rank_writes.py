@@ -4,7 +4,7 @@ It knows nothing of vLLM.
 
 Rules:
 
-1. Blocks in the store are whole (`kvstore.shares`). The first rank leads: it reserves places, orders the other ranks
+1. Blocks in the store are whole (`kvstore.layouts.rank_shards`). The first rank leads: it reserves places, orders the other ranks
    to write their shards there, writes its own shard meanwhile, and publishes once the blocks that every rank has
    written.
 2. The leader does not publish a block that a rank did not write in time. Its place is free again at once, or when the
@@ -14,7 +14,7 @@ Rules:
 4. Urgent and deferred blocks have a channel each: a socket in a folder that only this engine's processes can enter.
    Each channel carries one order at a time. Orders wait for answers, and followers wait for orders, up to a deadline;
    saves that exceed it are lost, which is only a later miss. A rank that leaves an order unanswered gets no more of
-   that save, and then nothing for a pause (`kvstore.breaker`), so that the other ranks do not wait for it again and
+   that save, and then nothing for a pause (`kvstore.circuit_breaker`), so that the other ranks do not wait for it again and
    again.
 5. If several ranks hold the same head, they take turns: one of them writes it, and the others add nothing.
 """
@@ -128,7 +128,7 @@ class LeaderLost(Exception):
 
 
 Source: TypeAlias = "Callable[[SavedBlock], Block | None]"
-"""Returns a rank's shard of a block; None: the rank does not have it. It stays valid until `kvstore.client.batch_blocks`
+"""Returns a rank's shard of a block; None: the rank does not have it. It stays valid until `kvstore.client.store_client.batch_blocks`
 more were asked for."""
 
 

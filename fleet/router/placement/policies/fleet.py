@@ -62,14 +62,35 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The formula above."""
 
     engine_hit_credit: float = 1.0
+    """Credit for a block in the engine's own cache, in blocks of prefill."""
+
     store_hit_credit: float = 0.75
+    """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
+
     lower_tier_hit_credit: float = 0.5
+    """Credit for a block that the store has to fetch from a lower tier first."""
+
     running_request_blocks: float = 1.0
-    decode_weight: float = 1.0
+    """Cost of a request on a worker besides its blocks: its share of each decode step."""
+
+    decode_weight: float = 0.3
+    """Cost of a block that live requests hold, in blocks of prefill. It is read once a step, which for an answer of some
+    hundred tokens takes a tenth to a third of computing it. With Dynamo's weight of 1, a held chain counts against its
+    worker for as much as finding it there is worth, so shared prefixes are torn apart."""
+
     spread: float = 2.0
+    """How fast a hit loses its worth on a full batch: with 2, it has lost all of it when half a batch waits."""
+
     others_weight: float = 1.0
-    stall_weight: float = 0.1
+    """Weight of the delay of later requests, against the request's own wait; 0: each request is placed where its own first token
+    comes soonest."""
+
+    stall_weight: float = 0.3
+    """Weight of a running request that a prefill delays, against one that waits for its first token. Answers last about ten times
+    as long as people wait for them to begin, but a short answer is late after a single long prompt (ADR 17)."""
+
     session_blocks: float = 1.0
+    """Preference for the worker of a session's last request: small, because its blocks are known one by one."""
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         columns = candidates.columns
@@ -150,61 +171,19 @@ class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return in_time
 
 
-class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Fleet(FleetCost, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The least blocks of prefill and decoding, with hits by tier, siblings, sessions, speeds and a goal for the first token."""
-
-    engine_hit_credit: float = 1.0
-    """Credit for a block in the engine's own cache, in blocks of prefill."""
-
-    store_hit_credit: float = 0.75
-    """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
-
-    lower_tier_hit_credit: float = 0.5
-    """Credit for a block that the store has to fetch from below its memory first."""
-
-    running_request_blocks: float = 1.0
-    """What a request on a worker costs there besides its blocks: its share of each decode step."""
-
-    decode_weight: float = 0.3
-    """What a block that live requests hold costs, in blocks of prefill: it is read once a step, which for an answer of some
-    hundred tokens takes a tenth to a third of computing it. With 1, as Dynamo has it, a chain that is held counts against its
-    worker for as much as finding it there is worth, and shared prefixes are torn apart."""
-
-    spread: float = 2.0
-    """How fast a hit loses its worth on a worker whose batch is full: with 2, all of it when half a batch waits."""
-
-    others_weight: float = 1.0
-    """What the waiting of those who come later counts, against one's own; 0: nothing, so that each request is placed where its own
-    first token comes soonest."""
-
-    stall_weight: float = 0.3
-    """What a running request counts that is held up by a prefill, against one that waits for its first token. Answers last
-    about ten times as long as people wait for them to begin, but a short one is late after a single long prompt (ADR 17)."""
-
-    session_blocks: float = 1.0
-    """By how much the worker of a session's last request is preferred: little, since what it holds is known block by block."""
 
     ttft_goal_seconds: float = 0.0
     """Goal for the first token; 0: only a request's own deadline counts."""
 
     temperature: float = 0.0
-    """Of the choice (`Softmax`); 0 takes the lowest cost."""
+    """Temperature of the choice (`Softmax`); 0 takes the lowest cost."""
 
     def policy(self) -> Pipeline:
-        cost = FleetCost(
-            engine_hit_credit=self.engine_hit_credit,
-            store_hit_credit=self.store_hit_credit,
-            lower_tier_hit_credit=self.lower_tier_hit_credit,
-            running_request_blocks=self.running_request_blocks,
-            decode_weight=self.decode_weight,
-            spread=self.spread,
-            others_weight=self.others_weight,
-            stall_weight=self.stall_weight,
-            session_blocks=self.session_blocks,
-        )
         return Pipeline(
             "fleet",
             filters=[HeadroomFilter(ttft_goal_seconds=self.ttft_goal_seconds)],
-            scorers=[("fleet", 1.0, cost)],
+            scorers=[("fleet", 1.0, self)],
             picker=Softmax(temperature=self.temperature) if self.temperature else Lowest(),
         )

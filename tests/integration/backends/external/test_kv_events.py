@@ -109,7 +109,7 @@ def stored(ids: list[int], hashes: list[int], **fields: object) -> dict:
     }
 
 
-async def published_until(publisher: Publisher, what) -> None:
+async def publish_until(publisher: Publisher, what) -> None:
     """Answer replays until the subscription is complete."""
     async for _ in _turns():
         await publisher.repeat()
@@ -123,7 +123,7 @@ async def _turns() -> AsyncIterator[None]:
     raise AssertionError("it never happened")
 
 
-async def uncached(world: RelaySetup, number: int, **body: object) -> int:
+async def router_uncached_tokens(world: RelaySetup, number: int, **body: object) -> int:
     """Return the prompt tokens that the router believes uncached."""
     async with raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": PROMPT, **body}))
@@ -139,15 +139,15 @@ async def test_stored_blocks_are_known_by_tokens_salt_and_adapter(server, model_
         await publisher.publish(stored(ids, list(range(100, 100 + blocks - 1)), cache_salt="acme"), lost=True)
         await publisher.publish(stored(ids, list(range(200, 200 + blocks - 2)), lora_name="ada"), lost=True)
         async with a_relay(server, model_dir=model_dir, adapters=("ada", "bob"), **publisher.endpoints) as world:
-            await published_until(publisher, lambda: world.router.status().index_blocks == 3 * blocks - 3)
+            await publish_until(publisher, lambda: world.router.status().index_blocks == 3 * blocks - 3)
 
             left = len(ids) - PAGE * blocks
-            assert await uncached(world, 1) == max(1, left)
-            assert await uncached(world, 2, cache_salt="acme") == left + PAGE
-            assert await uncached(world, 3, model="ada") == left + 2 * PAGE
-            assert await uncached(world, 4, model="bob") == len(ids)
-            assert await uncached(world, 5, cache_salt="other") == len(ids)
-            assert await uncached(world, 6, model="ada", cache_salt="acme") == len(ids)
+            assert await router_uncached_tokens(world, 1) == max(1, left)
+            assert await router_uncached_tokens(world, 2, cache_salt="acme") == left + PAGE
+            assert await router_uncached_tokens(world, 3, model="ada") == left + 2 * PAGE
+            assert await router_uncached_tokens(world, 4, model="bob") == len(ids)
+            assert await router_uncached_tokens(world, 5, cache_salt="other") == len(ids)
+            assert await router_uncached_tokens(world, 6, model="ada", cache_salt="acme") == len(ids)
             assert [seen.json["model"] for seen in server.seen] == [MODEL, MODEL, "ada", "bob", MODEL, "ada"]
             async with raw_http_client(world) as peer:
                 await peer.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -156,39 +156,39 @@ async def test_stored_blocks_are_known_by_tokens_salt_and_adapter(server, model_
             await world.settled()
 
 
-async def test_lost_events_are_asked_for_again(server, model_dir):
+async def test_lost_events_are_requested_again(server, model_dir):
     ids = token_ids(load_codec(model_dir).encode(PROMPT))
     with a_publisher() as publisher:
         async with a_relay(server, model_dir=model_dir, **publisher.endpoints) as world:
             await publisher.publish(stored(ids, [1]))
-            await published_until(publisher, lambda: world.router.status().index_blocks == 1)
+            await publish_until(publisher, lambda: world.router.status().index_blocks == 1)
             asked = publisher.asked
 
             await publisher.publish(stored(ids, [1, 2]), lost=True)
             await publisher.publish(stored(ids, [1, 2, 3]))
-            await published_until(publisher, lambda: world.router.status().index_blocks == 3)
+            await publish_until(publisher, lambda: world.router.status().index_blocks == 3)
 
             assert publisher.asked == asked + 1
 
 
-async def test_all_that_was_cleared_is_gone(server, model_dir):
+async def test_cleared_cache_is_forgotten(server, model_dir):
     ids = token_ids(load_codec(model_dir).encode(PROMPT))
     with a_publisher() as publisher:
         await publisher.publish(stored(ids, [1, 2]), lost=True)
         async with a_relay(server, model_dir=model_dir, **publisher.endpoints) as world:
-            await published_until(publisher, lambda: world.router.status().index_blocks == 2)
+            await publish_until(publisher, lambda: world.router.status().index_blocks == 2)
 
             await publisher.publish({"type": "AllBlocksCleared"})
 
             await until(lambda: world.router.status().index_blocks == 0)
 
 
-async def test_blocks_of_another_size_raise_an_alert_by_name(server, model_dir, caplog):
+async def test_blocks_of_another_size_raise_a_named_alert(server, model_dir, caplog):
     caplog.set_level(logging.INFO)
     with a_publisher() as publisher:
         await publisher.publish({**stored(list(range(32)), [1]), "block_size": 32}, lost=True)
         async with a_relay(server, model_dir=model_dir, **publisher.endpoints) as world:
-            await published_until(publisher, lambda: world.workers.alerts()[KvEventAlert.OTHER_BLOCK_SIZE])
+            await publish_until(publisher, lambda: world.workers.alerts()[KvEventAlert.OTHER_BLOCK_SIZE])
 
             assert world.workers.knowledge() == {"approximate": 0, "events": 0, "blind": 1}
             assert world.workers.passed_over() == {"other_block_size": 1}
@@ -206,13 +206,13 @@ async def test_server_that_publishes_nothing_raises_a_named_alert(server, model_
         async with a_relay(server, model_dir=model_dir, **publisher.endpoints) as world:
             for number in range(3):
                 assert not any(world.workers.alerts().values())
-                await uncached(world, number + 1, prompt=f"{number} {PROMPT}")
+                await router_uncached_tokens(world, number + 1, prompt=f"{number} {PROMPT}")
 
             await until(lambda: world.workers.alerts()[KvEventAlert.SILENT])
 
 
 @pytest.mark.parametrize("events", [True, False], ids=["exact", "approximate"])
-async def test_the_hit_rate_error_of_either_mode_is_measured(server, model_dir, events):
+async def test_hit_rate_error_is_measured_in_both_modes(server, model_dir, events):
     """Let the server report half of the prompt as cached, whatever was published or sent."""
 
     async def half(exchange: ServerExchange) -> None:
@@ -228,9 +228,9 @@ async def test_the_hit_rate_error_of_either_mode_is_measured(server, model_dir, 
         told = publisher.endpoints if events else {}
         async with a_relay(server, model_dir=model_dir, **told) as world:
             if events:
-                await published_until(publisher, lambda: world.router.status().index_blocks)
+                await publish_until(publisher, lambda: world.router.status().index_blocks)
             for number in range(2):
-                await uncached(world, number + 1)
+                await router_uncached_tokens(world, number + 1)
 
             known = {each.knowledge: each for each in world.router.status().knowledge}
             mine = known[Knowledge.EXACT if events else Knowledge.APPROXIMATE]

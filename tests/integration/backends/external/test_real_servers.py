@@ -52,7 +52,7 @@ async def a_client(world):
 
 
 @asynccontextmanager
-async def in_front_of(folder, *servers):
+async def a_router_in_front_of(folder, *servers):
     """Yield a client of a router that has the tokenizer."""
     async with a_relay(*servers, model_dir=folder / MODEL) as world, a_client(world) as client:
         yield world, client
@@ -61,7 +61,7 @@ async def in_front_of(folder, *servers):
 async def test_shared_prefix_stays_on_one_server_without_kv_events(folder, servers):
     beginnings = [f"{name} " * 90 for name in ("alpha", "beta", "gamma", "delta")]
     went: dict[str, list[str]] = {beginning: [] for beginning in beginnings}
-    async with in_front_of(folder, *servers.values()) as (world, client):
+    async with a_router_in_front_of(folder, *servers.values()) as (world, client):
         for number in range(4):
             for beginning in beginnings:
                 answer = await client.completions.with_raw_response.create(
@@ -71,7 +71,7 @@ async def test_shared_prefix_stays_on_one_server_without_kv_events(folder, serve
                 request_id = RequestId(answer.headers["x-fleet-request-id"])
                 placed = world.router.explain(request_id).placements[0]
                 went[beginning].append(placed.decode)
-                assert (placed.uncached_tokens < 64) == (number > 0), "what is believed to be cached is what was sent"
+                assert (placed.uncached_tokens < 64) == (number > 0), "the router believes the sent prompts cached"
         await world.settled()
         assert world.workers.knowledge()["approximate"] == 2
 
@@ -81,7 +81,7 @@ async def test_shared_prefix_stays_on_one_server_without_kv_events(folder, serve
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_streams_match_whole_answers_and_carry_usage(folder, servers, name):
-    async with in_front_of(folder, servers[name]) as (world, client):
+    async with a_router_in_front_of(folder, servers[name]) as (world, client):
         assert [model.id async for model in client.models.list()] == [MODEL]
         whole = await client.chat.completions.create(messages=MESSAGES, **GREEDY)
         stream = await client.chat.completions.create(
@@ -91,7 +91,7 @@ async def test_streams_match_whole_answers_and_carry_usage(folder, servers, name
         await world.settled()
 
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert len([text for text in texts if text]) > 1, "it came in pieces"
+    assert len([text for text in texts if text]) > 1, "the answer came in pieces"
     assert "".join(texts) == whole.choices[0].message.content
     (used,) = [chunk.usage for chunk in chunks if chunk.usage is not None]
     assert used.completion_tokens == whole.usage.completion_tokens == 12
@@ -99,9 +99,9 @@ async def test_streams_match_whole_answers_and_carry_usage(folder, servers, name
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_client_that_goes_stops_the_server(folder, servers, name):
+async def test_departed_client_stops_the_server(folder, servers, name):
     endless = {**GREEDY, "max_tokens": 1900}
-    async with in_front_of(folder, servers[name]) as (world, client):
+    async with a_router_in_front_of(folder, servers[name]) as (world, client):
         loop = asyncio.get_running_loop()
         for _ in range(3):  # a fast engine may be done before its server has written twenty events on a busy machine
             began = loop.time()
@@ -121,7 +121,7 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
         if name == "vllm":
 
             async def idle() -> bool:
-                return not await asyncio.to_thread(running_at, servers[name])
+                return not await asyncio.to_thread(running_requests_of, servers[name])
 
             await until_answered(idle, 20)
 
@@ -135,9 +135,9 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
     ],
 )
 async def test_server_error_arrives_with_its_own_message(folder, servers, name, path, wrong):
-    async with in_front_of(folder, servers[name]) as (world, _):
-        status, relayed = await asyncio.to_thread(posted, world.url + path, {"model": MODEL, **wrong})
-        own_status, own = await asyncio.to_thread(posted, servers[name].url + path, {"model": MODEL, **wrong})
+    async with a_router_in_front_of(folder, servers[name]) as (world, _):
+        status, relayed = await asyncio.to_thread(post_json, world.url + path, {"model": MODEL, **wrong})
+        own_status, own = await asyncio.to_thread(post_json, servers[name].url + path, {"model": MODEL, **wrong})
 
         assert 400 <= status < 500
         assert (status, relayed) == (own_status, own)
@@ -145,11 +145,11 @@ async def test_server_error_arrives_with_its_own_message(folder, servers, name, 
         await world.settled()
 
 
-async def test_tools_and_forms_of_answers_are_the_servers_to_obey(folder, servers):
+async def test_tools_and_structured_output_are_left_to_the_server(folder, servers):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    async with in_front_of(folder, servers["vllm"]) as (_, client):
+    async with a_router_in_front_of(folder, servers["vllm"]) as (_, client):
         answer = await client.chat.completions.create(
             messages=MESSAGES,
             response_format=form,
@@ -165,14 +165,14 @@ async def test_tools_and_forms_of_answers_are_the_servers_to_obey(folder, server
             await client.chat.completions.create(messages=MESSAGES, tools=tools, tool_choice="auto", **GREEDY)
 
 
-def running_at(server) -> float:
+def running_requests_of(server) -> float:
     """Return the running requests that vLLM reports."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 
-def posted(url: str, body: dict) -> tuple[int, bytes]:
+def post_json(url: str, body: dict) -> tuple[int, bytes]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:

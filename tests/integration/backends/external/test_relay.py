@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 # The official client
 
 
-async def test_a_stream_arrives_as_the_server_gave_it(server):
+async def test_stream_arrives_as_the_server_sent_it(server):
     async with a_relay(server) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
 
@@ -49,7 +49,7 @@ async def test_an_answer_in_one_piece_arrives_whole(server):
         await world.settled()
 
 
-async def test_fields_that_we_do_not_know_arrive_at_the_server(server):
+async def test_unknown_fields_reach_the_server(server):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     async with a_relay(server) as world, an_openai_client(world) as client:
         await client.chat.completions.create(
@@ -61,7 +61,7 @@ async def test_fields_that_we_do_not_know_arrive_at_the_server(server):
         assert server.seen[0].json["logprobs"] is True
 
 
-async def test_the_clients_own_bytes_go_on(server):
+async def test_bytes_of_the_client_are_forwarded_unchanged(server):
     body = b'{ "model":"mock",\n\t"prompt" : "Gr\\u00f6\xc3\x9fe", "unknown": [1e400, {"a": 1, "a": 2}] }'
     async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, body, "user-agent: t/1", "connection: keep-alive, x-mine", "x-mine: 1"))
@@ -155,7 +155,7 @@ async def test_impossible_hint_is_rejected_under_the_clients_name(server):
         await world.settled()
 
 
-async def test_a_bug_in_one_request_does_not_leave_its_client_waiting(server, monkeypatch):
+async def test_bug_in_a_request_still_answers_its_client(server, monkeypatch):
     async with a_relay(server) as world, an_openai_client(world) as client:
 
         def broken(*_: object) -> None:
@@ -176,14 +176,14 @@ async def test_api_key_of_the_worker_replaces_that_of_the_client(server):
     assert server.seen[0].headers["authorization"] == "Bearer sk-upstream"
 
 
-async def test_without_a_key_of_its_own_the_server_gets_the_clients(server):
+async def test_server_without_a_key_gets_the_key_of_the_client(server):
     async with a_relay(server) as world, an_openai_client(world, "sk-client") as client:
         await client.completions.create(model=MODEL, prompt="say")
 
     assert server.seen[0].headers["authorization"] == "Bearer sk-client"
 
 
-async def test_keys_of_tenants_are_asked_for_and_shown_to_nobody(server):
+async def test_tenant_keys_are_required_and_not_forwarded(server):
     tenants = {"a": TenantSettings(api_key_sha256=(sha256(b"fk-1").hexdigest(),), requests_per_minute=2)}
     async with a_relay(server, tenants=tenants) as world, an_openai_client(world, "fk-1") as client:
         answers = [await client.completions.with_raw_response.create(model=MODEL, prompt="say five letters")]
@@ -206,10 +206,10 @@ async def test_keys_of_tenants_are_asked_for_and_shown_to_nobody(server):
     assert "authorization" not in server.seen[0].headers
     usage = world.tenants.usage()["a"]
     assert (usage.requests, usage.prompt_tokens) == (2, 2 * 4)
-    assert usage.answer_tokens == 5 + 6, "as the server says; of a stream without usage, its events"
+    assert usage.answer_tokens == 5 + 6, "usage of the server, or the number of events"
 
 
-async def test_an_answer_says_what_the_request_is_called_here(server):
+async def test_answer_carries_the_request_id(server):
     async with a_relay(server) as world, an_openai_client(world) as client:
         answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say")
         request_id = answer.headers["x-fleet-request-id"]
@@ -261,7 +261,7 @@ async def test_head_and_first_event_arrive_in_one_piece(server):
     assert b"data: {" in data
 
 
-async def test_connections_to_the_server_are_used_again(server):
+async def test_connections_to_the_server_are_reused(server):
     async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(20):
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
@@ -270,7 +270,7 @@ async def test_connections_to_the_server_are_used_again(server):
     assert (len(server.seen), server.connections) == (20, 1)
 
 
-async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeypatch):
+async def test_surplus_connections_after_a_burst_are_closed(server, monkeypatch):
     monkeypatch.setattr(openai_worker, "IDLE_SECONDS", 0.3)
     all_there = asyncio.Event()
 
@@ -347,7 +347,7 @@ async def test_pipelined_requests_are_answered_in_order(server):
         await world.settled()
 
 
-async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
+async def test_request_with_a_cached_head_may_come_in_pieces(server):
     async def echo(exchange: ServerExchange) -> None:
         await exchange.respond(200, exchange.seen.body)
 
@@ -366,7 +366,7 @@ async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-async def test_clients_that_close_get_a_connection_that_closes(server, version):
+async def test_connection_close_of_a_client_is_honoured(server, version):
     async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST, "connection: close", version=version))
         status, headers, body = await peer.answer()
@@ -378,7 +378,7 @@ async def test_clients_that_close_get_a_connection_that_closes(server, version):
         assert await peer.rest() == b""
 
 
-async def test_an_answer_that_ends_with_its_connection_is_whole(server):
+async def test_answer_without_length_ends_with_its_connection(server):
     async def until_close(exchange: ServerExchange) -> None:
         await exchange.send(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
         exchange.writer.close()

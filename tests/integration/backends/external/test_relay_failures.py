@@ -42,7 +42,7 @@ pytestmark = pytest.mark.integration
 # Failures
 
 
-async def test_a_server_that_dies_before_the_first_byte_is_replaced(servers):
+async def test_server_that_dies_before_the_first_byte_is_replaced(servers):
     async def die(exchange: ServerExchange) -> None:
         await servers[0].stop()
 
@@ -56,7 +56,7 @@ async def test_a_server_that_dies_before_the_first_byte_is_replaced(servers):
         await until(lambda: world.serving() == 1)
 
 
-async def test_a_head_without_content_counts_as_nothing(servers):
+async def test_head_without_content_counts_as_no_answer(servers):
     async def die_after_the_head(exchange: ServerExchange) -> None:
         await exchange.begin_events()
         exchange.writer.transport.abort()
@@ -71,7 +71,7 @@ async def test_a_head_without_content_counts_as_nothing(servers):
 
 
 @pytest.mark.parametrize("status", [500, 502, 503])
-async def test_a_server_error_is_tried_elsewhere(servers, status):
+async def test_server_error_is_retried_elsewhere(servers, status):
     async def fail(exchange: ServerExchange) -> None:
         await exchange.respond(status, b'{"error": "out of memory"}')
 
@@ -81,7 +81,7 @@ async def test_a_server_error_is_tried_elsewhere(servers, status):
         await world.settled()
 
 
-async def test_a_server_error_everywhere_is_told(server):
+async def test_server_error_on_all_servers_is_reported(server):
     async def fail(exchange: ServerExchange) -> None:
         await exchange.respond(500, b'{"error": "out of memory"}')
 
@@ -161,11 +161,11 @@ async def without_chunks(exchange: ServerExchange, seen: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize("play", [cut_by_reset, cut_by_close, end_early, end_early_with_an_event, without_chunks])
-async def test_a_cut_stream_names_its_server_and_says_when_to_retry(server, play):
+async def test_cut_stream_names_its_server_and_a_retry_hint(server, play):
     seen = asyncio.Event()
     async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
-        assert b"[DONE]" in (await peer.answer())[2], "so it is known that it ends its streams so"
+        assert b"[DONE]" in (await peer.answer())[2], "the router has learned how the server ends a stream"
         server.play = lambda exchange: play(exchange, seen)
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.head())[0] == 200
@@ -182,7 +182,7 @@ async def test_a_cut_stream_names_its_server_and_says_when_to_retry(server, play
         await world.settled()
 
 
-async def test_a_stream_without_content_and_end_is_tried_elsewhere(servers):
+async def test_empty_unfinished_stream_is_retried_elsewhere(servers):
     async def nothing(exchange: ServerExchange) -> None:
         if exchange.seen.json["prompt"] == "cut":
             await exchange.send(b"HTTP/1.1 200 OK\r\n" + EVENTS + b"\r\n" + chunk(b": hello\n\n") + b"0\r\n\r\n")
@@ -200,7 +200,7 @@ async def test_a_stream_without_content_and_end_is_tried_elsewhere(servers):
         await world.settled()
 
 
-async def test_a_server_that_never_says_done_is_believed_that_it_ends(server):
+async def test_server_without_done_events_is_learned(server):
     seen = asyncio.Event()
     seen.set()
     server.play = lambda exchange: end_early(exchange, seen)
@@ -242,7 +242,7 @@ async def test_invalid_http_is_a_failure_of_the_server(server):
 
 
 @pytest.mark.parametrize("size", [3, 30, None])
-async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server, size):
+async def test_unrequested_second_answer_reaches_nobody(server, size):
     async def twice(exchange: ServerExchange) -> None:
         answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
         await exchange.send(answer + b"{}" + (answer + b"[]")[:size])
@@ -257,7 +257,7 @@ async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server, size
         await world.settled()
 
 
-async def test_a_silent_server_is_given_up(server):
+async def test_silent_server_times_out(server):
     server.play = never_answer
     async with a_relay(server, silence_timeout_seconds=0.3) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
@@ -312,7 +312,7 @@ def no_file_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_a_dead_server_leaves_and_returns(servers):
+async def test_dead_server_leaves_and_rejoins(servers):
     async with a_relay(*servers) as world, an_openai_client(world) as client:
         await servers[0].stop()
         await until(lambda: world.serving() == 1)
@@ -343,7 +343,7 @@ async def test_unreachable_server_is_logged_once_with_url_and_cause(server, capl
     assert len(caplog.records) == 2
     assert told["sick"] == (server.url, "it answered with status 503")
     assert told["absent"][0] == urls["absent"]
-    assert told["absent"][1], "in the words of the system"
+    assert told["absent"][1], "the error of the system"
 
 
 async def test_repeatedly_failing_server_gets_no_requests_for_a_while(servers):
@@ -375,7 +375,7 @@ async def test_request_failing_everywhere_does_not_eject_all_servers(servers):
         await world.settled()
 
 
-async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
+async def test_unhealthy_server_keeps_its_running_requests(server):
     go_on = asyncio.Event()
 
     async def slowly(exchange: ServerExchange) -> None:
@@ -456,7 +456,7 @@ async def test_every_rejection_carries_the_request_id(server, status):
         await world.settled()
 
 
-async def test_no_server_is_a_refusal_that_says_so(server):
+async def test_rejection_without_a_server_says_so(server):
     async with a_relay(server) as world, an_openai_client(world) as client:
         await server.stop()
         await until(lambda: world.serving() == 0)
@@ -468,7 +468,7 @@ async def test_no_server_is_a_refusal_that_says_so(server):
 
 
 @pytest.mark.parametrize("play", [never_answer, hold_after_first_token])
-async def test_a_client_that_goes_takes_its_request_with_it(server, play):
+async def test_request_of_a_departed_client_is_cancelled(server, play):
     server.play = play
     async with a_relay(server) as world:
         async with raw_http_client(world) as peer:
@@ -480,7 +480,7 @@ async def test_a_client_that_goes_takes_its_request_with_it(server, play):
         assert world.router.status().counters.cancelled == 1
 
 
-async def test_a_client_that_closes_its_side_is_taken_to_be_gone(server):
+async def test_half_closed_client_counts_as_gone(server):
     server.play = hold_after_first_token
     async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
@@ -519,7 +519,7 @@ async def test_client_that_does_not_read_stops_the_server(server):
         await world.settled()
 
 
-async def test_a_client_that_never_reads_is_cut_off(server):
+async def test_client_that_never_reads_is_cut_off(server):
     async def flood(exchange: ServerExchange) -> None:
         await exchange.begin_events()
         while True:

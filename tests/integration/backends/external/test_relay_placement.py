@@ -61,7 +61,7 @@ async def test_prompt_reader_failure_after_client_left_is_not_logged(server, mod
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, model_dir):
+async def test_long_prompt_is_read_in_a_thread_and_placed(server, model_dir):
     async with (
         a_relay(server, model_dir=model_dir) as world,
         an_openai_client(world) as client,
@@ -99,7 +99,7 @@ async def test_tokenizer_check_runs_before_a_server_joins(server, model_dir, mad
         assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "abcde"
 
 
-async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir):
+async def test_prompts_with_a_shared_prefix_go_to_one_server(servers, model_dir):
     beginnings = [f"{name} " * 60 for name in ("alpha", "beta", "gamma", "delta")]
     async with a_relay(*servers, model_dir=model_dir) as world, raw_http_client(world) as peer:
         went: dict[str, set[int]] = {}
@@ -115,7 +115,7 @@ async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir
     assert {place for places in went.values() for place in places} == {0, 1}
 
 
-async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
+async def test_believed_cache_is_limited_to_the_cache_size(server):
     async with a_relay(server, kv_blocks=400) as world, raw_http_client(world) as peer:
         for number in range(40):
             await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": f"{number} " * 2000}))
@@ -220,7 +220,7 @@ async def test_reported_cache_is_known_by_token(servers, model_dir):
             assert world.serving() == 1
 
 
-async def test_models_of_other_workers_are_served_beside(server):
+async def test_models_of_other_workers_are_served_too(server):
     async with a_relay(server, only=False) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.answer())[0] == 200
@@ -329,7 +329,7 @@ async def listens(address: str) -> bool:
     return True
 
 
-async def test_the_command_refuses_what_it_cannot_obey_in_one_line(tmp_path):
+async def test_router_command_rejects_bad_settings_in_one_line(tmp_path):
     file = tmp_path / "router.toml"
     file.write_text('[[openai_workers]]\nworker_id = "w0"\nurl = "http://x"\nmodel = "m"\ntokenizer = "/nowhere"\n')
     command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(file))

@@ -36,7 +36,7 @@ FLOOR = 0.3  # seconds; the default is one
 REQUESTS = 16
 
 
-async def asked(
+async def status_within(
     address: str, prompt: str = "say", *, patience: float = 60.0, stream: bool = True, path: str = COMPLETIONS
 ) -> int | None:
     """Return the status of a whole answer, or None if the client gave up first."""
@@ -55,10 +55,10 @@ async def asked(
         writer.close()
 
 
-async def warmed(world: RelaySetup, **fields) -> None:
+async def warm_up(world: RelaySetup, **fields) -> None:
     """Let every server answer some requests."""
     for number in range(20):
-        assert await asked(world.http.address, f"warm {number}", **fields) == 200
+        assert await status_within(world.http.address, f"warm {number}", **fields) == 200
     await world.settled()
 
 
@@ -74,10 +74,11 @@ def state(world: RelaySetup, worker_id: str) -> str:
 async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, patience, stream):
     """Guard against a regression: 10 of 16 sequential requests hung while the server got those of departed clients."""
     async with a_relay(*servers, probe_seconds=2.0) as world:
-        await warmed(world, stream=stream)
+        await warm_up(world, stream=stream)
         servers[0].play = never_answer
         answers = [
-            await asked(world.http.address, f"{number}", patience=patience, stream=stream) for number in range(REQUESTS)
+            await status_within(world.http.address, f"{number}", patience=patience, stream=stream)
+            for number in range(REQUESTS)
         ]
 
         assert answers.count(None) <= 3
@@ -89,11 +90,12 @@ async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, pat
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_requests_on_a_hung_server_restart_elsewhere(servers, path):
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
-        await warmed(world, path=path)
+        await warm_up(world, path=path)
         servers[0].play = never_answer
         async with asyncio.TaskGroup() as tasks:
             asking = [
-                tasks.create_task(asked(world.http.address, f"{number}", path=path)) for number in range(REQUESTS)
+                tasks.create_task(status_within(world.http.address, f"{number}", path=path))
+                for number in range(REQUESTS)
             ]
 
         assert {each.result() for each in asking} == {200}
@@ -101,16 +103,16 @@ async def test_requests_on_a_hung_server_restart_elsewhere(servers, path):
         await world.settled()
 
 
-async def test_a_head_without_content_is_no_sign_of_life(servers):
+async def test_head_without_content_is_no_sign_of_life(servers):
     async def begin_only(exchange: ServerExchange) -> None:
         await exchange.begin_events()
         await asyncio.Event().wait()
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
-        await warmed(world)
+        await warm_up(world)
         servers[0].play = begin_only
         async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(asked(world.http.address, f"{number}")) for number in range(6)]
+            asking = [tasks.create_task(status_within(world.http.address, f"{number}")) for number in range(6)]
 
         assert {each.result() for each in asking} == {200}
         assert state(world, "w0") == "draining"
@@ -140,13 +142,13 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
     for server in servers:
         server.play = soon
     async with a_relay(*servers) as world:
-        await warmed(world, path=CHAT)
+        await warm_up(world, path=CHAT)
         servers[0].play = play
 
         async def one_after_the_other(client: int) -> list[int | None]:
             await asyncio.sleep(0.4 * client)  # one of them has always just begun
             prompts = [f"{client} {number}" for number in range(20)]
-            return [await asked(world.http.address, each, patience=1.6, path=CHAT) for each in prompts]
+            return [await status_within(world.http.address, each, patience=1.6, path=CHAT) for each in prompts]
 
         async with asyncio.TaskGroup() as tasks:
             clients = [tasks.create_task(one_after_the_other(client)) for client in range(4)]
@@ -156,7 +158,7 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
         await world.settled()
 
 
-async def test_a_server_that_answers_again_takes_requests_again(servers):
+async def test_recovered_server_takes_requests_again(servers):
     go_on = asyncio.Event()
 
     async def when_told(exchange: ServerExchange) -> None:
@@ -164,19 +166,19 @@ async def test_a_server_that_answers_again_takes_requests_again(servers):
         await five_tokens(exchange)
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
-        await warmed(world)
+        await warm_up(world)
         servers[0].play = when_told
         while state(world, "w0") == "serving":
-            await asked(world.http.address, patience=1.0)
+            await status_within(world.http.address, patience=1.0)
         go_on.set()
         await until(lambda: world.serving() == 2)
         before = len(servers[0].seen)
         while len(servers[0].seen) == before:
-            assert await asked(world.http.address) == 200
+            assert await status_within(world.http.address) == 200
         await world.settled()
 
 
-async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
+async def test_server_that_rejects_trials_is_ejected(servers):
     async def hang_but_for_trials(exchange: ServerExchange) -> None:
         if exchange.seen.json.get("max_tokens") == 1:
             await exchange.respond(401, b'{"error": {"message": "who are you?"}}')
@@ -184,19 +186,19 @@ async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
             await asyncio.Event().wait()
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
-        await warmed(world)
+        await warm_up(world)
         servers[0].play = hang_but_for_trials
-        answers = [await asked(world.http.address, f"{number}", patience=1.0) for number in range(REQUESTS)]
+        answers = [await status_within(world.http.address, f"{number}", patience=1.0) for number in range(REQUESTS)]
 
         assert answers.count(None) <= 4
 
 
-async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
+async def test_only_hung_server_ends_requests_and_is_named(server):
     async with (
         a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world,
         raw_http_client(world) as peer,
     ):
-        await warmed(world)
+        await warm_up(world)
         server.play = never_answer
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         status, headers, content = await peer.answer()
@@ -204,10 +206,10 @@ async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
         assert status == 503
         assert error_of(content)["code"] == "worker_lost"
         assert "retry-after" in headers
-        assert world.serving() == 1, "nobody else is there"
+        assert world.serving() == 1, "no other server exists"
 
 
-async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
+async def test_stream_on_a_hung_server_ends_and_names_it(server):
     hang = asyncio.Event()
 
     async def stop(exchange: ServerExchange) -> None:
@@ -225,7 +227,7 @@ async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
         a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world,
         raw_http_client(world) as peer,
     ):
-        await warmed(world)
+        await warm_up(world)
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "it stops"}))
         assert (await peer.head())[0] == 200
         hang.set()
@@ -239,7 +241,7 @@ async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
 # No false alarm
 
 
-async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
+async def test_long_prompt_and_its_queue_are_no_hang(servers):
     """Use servers that compute one prompt after another, and a long one for twenty times as long."""
     turns = {id(server): asyncio.Lock() for server in servers}
 
@@ -254,11 +256,11 @@ async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
     for server in servers:
         server.play = one_by_one(server)
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
-        await warmed(world)
+        await warm_up(world)
         async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(asked(world.http.address, "long " * 12_000))]
+            asking = [tasks.create_task(status_within(world.http.address, "long " * 12_000))]
             for number in range(20):
-                asking.append(tasks.create_task(asked(world.http.address, f"short {number}")))
+                asking.append(tasks.create_task(status_within(world.http.address, f"short {number}")))
                 await asyncio.sleep(0.1)
                 assert world.serving() == 2
 
@@ -266,7 +268,7 @@ async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
         assert world.router.status().counters.retried == 0
 
 
-async def test_servers_that_become_slow_together_all_stay(servers):
+async def test_servers_that_slow_down_together_all_stay(servers):
     slow = asyncio.Event()
 
     async def play(exchange: ServerExchange) -> None:
@@ -276,10 +278,10 @@ async def test_servers_that_become_slow_together_all_stay(servers):
     for server in servers:
         server.play = play
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
-        await warmed(world)
+        await warm_up(world)
         slow.set()
         async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(asked(world.http.address, f"{number}")) for number in range(12)]
+            asking = [tasks.create_task(status_within(world.http.address, f"{number}")) for number in range(12)]
             for _ in range(15):
                 await asyncio.sleep(0.1)
                 assert world.serving() == 2
@@ -287,7 +289,7 @@ async def test_servers_that_become_slow_together_all_stay(servers):
         assert {each.result() for each in asking} == {200}
 
 
-async def test_servers_that_load_at_their_first_requests_all_stay(servers):
+async def test_servers_that_load_on_first_requests_all_stay(servers):
     loaded = asyncio.Event()
 
     async def play(exchange: ServerExchange) -> None:
@@ -298,7 +300,7 @@ async def test_servers_that_load_at_their_first_requests_all_stay(servers):
         server.play = play
     async with a_relay(*servers, silence_floor_seconds=0.05) as world:
         async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(asked(world.http.address, f"{number}")) for number in range(4)]
+            asking = [tasks.create_task(status_within(world.http.address, f"{number}")) for number in range(4)]
             await until(lambda: sum(len(server.seen) for server in servers) == 4)
             await asyncio.sleep(1.0)  # twenty times the minimum
             assert world.serving() == 2
@@ -330,7 +332,7 @@ async def a_router_process(
         await asyncio.to_thread(process.wait, 60)
 
 
-async def test_a_router_that_was_suspended_blames_no_server(servers, tmp_path):
+async def test_suspended_router_blames_no_server(servers, tmp_path):
     """Check that answers which came during the sleep neither count as silence nor as late."""
 
     async def soon(exchange: ServerExchange) -> None:
@@ -341,17 +343,19 @@ async def test_a_router_that_was_suspended_blames_no_server(servers, tmp_path):
         server.play = soon
     async with a_router_process(tmp_path, servers, silence_floor_seconds=FLOOR) as (process, address, log):
         for number in range(10):
-            assert await asked(address, f"warm {number}") == 200
+            assert await status_within(address, f"warm {number}") == 200
         before = sum(len(server.seen) for server in servers)
         async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(asked(address, f"{number}")) for number in range(6)]
-            asking += [tasks.create_task(asked(address, f"leaves {number}", patience=1.0)) for number in range(6)]
+            asking = [tasks.create_task(status_within(address, f"{number}")) for number in range(6)]
+            asking += [
+                tasks.create_task(status_within(address, f"leaves {number}", patience=1.0)) for number in range(6)
+            ]
             await until(lambda: sum(len(server.seen) for server in servers) == before + 12)
             process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(2.0)
             process.send_signal(signal.SIGCONT)
         assert [each.result() for each in asking[:6]] == [200] * 6
-        assert [await asked(address, f"after {number}") for number in range(6)] == [200] * 6
+        assert [await status_within(address, f"after {number}") for number in range(6)] == [200] * 6
 
         assert "suspended" not in log.read_text()
         assert "failed" not in log.read_text()
@@ -376,14 +380,14 @@ async def test_one_core_shared_by_four_busy_loops_is_no_hang(servers, tmp_path):
     all_cores = os.sched_getaffinity(0)
     async with a_router_process(tmp_path, servers) as (process, address, log):
         for number in range(10):
-            assert await asked(address, f"warm {number}") == 200
+            assert await status_within(address, f"warm {number}") == 200
         os.sched_setaffinity(process.pid, {core})
         os.sched_setaffinity(0, {core})  # for the servers, which run in this process
         try:
             with busy_loops(core, 4):
                 for _ in range(4):
                     async with asyncio.TaskGroup() as tasks:
-                        asking = [tasks.create_task(asked(address, f"{number}")) for number in range(8)]
+                        asking = [tasks.create_task(status_within(address, f"{number}")) for number in range(8)]
                     assert {each.result() for each in asking} == {200}
         finally:
             os.sched_setaffinity(0, all_cores)

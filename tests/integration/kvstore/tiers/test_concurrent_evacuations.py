@@ -40,8 +40,8 @@ class EvacuatingNode:
         tier = SimpleNamespace(name="redis", status=lambda: SimpleNamespace(failures=self.failures))
         backing = SimpleNamespace(
             tiers=[tier],
-            refuge=lambda leaving, is_given_up: 0,
-            depart_to=lambda tier: None,
+            evacuation_tier=lambda leaving, is_given_up: 0,
+            begin_evacuation=lambda tier: None,
             may_write=lambda *_: self._spend(),
         )
         settle = lambda: self.asked.extend(self.hierarchy.commands())  # noqa: E731 - all that a node does
@@ -166,14 +166,14 @@ async def test_possibly_evicted_block_is_checked_and_rewritten():
     async with node.evacuating() as one:
         await node.is_asked()
         (question,) = node.asked
-        assert question.keys == tuple(node.keys[:4]), "nothing of less worth goes before it is clear whether these must"
+        assert question.keys == tuple(node.keys[:4]), "less valuable blocks wait for this answer"
         while not one.done():
             node.answer()
             await asyncio.sleep(0)
 
     assert (one.result().there, one.result().moved, one.result().done) == (2, 4, BLOCKS)
     assert node.held == set(node.names)
-    assert node.budget == (1 << 20) - 4, "what is there costs no write"
+    assert node.budget == (1 << 20) - 4, "blocks that are present cost no write"
 
 
 async def test_tier_that_reports_evictions_is_not_asked():
@@ -263,5 +263,5 @@ async def test_unreachable_tier_keeps_its_blocks_until_the_deadline():
                 node.fail()
             await asyncio.sleep(0)
 
-    assert (one.result().moved, one.result().refused, one.result().done) == (0, 0, 0), "and each was charged once"
+    assert (one.result().moved, one.result().refused, one.result().done) == (0, 0, 0), "each block was charged once"
     assert one.result().failed > 10

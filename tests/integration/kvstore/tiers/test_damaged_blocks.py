@@ -48,14 +48,14 @@ ROUNDS = 3
 CHANCE = random.Random(15)
 
 
-def with_another_bit(content: bytes) -> bytes:
+def with_random_bit_flipped(content: bytes) -> bytes:
     at = CHANCE.randrange(len(content))
     return content[:at] + bytes([content[at] ^ 1 << CHANCE.randrange(8)]) + content[at + 1 :]
 
 
 DAMAGES = {
     "the same bit of each answer": with_a_flipped_bit,
-    "a bit of each answer": with_another_bit,
+    "a bit of each answer": with_random_bit_flipped,
     "the first bit of each answer": lambda content: bytes([content[0] ^ 128]) + content[1:],
     "half of each answer": lambda content: content[: len(content) // 2],
     "nothing of each answer": lambda content: b"",
@@ -107,7 +107,7 @@ def read(tier: RemoteTier, keys: Sequence[BlockKey] = KEYS) -> int:
     return come
 
 
-def finds(tier: RemoteTier) -> int:
+def found_blocks(tier: RemoteTier) -> int:
     try:
         return tier.find(KEYS, deadline_in())
     except TierFailed:
@@ -137,7 +137,7 @@ def objects(bucket: str) -> int:
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damage_on_the_way_from_s3_deletes_no_object(bucket, damage: Callable[[bytes], bytes], caplog):
+def test_damage_in_transfer_from_s3_deletes_no_object(bucket, damage: Callable[[bytes], bytes], caplog):
     with (
         a_damaging_http_proxy(("127.0.0.1", shared_s3().port), damage) as proxy,
         an_s3_tier(bucket, proxy.port) as tier,
@@ -153,7 +153,7 @@ def test_damage_on_the_way_from_s3_deletes_no_object(bucket, damage: Callable[[b
         assert "tier fenced, answers damaged in transit" in messages
 
 
-def test_fence_around_s3_opens_when_answers_are_sound_again(bucket):
+def test_s3_circuit_closes_when_answers_are_sound_again(bucket):
     with (
         a_damaging_http_proxy(("127.0.0.1", shared_s3().port), with_a_flipped_bit) as proxy,
         an_s3_tier(bucket, proxy.port) as tier,
@@ -162,14 +162,14 @@ def test_fence_around_s3_opens_when_answers_are_sound_again(bucket):
         assert tier.status().fenced == 1
         proxy.forwards_unchanged = True
 
-        eventually(lambda: finds(tier) == COUNT)
+        eventually(lambda: found_blocks(tier) == COUNT)
         eventually(lambda: read(tier) == COUNT)
 
         assert tier.status().fenced == 0
         assert objects(bucket) == COUNT
 
 
-def test_object_that_is_damaged_where_it_lies_is_deleted(bucket):
+def test_object_damaged_at_rest_is_deleted(bucket):
     server = shared_s3()
     place = f"fleet/{DIGEST.hex()}/{NAMES[5].hex()}"
     content = server.client.get_object(Bucket=bucket, Key=place)["Body"].read()
@@ -187,18 +187,18 @@ def test_object_damaged_at_rest_stays_while_answers_are_damaged(bucket):
     place = f"fleet/{DIGEST.hex()}/{NAMES[0].hex()}"
     server.client.put_object(Bucket=bucket, Key=place, Body=bytes(8256))
     with (
-        a_damaging_http_proxy(("127.0.0.1", server.port), with_another_bit) as proxy,
+        a_damaging_http_proxy(("127.0.0.1", server.port), with_random_bit_flipped) as proxy,
         an_s3_tier(bucket, proxy.port) as tier,
     ):
         assert read(tier, KEYS[:1]) == 0
         assert objects(bucket) == COUNT
 
 
-REDIS_DAMAGES = {"the same bit of each piece": with_a_flipped_bit, "a bit of each piece": with_another_bit}
+REDIS_DAMAGES = {"the same bit of each piece": with_a_flipped_bit, "a bit of each piece": with_random_bit_flipped}
 
 
 @pytest.mark.parametrize("damage", REDIS_DAMAGES.values(), ids=REDIS_DAMAGES)
-def test_damage_on_the_way_from_redis_deletes_no_value(damage):
+def test_damage_in_transfer_from_redis_deletes_no_value(damage):
     server = shared_redis()
     prefix = f"wire-{uuid.uuid4().hex}"
     with a_redis_tier(prefix, server.port) as tier:
@@ -216,12 +216,12 @@ def test_damage_on_the_way_from_redis_deletes_no_value(damage):
         assert len(list(client.scan_iter(f"{prefix}:*", count=1000))) == COUNT
 
         proxy.forwards_unchanged = True
-        eventually(lambda: finds(tier) == COUNT)
+        eventually(lambda: found_blocks(tier) == COUNT)
         eventually(lambda: read(tier) == COUNT)
         assert tier.status().fenced == 0
 
 
-def test_value_that_is_damaged_where_it_lies_is_deleted():
+def test_value_damaged_at_rest_is_deleted():
     server = shared_redis()
     prefix = f"wire-{uuid.uuid4().hex}"
     with a_redis_tier(prefix, server.port) as tier, server.client() as client:
@@ -238,7 +238,7 @@ def test_value_that_is_damaged_where_it_lies_is_deleted():
         assert (tier.status().corrupt, tier.status().damaged, tier.status().fenced) == (2, 0, 0)
 
 
-def test_block_that_cannot_be_read_again_is_no_sign_of_damage(caplog):
+def test_unreadable_block_is_not_taken_for_damage(caplog):
     server = shared_redis()
     prefix = f"wire-{uuid.uuid4().hex}"
     with (
@@ -266,7 +266,7 @@ def test_block_that_cannot_be_read_again_is_no_sign_of_damage(caplog):
         assert (tier.status().damaged, tier.status().fenced) == (0, 0)
 
 
-def test_damage_on_the_way_from_a_peer_drops_none_of_its_blocks(monkeypatch):
+def test_damage_in_transfer_from_a_peer_drops_no_block(monkeypatch):
     namespace = a_namespace()
     keys = [BlockKey(namespace.digest, name) for name in NAMES]
     with a_node(capacity_bytes=4 << 20) as node:

@@ -76,7 +76,7 @@ def stats_of(client: StoreClient) -> Stats:
     return stats
 
 
-def are_kept(client: StoreClient, blocks: int, tier: int = 0) -> None:
+def wait_until_kept(client: StoreClient, blocks: int, tier: int = 0) -> None:
     eventually(lambda: stats_of(client).tiers[tier].blocks >= blocks)
 
 
@@ -92,19 +92,19 @@ def test_block_evicted_from_the_pool_returns_from_disk(tmp_path):
         chains = [a_chain(6, of) for of in "abcd"]
         for index, chain in enumerate(chains, 1):
             assert write(client, chain) == 6
-            are_kept(client, 6 * index)
+            wait_until_kept(client, 6 * index)
         assert in_pool(client, chains[0]) == 0
         for chain in chains:
             assert read(client, chain) == 6
         (ssd,) = stats_of(client).tiers
-        assert ssd.hits == 24, "each chain pushed out the one that is asked for next"
+        assert ssd.hits == 24, "each chain evicted the one that is read next"
 
 
 def test_a_killed_node_finds_its_blocks_on_the_disk_again(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
-            are_kept(client, 6)
+            wait_until_kept(client, 6)
         node.kill()
         node.start()
         with a_client(node) as client:
@@ -113,12 +113,12 @@ def test_a_killed_node_finds_its_blocks_on_the_disk_again(tmp_path):
             assert in_pool(client, a_chain(6)) == 6
 
 
-def test_a_match_says_once_which_blocks_came_up_from_which_tier(tmp_path):
+def test_match_reports_promoted_blocks_once(tmp_path):
     """Check that a look-up reports nothing, and that blocks written since count as the memory's own."""
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
-            are_kept(client, 6)
+            wait_until_kept(client, 6)
         node.kill()
         node.start()
         with a_client(node) as client:
@@ -133,7 +133,7 @@ def test_promoted_block_evicted_unread_is_new_when_rewritten(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
-            are_kept(client, 6)
+            wait_until_kept(client, 6)
         node.kill()
         node.start()
         with a_client(node) as client:
@@ -150,7 +150,7 @@ def test_without_max_wait_no_lower_tier_is_searched(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
-            are_kept(client, 6)
+            wait_until_kept(client, 6)
         node.kill()
         node.start()
         with a_client(node) as client:
@@ -162,12 +162,12 @@ def test_scan_writes_nothing_and_reused_blocks_are_kept(tmp_path):
     with a_node(tiers=[an_ssd(tmp_path, keep="reused")]) as node, a_client(node) as client:
         for of in "abcd":
             write(client, a_chain(6, of))
-            assert read(client, a_chain(6, of)) == 6, "the request's own use, which says nothing"
+            assert read(client, a_chain(6, of)) == 6, "the use by the request itself does not count"
         assert stats_of(client).tiers[0].bytes_written == 0
         eventually(lambda: read(client, a_chain(6, "a")) and stats_of(client).tiers[0].blocks == 6, 30)
 
 
-def test_no_more_is_written_in_a_day_than_the_budget_says(tmp_path):
+def test_daily_write_budget_is_kept(tmp_path):
     tier = an_ssd(tmp_path, keep="all", daily_write_bytes=4 * BLOCK_BYTES)
     with a_redis_server() as redis:
         tiers = [tier, {"kind": "redis", "url": redis.url, "keep": "all"}]
@@ -178,7 +178,7 @@ def test_no_more_is_written_in_a_day_than_the_budget_says(tmp_path):
             assert stats_of(client).tiers[0].bytes_written < 5 * (BLOCK_BYTES + 4096)
 
 
-def test_a_miss_everywhere_costs_no_wait(tmp_path):
+def test_miss_in_all_tiers_costs_no_wait(tmp_path):
     with a_node(tiers=[an_ssd(tmp_path)]) as node, a_client(node) as client:
         match = client.match(a_chain(6), lease_seconds=1, max_wait_seconds=MAX_WAIT)
         assert (len(match), match.loading) == (0, 0)
@@ -305,10 +305,10 @@ def test_peer_block_is_read_from_memory_and_missed_after_death():
         with a_node(tiers=[{"kind": "peer", "peers": [first.address]}]) as second, a_client(second) as other:
             assert read(other, a_chain(4)) == 4
             first.kill()
-            assert read(other, a_chain(6)) == 4, "what came over stays, the rest is a miss"
+            assert read(other, a_chain(6)) == 4, "transferred blocks stay and the others are misses"
 
 
-def test_redis_gone_is_a_miss_and_redis_back_is_found_again():
+def test_lost_redis_is_a_miss_and_is_found_again():
     with (
         a_redis_server() as redis,
         a_node(
@@ -332,9 +332,9 @@ def test_compressed_and_sealed_blocks_round_trip(tmp_path):
     tiers = [an_ssd(tmp_path, keep="all", codec=codec)]
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node, a_client(node) as client:
         write(client, a_chain(6))
-        are_kept(client, 6)
+        wait_until_kept(client, 6)
         write(client, a_chain(8, "b"))
-        are_kept(client, 14)
+        wait_until_kept(client, 14)
         assert read(client, a_chain(6)) == 6
     plain = block_of(a_chain(6)[0]).tobytes()[:64]
     segments = [path.read_bytes() for path in tmp_path.iterdir() if path.is_file()]
@@ -369,7 +369,7 @@ def read_from(node, chain: list[bytes]) -> int:
         return read(client, chain)
 
 
-async def test_a_router_hears_in_which_tier_a_block_is(tmp_path):
+async def test_router_learns_the_tier_of_a_block(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         async with asyncio.TaskGroup() as tasks:
             router = StoreWatcher(node.address, tasks)
@@ -410,14 +410,14 @@ def test_layout_rejected_by_a_tier_does_not_stop_others(tmp_path):
         a_store_client(node.address, a_namespace(dtype="bfloat16", head_dim=16)).close()
 
 
-def test_metrics_tell_tier_by_tier(tmp_path):
+def test_metrics_are_reported_per_tier(tmp_path):
     port = a_free_port()
     with (
         a_node(metrics_listen=f"127.0.0.1:{port}", tiers=[an_ssd(tmp_path, keep="all")]) as node,
         a_client(node) as client,
     ):
         write(client, a_chain(3))
-        are_kept(client, 3)
+        wait_until_kept(client, 3)
         client.release(client.match(a_chain(5), lease_seconds=1).lease_id)
         client.match(a_chain(5, "b"), lease_seconds=1)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
@@ -446,7 +446,7 @@ def test_metrics_tell_tier_by_tier(tmp_path):
         ),
     ],
 )
-def test_a_tier_that_cannot_be_had_keeps_the_node_from_starting(tier, message):
+def test_unavailable_tier_stops_the_node_start(tier, message):
     async def start(folder):
         settings = msgspec.convert({"store_id": "s", "listen": [f"unix:{folder}/c"], "tiers": [tier]}, StoreSettings)
         async with open_node(settings, MonotonicClock()):

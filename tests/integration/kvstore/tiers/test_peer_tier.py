@@ -122,7 +122,7 @@ def test_a_part_of_a_chain_is_fetched_where_it_is_asked_for(node):
         assert outcomes(tier, KEYS[3:6]) == [True] * 3
 
 
-def test_holes_cost_only_themselves(node):
+def test_missing_blocks_cost_only_themselves(node):
     fill(node.address, [KEYS[0], KEYS[2], KEYS[3], KEYS[5]])
     with a_tier(node.address) as tier:
         assert tier.find(KEYS, deadline_in(10)) == 1
@@ -158,7 +158,7 @@ def test_blocks_are_fetched_from_any_holder_and_remembered():
             assert narrow.find(KEYS, deadline_in(10)) == 0, "one look-up ends at the owner"
         with a_tier(one.address, two.address) as tier:
             assert tier.find(KEYS, deadline_in(10)) == 8
-            assert outcomes(tier, KEYS[4:]) == [True] * 4, "by the holder that was remembered"
+            assert outcomes(tier, KEYS[4:]) == [True] * 4, "the remembered holder has the blocks"
 
 
 def test_a_chain_whose_parts_lie_on_two_peers_is_put_together():
@@ -182,7 +182,7 @@ def test_bad_block_is_not_asked_for_again_for_a_while(node):
 # Writes
 
 
-def test_pushed_blocks_lie_with_the_owner_of_their_chain():
+def test_pushed_blocks_go_to_the_owner_of_their_chain():
     with a_node() as one, a_node() as two:
         owner = ranking([one.address, two.address], KEYS[0])[0]
         with a_tier(one.address, two.address, push=True) as tier:
@@ -206,7 +206,7 @@ def test_block_with_a_wrong_checksum_is_counted_not_pushed(node):
         assert outcomes(tier) == kept
 
 
-def test_the_owner_of_a_chain_neither_pushes_it_nor_asks_itself():
+def test_owner_of_a_chain_does_not_push_or_ask_itself():
     with a_node() as us, a_node() as them:
         peers = [us.address, them.address]
         mine = next(key for key in keys_like(64) if ranking(peers, key)[0] == us.address)
@@ -223,7 +223,7 @@ def keys_like(count: int) -> list[BlockKey]:
     return [BlockKey(NAMESPACE.digest, name) for name in a_chain(count, "own")]
 
 
-def test_a_full_peer_takes_what_fits():
+def test_full_peer_stores_what_fits():
     with a_node(capacity_bytes=4 * BLOCK_BYTES) as node, a_tier(node.address, push=True) as tier:
         kept = put_blocks(tier, KEYS, BLOCKS, deadline_in(10))
 
@@ -257,7 +257,7 @@ def test_absent_peer_fails_at_once_and_is_used_when_it_comes(caplog):
             assert outcomes(tier) == [True] * 8
 
 
-def test_one_dead_peer_of_two_is_no_failure_of_the_tier():
+def test_one_dead_peer_of_two_does_not_fail_the_tier():
     with a_node() as one, a_node() as two:
         fill(one.address)
         fill(two.address)
@@ -286,7 +286,7 @@ def test_a_restarted_peer_is_empty_and_used_again(node):
         eventually(arrived)
 
 
-def test_a_frozen_peer_costs_no_more_than_the_deadline(node):
+def test_frozen_peer_costs_only_the_deadline(node):
     fill(node.address)
     with a_tier(node.address, push=True) as tier:
         assert outcomes(tier) == [True] * 8
@@ -381,7 +381,7 @@ class LyingNode(pb_grpc.BlockStoreServicer):
 
 
 @contextlib.contextmanager
-def a_liar(data_address: str, slots: int = 1) -> Iterator[str]:
+def a_lying_node(data_address: str, slots: int = 1) -> Iterator[str]:
     with ThreadPoolExecutor(4) as threads:
         server = grpc.server(threads)
         pb_grpc.add_BlockStoreServicer_to_server(LyingNode(data_address, slots), server)
@@ -412,7 +412,11 @@ def replies(kind: str) -> Script:
     "kind", ["garbage", "half a block", "half a block, and silence", "nothing", "an end", "another block"]
 )
 def test_stalled_data_plane_is_a_failure_within_the_deadline(kind):
-    with a_scripted_server(replies(kind)) as port, a_liar(f"127.0.0.1:{port}") as address, a_tier(address) as tier:
+    with (
+        a_scripted_server(replies(kind)) as port,
+        a_lying_node(f"127.0.0.1:{port}") as address,
+        a_tier(address) as tier,
+    ):
         assert tier.find(KEYS[:1], deadline_in(30)) == 1
 
         with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
@@ -422,15 +426,15 @@ def test_stalled_data_plane_is_a_failure_within_the_deadline(kind):
 def test_peer_that_reports_too_many_hits_is_a_failure():
     with (
         a_scripted_server(replies("nothing")) as port,
-        a_liar(f"127.0.0.1:{port}", 3) as address,
+        a_lying_node(f"127.0.0.1:{port}", 3) as address,
         a_tier(address) as tier,
     ):
         for call in (lambda: tier.find(KEYS[:2], deadline_in(2)), lambda: outcomes(tier, KEYS[:2], 2)):
-            with pytest.raises(TierFailed, match="3 blocks of 2"):
+            with pytest.raises(TierFailed, match="found 3 blocks, but 2 were asked for"):
                 call()
 
 
-def test_a_peer_with_another_layout_is_a_failure_that_says_so(node, caplog):
+def test_peer_with_another_layout_is_a_named_failure(node, caplog):
     other = a_namespace(block_tokens=64)
     with a_store_client(node.address, other) as client:
         client.write(a_chain(1), BLOCKS[:1])
@@ -454,12 +458,12 @@ def test_a_peer_with_another_layout_is_a_failure_that_says_so(node, caplog):
         ("look_ups", {"peers": ["a:1"], "look_ups": 0}),
     ],
 )
-def test_wrong_settings_are_refused_by_name(field, settings):
+def test_invalid_settings_are_rejected_by_name(field, settings):
     with pytest.raises(msgspec.ValidationError, match=field):
         msgspec.convert(settings, PeerSettings)
 
 
-def test_a_closed_tier_says_so():
+def test_closed_tier_raises():
     with a_tier(f"127.0.0.1:{a_free_port()}") as tier:
         tier.close()
         for call in (
@@ -472,7 +476,7 @@ def test_a_closed_tier_says_so():
         tier.discard(KEYS)
 
 
-def test_each_chain_has_an_owner_and_few_move_when_a_peer_goes():
+def test_few_chains_change_owner_when_a_peer_leaves():
     peers = [f"host-{index}:1" for index in range(8)]
     chains = [BlockKey(NAMESPACE.digest, BlockHash(name)) for name in a_chain(800, "rank")]
     owners = [ranking(peers, key)[0] for key in chains]

@@ -73,14 +73,14 @@ def test_killed_server_fails_at_once_and_is_found_again():
                 call()
 
         server.start()
-        assert tier.find(KEYS, deadline_in(10)) == 0, "it has forgotten"
+        assert tier.find(KEYS, deadline_in(10)) == 0, "the server kept its data"
         assert put_blocks(tier, KEYS, BLOCKS, deadline_in(10)) == [True] * 4
         assert read_outcomes(tier) == [BlockOutcome.MOVED] * 4
         assert tier.status().failures == 3
         tier.close()
 
 
-def test_connections_that_a_restart_has_cut_cost_no_call():
+def test_restart_of_the_server_costs_no_call():
     with a_redis_server() as server:
         tier = open_tier(server.url)
         put_blocks(tier, KEYS, BLOCKS, deadline_in(10))
@@ -100,7 +100,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_frozen_server_costs_no_more_than_the_deadline(call):
+def test_frozen_server_costs_only_the_deadline(call):
     with a_redis_server() as server:
         tier = open_tier(server.url)
         put_blocks(tier, KEYS, BLOCKS, deadline_in(10))
@@ -128,7 +128,7 @@ def test_server_frozen_from_the_start_costs_the_deadline():
         tier.close()
 
 
-def test_a_server_that_is_not_there_yet_is_found_when_it_comes():
+def test_late_server_is_found():
     with a_redis_server() as server:
         server.kill()
         tier = open_tier(server.url)
@@ -258,7 +258,7 @@ def test_newer_format_is_a_miss_logged_once_and_kept(tier, server, caplog):
     assert len([record for record in caplog.records if "newer format" in record.message]) == 1
 
 
-def test_a_planted_value_that_claims_to_be_huge_is_not_taken_in(tier, server):
+def test_planted_huge_value_is_not_read(tier, server):
     block = np.zeros(1 << 20, np.uint8)
     head = bytearray(records.pack(KEYS[0], 9, BLOCK_BYTES, block))
     with server.client() as client:
@@ -279,7 +279,7 @@ def test_two_writers_of_one_block_agree(server):
         tier.close()
 
 
-def test_a_hole_in_a_chain_ends_what_is_found_wherever_it_is(tier):
+def test_find_stops_at_the_first_missing_block(tier):
     keys = [BlockKey(DIGEST, name) for name in a_chain(700)]
     small = [np.full(8, index % 251, np.uint8) for index in range(700)]
     put_blocks(tier, keys, small, deadline_in(10))
@@ -294,7 +294,7 @@ def test_a_hole_in_a_chain_ends_what_is_found_wherever_it_is(tier):
 # Limits of the server
 
 
-def test_a_full_server_refuses_blocks_which_is_no_failure():
+def test_rejection_by_a_full_server_is_no_failure():
     with a_redis_server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
         tier = open_tier(server.url, in_flight_bytes=1 << 16)
         keys = [BlockKey(DIGEST, name) for name in a_chain(32, "full")]
@@ -311,7 +311,7 @@ def test_a_full_server_refuses_blocks_which_is_no_failure():
         tier.close()
 
 
-def test_a_server_that_evicts_keeps_taking_blocks():
+def test_evicting_server_keeps_storing_blocks():
     with a_redis_server("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru") as server:
         tier = open_tier(server.url)
         keys = [BlockKey(DIGEST, name) for name in a_chain(32, "evict")]
@@ -325,7 +325,7 @@ def test_a_server_that_evicts_keeps_taking_blocks():
         tier.close()
 
 
-def test_a_read_only_replica_is_a_failure_that_says_so():
+def test_read_only_replica_is_a_named_failure():
     with a_redis_server() as server:
         with server.client() as client:
             client.replicaof("127.0.0.1", server.port)  # a replica of itself: read-only at once and never in sync
@@ -336,7 +336,7 @@ def test_a_read_only_replica_is_a_failure_that_says_so():
         tier.close()
 
 
-def test_blocks_live_as_long_as_they_are_told_to(server):
+def test_blocks_expire_after_their_ttl(server):
     tier = open_tier(server.url, ttl_seconds=100)
     put_blocks(tier, KEYS, BLOCKS, deadline_in(10))
 
@@ -437,7 +437,7 @@ def test_nonsense_is_a_failure_within_the_deadline(script):
         tier.close()
 
 
-def test_blocks_that_came_before_the_cut_count():
+def test_blocks_received_before_a_cut_count():
     good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_stored_value(KEYS[0], BLOCKS[0]))
     with a_scripted_server(Script((*HANDSHAKE, good + b"$8256\r\nFKVR"))) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
@@ -445,7 +445,7 @@ def test_blocks_that_came_before_the_cut_count():
         assert read_outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE, BlockOutcome.GONE]
 
         assert tier.status().failures == 1
-        assert tier.gone() == [], "nobody said that the others are not there"
+        assert tier.gone() == [], "the other blocks were not reported as gone"
         tier.close()
 
 
@@ -461,11 +461,11 @@ def test_half_a_value_after_a_reply_costs_the_next_call_nothing():
         tier.close()
 
 
-def test_more_bytes_than_a_head_are_refused_and_not_waited_for():
+def test_oversized_head_is_rejected_without_waiting():
     with a_scripted_server(Script((*HANDSHAKE, b"$8256\r\nFKVR"), hold=True)) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
-        with pytest.raises(TierFailed, match="8256 bytes, where 64 at most were asked for"):
+        with pytest.raises(TierFailed, match="sent 8256 bytes; at most 64 were asked for"):
             tier.holds(KEYS, deadline_in(5))
 
         tier.close()
@@ -506,7 +506,7 @@ def test_read_only_user_can_read_and_write_fails_with_a_cause(server):
     put_blocks(writer, KEYS[:2], BLOCKS[:2], deadline_in(10))
 
     assert read_outcomes(reader) == [BlockOutcome.MOVED, BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE]
-    assert put_blocks(reader, KEYS[:2], BLOCKS[:2], deadline_in(10)) == [True] * 2, "they are there"
+    assert put_blocks(reader, KEYS[:2], BLOCKS[:2], deadline_in(10)) == [True] * 2, "the blocks are present"
     with pytest.raises(TierFailed, match="NOPERM"):
         put_blocks(reader, KEYS[2:], BLOCKS[2:], deadline_in(10))
     writer.close()
@@ -567,7 +567,7 @@ def test_secrets_are_neither_in_repr_nor_in_errors():
     tier.close()
 
 
-def test_a_closed_tier_lets_its_connections_go(server):
+def test_closed_tier_closes_its_connections(server):
     with server.client() as client:
         others = len(client.client_list())
         tier = open_tier(server.url)

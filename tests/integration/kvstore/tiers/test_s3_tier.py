@@ -92,7 +92,7 @@ def test_killed_server_is_a_failure_and_is_found_again():
 
         server.start()
         server.client.create_bucket(Bucket="blocks")
-        assert tier.find(KEYS, deadline_in()) == 0, "it has forgotten"
+        assert tier.find(KEYS, deadline_in()) == 0, "the server kept its data"
         assert put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True] * 4
         assert read_outcomes(tier) == [BlockOutcome.MOVED] * 4
         assert tier.status().failures == 3
@@ -106,7 +106,7 @@ CALLS = {
 }
 
 
-def test_a_frozen_server_costs_no_more_than_the_deadline():
+def test_frozen_server_costs_only_the_deadline():
     with an_s3_server() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, parallel=2)
@@ -131,7 +131,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
         tier.close()
 
 
-def test_calls_under_way_end_when_the_tier_is_closed():
+def test_closing_the_tier_ends_running_calls():
     with an_s3_server() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", parallel=1)
@@ -146,7 +146,7 @@ def test_calls_under_way_end_when_the_tier_is_closed():
                 call.result(60)
 
 
-def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
+def test_late_object_store_is_used(caplog):
     with an_s3_server() as server:
         server.kill()
         tier = open_tier(server, "blocks", start_seconds=1)
@@ -246,7 +246,7 @@ def test_recently_seen_block_is_not_asked_about_again(shared, bucket):
     for key in KEYS[:2]:
         shared.client.delete_object(Bucket=bucket, Key=place_of(key))
 
-    assert reader.find(KEYS, deadline_in()) == 2, "a guess, for a while"
+    assert reader.find(KEYS, deadline_in()) == 2, "the answer is remembered for a while"
     assert read_outcomes(reader) == [BlockOutcome.GONE] * 4
     assert reader.find(KEYS, deadline_in()) == 0
     assert reader.gone() == KEYS
@@ -325,7 +325,7 @@ def test_slowly_dripping_doubted_object_costs_the_deadline():
     with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_stored_value()[:64])) as port:
         tier = open_with_endpoint("blocks", port)
         tier.backend._clients.within(0.5)
-        tier.backend._seen.doubt(KEYS[0])
+        tier.backend._seen.suspect(KEYS[0])
 
         with at_most(1.5), pytest.raises(TierFailed):
             put_blocks(tier, KEYS[:1], BLOCKS[:1], deadline_in(0.5))
@@ -355,14 +355,14 @@ def test_value_without_a_length_is_a_failure_and_stays():
     with a_scripted_server(Script((b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk,))) as port:
         tier = open_with_endpoint("blocks", port)
 
-        with pytest.raises(TierFailed, match="how long"):
+        with pytest.raises(TierFailed, match="no content length"):
             read_outcomes(tier, KEYS[:1], 5)
 
         assert (tier.gone(), tier.status().corrupt) == ([], 0)
         tier.close()
 
 
-def test_a_whole_answer_without_a_value_is_corrupt():
+def test_answer_without_a_block_is_corrupt():
     with a_scripted_server(Script((an_answer("200 OK", b"<html>welcome</html>"),))) as port:
         tier = open_with_endpoint("blocks", port)
 

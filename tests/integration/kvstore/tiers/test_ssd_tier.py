@@ -62,7 +62,7 @@ def abandon(tier: SsdTier) -> None:
 
 
 @pytest.mark.parametrize("sync", list(Sync))
-def test_a_closed_tier_is_found_as_it_was(tmp_path, sync):
+def test_reopened_tier_has_its_blocks(tmp_path, sync):
     keys = keys_of(50)
     tier = a_tier(tmp_path, sync=sync)
     put(tier, keys)
@@ -105,7 +105,7 @@ def test_a_damaged_footer_table_is_not_believed(tmp_path):
     again.close()
 
 
-def test_no_table_has_to_be_right_for_the_bytes_to_be(tmp_path):
+def test_wrong_footer_entries_give_no_wrong_bytes(tmp_path):
     """Swap two blocks in an otherwise valid footer."""
     keys = keys_of(PER_SEGMENT)
     tier = a_tier(tmp_path)
@@ -121,7 +121,7 @@ def test_no_table_has_to_be_right_for_the_bytes_to_be(tmp_path):
 
     again = a_tier(tmp_path)
 
-    assert again.find(keys, deadline_in()) == PER_SEGMENT, "it was believed so far"
+    assert again.find(keys, deadline_in()) == PER_SEGMENT, "the damaged block was believed until it was read"
     assert get(again, keys) == [CORRUPT] * 2 + [MOVED] * (PER_SEGMENT - 2)
     again.close()
 
@@ -152,7 +152,7 @@ def test_a_torn_record_is_cut_off(tmp_path):
     assert again.status().blocks == 5
     assert get(again, keys) == [MOVED] * 5 + [GONE]
     assert put(again, keys[5:]) == [True]
-    assert record_at(tmp_path, keys[5]) == (path, offset), "its place is used again"
+    assert record_at(tmp_path, keys[5]) == (path, offset), "its space is used again"
     again.close()
 
 
@@ -172,7 +172,7 @@ def test_a_hole_between_records_hides_nothing_behind_it(tmp_path, missing):
     again.close()
 
 
-def test_a_file_begun_anew_is_not_read_by_its_former_footer(tmp_path):
+def test_reused_file_ignores_its_former_footer(tmp_path):
     tier = a_tier(tmp_path, score=oldest)
     batches = [keys_of(PER_SEGMENT, f"n{number}") for number in range(9)]
     for batch in batches:
@@ -189,7 +189,7 @@ def test_a_file_begun_anew_is_not_read_by_its_former_footer(tmp_path):
     again.close()
 
 
-def test_a_payload_made_to_look_like_a_record_is_none(tmp_path):
+def test_forged_record_in_a_payload_is_ignored(tmp_path):
     victim, forger = keys_of(1, "victim")[0], keys_of(1, "forger")[0]
     tier = a_tier(tmp_path)
     put(tier, [victim])
@@ -270,7 +270,7 @@ def test_segment_of_a_newer_version_is_a_miss_until_reused(tmp_path, caplog):
     assert get(again, keys) == [GONE] * 19
     put(again, keys_of(60, "b"))
     assert bytes(head[:8]) == path.read_bytes()[:8]
-    assert path.read_bytes()[8] == 2, "there was room elsewhere"
+    assert path.read_bytes()[8] == 2, "the other directories had room"
     put(again, keys_of(100, "c"))
     assert path.read_bytes()[8] == 1
     again.check()
@@ -308,7 +308,7 @@ def test_a_file_cut_short_under_an_open_tier_gives_what_is_left(tmp_path):
     tier.close()
 
 
-def test_a_segment_written_over_by_somebody_else_is_no_block(tmp_path, caplog):
+def test_overwritten_segment_gives_no_block(tmp_path, caplog):
     keys = keys_of(19)
     tier = a_tier(tmp_path)
     put(tier, keys)
@@ -322,7 +322,7 @@ def test_a_segment_written_over_by_somebody_else_is_no_block(tmp_path, caplog):
     tier.close()
 
 
-def test_one_segment_in_the_place_of_another_is_no_block(tmp_path):
+def test_swapped_segment_gives_no_block(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys_of(PER_SEGMENT, "a"))
     put(tier, keys_of(PER_SEGMENT, "b"))
@@ -352,7 +352,7 @@ def test_foreign_files_are_kept_and_count_towards_the_cap(tmp_path):
     tier.close()
 
 
-def test_foreign_files_that_leave_no_room_are_named(tmp_path):
+def test_foreign_files_that_fill_the_cap_are_named(tmp_path):
     (tmp_path / "big").write_bytes(os.urandom(1_700_000))
 
     with pytest.raises(StoreNotStarted, match="capacity_bytes: beside the other files in"):
@@ -394,7 +394,7 @@ def warnings_of(caplog) -> list[logging.LogRecord]:
 # Access
 
 
-def test_a_second_process_is_refused_a_directory(tmp_path):
+def test_a_second_process_is_rejected_a_directory(tmp_path):
     tier = a_tier(tmp_path)
     program = (
         "import sys\n"
@@ -430,7 +430,7 @@ def test_more_files_than_allowed_are_rejected_at_start(tmp_path, monkeypatch):
         a_tier(tmp_path, capacity_bytes=1 << 30)
 
 
-def test_a_limit_on_open_files_that_may_be_raised_is_raised(tmp_path):
+def test_file_limit_is_raised_where_possible(tmp_path):
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
     try:
@@ -486,7 +486,7 @@ def test_segments_of_another_size_are_read_and_then_replaced(tmp_path):
     again.close()
 
 
-def test_the_segment_with_the_lowest_score_goes_as_a_whole(tmp_path):
+def test_segment_with_the_lowest_score_is_evicted_whole(tmp_path):
     tier = a_tier(tmp_path, score=oldest)
     batches = [keys_of(PER_SEGMENT, f"n{number}") for number in range(16)]
     for batch in batches:
@@ -534,7 +534,7 @@ def test_blocks_in_demand_are_rescued_within_the_budget(tmp_path):
     for number in range(7):
         put(tier, keys_of(19, f"n{number}"))
 
-    assert readable_keys(tier, first) == [*first[5:7], *first[9:11]], "those read most often first, four in all"
+    assert readable_keys(tier, first) == [*first[5:7], *first[9:11]], "the four most read blocks come first"
     assert tier.rescued == 4
     assert not set(tier.gone()) & set(readable_keys(tier, first))
     tier.check()
@@ -545,7 +545,7 @@ def test_blocks_in_demand_are_rescued_within_the_budget(tmp_path):
     again.close()
 
 
-def test_a_block_that_is_rescued_is_at_no_moment_told_to_be_gone(tmp_path):
+def test_rescued_block_is_never_reported_gone(tmp_path):
     faults, told = DiskFaults(), set()
     tier = a_tier(tmp_path, faults=faults, score=oldest, admit_rewrite=lambda size_bytes: True)
     faults.before_write = lambda name, offset: told.update(tier.gone())  # Concurrency
@@ -562,7 +562,7 @@ def test_a_block_that_is_rescued_is_at_no_moment_told_to_be_gone(tmp_path):
     tier.close()
 
 
-def test_a_block_that_could_not_be_rescued_is_told_to_be_gone(tmp_path):
+def test_unrescued_block_is_reported_gone(tmp_path):
     faults, told = DiskFaults(), set()
     tier = a_tier(tmp_path, faults=faults, score=oldest, admit_rewrite=lambda size_bytes: True)
     faults.before_write = lambda name, offset: told.update(tier.gone())
@@ -597,7 +597,7 @@ def test_a_damaged_block_is_not_rescued(tmp_path):
     tier.close()
 
 
-def test_a_block_larger_than_a_segment_is_refused(tmp_path, caplog):
+def test_a_block_larger_than_a_segment_is_rejected(tmp_path, caplog):
     tier, largest = a_tier(tmp_path), largest_payload_bytes(SEGMENT_BYTES)
 
     assert put(tier, keys_of(2), length=SEGMENT_BYTES) == [False, False]
@@ -626,7 +626,7 @@ def test_blocks_are_spread_over_directories(tmp_path):
     again.close()
 
 
-def test_readers_never_see_the_next_life_of_a_segment(tmp_path):
+def test_readers_never_see_a_reused_segment(tmp_path):
     """Run three readers, a writer that evicts all the time, and one that discards; every byte that is read is right."""
     tier = a_tier(tmp_path, admit_rewrite=lambda size_bytes: True)
     names = [key for number in range(12) for key in keys_of(19, f"n{number}")]

@@ -74,13 +74,13 @@ def test_blocks_kept_before_a_kill_are_served_after_it(tmp_path):
 
         outcomes = get(tier, keys)  # fails on a wrong byte
 
-        assert BlockOutcome.CORRUPT not in outcomes, "what is torn is cut off when the tier is opened"
+        assert BlockOutcome.CORRUPT not in outcomes, "opening the tier cuts off a torn record"
         latest = outcomes[-LATEST:]
         served += latest.count(BlockOutcome.MOVED)
         expected += len(latest)
         there = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is BlockOutcome.MOVED}
         assert there == set(tier.held()) & set(keys)
-        assert get(tier, tier.held()).count(BlockOutcome.MOVED) == len(tier.held()), "also what nobody was told of"
+        assert get(tier, tier.held()).count(BlockOutcome.MOVED) == len(tier.held()), "unreported blocks are right too"
         put(tier, keys_of(PER_CALL, f"between{number}"))
         tier.check()
         tier.close()

@@ -29,7 +29,7 @@ def flipped_bits(path: Path, chance: random.Random) -> None:
     path.write_bytes(content)
 
 
-def flipped_bits_in_what_we_wrote(path: Path, chance: random.Random) -> None:
+def flipped_bits_in_metadata(path: Path, chance: random.Random) -> None:
     """Flip bits in heads, headers and footers, which random places rarely hit."""
     content = bytearray(path.read_bytes())
     pages = [p for p in range(0, len(content), PAGE_BYTES) if content[p : p + 4] in (b"FRec", b"Flee", b"Gone")]
@@ -79,7 +79,7 @@ def written_over(path: Path, chance: random.Random) -> None:
 
 DAMAGES = [
     flipped_bits,
-    flipped_bits_in_what_we_wrote,
+    flipped_bits_in_metadata,
     overwritten_pages,
     zeroed_pages,
     moved_pages,
@@ -114,7 +114,7 @@ def test_damage_never_becomes_a_wrong_byte(tmp_path, seed, while_open):
     tier.close()
 
     assert damaged > 30
-    assert right > 10 * ROUNDS, "damage to some blocks does not cost all"
+    assert right > 10 * ROUNDS, "the undamaged blocks are served"
     assert corrupt > 0
 
 

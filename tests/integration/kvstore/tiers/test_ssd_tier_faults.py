@@ -73,7 +73,7 @@ def test_a_read_error_is_a_failure_and_then_a_miss(tmp_path, faults, caplog):
     with pytest.raises(TierFailed):
         get(tier, keys[2:3])
 
-    assert get(tier, keys[:3]) == [GONE] * 3, "what cannot be read is not tried again and again"
+    assert get(tier, keys[:3]) == [GONE] * 3, "an unreadable block is not read again"
     assert tier.status().failures == 2
     assert warnings(caplog) == ["SSD tier: reads fail, blocks are misses"]
     faults.heal()
@@ -112,7 +112,7 @@ def test_a_write_error_is_a_failure_and_reading_goes_on(tmp_path, faults, caplog
     with pytest.raises(TierFailed):
         put(tier, after)
 
-    assert faults.writes == writes, "a folder that fails is left alone for a while"
+    assert faults.writes == writes, "a failing directory is avoided for a while"
     assert put(tier, before) == [True] * 3
     assert get(tier, [*before, *after]) == [MOVED] * 3 + [GONE] * 3
     faults.heal()
@@ -194,7 +194,7 @@ def test_a_footer_that_cannot_be_written_costs_time_and_no_block(tmp_path, fault
     again.close()
 
 
-def test_a_file_that_cannot_be_read_at_the_start_is_left_out(tmp_path, faults, caplog):
+def test_unreadable_file_at_start_is_left_out(tmp_path, faults, caplog):
     tier = a_tier(tmp_path)
     put(tier, keys_of(PER_SEGMENT, "a"))
     put(tier, keys_of(PER_SEGMENT, "b"))
@@ -232,7 +232,7 @@ def test_a_read_that_hangs_delays_its_own_call_only(tmp_path, faults):
     assert stuck.is_alive(), "its buffers are in use"
     gate.open()
     stuck.join(60)
-    assert answers[0][0].outcome is GONE, "it came too late"
+    assert answers[0][0].outcome is GONE, "the read came too late"
     assert tier.status().failures == 1
     tier.check()
     tier.close()
@@ -382,7 +382,7 @@ def small_disk(request, tmp_path):
 
 
 @needs_root
-def test_a_device_smaller_than_the_cap_is_used_as_far_as_it_goes(small_disk, caplog):
+def test_device_smaller_than_the_cap_is_filled(small_disk, caplog):
     tier = a_tier(small_disk / "kv", capacity_bytes=16 << 20)
     for number in range(20):
         assert put(tier, keys_of(PER_SEGMENT, f"n{number}")) == [True] * PER_SEGMENT
@@ -415,7 +415,7 @@ def test_device_filled_by_others_keeps_nothing_and_says_so(small_disk):
 
 
 @needs_root
-def test_a_read_only_directory_is_refused_at_the_start(small_disk):
+def test_a_read_only_directory_is_rejected_at_the_start(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, check=True)
 
     with pytest.raises(StoreNotStarted, match=r"directories\[0\]: .*Read-only"):
@@ -423,7 +423,7 @@ def test_a_read_only_directory_is_refused_at_the_start(small_disk):
 
 
 @needs_root
-def test_transfers_that_the_system_cuts_short_are_gone_on_with(tmp_path):
+def test_short_transfers_are_continued(tmp_path):
     """Check that a full disk, which takes only the first part of a write, causes an error."""
     with a_tmpfs(tmp_path / "disk", 64 * PAGE_BYTES) as folder:
         disk = open_disk(str(folder), direct=False)

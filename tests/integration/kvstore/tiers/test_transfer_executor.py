@@ -118,7 +118,7 @@ async def test_hung_disk_holds_only_the_blocks_in_its_threads():
         await until(lambda: not node.reservations)
 
         assert node.hierarchy.is_idle
-        assert not node.disk.reading.acquire(blocking=False), "what is late was never begun"
+        assert not node.disk.reading.acquire(blocking=False), "a late read was started"
 
 
 async def test_tier_answer_after_the_node_stopped_is_ignored():

@@ -61,7 +61,7 @@ def read(transport: NixlTransport, slot: Slot, seconds: float = 30) -> BlockOutc
     return outcome
 
 
-async def test_an_agent_that_died_is_replaced_and_found_again(pool):
+async def test_dead_agent_is_replaced_and_found_again(pool):
     transport = await pool.open()
     assert await asyncio.to_thread(read, transport, pool.slot) is BlockOutcome.MOVED
     watching = asyncio.create_task(pool.node.run())
@@ -112,7 +112,7 @@ async def test_agent_process_ends_with_the_node_and_uses_no_cpu(pool):
     await asyncio.to_thread(eventually, lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
-async def test_closing_gives_everything_back(pool):
+async def test_closing_frees_all_descriptors(pool):
     (await pool.open()).close()  # the library has allocated what it never frees
     descriptors = psutil.Process().num_fds()
 

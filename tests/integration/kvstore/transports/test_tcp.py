@@ -20,7 +20,7 @@ from kvstore.messages import BlockOutcome, Claim, Slot
 from kvstore.pool.machine import BlockMachine
 from kvstore.security.authentication import NONCE_BYTES, AuthenticationKey, Purpose
 from kvstore.system_clock import MonotonicClock
-from kvstore.tiers.private_memory import PrivateMemoryTier
+from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports import tcp_server
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_frames import (
@@ -52,7 +52,7 @@ class TcpDataPlane:
         self.block_bytes = block_bytes
         self.machine = BlockMachine(8 * block_bytes, LruEviction(), epoch=1)
         self.machine.open(self.namespace, Nanos(0))
-        self.tier = PrivateMemoryTier(8 * block_bytes)
+        self.tier = SharedMemoryTier(8 * block_bytes)
         self.plane = DataPlaneServer(
             self.machine, self.tier, CLOCK, AuthenticationKey(secret, Purpose.DATA) if secret else None
         )
@@ -151,7 +151,7 @@ def a_request(slot: Slot, operation: int = DataPlaneOperation.GET, magic: bytes 
         a_request(Slot(0, 1)) * 2,  # before OPEN
     ],
 )
-async def test_garbage_instead_of_an_opening_ends_the_connection(plane, garbage):
+async def test_garbage_before_the_opening_ends_the_connection(plane, garbage):
     reader, writer = await plane.connect()
 
     writer.write(garbage)
@@ -233,7 +233,7 @@ async def test_slot_reused_during_a_read_is_never_returned_as_good():
     await plane.close()
 
 
-async def test_bytes_damaged_on_the_way_in_are_not_accepted(plane):
+async def test_bytes_damaged_on_write_are_rejected(plane):
     _, slot = plane.reserve(a_chain(1)[0])
     reader, writer = await plane.dial()
     damaged = bytearray(a_block(1))
@@ -245,14 +245,14 @@ async def test_bytes_damaged_on_the_way_in_are_not_accepted(plane):
     assert await reply(reader) == [DataPlaneStatus.CORRUPT]
 
 
-async def test_bytes_damaged_on_the_way_out_are_noticed_by_the_client(plane):
+async def test_bytes_damaged_on_read_are_noticed_by_the_client(plane):
     slot = plane.hold(a_chain(1)[0], a_block(1))
 
     async with a_proxy_that_flips_a_byte(plane.port, at=CHALLENGE.size + REPLY.size + 100) as port:
         assert await asyncio.to_thread(read, plane, port, slot) == [BlockOutcome.CORRUPT]
 
 
-async def test_a_client_that_stops_in_the_middle_is_cut(plane):
+async def test_client_that_stops_midway_is_cut(plane):
     idle_reader, idle_writer = await plane.dial()
     reader, writer = await plane.dial()
     async with asyncio.timeout(60):
@@ -296,7 +296,7 @@ async def test_client_that_does_not_read_holds_nobody_up():
     await plane.close()
 
 
-async def test_connections_beyond_the_limit_are_refused(plane, monkeypatch):
+async def test_connections_beyond_the_limit_are_rejected(plane, monkeypatch):
     monkeypatch.setattr(tcp_server, "CONNECTIONS", 2)
     kept = [await plane.dial() for _ in range(2)]
 
@@ -344,7 +344,7 @@ def test_closing_ends_calls_of_other_threads():
         REPLY.pack(MAGIC, 1) + bytes([DataPlaneStatus.DONE]) + bytes(10),  # and no further byte
     ],
 )
-def test_a_node_that_talks_nonsense_is_a_miss(nonsense):
+def test_invalid_reply_of_a_node_is_a_miss(nonsense):
     with a_node_that_only_opens(and_says=nonsense) as address:
         transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(30))
 

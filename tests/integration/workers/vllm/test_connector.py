@@ -139,7 +139,7 @@ def test_a_load_is_performed_once(connector, client, namespace):
     assert connector._client.counters().bytes_read == 2 * namespace.block_bytes
 
 
-def test_a_corrupt_block_is_named_and_what_lies_before_it_counts(connector, client, namespace, node):
+def test_corrupt_block_is_named_and_its_prefix_counts(connector, client, namespace, node):
     load = a_load(client, namespace, 3)
     with a_store_client(node.address, namespace, prefer=("shm",)) as vandal:
         vandal.connection.session.transport._mapping.bytes[load.match.slots[1].offset + 70_000] ^= 0x10

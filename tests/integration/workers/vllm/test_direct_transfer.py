@@ -116,7 +116,7 @@ def test_blocks_that_the_decode_side_has_are_not_moved_again(pair):
 
 
 @pytest.mark.parametrize("params", [b"", b"[]", b"{}", b'{"do_remote_decode": true}'])
-def test_a_useless_hand_off_costs_time_and_nothing_else(pair, params):
+def test_useless_handoff_costs_only_time(pair, params):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
     first, prefilled = pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))

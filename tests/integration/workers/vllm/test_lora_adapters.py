@@ -127,7 +127,7 @@ def test_invalid_adapter_is_rejected_by_name(tmp_path, config):
         engine_arguments(structs.replace(vllm_worker(tmp_path), adapters={ModelName("a"): str(tmp_path)}))
 
 
-def test_the_adapter_used_longest_ago_is_taken_for_dropped():
+def test_least_recently_used_adapter_counts_as_dropped():
     used = LoadedAdapters(2)
     for name in "abac":
         used.use(name)
@@ -157,13 +157,13 @@ def test_each_adapter_has_tokens_and_blocks_of_its_own(world, mark):
         told = {}
         for name in ("", "ada", "bob", "eve", "ada"):
             first, end = await engine.do(world.work(name, prompt))
-            assert blocks_from(end.kv, Source.ENGINE) == (5 if name in told else 0), "no hit but its own"
+            assert blocks_from(end.kv, Source.ENGINE) == (5 if name in told else 0), "it hits only its own blocks"
             assert told.setdefault(name, first) == first
             names = set(world.names(name, prompt))
             await engine.until(lambda names=names: names <= engine.cached)
 
         assert len(set(told.values())) == 4
-        assert engine.engine.load().adapters == ("eve", "ada"), "two slots: the one used longest ago was dropped"
+        assert engine.engine.load().adapters == ("eve", "ada"), "of two slots the least recently used one was freed"
 
         refused = an_attempt(prompt, adapter="nobody", salt=b"s" * 32)
         engine.submit(refused)

@@ -79,13 +79,13 @@ async def test_invalid_model_folder_is_rejected_by_name(tmp_path):
         ({"vllm": VllmSettings(kv_cache_gib=0.1, extra_args={"no_such": 1})}, "vllm.extra_args: "),
     ],
 )
-async def test_settings_that_vllm_cannot_obey_are_refused_by_name(tmp_path, fields, said):
+async def test_unsupported_vllm_settings_are_rejected_by_name(tmp_path, fields, said):
     settings = msgspec.structs.replace(vllm_worker(a_model_folder(tmp_path, max_position_embeddings=4096)), **fields)
 
     assert (await refusal_of(settings)).startswith(said)
 
 
-async def test_a_cache_that_does_not_hold_one_long_request_is_refused(model_dir):
+async def test_cache_too_small_for_one_request_is_rejected(model_dir):
     settings = msgspec.structs.replace(vllm_worker(model_dir), vllm=VllmSettings(kv_cache_gib=0.01, dtype="float32"))
 
     assert (await refusal_of(settings)).startswith(
@@ -120,7 +120,7 @@ def test_revision_depends_on_weights_not_on_the_folder(model_dir, tmp_path):
     assert weights_revision(copy) != weights_revision(model_dir)
 
 
-def test_a_large_model_is_told_by_its_headers(model_dir, tmp_path, monkeypatch):
+def test_large_model_is_identified_by_its_headers(model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("workers.engines.weights.WHOLE_CONTENT_BYTES", 1000)
     before = weights_revision(model_dir)
     assert before == weights_revision(model_dir)

@@ -10,9 +10,9 @@ import pytest
 
 from fleet.local.tiny_model import build_tiny_model
 from tests.contract.workers.engine_contract import (
-    steps_are_shown_while_it_works_and_end_with_the_work,
+    is_working,
+    steps_are_shown_while_the_engine_works,
     steps_of,
-    working,
 )
 from tests.support.fleet_processes import alive
 from tests.support.waiting import eventually
@@ -43,7 +43,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngines]:
 
 
 def test_vllm_on_two_ranks_shows_its_steps(ranks):
-    ranks.run(steps_are_shown_while_it_works_and_end_with_the_work(ranks.engines[0]))
+    ranks.run(steps_are_shown_while_the_engine_works(ranks.engines[0]))
 
 
 async def steps_before_the_first_token(one: EngineDriver, tokens: int) -> int:
@@ -71,11 +71,11 @@ async def steps_when_stopped(one: EngineDriver, rank: psutil.Process) -> tuple[i
     await asyncio.sleep(STILL_SECONDS)
     still = steps_of(one)
     await asyncio.sleep(STILL_SECONDS)
-    assert working(one)
+    assert is_working(one)
     return still, steps_of(one)
 
 
-def test_a_stopped_rank_stops_the_steps_and_can_be_killed(ranks):
+def test_stopped_rank_stops_the_steps_and_can_be_killed(ranks):
     family = vllm_launch.family()
     rank = family[-1]
     assert len(family) >= 3, "vLLM's engine core and a process of each rank"

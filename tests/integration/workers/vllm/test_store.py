@@ -90,7 +90,7 @@ def until_held(client: StoreClient, tokens: bytes, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("promise", ALONE, ids=lambda promise: promise.__name__)
-def test_vllm_promises_that(promise, pair):
+def test_vllm_keeps_the_contract(promise, pair):
     pair.run(promise(pair.engines[0]))
 
 
@@ -98,19 +98,19 @@ def test_vllm_promises_that(promise, pair):
     "promise",
     [
         engine_promises.greedy_tokens_are_the_same_alone_and_in_a_batch,
-        engine_promises.a_cancelled_request_ends_and_frees_its_blocks,
-        engine_promises.a_request_cancelled_at_once_ends_too,
+        engine_promises.cancelled_request_ends_and_frees_its_blocks,
+        engine_promises.request_cancelled_at_once_ends_too,
         engine_promises.tenants_never_share_a_block,
         engine_promises.cache_events_name_the_blocks_of_the_chain,
     ],
     ids=lambda promise: promise.__name__,
 )
-def test_vllm_on_two_ranks_promises_that(promise, ranks):
+def test_vllm_on_two_ranks_keeps_the_contract(promise, ranks):
     ranks.run(promise(ranks.engines[0]))
 
 
 @pytest.mark.parametrize("promise", PAIRED, ids=lambda promise: promise.__name__)
-def test_a_pair_of_vllm_engines_promises_that(promise, pair):
+def test_pair_of_vllm_engines_keeps_the_contract(promise, pair):
     pair.run(promise(*pair.engines, KvPath.STORE))
 
 
@@ -238,7 +238,7 @@ def test_one_rank_reads_blocks_of_two_ranks_once_written(pair, ranks, client):
     assert blocks_from(end.kv, Source.STORE) == 190 // BLOCK_TOKENS
     after = client.stats()
     assert after.bytes_written - before.bytes_written == (after.written - before.written) * BLOCK_BYTES
-    assert after.written - before.written <= 240 // BLOCK_TOKENS, "one object a block, whoever wrote it"
+    assert after.written - before.written <= 240 // BLOCK_TOKENS, "one object per block, whoever wrote it"
     assert after.reservations == 0
 
 
@@ -258,7 +258,7 @@ def test_engines_of_one_and_two_ranks_hand_off_to_each_other(pair, ranks, prefil
     assert bytes_from(end.kv, Source.STORE) == 777 // BLOCK_TOKENS * BLOCK_BYTES
 
 
-def test_a_block_that_is_bad_for_one_rank_is_computed_by_both(pair, ranks, client, node):
+def test_block_bad_for_one_rank_is_computed_by_both(pair, ranks, client, node):
     prompt = fresh_prompt(300)
     one, two = pair.engines[0], ranks.engines[0]
     pair.run(one.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
@@ -428,7 +428,7 @@ def test_killed_rank_ends_its_engine_and_spares_the_store(ranks, node, model_dir
         assert client.stats().reservations == 0
 
 
-def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):
+def test_end_of_an_idle_engine_is_reported(pair):
     """Run last, because this test ends the engines that the tests share."""
     children = psutil.Process().children(recursive=True)
     cores = [child for child in children if command_of(child)[:1] == ["VLLM::EngineCore"]]
@@ -439,7 +439,7 @@ def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):
     error = pair.ended.exception(60)
     assert isinstance(error, BaseExceptionGroup)
     assert error.subgroup(EngineDied) is not None
-    assert psutil.wait_procs(children_of_vllm(children), timeout=60)[1] == [], "processes are left behind"
+    assert psutil.wait_procs(children_of_vllm(children), timeout=60)[1] == [], "processes were left behind"
 
 
 def children_of_vllm(children: list[psutil.Process]) -> list[psutil.Process]:

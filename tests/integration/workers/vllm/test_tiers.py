@@ -116,7 +116,7 @@ def test_prompt_is_served_from_memory_disk_and_redis_in_turn(cluster):
 
     cluster.push_out(0)
     assert cluster.ask_by_tier(0, prompt) == (tokens, {"cpu": BLOCKS})
-    assert cluster.stats(0).tiers[0].hits == 0, "they were in memory"
+    assert cluster.stats(0).tiers[0].hits == 0, "the blocks were not in memory"
 
     cluster.push_out(0)
     cluster.nodes[0].kill()

@@ -206,7 +206,7 @@ def test_blocks_staged_step_by_step_are_written_together(client, mover, written)
         assert torch.equal(after[:3], before[4:7]), "each under its own name"
 
 
-def test_a_load_gives_its_lease_back_and_says_what_is_good(client, mover):
+def test_load_releases_its_lease_and_names_good_blocks(client, mover):
     client.write(a_chain(2), [a_block(1, NAMESPACE.block_bytes), a_block(2, NAMESPACE.block_bytes)])
     load = BlockLoad("r", match(client, a_chain(2)), 0, [8, 9])
 
@@ -216,7 +216,7 @@ def test_a_load_gives_its_lease_back_and_says_what_is_good(client, mover):
     assert client.stats().pinned == 0
 
 
-def test_a_load_that_breaks_ends_all_the_same(client, mover):
+def test_failing_load_still_ends(client, mover):
     load = BlockLoad("r", match(client, a_chain(2)), 0, [8, 9])  # nothing matched, which is a bug of the scheduler side
 
     mover.start(work(loads=[load]))

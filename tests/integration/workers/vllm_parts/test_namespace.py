@@ -37,7 +37,7 @@ def a_namespace(
     return namespace_of(config, model="m", revision="r")
 
 
-def test_the_number_of_ranks_is_no_part_of_it():
+def test_namespace_ignores_the_number_of_ranks():
     assert a_namespace(ranks=2) == a_namespace()
 
 
@@ -51,11 +51,11 @@ def test_namespace_ignores_max_length_unless_rope_uses_it():
 
 
 @pytest.mark.parametrize(("cache_dtype", "bytes_a_value"), [("auto", 2), ("float16", 2), ("fp8", 1), ("fp8_e5m2", 1)])
-def test_its_blocks_are_of_the_size_that_the_cache_has(cache_dtype, bytes_a_value):
+def test_namespace_has_the_block_size_of_the_cache(cache_dtype, bytes_a_value):
     assert a_namespace(cache_dtype=cache_dtype).block_bytes == 4 * 2 * 32 * 128 * bytes_a_value
 
 
-def test_latent_kv_is_one_vector_a_token_whatever_the_heads():
+def test_latent_kv_is_one_vector_per_token():
     latent = a_namespace(latent=True)
 
     assert (latent.kv_heads, latent.head_dim, latent.block_bytes) == (1, 64, 4 * 32 * 64 * 2)

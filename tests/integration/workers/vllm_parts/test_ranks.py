@@ -191,7 +191,7 @@ def test_engines_with_different_ranks_read_each_others_blocks(node, client, kind
             assert not after[33:].any(), "nothing else was written"
     assert moved == 33 * BLOCK_BYTES * max(1, reading // HEADS)
     stats = client.stats()
-    assert (stats.written, stats.bytes_written) == (35, 35 * BLOCK_BYTES), "one object a block"
+    assert (stats.written, stats.bytes_written) == (35, 35 * BLOCK_BYTES), "one object per block"
     assert stats.reservations == 0
 
 
@@ -219,7 +219,7 @@ def test_urgent_blocks_are_there_when_the_first_rank_goes_on(pair, client):
 
     assert (held(client, a_chain(3)), held(client, a_chain(9)[5:])) == (3, 4)
     assert pair.clients[0].counters().bytes_written == 7 * BLOCK_BYTES
-    assert pair.clients[1].counters().bytes_written == 0, "one rank publishes"
+    assert pair.clients[1].counters().bytes_written == 0, "only one rank publishes"
 
 
 def test_only_missing_blocks_are_written_and_nobody_waits(pair, node, client):
@@ -234,7 +234,7 @@ def test_only_missing_blocks_are_written_and_nobody_waits(pair, node, client):
     assert client.stats().written == 6
     assert_loaded(node, client, a_chain(6)[3:5], a_model(1), 20)
     for mover in pair.movers:
-        eventually(lambda mover=mover: mover._keeper._area.free == mover._keeper._area.capacity)
+        eventually(lambda mover=mover: mover._saver._area.free == mover._saver._area.capacity)
 
 
 def test_deferred_blocks_keep_their_content_when_offered(pair, node, client):
@@ -248,12 +248,12 @@ def test_deferred_blocks_keep_their_content_when_offered(pair, node, client):
 
 
 def test_failed_rank_publishes_nothing_and_blocks_no_other(pair, node, client):
-    broken = pair.movers[1]._keeper._blocks
+    broken = pair.movers[1]._saver._blocks
     source, broken.source = broken.source, lambda _: lambda _: 1 / 0
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
 
     assert held(client, a_chain(3)) == 0
-    assert client.stats().reservations == 0, "their places are free again"
+    assert client.stats().reservations == 0, "their slots are free again"
 
     broken.source = source
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
@@ -265,7 +265,7 @@ def test_blocks_unstaged_by_one_rank_are_not_stored(node, client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
     monkeypatch.setattr("workers.engines.vllm.saves.MIN_STAGED_BLOCKS", 4)
     with an_engine(node, 2, a_model(1)) as pair:
-        area = pair.movers[1]._keeper._area
+        area = pair.movers[1]._saver._area
         taken = area.take([0, 1])
 
         pair.save(deferred=[BlockSave("r", a_chain(5), [1, 2, 3, 4, 5])])
@@ -283,7 +283,7 @@ def test_blocks_unstaged_by_one_rank_are_not_stored(node, client, monkeypatch):
 def test_rank_that_stages_after_the_others_keeps_no_room(pair, client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.LAG_SECONDS", 0.05)
     work = a_step(1, deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
-    keeper = pair.movers[1]._keeper
+    keeper = pair.movers[1]._saver
     pair.movers[0].save(work)
     eventually(lambda: keeper._over == {(1, 0)} and client.stats().reservations == 0)
 
@@ -293,8 +293,8 @@ def test_rank_that_stages_after_the_others_keeps_no_room(pair, client, monkeypat
     assert held(client, a_chain(3)) == 0
 
 
-def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch, caplog):
-    keeper = pair.movers[1]._keeper
+def test_rank_with_a_broken_thread_is_not_waited_for(pair, client, monkeypatch, caplog):
+    keeper = pair.movers[1]._saver
     monkeypatch.setattr(keeper, "_end", lambda saves: 1 / 0)
 
     pair.save(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
@@ -310,7 +310,7 @@ def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch, 
 def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
     pair.movers[0].close()
     eventually(lambda: "fleet-kv-write" not in {thread.name for thread in threading.enumerate()})
-    assert caplog.records == [], "an engine that is shut down ends like this"
+    assert caplog.records == [], "a stopped engine ends like this"
 
     for step in (1, 2):
         pair.movers[1].save(
@@ -328,7 +328,7 @@ def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monk
         assert late.wait(60)
         return write_shard(*arguments)
 
-    monkeypatch.setattr(pair.clients[1], "write_share", slow)
+    monkeypatch.setattr(pair.clients[1], "write_shard", slow)
     saving = threading.Thread(
         target=pair.movers[1].save, args=[a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])]
     )
@@ -343,7 +343,7 @@ def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monk
     assert held(client, a_chain(3)) == 0
     into = [bytearray(BLOCK_BYTES) for _ in range(3)]
     found = client.match(a_chain(3, "b"), lease_seconds=10)
-    assert client.read(found, range(3), into) == [True] * 3, "it noticed that the places are not its own any more"
+    assert client.read(found, range(3), into) == [True] * 3, "the rank did not notice that its slots were reused"
     assert into == [bytes(BLOCK_BYTES)] * 3
     pair._step = 1
     pair.movers[0]._end._answering[0].succeeded()  # the pause is over
@@ -374,7 +374,7 @@ def test_silent_rank_is_waited_for_once_then_after_a_pause(pair, node, client, m
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
 
 
-def test_a_first_rank_that_is_silent_is_waited_for_once_a_step(pair, client, monkeypatch, caplog):
+def test_silent_first_rank_is_waited_for_once_per_step(pair, client, monkeypatch, caplog):
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(SECOND // 20))
     saves = [BlockSave("r", a_chain(3), [4, 5, 6]), BlockSave("q", a_chain(2, "q"), [7, 8])]
 
@@ -394,7 +394,7 @@ def test_rejected_reservation_ends_the_save_on_all_ranks(pair, client, monkeypat
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6], tenant=b"no salt")])
 
     said = [record.message for record in caplog.records]
-    assert said == ["kv block write failed"], "and nobody has waited in vain"
+    assert said == ["kv block write failed"], "no rank waited in vain"
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert held(client, a_chain(3)) == 3
 
@@ -420,7 +420,7 @@ def test_full_store_keeps_what_fits_and_nobody_waits(monkeypatch, caplog):
 
 def test_many_saves_can_end_at_once(pair):
     over = [(step, 0) for step in range(1, 20_001)]
-    keeper = pair.movers[1]._keeper
+    keeper = pair.movers[1]._saver
 
     pair.movers[0]._end.write(RankChannel.DEFERRED, [], [], lambda _: None, tenant=b"", ended=over)
 
@@ -431,7 +431,7 @@ def test_many_saves_can_end_at_once(pair):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_uncopyable_block_ends_its_save_not_the_engine(pair, node, client, rank):
-    broken = pair.movers[rank]._keeper._blocks
+    broken = pair.movers[rank]._saver._blocks
     copy_out = broken.copy_out
 
     def failing(block_id, into):
@@ -445,7 +445,7 @@ def test_uncopyable_block_ends_its_save_not_the_engine(pair, node, client, rank)
     assert held(client, a_chain(3)) == 2
     assert_loaded(node, client, a_chain(2), a_model(1), 4)
     for mover in pair.movers:
-        eventually(lambda mover=mover: mover._keeper._area.free == mover._keeper._area.capacity)
+        eventually(lambda mover=mover: mover._saver._area.free == mover._saver._area.capacity)
 
 
 def test_bad_byte_in_one_ranks_share_is_seen_by_all(pair, node, client):
@@ -457,11 +457,11 @@ def test_bad_byte_in_one_ranks_share_is_seen_by_all(pair, node, client):
         )
 
     assert pair.load(BlockLoad("r", found, 0, [20, 21, 22])) == [[True, False, True]] * 2
-    assert held(client, a_chain(3)) == 1, "it is not found any more"
+    assert held(client, a_chain(3)) == 1, "the block is gone"
     assert client.stats().corrupt == 1
 
 
-def test_the_lease_of_a_load_stays_when_a_rank_is_through(pair, client):
+def test_lease_of_a_load_outlives_the_first_finished_rank(pair, client):
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
 
@@ -476,7 +476,7 @@ def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -
     """Join an engine of two ranks, and kill this process after one block of a save of three."""
     client = a_store_client(address, NAMESPACE)
     mover = BlockMover(client, HostBlocks(a_part(a_model(1), 2, rank)), an_end(client, rank, 2, folder))
-    source = mover._keeper._blocks.source
+    source = mover._saver._blocks.source
 
     def dying(block_ids):
         of = source(block_ids)
@@ -488,7 +488,7 @@ def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -
 
         return one
 
-    mover._keeper._blocks.source = dying
+    mover._saver._blocks.source = dying
     ready.send(rank)
     mover.save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 

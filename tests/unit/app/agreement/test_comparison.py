@@ -1,4 +1,4 @@
-"""Production's servers on a virtual loop and the simulation decide alike, line by line and to the nanosecond."""
+"""Production servers on a virtual loop and the simulation make the same decisions, to the nanosecond."""
 
 import gc
 from random import Random
@@ -11,7 +11,7 @@ from fleet.app.agreement.production_world import keys_from_tokens, tokens_from_k
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import StoreId, WorkerId
 from fleet.core.roles import Role
-from fleet.recording.traces import TraceSession, TraceTurn
+from fleet.recording.agentic_traces import TraceSession, TraceTurn
 from fleet.sim.cluster.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
 from fleet.sim.cluster.node_store import StoreProfile
 from fleet.sim.cluster.store_tiers import TierProfile
@@ -24,7 +24,7 @@ REQUESTS = 80
 
 
 def requests(count=REQUESTS, rate=20.0, seed=1):
-    """Requests of some sessions that share four beginnings, at instants and of lengths of no common measure."""
+    """Return requests of sessions that share four beginnings, at unrelated instants and with unrelated lengths."""
     luck = Random(seed)
     beginnings = [tuple(luck.randrange(1 << 62) for _ in range(6 + index)) for index in range(4)]
     instant = 0
@@ -37,7 +37,7 @@ def requests(count=REQUESTS, rate=20.0, seed=1):
 
 
 def sessions(count=20, seed=2):
-    """Conversations: turns that wait for an answer, or for two, and for a time of no common measure."""
+    """Return conversations whose turns wait for one or two answers, and for unrelated times."""
     luck = Random(seed)
     for _ in range(count):
         turns, chain = [], tuple(luck.randrange(1 << 62) for _ in range(8))
@@ -46,7 +46,7 @@ def sessions(count=20, seed=2):
             request = TraceRequest(
                 Nanos(0), len(chain) * BLOCK + luck.randrange(BLOCK), chain, luck.randrange(1, 100), 7
             )
-            after = (number - 1,) if number != 2 else (0,)  # the second and the third both follow the first
+            after = (number - 1,) if number != 2 else (0,)  # the second and the third turn both follow the first
             turns.append(TraceTurn(request, after if number else (), Nanos(luck.randrange(1, SECOND))))
         yield TraceSession(tuple(turns))
 
@@ -128,11 +128,11 @@ PLANS = {
 
 
 MORE = {"a queue and refusals": ("refuse",), "deadlines": ("refuse", "cancel")}
-"""Verbs, besides those of every log."""
+"""Verbs besides those of every log."""
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_scenario_gives_the_same_decisions_in_production_and_in_the_simulation(name):
+def test_production_and_simulation_decide_the_same(name):
     plan = PLANS[name]
 
     offered = sessions if isinstance(plan.clients, SessionClients) else requests
@@ -159,7 +159,7 @@ def test_a_scenario_gives_the_same_decisions_in_production_and_in_the_simulation
         ),
     ],
 )
-def test_what_comes_while_a_worker_changes_its_role_is_decided_alike(seed, faults):
+def test_requests_during_a_role_change_are_decided_alike(seed, faults):
     plan = pairs(*faults)
 
     there, here = served(plan, requests(seed=seed)), simulated(plan, requests(seed=seed))
@@ -168,18 +168,18 @@ def test_what_comes_while_a_worker_changes_its_role_is_decided_alike(seed, fault
     assert difference is None, (there.lines[difference : difference + 3], here.lines[difference : difference + 3])
 
 
-def test_a_log_has_candidates_with_their_costs_and_hits_bookings_releases_and_hand_offs():
+def test_decision_log_has_costs_reservations_and_handoffs():
     lines = [line.partition(" ")[2] for line in simulated(PLANS["prefill and decode"], requests(40)).lines]
     pair = next(line for line in lines if " with prefill-" in line and "/6" in line)
     assert " prompt_long_uncached, compute " in pair
-    assert pair.count("=") == 4  # candidates of both kinds, with cost and hits
+    assert pair.count("=") == 4  # prefill and decode candidates, with cost and hits
     work = next(line for line in lines if line.startswith("send ") and ", of which " in line)
     assert " from prefill-" in work
     assert any(line.startswith("book decode-") and "1 requests" in line for line in lines)
     assert any(line.startswith("book prefill-") and line.endswith(": nothing") for line in lines)
 
 
-def test_a_message_that_takes_a_nanosecond_longer_shows_in_the_log():
+def test_delay_of_a_nanosecond_shows_in_the_log():
     plan = three()
     later = structs.replace(plan, message_delay=Nanos(plan.message_delay + 1))
     some = simulated(plan, requests(10)).lines
@@ -187,7 +187,7 @@ def test_a_message_that_takes_a_nanosecond_longer_shows_in_the_log():
     assert first_difference(some, some[:-1]) == len(some) - 1
 
 
-def test_prompts_spell_the_keys_of_their_blocks_and_go_on_with_an_answer():
+def test_prompts_match_their_block_keys_and_contain_answers():
     keys = (0, 1, (1 << 64) - 2, 12345)
     tokens = tokens_from_keys(keys, BLOCK, 4 * BLOCK + 5)
     assert len(tokens) == 4 * (4 * BLOCK + 5)
@@ -196,11 +196,11 @@ def test_prompts_spell_the_keys_of_their_blocks_and_go_on_with_an_answer():
     assert keys_from_tokens(tokens_from_keys((), BLOCK, 3), BLOCK, b"") == ()
 
 
-def test_a_run_that_is_broken_off_leaves_nothing_behind_that_complains():
+def test_aborted_run_leaves_no_pending_tasks():
     def interrupted():
         yield from requests(20)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         served(pairs(), interrupted())
-    gc.collect()  # what is said then of tasks and coroutines is an error, in tests
+    gc.collect()  # complaints about tasks and coroutines are errors in tests

@@ -1,4 +1,4 @@
-"""What simple questions to a foreign server make of its answers, over real sockets."""
+"""Small HTTP client for external backends, over real sockets."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ async def test_an_answer_is_its_status_and_its_content():
 
 
 @pytest.mark.parametrize("drip", [0, len(ANSWER)])
-async def test_what_a_server_says_before_its_answer_is_none(drip):
+async def test_interim_head_is_no_answer(drip):
     assert await asked((HINTS + ANSWER)[: len(HINTS + ANSWER) - drip], drip=ANSWER[len(ANSWER) - drip :]) == (
         200,
         b"{}",
@@ -59,7 +59,7 @@ async def test_a_server_that_goes_on_and_on_before_its_answer_is_left():
 
 
 @pytest.mark.parametrize("size", [MAX_ANSWER_BYTES - 1000, 4 * MAX_ANSWER_BYTES])
-async def test_of_a_long_answer_the_beginning_is_read(size):
+async def test_beginning_of_a_long_answer_is_read(size):
     status, content = await asked(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + bytes(size))
 
     assert (status, len(content) == size) == (200, size < MAX_ANSWER_BYTES)

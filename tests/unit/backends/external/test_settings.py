@@ -1,4 +1,4 @@
-"""Foreign servers in a router's settings: what is wrong is one line that names the key."""
+"""External backends in router settings: each error is one line with the key."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_a_short_section_is_enough(tmp_path):
         (WORKER.replace('model = "mock"\n', ""), "missing required field `model`"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line_with_the_key(tmp_path, content, said):
+def test_wrong_setting_is_reported_in_one_line_with_its_key(tmp_path, content, said):
     file = tmp_path / "router.toml"
     file.write_text(content)
 

@@ -1,4 +1,4 @@
-"""What a connection to a foreign server passes on and tells of an answer, and when: transports by hand."""
+"""Upstream connection: what it passes on and reports of an answer, and when."""
 
 import asyncio
 
@@ -95,7 +95,7 @@ class Owner:
 
 
 async def make_busy(owner):
-    """Have a turn with several messages, so that those of the next one wait for its end."""
+    """Run a turn with several messages, so that those of the next one wait for its end."""
     for _ in range(2):
         owner.write_batcher.send(lambda: None)
     await asyncio.sleep(0)
@@ -110,7 +110,7 @@ async def owner():
 
 @pytest.fixture
 async def asked(owner):
-    """A connection that was asked something in the turn before."""
+    """Return a connection whose request was sent in the turn before."""
     upstream = Upstream(owner, report_every=2)
     upstream.connection_made(Transport())
     relayed = Relayed()
@@ -121,7 +121,7 @@ async def asked(owner):
     return upstream, relayed
 
 
-async def test_all_clients_of_a_turn_have_their_answers_before_anything_is_told_of_them(owner, asked):
+async def test_answers_of_a_turn_are_sent_before_any_report(owner, asked):
     upstream, relayed = asked
     other, another = Upstream(owner, report_every=2), Relayed()
     other.connection_made(Transport())
@@ -158,7 +158,7 @@ async def test_every_client_has_its_answer_however_many_come_in_a_turn(owner):
     assert all(relayed.client.written.endswith(EVENT + LAST) for _, relayed in asked)
 
 
-async def test_a_server_that_speaks_before_it_was_asked_has_not_answered(owner):
+async def test_bytes_before_a_request_are_no_answer(owner):
     upstream, relayed = Upstream(owner, report_every=2), Relayed()
     upstream.connection_made(Transport())
     upstream.begin(WORK, relayed, REQUEST)
@@ -175,12 +175,12 @@ async def test_a_server_that_speaks_before_it_was_asked_has_not_answered(owner):
     upstream.connection_lost(None)
 
     assert again.client.written == b""
-    assert upstream._transport.written == REQUEST + relayed.body  # and not the second request
-    assert owner.told == [("stale",)]  # so it is sent again, over another connection
+    assert upstream._transport.written == REQUEST + relayed.body  # without the second request
+    assert owner.told == [("stale",)]  # sent again over another connection
 
 
 @pytest.mark.parametrize("end", ["drop", "fail", "flush", "lost"])
-async def test_a_client_has_what_came_before_anything_else_is_said_to_it(owner, asked, end):
+async def test_pending_bytes_reach_the_client_before_an_error(owner, asked, end):
     upstream, relayed = asked
     upstream.data_received(HEAD + EVENT)
     upstream.data_received(EVENT)
@@ -212,7 +212,7 @@ async def test_a_request_that_is_dropped_in_its_turn_is_not_sent(owner):
     assert upstream._transport.written == b""
 
 
-async def test_tokens_are_told_once_however_many_come_in_a_turn(owner, asked):
+async def test_tokens_of_a_turn_are_reported_once(owner, asked):
     upstream, relayed = asked
 
     upstream.data_received(HEAD + EVENT)
@@ -225,7 +225,7 @@ async def test_tokens_are_told_once_however_many_come_in_a_turn(owner, asked):
     assert owner.told[-1][0] == "finished"
 
 
-async def test_nothing_is_told_of_an_answer_that_was_dropped_in_the_same_turn(owner, asked):
+async def test_dropped_answer_is_not_reported(owner, asked):
     upstream, relayed = asked
     upstream.data_received(HEAD + EVENT + LAST)
 
@@ -236,7 +236,7 @@ async def test_nothing_is_told_of_an_answer_that_was_dropped_in_the_same_turn(ow
     assert not relayed.ended
 
 
-async def test_a_connection_that_ends_right_after_its_answer_has_not_failed(owner, asked):
+async def test_close_right_after_the_answer_is_no_failure(owner, asked):
     upstream, relayed = asked
     upstream.data_received(HEAD + EVENT + LAST)
 
@@ -248,7 +248,7 @@ async def test_a_connection_that_ends_right_after_its_answer_has_not_failed(owne
     assert relayed.ended == 1
 
 
-async def test_what_follows_a_complete_answer_ends_the_connection_and_not_the_answer(owner, asked):
+async def test_bytes_after_the_answer_close_only_the_connection(owner, asked):
     upstream, relayed = asked
     upstream.data_received(HEAD + EVENT + LAST)
 
@@ -259,8 +259,8 @@ async def test_what_follows_a_complete_answer_ends_the_connection_and_not_the_an
     assert owner.told == [("finished", 1, "of no use")]
 
 
-async def test_what_an_answer_says_of_its_tokens_counts_wherever_it_is_cut(owner):
-    """By the network, into two pieces: in the middle of usage, too."""
+async def test_usage_is_read_wherever_the_answer_is_split(owner):
+    """The network splits the answer in two, also in the middle of the usage."""
     usage = b'"usage":{"prompt_tokens":7,"completion_tokens":21,"prompt_tokens_details":{"cached_tokens":3}}}'
     body = b'{"choices":[{"text":"' + b"a" * 5000 + b'"}],' + usage
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -298,7 +298,7 @@ async def test_usage_counts_in_however_many_pieces_it_comes(asked, size):
 
 @pytest.mark.parametrize("size", [1, 2, 7, 60])
 async def test_usage_counts_in_however_many_chunks_it_comes(asked, size):
-    """As something before the server may divide its answer."""
+    """Split the answer like a proxy before the server."""
     upstream, relayed = asked
     relayed.tenant = "somebody"
     usage = b'data: {"usage":{"prompt_tokens":1234,"completion_tokens":567,"prompt_tokens_details":{"cached_tokens":89}}}\n\n'
@@ -323,7 +323,7 @@ async def test_however_long_an_answer_is_little_of_it_is_kept(asked, piece):
     assert len(upstream._earlier + upstream._latest) <= 2 * USAGE_BYTES + len(piece)
 
 
-async def test_another_event_may_follow_one_whose_end_came_by_itself(asked):
+async def test_last_event_may_follow_an_event_whose_end_came_alone(asked):
     upstream, _ = asked
     upstream.data_received(HEAD + EVENT)
     for byte in EVENT[:-1]:
@@ -342,7 +342,7 @@ BARE = b"HTTP/1.1 100\r\n\r\n"
     "interim", [CONTINUE, HINTS, HINTS + CONTINUE, CONTINUE * MAX_INTERIM_HEADS, BARE, BARE + HINTS]
 )
 @pytest.mark.parametrize("chunks", [True, False])
-async def test_what_a_server_says_before_its_answer_is_passed_over_wherever_it_is_cut(owner, interim, chunks):
+async def test_interim_heads_are_skipped_wherever_they_are_split(owner, interim, chunks):
     sent = interim + HEAD + EVENT + LAST
     for cut in range(1, len(sent)):
         upstream, relayed = Upstream(owner, report_every=2), Relayed()
@@ -369,7 +369,7 @@ async def test_what_a_server_says_before_its_answer_is_passed_over_wherever_it_i
     ],
 )
 @pytest.mark.parametrize("size", [10, 10_000])
-async def test_who_says_too_much_before_its_answer_or_something_else_has_failed(owner, asked, said, size):
+async def test_too_many_interim_heads_or_other_bytes_fail(owner, asked, said, size):
     upstream, relayed = asked
     sent = said + HEAD + EVENT + LAST
     for begin in range(0, len(sent), size):
@@ -381,8 +381,8 @@ async def test_who_says_too_much_before_its_answer_or_something_else_has_failed(
     assert relayed.client.written == b""
 
 
-async def test_a_server_that_has_said_to_go_on_has_seen_the_request(owner, asked):
-    """So that it is not sent again when the connection closes then, as after one that was idle for too long."""
+async def test_interim_head_shows_that_the_request_was_seen(owner, asked):
+    """The request is not sent again if the connection closes then, unlike after an idle time."""
     upstream, _ = asked
     upstream.data_received(HEAD + EVENT + LAST)
     await asyncio.sleep(0)
@@ -397,7 +397,7 @@ async def test_a_server_that_has_said_to_go_on_has_seen_the_request(owner, asked
 
 
 @pytest.mark.parametrize("told", [b"-5", b'"many"', b"9" * 10, b"9" * 99])
-async def test_nobody_is_charged_for_what_is_no_count(asked, told):
+async def test_invalid_token_count_is_not_charged(asked, told):
     upstream, relayed = asked
     relayed.tenant = "somebody"
     body = b'{"prompt_tokens":1,"completion_tokens":' + told + b"}"
@@ -407,7 +407,7 @@ async def test_nobody_is_charged_for_what_is_no_count(asked, told):
     assert (relayed.ended, relayed.answer_tokens) == (1, 1)
 
 
-def test_what_concerns_one_connection_stays_there():
+def test_connection_headers_are_not_passed_on():
     head = read_head(
         b"HTTP/1.1 200 OK\r\nServer: x\r\nConnection: keep-alive\r\nKeep-Alive: timeout=5\r\n"
         b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nX-Fleet-Request-Id: forged\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Fleet's own workers beside foreign servers: the names and models of these are taken."""
+"""Fleet's own workers beside external backends, whose names and models are reserved."""
 
 from fleet.backends.combined import CombinedBackends
 from fleet.backends.external.workers import ExternalBackends
@@ -21,7 +21,7 @@ def heard(*events: WorkerEvent) -> list[WorkerEvent]:
     return heard
 
 
-def test_what_own_workers_do_is_heard():
+def test_events_of_own_workers_are_heard():
     joined = WorkerJoined(description=a_description(worker_id="w1"), address="x")
     events = (joined, LoadReported(worker_id=WorkerId("w1"), load=a_load()), WorkerLeft(worker_id=WorkerId("w1")))
     stored = StoreChanged(store_id="s", fingerprint="f")  # type: ignore[arg-type]
@@ -29,12 +29,12 @@ def test_what_own_workers_do_is_heard():
     assert heard(*events, stored) == [*events, stored]
 
 
-def test_a_worker_with_the_name_of_a_foreign_server_is_not_heard(caplog):
+def test_worker_with_name_of_external_backend_is_not_heard(caplog):
     joined = WorkerJoined(description=a_description(worker_id="w0"), address="x")
 
     assert heard(joined, WorkerDraining(worker_id=WorkerId("w0")), WorkerLeft(worker_id=WorkerId("w0"))) == []
     assert "openai_workers" in caplog.text
 
 
-def test_a_worker_with_the_model_of_a_foreign_server_does_not_join():
+def test_worker_with_model_of_external_backend_does_not_join():
     assert heard(WorkerJoined(description=a_description(worker_id="w1", model="mock"), address="x")) == []

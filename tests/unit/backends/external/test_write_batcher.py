@@ -1,4 +1,4 @@
-"""What is done at the end of a turn, and in which order."""
+"""Write batcher: what happens at the end of a turn, and in which order."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ def done():
 
 @pytest.fixture
 async def turn_end():
-    """Whose latest turn had several messages."""
+    """Return a batcher whose latest turn had several messages."""
     turn_end = WriteBatcher()
     for _ in range(2):
         turn_end.send(lambda: None)
@@ -30,7 +30,7 @@ async def test_a_message_goes_at_once_where_turns_have_but_one(done):
         await asyncio.sleep(0)
 
 
-async def test_what_comes_behind_a_message_that_went_at_once_waits_as_does_the_next_turn(done):
+async def test_messages_after_the_first_one_wait_and_so_does_next_turn(done):
     turn_end = WriteBatcher()
     for number in range(3):
         turn_end.send(lambda number=number: done.append(number))
@@ -66,7 +66,7 @@ async def test_everything_is_sent_before_books_are_kept(done, turn_end):
     assert done == ["a message", "another", "a book"]
 
 
-async def test_what_books_bring_about_is_sent_before_the_next_book(done, turn_end):
+async def test_messages_of_a_callback_are_sent_before_the_next_one(done, turn_end):
     turn_end.afterwards(lambda: turn_end.send(lambda: done.append("a message")))
     turn_end.afterwards(lambda: done.append("a book"))
 

@@ -1,4 +1,4 @@
-"""What commands that ask a cluster say when there is none, and of what they are given for it: an address, a key, a prompt."""
+"""Messages of commands for a missing cluster, and for invalid addresses, keys and prompts."""
 
 import socket
 import sys
@@ -13,14 +13,14 @@ OPERATING = (["status"], ["explain", "x"], ["router", "thresholds"])
 
 @pytest.fixture
 def nobody():
-    """An address where nobody listens."""
+    """Return an address without a listener."""
     with closing(socket.socket()) as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("command", OPERATING, ids=lambda command: command[0])
-def test_an_unknown_control_address_is_said_with_what_to_do(command, nobody, capsys):
+def test_unknown_control_address_is_reported_with_advice(command, nobody, capsys):
     assert run([*command, "--address", nobody]) == 1
 
     out, error = capsys.readouterr()
@@ -58,7 +58,7 @@ def test_an_unreadable_control_secret_is_refused(tmp_path, capsys):
     assert f"control_credentials.secret_file: {gone} cannot be read" in capsys.readouterr().err
 
 
-def test_where_nobody_listens_it_is_said_what_to_do(nobody, capsys):
+def test_unreachable_address_is_reported_with_advice(nobody, capsys):
     assert run(["generate", "hi", "--address", nobody]) == 1
 
     assert capsys.readouterr() == (
@@ -68,7 +68,7 @@ def test_where_nobody_listens_it_is_said_what_to_do(nobody, capsys):
 
 
 @pytest.mark.parametrize("address", ["", ":", "nonsense", "127.0.0.1", "127.0.0.1:0", "h:99999", "http://h:1", "h:x"])
-def test_what_is_no_address_is_misuse(address, capsys):
+def test_invalid_address_is_misuse(address, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(["status", "--address", address])
 
@@ -76,7 +76,7 @@ def test_what_is_no_address_is_misuse(address, capsys):
     assert f"{address!r} is not HOST:PORT, as in 127.0.0.1:50051" in line
 
 
-def test_a_name_that_nobody_has_is_said_to_be_none(capsys):
+def test_unknown_host_name_is_reported(capsys):
     assert run(["generate", "hi", "--address", "nobody.invalid:1"]) == 1
     assert "nobody.invalid:1: there is no host of that name; " in capsys.readouterr().err
 

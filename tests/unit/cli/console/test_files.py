@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are complete or not there."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from fleet.core.errors import ConfigurationRefused
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path):
     file = tmp_path / "out.json"
     file.write_text("before")
-    with pytest.raises(KeyboardInterrupt), whole_file(file, "--json") as path:  # noqa: PT012 - a block that is left
+    with pytest.raises(KeyboardInterrupt), whole_file(file, "--json") as path:  # noqa: PT012 - the block is left by an exception
         path.write_text("half")
         assert file.read_text() == "before"
         raise KeyboardInterrupt
@@ -23,7 +23,7 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_what_cannot_be_written_is_refused_by_its_option(tmp_path):
+def test_unwritable_output_is_refused_with_its_option(tmp_path):
     for path, cause in ((tmp_path / "no" / "file", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(ConfigurationRefused, match=f"--report: {path}: {cause}"), whole_file(path, "--report"):
             pass

@@ -1,4 +1,4 @@
-"""A command that is told to stop clears away what it has begun."""
+"""A command that is stopped cleans up."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ from fleet.cli.console.files import whole_file
 from fleet.cli.console.stopping import raise_interrupt_on
 
 
-def test_a_sigterm_leaves_no_unfinished_file_and_what_was_there_before(tmp_path):
+def test_sigterm_keeps_the_old_file_and_no_unfinished_one(tmp_path):
     file = tmp_path / "out.json"
     file.write_text("before")
 
@@ -22,7 +22,7 @@ def test_a_sigterm_leaves_no_unfinished_file_and_what_was_there_before(tmp_path)
         with raise_interrupt_on(), whole_file(file, "--json") as path:
             path.write_text("half")
             os.kill(os.getpid(), signal.SIGTERM)
-            signal.sigtimedwait([], 10)  # is never over
+            signal.sigtimedwait([], 10)  # never ends
 
     with pytest.raises(KeyboardInterrupt):
         stopped()
@@ -46,14 +46,14 @@ def _alarms(request):
 
 @pytest.fixture
 def _heard():
-    """Background jobs of a shell do not hear Ctrl-C, and these tests may run in one."""
+    """Background jobs of a shell ignore Ctrl-C, and these tests may run in one."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("_alarms", "_heard")
-def test_in_the_middle_of_an_import_nobody_is_interrupted_but_after_it(tmp_path, monkeypatch):
+def test_interrupt_during_an_import_acts_after_it(tmp_path, monkeypatch):
     (tmp_path / "slowly_imported.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.05)\nwhole = True\n"
     )
@@ -62,7 +62,7 @@ def test_in_the_middle_of_an_import_nobody_is_interrupted_but_after_it(tmp_path,
     def stopped():
         with raise_interrupt_on():
             importlib.import_module("slowly_imported")
-            signal.sigtimedwait([], 10)  # is never over
+            signal.sigtimedwait([], 10)  # never ends
 
     with pytest.raises(KeyboardInterrupt):
         stopped()
@@ -70,7 +70,7 @@ def test_in_the_middle_of_an_import_nobody_is_interrupted_but_after_it(tmp_path,
 
 
 @pytest.mark.usefixtures("_alarms", "_heard")
-def test_what_asked_at_the_end_of_an_import_is_heard_though_nothing_follows(tmp_path, monkeypatch):
+def test_interrupt_at_the_end_of_an_import_is_not_lost(tmp_path, monkeypatch):
     (tmp_path / "imported_last.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -81,7 +81,7 @@ def test_what_asked_at_the_end_of_an_import_is_heard_though_nothing_follows(tmp_
 
 
 @pytest.mark.usefixtures("_alarms", "_heard")
-def test_nobody_is_interrupted_while_a_commands_module_is_imported(tmp_path, monkeypatch):
+def test_import_of_a_command_is_not_interrupted(tmp_path, monkeypatch):
     (tmp_path / "imported.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
     monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
     monkeypatch.setitem(main.SUMMARIES, "imported", "is told to stop while it is imported")
@@ -90,7 +90,7 @@ def test_nobody_is_interrupted_while_a_commands_module_is_imported(tmp_path, mon
     assert sys.modules.pop("fleet.cli.imported").whole
 
 
-def test_what_a_shell_ignores_for_a_background_job_stays_ignored():
+def test_ignored_signal_stays_ignored_in_background_jobs():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with raise_interrupt_on():

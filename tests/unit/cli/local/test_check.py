@@ -1,12 +1,12 @@
-"""What `fleet up --check` calls good."""
+"""Verdicts of `fleet up --check`."""
 
 import pytest
 
 from fleet.cli.local.check import WITHIN, CheckedCompletion, blocks_received, complaint, disaggregated, judge
-from fleet.config import Topology
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.requests import KvOrigin, KvPhase, KvReport, Source
 from fleet.core.roles import KvPath, Phase
+from fleet.local.settings import Topology
 
 BLOCK = 32
 
@@ -41,7 +41,7 @@ def test_a_shorter_answer_is_bad():
     assert complain(an_answer((1, 2))) == "another number of tokens"
 
 
-def test_equal_tokens_that_the_decode_worker_computed_itself_are_bad():
+def test_equal_tokens_without_moved_blocks_fail_the_check():
     wrong = complain(an_answer(moved=0, computed=3))
 
     assert wrong == "no block moved by store; of the decode phase's blocks were 3 computed"
@@ -80,8 +80,8 @@ def test_a_cluster_that_did_not_start_counts_nothing():
         (32, 0, 0, True),  # its only full block ends with the token that is always computed
         (33, 0, 0, False),
         (33, 1, 0, True),
-        (33, 0, 1, True),  # the decode engine had it
-        (97, 0, 2, False),  # it had two of three, so the third had to come
+        (33, 0, 1, True),  # the decode engine held it
+        (97, 0, 2, False),  # it held two of three, so the third had to move
         (97, 1, 2, True),
     ],
 )
@@ -90,7 +90,8 @@ def test_blocks_must_move_unless_the_engine_has_them(tokens, moved, held, good):
 
 
 @pytest.mark.parametrize("path", list(KvPath))
-def test_routers_of_the_check_let_prompts_wait_as_long_as_the_check(path):
+def test_router_of_the_check_queues_as_long_as_the_check(path):
     topology = disaggregated(Topology(), path)
 
     assert topology.router.max_queue_seconds * SECOND >= WITHIN[path]
+    assert not any(pool.watchdog.enabled for pool in topology.pools)

@@ -1,4 +1,4 @@
-"""`fleet sim agree`: a scenario through production's servers and through the simulation."""
+"""`fleet sim agree`: a scenario through the production servers and through the simulation."""
 
 import json
 
@@ -25,7 +25,7 @@ def a_scenario(tmp_path):
     ]
 
 
-def test_production_and_simulation_decide_a_scenario_alike_and_that_exits_0(tmp_path, capsys):
+def test_equal_decisions_exit_0(tmp_path, capsys):
     assert run(["sim", "agree", *a_scenario(tmp_path), "--json", "-"]) == 0
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["agree"]
@@ -33,7 +33,7 @@ def test_production_and_simulation_decide_a_scenario_alike_and_that_exits_0(tmp_
     assert outcome["lines"] > 150
 
 
-def test_what_differs_is_shown_line_beside_line_and_exits_1(tmp_path, capsys, monkeypatch):
+def test_differences_are_shown_side_by_side_and_exit_1(tmp_path, capsys, monkeypatch):
     logged = agreement.LoggedRun(["1 refuse 1: no_worker"], [])
     monkeypatch.setattr(agreement, "served", lambda plan, traffic: logged)
     assert run(["sim", "agree", *a_scenario(tmp_path)]) == 1
@@ -48,7 +48,7 @@ def test_a_scenario_that_cannot_be_run_is_refused(tmp_path, capsys):
     assert "pools[0].gpu" in capsys.readouterr().err
 
 
-def test_what_cannot_be_written_is_refused_before_anything_runs(tmp_path, capsys, monkeypatch):
+def test_unwritable_output_is_refused_before_any_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(agreement, "served", lambda *_: pytest.fail("something ran"))
     assert run(["sim", "agree", *a_scenario(tmp_path), "--json", str(tmp_path / "no" / "file")]) == 3
     assert capsys.readouterr().err.startswith("fleet: --json: ")

@@ -1,4 +1,4 @@
-"""`fleet sim` with many runs: pairs, seeds, sweeps and curves; clients that wait; and files that are whole or not there."""
+"""`fleet sim` with many runs: pairs, seeds, sweeps and curves, waiting clients, and complete files."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from fleet.sim.experiments import sweep
 from tests.support.sim.scenarios import SCENARIO
 from tests.support.sim.traces import AGENTIC, CONVERSATION
 
-COMPUTES_SECONDS = 0.3  # of processor time: its run has begun
+COMPUTES_SECONDS = 0.3  # processor time after which a run has begun
 TRACE = f"workload={{kind='trace',file='{CONVERSATION}',requests=60}}"
 
 
@@ -53,8 +53,8 @@ def test_a_comparison_can_be_of_one_file_with_another_setting(scenario, capsys):
     assert [pair[0]["digest"] == pair[1]["digest"] for pair in answer["runs"]] == [False, False]
 
 
-def test_what_the_second_one_is_told_alone_counts_last(scenario, capsys):
-    """Whatever order both are told in: the rate is told to both, then the workload that it is of."""
+def test_changes_of_the_second_scenario_are_applied_last(scenario, capsys):
+    """The order of the changes does not matter: both scenarios get the rate, then the workload that it belongs to."""
     workload = "workload={kind='drawn',requests=20,rate=8.0,prompt_tokens=100,output_tokens=9}"
     both = ["--set", "workload.rate=9", "--set", workload]
     answer = answered(
@@ -75,7 +75,7 @@ def test_what_the_second_one_is_told_alone_counts_last(scenario, capsys):
         ("workload={kind='trace',file='nowhere'}", "other.toml: workload.file: "),
     ],
 )
-def test_what_the_second_one_cannot_be_told_is_refused_by_its_name(scenario, tmp_path, capsys, change, said):
+def test_invalid_change_of_the_second_scenario_is_refused(scenario, tmp_path, capsys, change, said):
     other = tmp_path / "other.toml"
     other.write_text(SCENARIO)
     assert run(["sim", "compare", str(scenario), str(other), "--set-b", change, "--processes", "1"]) == 3
@@ -102,7 +102,7 @@ def test_a_run_with_many_seeds_has_means_and_intervals(scenario, capsys):
 def test_capacity_shows_attainment_over_load(scenario, capsys):
     asked = ("capacity", scenario, "--attainment", "0.9", "--points", "3", "--processes")
     answer = answered(capsys, *asked, "1")
-    assert answered(capsys, *asked, "3") == answer  # what ran beside it in vain is no point
+    assert answered(capsys, *asked, "3") == answer  # unused runs beside it give no points
     rates = [point["rate"] for point in answer["curve"]]
     assert rates == sorted(rates)
     assert answer["tries"] == len(rates)
@@ -142,7 +142,7 @@ def test_sessions_of_a_trace_wait_for_answers(scenario, capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("clients={kind='sessions',users=4}", None),  # drawn conversations of one turn
+        ("clients={kind='sessions',users=4}", None),  # generated conversations of one turn
         ("clients={kind='some'}", "clients"),
         ("clients={kind='closed',users=0}", "clients.users"),
         ("clients={kind='closed',rate=2}", "clients.rate: is not a known key"),
@@ -152,7 +152,7 @@ def test_sessions_of_a_trace_wait_for_answers(scenario, capsys):
         ("workload.part=[0,1]", "workload.part: is not a known key"),
     ],
 )
-def test_clients_and_promises_that_contradict_each_other_are_refused(scenario, capsys, change, said):
+def test_contradicting_clients_and_goals_are_refused(scenario, capsys, change, said):
     assert run(["sim", "run", str(scenario), "--set", change]) == (0 if said is None else 3)
     if said is not None:
         (line,) = capsys.readouterr().err.splitlines()
@@ -181,9 +181,7 @@ def test_clients_and_promises_that_contradict_each_other_are_refused(scenario, c
         (["--ray", "nowhere", "--over", "workload.rate=0"], "workload.rate"),
     ],
 )
-def test_a_sweep_that_cannot_be_run_is_refused_before_anything_runs(
-    scenario, tmp_path, capsys, monkeypatch, options, said
-):
+def test_invalid_sweep_is_refused_before_any_run(scenario, tmp_path, capsys, monkeypatch, options, said):
     rows = ({"timestamp": at, "input_length": 9, "output_length": 1, "hash_ids": [1]} for at in (5, 0))
     (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(sweep, "simulate", lambda *_, **__: pytest.fail("something ran"))
@@ -217,7 +215,7 @@ def test_a_wrong_row_far_down_leaves_nothing_behind(scenario, tmp_path, capsys):
     assert set(tmp_path.iterdir()) == before
 
 
-def test_what_cannot_be_written_is_refused_before_anything_runs(scenario, tmp_path, capsys, monkeypatch):
+def test_unwritable_output_is_refused_before_any_run(scenario, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fleet.sim.run.simulate", lambda *_, **__: pytest.fail("something ran"))
     for option in ("--json", "--requests", "--report"):
         assert run(["sim", "run", str(scenario), option, str(tmp_path / "no" / "file")]) == 3
@@ -244,7 +242,7 @@ def test_without_ray_its_package_is_named(scenario, capsys, monkeypatch):
 
 
 def all_of(terminal: int) -> str:
-    """What was written to it until its other side was closed."""
+    """Return what was written to it until its other side was closed."""
     read = b""
     with os.fdopen(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):  # EIO is its end
         while part := file.read(4096):
@@ -266,7 +264,7 @@ def test_a_terminal_sees_a_bar_and_a_file_does_not(tmp_path):
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["the first", "the last"])
-def test_a_run_whose_process_is_killed_says_what_to_do(scenario, which):
+def test_killed_run_process_reports_what_to_do(scenario, which):
     made = sweep.cases([scenario], {}, (1, 2), {"workload.requests": 3_000_000})
     rows = sweep.run_all(made, 2)
     others = {child.pid for child in multiprocessing.active_children()}  # of other tests
@@ -288,7 +286,7 @@ def test_a_run_whose_process_is_killed_says_what_to_do(scenario, which):
 
 
 def test_runs_end_with_a_caller_that_is_killed(scenario):
-    """A caller that is killed cannot tell them; they see it."""
+    """A killed caller cannot tell its processes, so they notice it."""
     script = (
         "import multiprocessing, os, signal, sys, threading, time\n"
         "from pathlib import Path\n"

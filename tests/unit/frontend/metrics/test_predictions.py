@@ -12,7 +12,7 @@ from fleet.app.agreement.production_world import keys_from_tokens
 from fleet.core.clock import Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import WorkerId
-from fleet.frontend.metrics.predictions import PredictionMetrics, open_prediction_metrics
+from fleet.frontend.metrics.predictions import PredictionMetrics, profile_lookup
 from fleet.router.latency_predictions import WorkerProfile
 from fleet.router.messages import WorkerJoined, WorkerStepped
 from fleet.router.observer import ObservedMachine
@@ -52,8 +52,8 @@ def model(tmp_path):
 
 def test_longest_matching_name_gives_a_worker_its_profile(model):
     profiles = {"d": {"model": model, "gpu": "h100"}, "d-b": {"model": model, "gpu": "b200", "step_tokens": 4096}}
-    expectations = open_prediction_metrics(msgspec.convert(profiles, dict[str, ProfileSettings]))
-    of = {name: expectations._profile_of(a_description(worker_id=WorkerId(name))) for name in ("d-1", "d-b-1", "p-1")}
+    profile_of = profile_lookup(msgspec.convert(profiles, dict[str, ProfileSettings]))
+    of = {name: profile_of(a_description(worker_id=WorkerId(name))) for name in ("d-1", "d-b-1", "p-1")}
     assert (of["d-1"].step_tokens, of["d-b-1"].step_tokens, of["p-1"]) == (8192, 4096, None)
     assert of["d-b-1"].steps.seconds(1000, 5e5, 0, 0) < of["d-1"].steps.seconds(1000, 5e5, 0, 0)
 
@@ -69,7 +69,7 @@ def test_longest_matching_name_gives_a_worker_its_profile(model):
 def test_invalid_profile_is_refused_by_its_name(model, change, told):
     profile = ProfileSettings(**{"model": model, "gpu": "h100", **change})
     with pytest.raises(ConfigurationRefused) as refused:
-        open_prediction_metrics({"w": profile})
+        profile_lookup({"w": profile})
     assert str(refused.value).startswith(told)
 
 

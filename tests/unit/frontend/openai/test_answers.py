@@ -5,13 +5,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from fleet.core.clock import Nanos
-from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, KvPhase, Logprobs, Source, Usage
 from fleet.core.roles import Phase
 from fleet.frontend.openai.answers import ChatFormatter, CompletionFormatter
 from fleet.frontend.openai.requests import read_chat, read_completion
-from fleet.net.http.errors import error_body
 from tests.support.builders import MODEL, a_kv_report
 
 KV = (
@@ -35,8 +33,8 @@ def chat_shape(**fields: object) -> ChatFormatter:
 
 def completion_shape(**fields: object) -> CompletionFormatter:
     body = {"prompt": "x", **fields}
-    asked = read_completion(json.dumps(body).encode(), RequestId("r1"), Nanos(0))
-    return CompletionFormatter(asked, MODEL, lambda _, token: TEXTS[token], 7)
+    parsed = read_completion(json.dumps(body).encode(), RequestId("r1"), Nanos(0))
+    return CompletionFormatter(parsed, MODEL, lambda _, token: TEXTS[token], 7)
 
 
 def events(stream: bytes) -> list[dict]:
@@ -162,9 +160,3 @@ def test_every_answer_has_the_origin_of_its_blocks(make):
         "bytes": 2048,
     }
     assert "token_ids" not in json.loads(make().whole("hi", (1, 2), (), finished()))["fleet"]
-
-
-def test_error_has_the_four_fields():
-    error = json.loads(error_body(RequestRejected(Reason.QUEUE_FULL, "too busy")))["error"]
-
-    assert error == {"message": "too busy", "type": "rate_limit_error", "param": None, "code": "queue_full"}

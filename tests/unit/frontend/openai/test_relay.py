@@ -16,7 +16,7 @@ REQUEST = HttpRequest(
 
 
 class Line:
-    """To the client."""
+    """Connection to the client."""
 
     is_expired = False
 
@@ -35,7 +35,7 @@ class Line:
 
 
 class Flow:
-    """An answer of which one event has come in this turn."""
+    """Answer of which one event has arrived in this turn."""
 
     def __init__(self, line, *, at_event_boundary):
         self._line = line

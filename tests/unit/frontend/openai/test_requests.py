@@ -20,7 +20,7 @@ from fleet.core.requests import (
 from fleet.core.roles import KvPath, Placement
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
 from fleet.frontend.openai.requests import read_chat, read_completion
-from fleet.net.status_codes import REASON_STATUSES, rename_field
+from fleet.net.status_codes import rename_field
 from tests.support.builders import token_bytes
 
 ID = RequestId("r1")
@@ -40,11 +40,11 @@ def test_absent_and_null_fields_get_openai_defaults():
         ("temperature", "max_tokens", "stop", "seed", "stream", "n", "tools", "logprobs", "fleet", "model")
     )
 
-    for asked in (completion(), completion(**nothing)):
-        assert asked.request.sampling == Sampling(max_tokens=16, temperature=1.0)
-        assert (asked.request.fill_context, asked.stream, asked.request.deadline) == (False, False, None)
-    for asked in (chat(), chat(**nothing)):
-        assert asked.request.fill_context
+    for parsed in (completion(), completion(**nothing)):
+        assert parsed.request.sampling == Sampling(max_tokens=16, temperature=1.0)
+        assert (parsed.request.fill_context, parsed.stream, parsed.request.deadline) == (False, False, None)
+    for parsed in (chat(), chat(**nothing)):
+        assert parsed.request.fill_context
 
 
 def test_all_sampling_fields_are_read():
@@ -64,9 +64,9 @@ def test_all_sampling_fields_are_read():
         "logprobs": 5,
     }
 
-    asked = completion(**sent)
+    parsed = completion(**sent)
 
-    assert asked.request.sampling == Sampling(**{**sent, "stop_token_ids": (1, 2)})
+    assert parsed.request.sampling == Sampling(**{**sent, "stop_token_ids": (1, 2)})
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_message_content_may_be_parts():
 
 
 def test_max_completion_tokens_wins_over_max_tokens():
-    asked = chat(max_tokens=5, max_completion_tokens=6)
+    parsed = chat(max_tokens=5, max_completion_tokens=6)
 
-    assert asked.request.sampling.max_tokens == 6
-    assert asked.names["sampling.max_tokens"] == "max_completion_tokens"
+    assert parsed.request.sampling.max_tokens == 6
+    assert parsed.names["sampling.max_tokens"] == "max_completion_tokens"
     assert chat(max_tokens=5).names["sampling.max_tokens"] == "max_tokens"
 
 
@@ -129,13 +129,13 @@ def test_options_of_the_fleet_object_are_read():
         "return_token_ids": True,
     }
 
-    asked = completion(fleet=options)
+    parsed = completion(fleet=options)
 
-    request = asked.request
+    request = parsed.request
     assert (request.placement, request.kv_path) == (Placement.DISAGGREGATED, KvPath.STORE)
     assert (request.session, request.tenant, request.priority) == ("s", "t", 3)
     assert request.deadline == NOW + 250 * MILLISECOND
-    assert asked.return_token_ids
+    assert parsed.return_token_ids
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
@@ -167,11 +167,11 @@ SCHEMA_TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}}}'
     ],
 )
 def test_structured_output_is_read_from_openai_and_vllm_fields(read, fields, form, called):
-    asked = read(**fields)
+    parsed = read(**fields)
 
-    assert asked.request.sampling.form == form
-    assert asked.names.get("sampling.form") == called
-    assert asked.request.sampling.stateless == (form is None)
+    assert parsed.request.sampling.form == form
+    assert parsed.names.get("sampling.form") == called
+    assert parsed.request.sampling.stateless == (form is None)
 
 
 def test_tools_are_part_of_the_prompt_unless_choice_is_none():
@@ -317,10 +317,3 @@ def test_later_rejection_uses_the_names_of_the_client():
     ):
         refused = rename_field(invalid(path, "is wrong"), OPENAI_FIELD_NAMES)
         assert (refused.field, refused.message) == (name, f"{name}: is wrong")
-
-
-def test_every_reason_has_a_status_by_whose_error_it_is():
-    assert set(REASON_STATUSES) == set(Reason)
-    for reason, appearance in REASON_STATUSES.items():
-        assert 400 <= appearance.http < 600
-        assert (appearance.openai == "invalid_request_error") == (appearance.http in (400, 404, 413)), reason

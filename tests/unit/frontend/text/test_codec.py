@@ -214,11 +214,11 @@ def test_tool_use_template_renders_tools(tmp_path):
 
 def test_template_without_tools_rejects_tools_and_calls(codec):
     conversation = [ChatMessage(role="user", content="x")]
-    with pytest.raises(RequestRejected, match="knows no tools") as refused:
+    with pytest.raises(RequestRejected, match="does not support tools") as refused:
         codec.render(conversation, TOOLS)
     assert refused.value.field == "chat.tools"
 
-    with pytest.raises(RequestRejected, match="knows no calls") as refused:
+    with pytest.raises(RequestRejected, match="does not support tool calls") as refused:
         codec.render([*conversation, ChatMessage(role="assistant", content="", tool_calls=CALLS)])
     assert refused.value.field == "chat.messages[1].tool_calls"
 

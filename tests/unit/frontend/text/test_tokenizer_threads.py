@@ -6,7 +6,13 @@ import threading
 import pytest
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.frontend.text.tokenizer_threads import MOST, MOST_VERY_LONG, THREADS, VERY_LONG_BYTES, TokenizerThreads
+from fleet.frontend.text.tokenizer_threads import (
+    MAX_TASKS,
+    MAX_VERY_LONG_TASKS,
+    THREADS,
+    VERY_LONG_BYTES,
+    TokenizerThreads,
+)
 
 SIZE = 10_000
 VERY_LONG = VERY_LONG_BYTES + 1
@@ -45,7 +51,7 @@ async def test_results_and_exceptions_arrive(threads):
 
 async def test_number_of_waiting_prompts_is_bounded(threads):
     slow = Slow()
-    waiting = [threads.run(slow, SIZE) for _ in range(MOST)]
+    waiting = [threads.run(slow, SIZE) for _ in range(MAX_TASKS)]
 
     with pytest.raises(RequestRejected) as refused:
         threads.run(slow, SIZE)
@@ -53,14 +59,14 @@ async def test_number_of_waiting_prompts_is_bounded(threads):
     assert refused.value.reason is Reason.QUEUE_FULL
     slow.go.set()
     async with asyncio.timeout(60):
-        assert [await each for each in waiting] == [7] * MOST
+        assert [await each for each in waiting] == [7] * MAX_TASKS
 
 
 async def test_cancelled_waiting_work_frees_its_place(threads):
     slow = Slow()
     running = [threads.run(slow, SIZE) for _ in range(THREADS)]
     for _ in range(3):
-        given_up = [threads.run(slow, SIZE) for _ in range(MOST - THREADS)]
+        given_up = [threads.run(slow, SIZE) for _ in range(MAX_TASKS - THREADS)]
         for each in given_up:
             each.cancel()
         await asyncio.sleep(0)
@@ -77,7 +83,7 @@ async def test_started_work_counts_until_it_is_done(threads):
     for each in [threads.run(slow, SIZE) for _ in range(THREADS)]:
         each.cancel()
     await asyncio.sleep(0)
-    waiting = [threads.run(slow, SIZE) for _ in range(MOST - THREADS)]
+    waiting = [threads.run(slow, SIZE) for _ in range(MAX_TASKS - THREADS)]
 
     with pytest.raises(RequestRejected):
         threads.run(slow, SIZE)
@@ -96,7 +102,7 @@ async def test_started_work_counts_until_it_is_done(threads):
 
 async def test_long_prompt_passes_very_long_ones(threads):
     very_long = Slow()
-    waiting = [threads.run(very_long, VERY_LONG) for _ in range(MOST_VERY_LONG)]
+    waiting = [threads.run(very_long, VERY_LONG) for _ in range(MAX_VERY_LONG_TASKS)]
 
     try:
         assert await asyncio.to_thread(very_long.started.wait, 60)
@@ -106,21 +112,21 @@ async def test_long_prompt_passes_very_long_ones(threads):
         very_long.go.set()
 
     async with asyncio.timeout(60):
-        assert [await each for each in waiting] == [7] * MOST_VERY_LONG
+        assert [await each for each in waiting] == [7] * MAX_VERY_LONG_TASKS
 
 
 async def test_very_long_prompts_leave_places_for_others(threads):
     slow = Slow()
-    waiting = [threads.run(slow, VERY_LONG) for _ in range(MOST_VERY_LONG)]
+    waiting = [threads.run(slow, VERY_LONG) for _ in range(MAX_VERY_LONG_TASKS)]
 
     with pytest.raises(RequestRejected) as refused:
         threads.run(slow, VERY_LONG)
 
     assert refused.value.reason is Reason.QUEUE_FULL
-    waiting += [threads.run(slow, SIZE) for _ in range(MOST - MOST_VERY_LONG)]
+    waiting += [threads.run(slow, SIZE) for _ in range(MAX_TASKS - MAX_VERY_LONG_TASKS)]
     slow.go.set()
     async with asyncio.timeout(60):
-        assert [await each for each in waiting] == [7] * MOST
+        assert [await each for each in waiting] == [7] * MAX_TASKS
 
 
 async def test_very_long_prompt_is_not_starved(threads):

@@ -1,4 +1,4 @@
-"""Measurements for tests: valid by default."""
+"""Measurements for tests, valid by default."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What clients of a benchmark see, against what happens when every step is played through."""
+"""Closed loop: formulas compared with a simulation of every step."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def loop(concurrency, client=BenchmarkClient(), **changes):  # noqa: B008 - froz
     return closed_loop(STEP, client, concurrency=concurrency, **(USUAL_LOOP | changes))
 
 
-def test_one_client_alone_waits_for_its_own_prefill_only():
+def test_single_client_waits_only_for_its_own_prefill():
     seen = loop(1)
 
     own = STEP.seconds(1024, 1024 * 512, 0, 0)
@@ -23,7 +23,7 @@ def test_one_client_alone_waits_for_its_own_prefill_only():
     assert seen.tpot == pytest.approx(STEP.seconds(0, 0, 1, 1152), rel=0.02)
 
 
-def test_prefills_of_others_slow_every_token_down():
+def test_prefills_of_others_raise_tpot():
     seen = loop(64)
 
     decode = STEP.seconds(0, 0, 64, 64 * 1152)
@@ -31,7 +31,7 @@ def test_prefills_of_others_slow_every_token_down():
     assert loop(64, answer_tokens=32).tpot > seen.tpot
 
 
-def test_a_turn_of_all_clients_is_no_shorter_than_the_work_in_it():
+def test_turn_is_at_least_its_work():
     seen = loop(64)
 
     work_of_a_turn = 64 * (STEP.seconds(1024, 1024 * 512, 63, 63 * 1152) - STEP.seconds(0, 0, 64, 64 * 1152))
@@ -46,11 +46,11 @@ def test_more_clients_wait_longer():
     assert [each.tpot for each in seen] == sorted(each.tpot for each in seen)
 
 
-def test_more_waves_hide_the_first_one():
+def test_more_waves_lower_weight_of_first_one():
     assert loop(64, BenchmarkClient(waves=100)).ttft < loop(64, BenchmarkClient(waves=5)).ttft
 
 
-def test_who_finds_no_room_waits_for_whole_turns():
+def test_requests_without_room_wait_for_whole_turns():
     seen = loop(64, capacity_tokens=32 * 1152)
 
     turn = 256 * loop(32).tpot
@@ -58,7 +58,7 @@ def test_who_finds_no_room_waits_for_whole_turns():
     assert seen.tpot == pytest.approx(loop(32).tpot, rel=0.02)
 
 
-def test_decoding_apart_is_not_disturbed_by_prefills():
+def test_separate_decoding_is_not_slowed_by_prefills():
     seen = closed_loop_disaggregated(
         STEP, STEP, BenchmarkClient(), concurrency=64, prefill_groups=1, decode_groups=1, transfer=0.01, **USUAL_LOOP
     )
@@ -67,7 +67,7 @@ def test_decoding_apart_is_not_disturbed_by_prefills():
     assert seen.tpot < loop(64).tpot
 
 
-def test_a_prefill_side_that_is_too_small_is_where_clients_wait():
+def test_clients_wait_for_too_few_prefill_engines():
     sides = {"decode_groups": 8, "transfer": 0.01, "concurrency": 512}
 
     few = closed_loop_disaggregated(STEP, STEP, BenchmarkClient(), prefill_groups=1, **sides, **USUAL_LOOP)

@@ -1,4 +1,4 @@
-"""The coefficients that come with this version: what they rest on, what they promise, and that they make sense."""
+"""Coefficients of this version: their basis, their errors, and plausibility."""
 
 import pytest
 
@@ -45,14 +45,14 @@ def overall(basis):
     return row.accuracy
 
 
-def test_measurements_that_were_not_fitted_to_are_predicted_as_well_as_we_say():
+def test_held_out_measurements_have_stated_errors():
     assert overall(EstimateBasis.MODEL).rows > 400
     assert overall(EstimateBasis.MODEL).ttft_median <= 0.25
     assert overall(EstimateBasis.MODEL).tpot_median <= 0.10
 
 
-def test_measurements_are_either_fitted_to_or_tested_with():
-    """3,232 of the wheel's are distinct, complete and possible (docs/hardware.md)."""
+def test_measurements_are_either_fitted_or_held_out():
+    """3,232 measurements of the wheel are distinct, complete and possible (docs/hardware.md)."""
     fitted = KNOWN.groups()["all", ""].rows
     tested = [
         row.accuracy.rows
@@ -63,18 +63,18 @@ def test_measurements_are_either_fitted_to_or_tested_with():
     assert fitted + sum(tested) == 3232
 
 
-def test_each_step_away_from_what_was_measured_is_less_exact():
+def test_errors_grow_with_distance_from_measurements():
     assert overall(EstimateBasis.MODEL).tpot_median < overall(EstimateBasis.GPU).tpot_median
     assert overall(EstimateBasis.MODEL).tpot_median < overall(EstimateBasis.ENGINE).tpot_median
 
 
-def test_where_the_coefficients_come_from_is_said():
+def test_coefficients_name_their_source():
     assert "silicon_sample.csv" in KNOWN.provenance.source
     assert len(KNOWN.provenance.sha256) == 64
     assert "Apache-2.0" in KNOWN.provenance.licence
 
 
-def test_every_set_of_factors_has_all_coefficients_and_a_known_level():
+def test_every_group_has_all_coefficients_and_known_level():
     assert len(KNOWN.start) == len(NAMES)
     for factors in KNOWN.factors:
         assert len(factors.of) == len(NAMES)
@@ -95,21 +95,21 @@ def test_no_engine_is_far_beyond_its_hardware(config, name, backend):
     assert all(getattr(efficiency, each) >= 0 for each in EFFICIENCIES)
 
 
-def test_an_estimate_says_whose_measurements_it_rests_on():
+def test_estimate_names_its_basis():
     assert on("h100").basis is EstimateBasis.MODEL
     assert on("h100", MIXTRAL, tp=2).basis is EstimateBasis.GPU
     assert on("mi300x").basis is EstimateBasis.ENGINE
     assert on("mi300x").tpot_error > on("a100").tpot_error > on("h100").tpot_error
 
 
-PUBLISHED = {  # tokens a second of Llama-3.1-70B in fp8 on eight MI300X, by prompt tokens, with 2,048 of answer (AMD's ROCm performance page)
+PUBLISHED = {  # tokens per second of Llama-3.1-70B in fp8 on eight MI300X, by prompt tokens, with answers of 2,048 (AMD's ROCm performance page)
     128: 13_212,
     2048: 7_252,
 }
 
 
 @pytest.mark.parametrize(("prompt", "published"), PUBLISHED.items())
-def test_products_measured_on_an_mi300x_bring_its_estimates_near_what_its_maker_published(prompt, published):
+def test_mi300x_products_bring_estimates_near_published_figures(prompt, published):
     concurrency, answer = 512, 2048
     step = on("mi300x").step
     between = step.seconds(0, 0, concurrency, concurrency * (prompt + answer / 2))
@@ -120,7 +120,7 @@ def test_products_measured_on_an_mi300x_bring_its_estimates_near_what_its_maker_
     assert predicted == pytest.approx(published, rel=0.35)
 
 
-def test_products_of_another_makers_gpu_say_nothing_of_its_attention():
+def test_products_of_other_maker_do_not_scale_attention():
     placement = shard_model(read_model(LLAMA_70B, precision=FP8), gpus()["mi300x"], ShardingDegrees(tp=8))
     efficiency, _ = compose(KNOWN.start, KNOWN.groups(), subject_of(placement.model, "mi300x", "vllm"))
 
@@ -131,7 +131,7 @@ def test_products_of_another_makers_gpu_say_nothing_of_its_attention():
     assert (here.attention, here.kv) == (efficiency.attention, efficiency.kv)
 
 
-def test_factors_of_every_level_that_fits_are_multiplied():
+def test_factors_of_all_matching_levels_multiply():
     subject = subject_of(a_model(), "h100", "vllm")
     ones = [1.0] * len(NAMES)
     levels = [("backend", "vllm", 2.0), ("gpu", "h100", 3.0), ("gpu", "b200", 5.0), ("model", subject.shape, 7.0)]
@@ -146,12 +146,12 @@ def test_factors_of_every_level_that_fits_are_multiplied():
     assert efficiency.compute == client.front == 1.0
 
 
-def test_models_are_recognised_by_their_shape():
+def test_models_are_recognised_by_shape():
     assert shape_of(read_model(LLAMA_70B, "a fine-tune")) == shape_of(a_model())
     assert kind_of(a_model(DEEPSEEK_V3)) == "latent-moe"
 
 
-def test_an_engine_that_nobody_measured_is_refused():
+def test_unmeasured_engine_is_refused():
     with pytest.raises(ConfigurationRefused, match=r"backend: 'llama\.cpp' is not one of sglang, trtllm, vllm"):
         on("h100", backend="llama.cpp")
 
@@ -163,8 +163,8 @@ def test_faster_memory_decodes_faster():
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "b200", "mi300x", "a100"])
-def test_steps_take_plausible_times(name):
-    """Llama-3.1-70B in fp8 on eight of them: a token in 4 to 20 ms, 4,096 prompt tokens in 40 to 900 ms."""
+def test_step_times_are_plausible(name):
+    """Llama-3.1-70B in fp8 on eight GPUs takes 4 to 20 ms for a token, and 40 to 900 ms for 4,096 prompt tokens."""
     step = on(name).step
 
     assert 0.004 < step.seconds(0, 0, 8, 16_000) < 0.020

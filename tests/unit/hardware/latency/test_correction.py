@@ -1,4 +1,4 @@
-"""An engine that is not its profile is learnt while it runs, and an engine that changes is told."""
+"""Correction: a difference from the profile is learned, and a change of the engine raises an alarm."""
 
 import random
 from math import exp
@@ -12,7 +12,7 @@ LEARNT = 100  # steps until predictions have to be within a fifth
 
 
 def engine(seed, factor, added, noise=0.1):
-    """Steps of an engine: what the profile says, and what it takes."""
+    """Return steps of an engine: predicted and measured seconds."""
     chance = random.Random(seed)
     while True:
         profile = chance.choice((0.004, 0.006, 0.01, 0.03, 0.08))
@@ -20,25 +20,25 @@ def engine(seed, factor, added, noise=0.1):
 
 
 def run(correction, steps, count):
-    """Whether there was an alarm at each step."""
+    """Return whether there was an alarm at each step."""
     return [correction.observe(*next(steps)) for _ in range(count)]
 
 
 def worst(correction, factor, added):
-    """The largest error of a prediction, as a share."""
+    """Return the largest relative error of the predictions."""
     return max(
         abs(correction.predict(profile) / (added + factor * profile) - 1.0) for profile in (0.004, 0.01, 0.03, 0.08)
     )
 
 
-def test_a_profile_is_believed_until_something_was_seen():
+def test_profile_is_used_before_first_sample():
     assert Correction().predict(0.01) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("factor", [0.4, 0.8, 1.0, 1.7, 3.0])
 @pytest.mark.parametrize("added", [0.0, 0.002, 0.01])
 @pytest.mark.parametrize("seed", range(5))
-def test_after_a_hundred_steps_predictions_are_within_a_fifth(factor, added, seed):
+def test_predictions_are_within_a_fifth_after_100_steps(factor, added, seed):
     correction = Correction()
 
     run(correction, engine(seed, factor, added), LEARNT)
@@ -46,7 +46,7 @@ def test_after_a_hundred_steps_predictions_are_within_a_fifth(factor, added, see
     assert worst(correction, factor, added) < WITHIN
 
 
-def test_steps_that_are_all_alike_are_learnt_as_well():
+def test_equal_steps_are_learned():
     correction = Correction()
 
     for _ in range(LEARNT):
@@ -57,7 +57,7 @@ def test_steps_that_are_all_alike_are_learnt_as_well():
 
 @pytest.mark.parametrize("change", [0.6, 1.5, 2.5])
 @pytest.mark.parametrize("seed", range(5))
-def test_an_engine_that_becomes_another_one_is_told_and_learnt_anew(change, seed):
+def test_change_of_engine_raises_alarm_and_is_learned(change, seed):
     correction = Correction()
     run(correction, engine(seed, 1.2, 0.001), 2000)
 
@@ -76,7 +76,7 @@ def test_noise_of_a_fifth_is_no_drift():
     assert correction.learnt.error == pytest.approx(0.17, abs=0.06)
 
 
-def test_a_slow_drift_is_followed_without_an_alarm():
+def test_slow_drift_is_followed_without_alarm():
     correction = Correction()
     chance = random.Random(3)
 
@@ -90,7 +90,7 @@ def test_a_slow_drift_is_followed_without_an_alarm():
     assert correction.predict(0.03) == pytest.approx(0.06, rel=0.1)
 
 
-def test_one_pause_of_a_host_is_neither_believed_nor_an_alarm():
+def test_single_pause_of_host_is_ignored():
     correction = Correction()
     run(correction, engine(1, 1.0, 0.0), 500)
     before = correction.predict(0.01)
@@ -100,7 +100,7 @@ def test_one_pause_of_a_host_is_neither_believed_nor_an_alarm():
     assert correction.predict(0.01) == pytest.approx(before, rel=0.1)
 
 
-def test_nothing_is_told_before_enough_was_seen():
+def test_no_alarm_before_enough_samples():
     correction = Correction()
 
     assert not any(run(correction, engine(1, 3.0, 0.0), SETTLED))
@@ -109,7 +109,7 @@ def test_nothing_is_told_before_enough_was_seen():
 @pytest.mark.parametrize(
     ("profile", "seconds"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0), (1.0, float("inf"))]
 )
-def test_what_is_no_time_is_refused_and_changes_nothing(profile, seconds):
+def test_invalid_time_is_refused_and_changes_nothing(profile, seconds):
     correction = Correction()
 
     with pytest.raises(ValueError, match="must be above 0"):

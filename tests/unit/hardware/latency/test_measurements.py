@@ -1,4 +1,4 @@
-"""Which measurements are held out, which are one, and how errors are counted."""
+"""Measurements: held-out curves, duplicates, and errors."""
 
 import msgspec
 import pytest
@@ -15,27 +15,27 @@ def test_points_of_one_curve_are_held_out_together():
         assert {each.held_out for each in others} == {one.held_out}
 
 
-def test_about_a_fifth_of_all_curves_is_held_out():
+def test_about_a_fifth_of_curves_is_held_out():
     held_out = sum(a_measurement(prompt_tokens=tokens).held_out for tokens in range(1, 1001))
 
     assert 150 < held_out < 250
 
 
-def test_the_split_is_the_same_everywhere():
-    """Published errors mean nothing where this changes."""
+def test_split_is_the_same_everywhere():
+    """Published errors are only valid for this split."""
     chosen = [tokens for tokens in range(1, 31) if a_measurement(prompt_tokens=tokens).held_out]
 
     assert chosen == [2, 9, 14, 21, 23, 25]
 
 
-def test_the_same_figures_under_two_names_are_one_measurement():
+def test_same_figures_under_two_names_are_one_measurement():
     one = a_measurement()
 
     assert distinct([one, msgspec.structs.replace(one, model="another")]) == [one]
     assert len(distinct([one, msgspec.structs.replace(one, ttft_ms=101.0)])) == 2
 
 
-def test_errors_are_shares_of_what_was_measured():
+def test_errors_are_relative_to_measurement():
     measured = [a_measurement(ttft_ms=100.0, tpot_ms=10.0), a_measurement(ttft_ms=200.0, tpot_ms=10.0)]
 
     found = accuracy(measured, lambda _: (150.0, 11.0))
@@ -46,7 +46,7 @@ def test_errors_are_shares_of_what_was_measured():
     assert found.tpot_mape == found.tpot_median == pytest.approx(0.1)
 
 
-def test_errors_are_told_of_all_and_of_each_engine_gpu_and_model():
+def test_cells_cover_all_and_each_engine_gpu_and_model():
     measured = [a_measurement(), a_measurement(gpu="b200", model="another"), a_measurement(backend="sglang")]
 
     found = {(cell.system, cell.backend, cell.model): sum(map(cell.holds, measured)) for cell in cells(measured)}
@@ -63,5 +63,5 @@ def test_errors_are_told_of_all_and_of_each_engine_gpu_and_model():
     }
 
 
-def test_there_is_no_error_of_nothing():
+def test_no_measurements_have_no_accuracy():
     assert accuracy([], lambda _: (1.0, 1.0)) is None

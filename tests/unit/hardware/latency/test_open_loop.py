@@ -1,4 +1,4 @@
-"""What clients see at an engine under chance arrivals: against hand-made figures, a queue played through, and what must hold always."""
+"""Open loop: formulas compared with known figures and a simulated queue, and properties that always hold."""
 
 import random
 from math import inf
@@ -48,7 +48,7 @@ def prompt():
     return STEP.seconds(2048, 2048 * 1024, 0, 0)
 
 
-def test_alone_nobody_waits():
+def test_single_request_does_not_wait():
     engine = an_engine(client=BenchmarkClient(front=0.01, front_token=1e-6))
 
     assert aggregated_ttft(engine, REQUEST, AT_A_RATE, 0.0) == pytest.approx(prompt() + 0.01 + 2048e-6)
@@ -57,8 +57,8 @@ def test_alone_nobody_waits():
 
 
 @pytest.mark.parametrize("running", [1, 4, 16, 64])
-def test_clients_that_wait_see_what_a_benchmarks_do(running):
-    """The same turn of all of them as in `closed_loop`, whose formula was fitted to measurements."""
+def test_waiting_clients_agree_with_closed_loop(running):
+    """The turn is the same as in `closed_loop`, whose formula was fitted to measurements."""
     seen = closed_loop(
         STEP,
         BenchmarkClient(waves=1e9),
@@ -72,7 +72,7 @@ def test_clients_that_wait_see_what_a_benchmarks_do(running):
     assert aggregated_tpot(an_engine(), REQUEST, WAITING, running) == pytest.approx(seen.tpot, rel=0.03)
 
 
-def test_a_cached_prompt_is_not_computed_but_read():
+def test_cached_prompt_is_read_but_not_computed():
     warm = RequestShape(prompt_tokens=2048, answer_tokens=256, cached_tokens=1024)
     half = STEP.seconds(1024, 1024 * (1024 + 512), 0, 0)
 
@@ -80,21 +80,21 @@ def test_a_cached_prompt_is_not_computed_but_read():
     assert aggregated_tpot(an_engine(), warm, AT_A_RATE, 0.0) == pytest.approx(decode(1))
 
 
-def test_an_answer_begins_later_where_its_kv_comes_from_elsewhere():
+def test_kv_transfer_raises_decode_tpot():
     engine = an_engine()
 
     assert decode_tpot(engine, REQUEST, AT_A_RATE, 0.0, 0.256) == pytest.approx(decode(1) + 0.001)
     assert decode_rate(engine, REQUEST, 8) == pytest.approx(8 / (256 * decode(8)))
 
 
-def test_room_is_what_kv_and_batch_allow():
+def test_concurrency_is_limited_by_kv_and_batch():
     assert highest_concurrency(an_engine(), REQUEST) == 256
     assert highest_concurrency(an_engine(capacity_tokens=23040), REQUEST) == 10
 
 
 @pytest.mark.parametrize("used", [0.3, 0.6, 0.8])
-def test_prompts_wait_as_long_as_in_a_queue_that_is_played_through(used):
-    """Prompts that fill a step each, served one after the other: nine in ten wait as long as said, and what is said is not twice as long."""
+def test_prompt_wait_agrees_with_simulated_queue(used):
+    """Each prompt fills a step, one after the other: nine in ten wait at most the predicted time, which is at most twice too long."""
     request = RequestShape(prompt_tokens=8192, answer_tokens=1)
     engine = an_engine()
     rate = used * highest_prefill_rate(engine, request)
@@ -112,13 +112,13 @@ def test_prompts_wait_as_long_as_in_a_queue_that_is_played_through(used):
     assert said <= 2 * seen
 
 
-def test_prompts_pile_up_where_more_come_than_are_computed():
+def test_prompts_pile_up_beyond_highest_rate():
     engine = an_engine()
     assert prefill_ttft(engine, REQUEST, AT_A_RATE, 1.001 * highest_prefill_rate(engine, REQUEST)) == inf
 
 
 @pytest.mark.parametrize("occupancy", [AT_A_RATE, WAITING])
-def test_nothing_gets_faster_with_more_of_them(occupancy):
+def test_more_load_never_lowers_latency(occupancy):
     engine = an_engine()
     loads = [1 + 0.25 * step for step in range(400)]
     for seen in (

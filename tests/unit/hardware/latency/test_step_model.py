@@ -1,4 +1,4 @@
-"""The step model: limits of the hardware, what adds to them, and that more never takes less."""
+"""Step model: limits of the hardware, additional times, and monotony."""
 
 import time
 
@@ -53,14 +53,14 @@ TOKENS = st.integers(0, 100_000)
 SEQUENCES = st.integers(1, 2_000)
 
 
-def test_one_sequence_decodes_at_the_speed_of_memory():
+def test_single_sequence_decodes_at_memory_speed():
     step = step_model(work(a_placement(LLAMA_70B, tp=4)), PERFECT)
 
     weights = (70.55e9 - 8192 * 128256) * 2 / 4 / 3.35e12
     assert step.seconds(0, 0, 1, 0) == pytest.approx(weights, rel=0.02)
 
 
-def test_a_long_prompt_runs_at_the_speed_of_the_cores():
+def test_long_prompt_runs_at_compute_speed():
     step = step_model(work(a_placement(LLAMA_70B, tp=4)), PERFECT)
 
     multiplying = 2 * 68.45e9 * 100_000 / 4 / 989.4e12
@@ -68,14 +68,14 @@ def test_a_long_prompt_runs_at_the_speed_of_the_cores():
     assert step.seconds(100_000, 0, 0, 0) == pytest.approx(multiplying + exchanging, rel=0.02)
 
 
-def test_attention_grows_with_the_square_of_a_prompt():
+def test_attention_grows_with_square_of_prompt():
     step = step_model(work(a_placement(LLAMA_70B, tp=4)), PERFECT)
 
     attention = step.seconds(32_768, pairs(32_768, 0), 0, 0) - step.seconds(32_768, 0, 0, 0)
     assert attention == pytest.approx(4 * 80 * 64 * 128 * 32_768**2 / 2 / 4 / 989.4e12)
 
 
-def test_context_is_read_once_a_decode_step():
+def test_context_is_read_once_per_decode_step():
     step = step_model(work(a_placement(LLAMA_70B, tp=8)), PERFECT)
 
     assert step.seconds(0, 0, 8, 80_000) - step.seconds(0, 0, 8, 0) == pytest.approx(80_000 * 40_960 / 3.35e12)
@@ -88,13 +88,13 @@ def test_few_tokens_read_few_experts():
     assert many > 3 * some
 
 
-def test_chunks_of_a_prompt_attend_to_as_much_as_the_whole():
+def test_chunks_have_as_many_pairs_as_whole_prompt():
     assert pairs(1000, 0) + pairs(1000, 1000) == pairs(2000, 0)
 
 
 @pytest.mark.parametrize("step", MODELS)
 @given(prefill=TOKENS, context=TOKENS, more=TOKENS, decodes=SEQUENCES)
-def test_more_never_takes_less(step, prefill, context, more, decodes):
+def test_more_work_never_takes_less_time(step, prefill, context, more, decodes):
     base = step.seconds(prefill, pairs(prefill, context), decodes, context)
 
     assert base > 0
@@ -105,7 +105,7 @@ def test_more_never_takes_less(step, prefill, context, more, decodes):
 
 
 @pytest.mark.parametrize("step", MODELS)
-def test_a_mixed_step_takes_less_than_two_apart(step):
+def test_mixed_step_takes_less_than_two_steps(step):
     mixed = step.seconds(512, pairs(512, 0), 16, 16_000)
 
     assert mixed < step.seconds(512, pairs(512, 0), 0, 0) + step.seconds(0, 0, 16, 16_000)
@@ -119,7 +119,7 @@ def test_more_gpus_never_take_longer_at_large_batches():
     assert times == sorted(times, reverse=True)
 
 
-def test_nanoseconds_are_whole_and_the_same_each_time():
+def test_nanoseconds_are_whole_and_reproducible():
     step = MODELS[0]
 
     nanos = step.step_time(2048, pairs(2048, 0), 32, 64_000)
@@ -128,7 +128,7 @@ def test_nanoseconds_are_whole_and_the_same_each_time():
     assert nanos / SECOND == pytest.approx(step.seconds(2048, pairs(2048, 0), 32, 64_000), abs=1e-9)
 
 
-def test_arrays_give_what_numbers_give():
+def test_arrays_give_same_results_as_numbers():
     step = MODELS[3]
     prefill, decodes = np.array([0.0, 512.0, 8192.0]), np.array([1.0, 64.0, 0.0])
 
@@ -140,8 +140,8 @@ def test_arrays_give_what_numbers_give():
     assert together.tolist() == pytest.approx(one_by_one, rel=1e-12)
 
 
-def test_a_call_takes_microseconds():
-    """The simulator makes a hundred thousand a second; on an idle machine one takes about 1 µs."""
+def test_call_takes_microseconds():
+    """The simulator makes a hundred thousand calls a second; one takes about 1 µs on an idle machine."""
     step = MODELS[2]
     best = min(_seconds(step, 2_000) for _ in range(20))
 

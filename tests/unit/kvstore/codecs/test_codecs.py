@@ -1,3 +1,5 @@
+"""Codecs: number formats against other implementations, error bounds, malformed payloads, and the benchmark."""
+
 import tracemalloc
 
 import lz4.block
@@ -14,7 +16,7 @@ from kvstore.codecs.byte_planes import SplitCodec
 from kvstore.codecs.encoded_block import EXACT, ErrorBound, PayloadForm, bound_of, pack
 from kvstore.codecs.lz4 import Lz4
 from kvstore.codecs.plain import PlainCodec
-from kvstore.codecs.quantised import Fp8Codec, Int8Codec
+from kvstore.codecs.quantised import BlockValues, Fp8Codec, Int8Codec
 from kvstore.codecs.verification import decoded
 from kvstore.codecs.zstd import Zstd
 from kvstore.errors import LayoutMismatch, UndecodableBlock
@@ -29,11 +31,11 @@ def finite(half: HalfFormat, patterns: np.ndarray) -> np.ndarray:
     return np.where((patterns & 0x7FFF) <= half.largest, patterns, 0).astype(np.uint16)
 
 
-# Formats, against another implementation.
+# Formats, compared with another implementation
 
 
 @pytest.mark.parametrize("half", HalfFormat)
-def test_patterns_of_16_bits_mean_what_others_take_them_for(half):
+def test_16_bit_patterns_match_another_implementation(half):
     patterns = finite(half, EVERY_PATTERN)
 
     assert np.array_equal(half.numbers(patterns), patterns.view(THEIRS[half]).astype(np.float32))
@@ -42,14 +44,14 @@ def test_patterns_of_16_bits_mean_what_others_take_them_for(half):
 
 @pytest.mark.parametrize("half", HalfFormat)
 @given(bits=st.lists(st.integers(0, 0x7F7FFFFF), min_size=1, max_size=50))
-def test_numbers_are_rounded_to_16_bits_as_others_round_them(half, bits):
+def test_16_bit_rounding_matches_another_implementation(half, bits):
     largest = float(half.numbers(np.array([half.largest], np.uint16))[0])
     numbers = np.clip(np.array(bits, np.uint32).view(np.float32), -largest, largest)
 
     assert np.array_equal(half.patterns(numbers), numbers.astype(THEIRS[half]).view(np.uint16))
 
 
-def test_codes_of_e4m3_mean_what_others_take_them_for():
+def test_e4m3_codes_match_another_implementation():
     codes = np.arange(256, dtype=np.uint8)
     theirs = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     known = ~np.isnan(theirs)
@@ -60,24 +62,24 @@ def test_codes_of_e4m3_mean_what_others_take_them_for():
 
 @pytest.mark.parametrize("half", HalfFormat)
 @pytest.mark.parametrize("exponent", [-9, 0, 3])
-def test_numbers_are_rounded_to_e4m3_as_others_round_them(half, exponent):
+def test_e4m3_rounding_matches_another_implementation(half, exponent):
     numbers = half.numbers(finite(half, EVERY_PATTERN)).astype(np.float64) * 2.0**-exponent
     within = np.clip(numbers, -448, 448)
 
     assert np.array_equal(e4m3_encoder(half, exponent), within.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
 
 
-def test_what_is_beyond_e4m3_becomes_its_largest():
+def test_values_beyond_e4m3_become_its_largest():
     assert e4m3_codes(np.array([449.0, 1e300, -1e300])).tolist() == [0x7E, 0x7E, 0xFE]
 
 
-# Bounds.
+# Error bounds
 
 
 def assert_within(
     bound: ErrorBound, half: HalfFormat, before: np.ndarray, after: np.ndarray, axes: tuple[int, ...]
 ) -> None:
-    """Every value is off by no more than the bound says; values along `axes` share a scale."""
+    """Assert that the error of every value is within the bound; values along `axes` share a scale."""
     numbers, decoded = half.numbers(before).astype(np.float64), half.numbers(after).astype(np.float64)
     largest = np.abs(numbers).max(axis=axes, keepdims=True)
     allowed = bound.relative * np.abs(numbers) + bound.of_largest * largest + bound.least
@@ -100,8 +102,8 @@ CODECS = {
     spread=st.sampled_from([1, 64, 1024, 8192, 1 << 15]),
     tokens=st.sampled_from([1, 5, 16]),
 )
-def test_no_value_is_off_by_more_than_the_bound_says(make, half, seed, around, spread, tokens):
-    """For any finite values: of one magnitude or of all, subnormal or the largest there are."""
+def test_error_of_every_value_is_within_the_bound(make, half, seed, around, spread, tokens):
+    """Values may have one magnitude or all, and may be subnormal or the largest ones."""
     namespace = a_typed_namespace(half.value, block_tokens=tokens, head_dim=8)
     shape = (namespace.layers, namespace.kv_heads, tokens, namespace.head_dim)
     random = np.random.default_rng(seed)
@@ -127,28 +129,28 @@ def test_no_value_is_off_by_more_than_the_bound_says(make, half, seed, around, s
 
 @pytest.mark.parametrize("make", CODECS)
 @pytest.mark.parametrize("layout", ["LNHD", "HLND", "LKNHD", "NLKHD"])
-def test_scales_are_of_a_layer_and_head_in_every_layout(make, layout):
-    """The same values, arranged differently, are decoded to the same."""
+def test_scales_do_not_depend_on_the_layout(make, layout):
+    """Equal values in another layout are decoded to equal values."""
     plain, other = a_typed_namespace(head_dim=8), a_typed_namespace(head_dim=8, layout=layout)
     block = kv_like_block(plain)
     arranged, back, ordered = (np.empty_like(block) for _ in range(3))
-    make(other)._values.put(block.view(np.uint16), arranged)
+    BlockValues(other).put(block.view(np.uint16), arranged)
     codec, key = make(other), a_key(other)
 
     codec.decode(key, codec.encode(key, arranged), back)
 
     expected = np.empty_like(block)
     make(plain).decode(a_key(plain), make(plain).encode(a_key(plain), block), expected)
-    ordered[:] = make(other)._values.of(back).reshape(-1).view(np.uint8)
+    ordered[:] = BlockValues(other).of(back).reshape(-1).view(np.uint8)
     assert np.array_equal(ordered, expected)
     assert not np.array_equal(arranged, block)
 
 
 @pytest.mark.parametrize("make", CODECS)
-def test_powers_of_two_and_zeros_lose_nothing_to_a_scale_of_their_own(make):
+def test_powers_of_two_and_zeros_are_decoded_exactly(make):
     namespace = a_typed_namespace("bfloat16", head_dim=8)
     values = np.zeros((namespace.layers, namespace.kv_heads, 16, 8), np.uint16)
-    values[1] = HalfFormat.BFLOAT16.patterns(np.full((4, 16, 8), 127 * 2.0**-10, np.float32))  # 127 steps of INT8
+    values[1] = HalfFormat.BFLOAT16.patterns(np.full((4, 16, 8), 127 * 2.0**-10, np.float32))  # 127 INT8 steps
     values[1, 2] = HalfFormat.BFLOAT16.patterns(np.full((16, 8), 2.0**20, np.float32)) if make is Fp8Codec else 0
     if make is Fp8Codec:
         values[1, [0, 1, 3]] = HalfFormat.BFLOAT16.patterns(np.float32([2.0**-20]))[0]
@@ -160,7 +162,7 @@ def test_powers_of_two_and_zeros_lose_nothing_to_a_scale_of_their_own(make):
     assert np.array_equal(back, block)
 
 
-def test_even_a_block_that_was_kept_as_it_is_belongs_to_one_codec():
+def test_verbatim_block_of_another_codec_is_rejected():
     namespace = a_typed_namespace("bfloat16")
     block = np.full(namespace.block_bytes, 0xFF, np.uint8)  # NaN everywhere
     key = a_key(namespace)
@@ -176,11 +178,11 @@ def test_invalid_layout_is_refused_by_field():
     assert refused.value.field == "layout"
 
 
-# Bombs: what a payload claims costs nothing before it is checked.
+# Decompression bombs
 
 
 def a_bomb(namespace, compressor, plane: bytes):
-    """A well-formed payload with one plane that expands to more than a plane."""
+    """Make a well-formed payload with one plane that expands to more than a plane."""
     other = bytes(namespace.block_bytes // 2)
     lengths = len(plane).to_bytes(4, "little") + len(other).to_bytes(4, "little")
     return pack(compressor.codec_id, a_key(namespace), [lengths, plane, other], form=PayloadForm.PACKED, bound=EXACT)
@@ -193,9 +195,9 @@ def a_bomb(namespace, compressor, plane: bytes):
         (Zstd(), zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64 << 20))),
         (Lz4(), lz4.block.compress(bytes(200 << 10), store_size=False)),
     ],
-    ids=["zstd that says so", "zstd that does not say", "lz4"],
+    ids=["zstd with size", "zstd without size", "lz4"],
 )
-def test_a_payload_that_expands_without_end_is_refused_within_the_blocks_size(compressor, plane):
+def test_decompression_bomb_is_rejected_with_little_memory(compressor, plane):
     namespace = a_typed_namespace()
     codec, block_bytes = SplitCodec(namespace, compressor), namespace.block_bytes
     bomb = a_bomb(namespace, compressor, plane)
@@ -212,7 +214,7 @@ def test_a_payload_that_expands_without_end_is_refused_within_the_blocks_size(co
 
 
 @pytest.mark.parametrize("lengths", [(1 << 31, 1 << 31), (0, 0), (1 << 14, 1 << 15), (1 << 15, 1 << 14)])
-def test_planes_that_do_not_add_up_are_refused(lengths):
+def test_planes_with_wrong_lengths_are_rejected(lengths):
     namespace = a_typed_namespace()
     table = b"".join(length.to_bytes(4, "little") for length in lengths)
     payload = pack(1, a_key(namespace), [table, bytes(1 << 14)], form=PayloadForm.PACKED, bound=EXACT)
@@ -221,7 +223,7 @@ def test_planes_that_do_not_add_up_are_refused(lengths):
         SplitCodec(namespace, Zstd()).decode(a_key(namespace), payload, np.empty(namespace.block_bytes, np.uint8))
 
 
-def test_a_dtype_that_nobody_knows_is_compressed_as_bytes():
+def test_unknown_dtype_is_compressed_as_bytes():
     namespace = a_typed_namespace("mx6", block_bytes=12_345)
     block = np.random.default_rng(0).integers(0, 4, 12_345, np.uint8)
     codec, back = SplitCodec(namespace, Zstd()), np.empty_like(block)
@@ -233,7 +235,7 @@ def test_a_dtype_that_nobody_knows_is_compressed_as_bytes():
     assert np.array_equal(back, block)
 
 
-# Figures.
+# Benchmark
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_a_dtype_that_nobody_knows_is_compressed_as_bytes():
         (Int8Codec, (1.7, 1.8), (0.003, 0.007)),
     ],
 )
-def test_figures_say_what_a_codec_gains_and_loses(make, ratio, rms):
+def test_benchmark_reports_size_error_and_speed(make, ratio, rms):
     namespace = a_typed_namespace(layers=4)
     ticks = iter(range(0, 1 << 30, 1000))
 
@@ -256,8 +258,8 @@ def test_figures_say_what_a_codec_gains_and_loses(make, ratio, rms):
     assert figures.encode_bytes_per_second == figures.decode_bytes_per_second == namespace.block_bytes * 1e6
 
 
-class ScribbledOver:
-    """A codec during whose work somebody who outlived a reservation writes into the same place."""
+class OverwrittenWhileDecoding:
+    """A codec that overwrites the destination while it decodes, like a writer whose reservation has ended."""
 
     codec_id = 99
 
@@ -269,11 +271,11 @@ class ScribbledOver:
         self._place[:] = 0
 
 
-def test_the_checksum_is_of_what_was_decoded_whatever_is_written_there_meanwhile():
+def test_checksum_covers_the_decoded_bytes():
     content = np.arange(64, dtype=np.uint8)
     place = np.full(64, 7, np.uint8)
 
-    checksum = decoded(ScribbledOver(place), None, content, place)
+    checksum = decoded(OverwrittenWhileDecoding(place), None, content, place)
 
     assert checksum == crc32c([content])
     assert bytes(place) == bytes(content)

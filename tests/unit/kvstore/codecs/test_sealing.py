@@ -1,3 +1,5 @@
+"""Sealing: a block opens only under its own key, namespace, codec and secret."""
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def opened(codec, key, sealed) -> np.ndarray:
     return into
 
 
-def test_what_was_sealed_opens_and_is_not_to_be_read_before():
+def test_sealed_block_opens_and_hides_its_bytes():
     key = a_key(NAMESPACE)
     sealed = a_seal().encode(key, BLOCK)
 
@@ -53,8 +55,8 @@ def test_ciphertexts_swapped_between_two_namespaces_do_not_open():
         opened(a_seal(digest=other.digest), theirs, sealed)
 
 
-def test_the_key_is_authenticated_and_not_only_derived_from():
-    """Were the keys of two blocks the same, the name and the namespace would still have to be right."""
+def test_namespace_is_authenticated():
+    """A payload does not open under another namespace digest, even with the same block key."""
     codec = a_seal()
     key = a_key(NAMESPACE)
     sealed = codec.encode(key, BLOCK)
@@ -63,14 +65,14 @@ def test_the_key_is_authenticated_and_not_only_derived_from():
         opened(codec, BlockKey(b"x" * 16, key.name), sealed)
 
 
-def test_another_secret_does_not_open():
+def test_another_secret_does_not_open_a_block():
     sealed = a_seal(OLD).encode(a_key(NAMESPACE), BLOCK)
 
-    with pytest.raises(UndecodableBlock, match="not among ours"):
+    with pytest.raises(UndecodableBlock, match="which this node does not have"):
         opened(a_seal(OTHER), a_key(NAMESPACE), sealed)
 
 
-def test_after_a_rotation_the_new_secret_seals_and_the_old_one_still_opens():
+def test_rotation_seals_with_new_and_opens_with_old_secret():
     key = a_key(NAMESPACE)
     before, rotated, after = a_seal(OLD), a_seal(NEW, OLD), a_seal(NEW)
     old, new = before.encode(key, BLOCK), rotated.encode(key, BLOCK)
@@ -83,7 +85,7 @@ def test_after_a_rotation_the_new_secret_seals_and_the_old_one_still_opens():
         opened(after, key, old)
 
 
-def test_a_payload_that_names_another_of_our_secrets_does_not_open():
+def test_payload_with_another_secret_id_does_not_open():
     key = a_key(NAMESPACE)
     codec = a_seal(NEW, OLD)
     sealed = codec.encode(key, BLOCK).copy()
@@ -94,7 +96,7 @@ def test_a_payload_that_names_another_of_our_secrets_does_not_open():
 
 
 @pytest.mark.parametrize("position", [*range(40), -17, -16, -1])
-def test_no_byte_of_a_payload_can_be_changed(position):
+def test_changed_byte_of_a_payload_is_detected(position):
     key = a_key(NAMESPACE)
     sealed = a_seal().encode(key, BLOCK).copy()
     sealed[position] ^= 0x10
@@ -103,23 +105,23 @@ def test_no_byte_of_a_payload_can_be_changed(position):
         opened(a_seal(), key, sealed)
 
 
-def test_what_another_codec_made_does_not_open():
+def test_payload_of_another_codec_does_not_open():
     key = a_key(NAMESPACE)
     sealed = a_seal(inner=Fp8Codec(NAMESPACE)).encode(key, np.zeros_like(BLOCK)).copy()
-    sealed[1] = 0  # says that it is plain
+    sealed[1] = 0  # the id of the plain codec
 
     with pytest.raises(UndecodableBlock, match="broken"):
         opened(a_seal(), key, sealed)
 
 
-def test_a_block_that_is_sealed_twice_is_never_the_same():
+def test_sealing_twice_gives_different_bytes():
     key = a_key(NAMESPACE)
 
     assert not np.array_equal(a_seal().encode(key, BLOCK), a_seal().encode(key, BLOCK))
 
 
-def test_sealing_is_the_same_on_every_host():
-    """Golden: another version, or another language, must open it."""
+def test_sealed_format_has_not_changed():
+    """Other versions and other languages must be able to open these bytes."""
     key = BlockKey(bytes(range(16)), bytes(range(16, 32)))
     codec = a_seal(bytes(range(32)), digest=key.digest, nonces=bytes)
 
@@ -134,6 +136,6 @@ def test_secrets_and_keys_are_not_printed():
     assert all(key.hex() not in repr(keys) and repr(key) not in repr(keys) for key in keys.by_id.values())
 
 
-def test_a_codec_that_is_sealed_is_not_sealed_again():
+def test_sealed_codec_cannot_be_sealed_again():
     with pytest.raises(AssertionError, match="already"):
         a_seal(inner=a_seal())

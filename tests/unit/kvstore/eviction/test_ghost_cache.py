@@ -74,8 +74,8 @@ def test_memory_does_not_grow_with_the_capacity_or_the_traffic():
     for block in range(0, 1_000_000, 100):
         ghost_cache.stored(range(block, block + 100), Nanos(block))
 
-    (cache,) = ghost_cache._caches.values()
-    assert len(cache._held) == 4 * 64
+    (cache,) = ghost_cache.caches.values()
+    assert len(cache.held) == 4 * 64
 
 
 def test_sampling_depends_only_on_the_hash_and_keeps_its_share():
@@ -181,7 +181,7 @@ def test_forgotten_namespace_can_return():
     for namespace in namespaces(5, "late"):
         found.open(namespace)
 
-    assert len(found._namespaces) == MAX_NAMESPACES
+    assert len(found.namespaces) == MAX_NAMESPACES
     assert opened[0].fingerprint not in looked_at(found)
     use(found, opened[0])
     found.open(opened[0])

@@ -19,7 +19,7 @@ def use(rule, chain, seconds):
 
 def uses_of(rule, block):
     assert block in rule
-    return rule._held[block].uses
+    return rule.held[block].uses
 
 
 def evict(rule):
@@ -29,7 +29,7 @@ def evict(rule):
 
 
 def lives(rng, seconds):
-    """A policy that has seen an hour of two kinds of chains: some are used three times a minute apart, most once."""
+    """Return a policy after an hour of two kinds of chains: some are used three times, a minute apart, and most once."""
     rule = HazardEviction()
     events = []
     for index in range(seconds):
@@ -63,7 +63,7 @@ def test_hazards_match_traffic_with_few_reuses():
 
 
 def believed(runs, blocks):
-    """The probability of a use within 100 s, where all of so many runs came back after a minute."""
+    """Return the probability of a use within 100 s, if all of so many runs returned after a minute."""
     times = ReuseTimes(1)
     for _ in range(runs):
         times.reused(times.used(0, blocks, Nanos(0)), blocks, Nanos(60 * SECOND))
@@ -135,7 +135,7 @@ def test_valuable_continuation_goes_before_its_prefix():
     rule = lives(random.Random(4), 2000)
     use(rule, a_chain(6), 3000)
     use(rule, a_chain(2), 3058)  # it was just used, so its next use is further away than that of its continuation
-    assert rule._times.value(0, 58 * SECOND) > rule._times.value(rule._times.class_of(2, 1), 0)
+    assert rule.times.value(0, 58 * SECOND) > rule.times.value(rule.times.class_of(2, 1), 0)
 
     gone = [victim for victim in (evict(rule) for _ in range(406)) if victim in a_chain(6)]
 
@@ -165,7 +165,7 @@ def test_evicted_blocks_are_remembered_for_a_while():
     use(rule, a_chain(1, "old"), 200)
 
     assert uses_of(rule, a_chain(1, "old")[0]) == 1
-    assert len(rule._gone) <= 10
+    assert len(rule.gone) <= 10
 
 
 def test_memory_stays_bounded_under_endless_new_blocks():
@@ -175,9 +175,9 @@ def test_memory_stays_bounded_under_endless_new_blocks():
         while len(rule) > 60:
             evict(rule)
 
-    assert len(rule._gone) <= 100
-    assert sum(map(len, rule._rows.values())) <= 60
-    cohorts = [cohort for row in rule._times._ageing for ageing in row for cohort in ageing]
+    assert len(rule.gone) <= 100
+    assert sum(map(len, rule.rows.values())) <= 60
+    cohorts = [cohort for row in rule.times.ageing for ageing in row for cohort in ageing]
     assert len(cohorts) <= 3000 + BUCKETS
     assert sum(cohort.alive for cohort in cohorts) == 160, "forgotten blocks are not at risk any more"
 

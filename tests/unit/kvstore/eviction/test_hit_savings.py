@@ -14,7 +14,7 @@ MEMORY = 2.0**30  # bytes per second
 
 
 class Below:
-    """Tiers below the pool."""
+    """Backing tiers."""
 
     def __init__(self):
         self.seconds = {}
@@ -36,42 +36,42 @@ def some_savings(**fields) -> tuple[HitSavings, Below]:
 def test_unreported_namespace_uses_the_configured_speed():
     savings, _ = some_savings(seconds_a_token=0.01)
 
-    assert savings.computing(SMALL.digest) == pytest.approx(32 * 0.01)
+    assert savings.computing_seconds(SMALL.digest) == pytest.approx(32 * 0.01)
 
 
 def test_highest_recent_report_counts():
     savings, _ = some_savings()
-    savings.told(SMALL.digest, 10, 5.0)  # the whole chain has to be computed
-    savings.told(SMALL.digest, 10, 1.0)  # the engine has most of the chain
-    assert savings.computing(SMALL.digest) == 0.5
-    assert savings.computing(LARGE.digest) == 32 * 0.0005
+    savings.report(SMALL.digest, 10, 5.0)  # the whole chain has to be computed
+    savings.report(SMALL.digest, 10, 1.0)  # the engine has most of the chain
+    assert savings.computing_seconds(SMALL.digest) == 0.5
+    assert savings.computing_seconds(LARGE.digest) == 32 * 0.0005
 
     for _ in range(SAMPLES):
-        savings.told(SMALL.digest, 10, 1.0)
+        savings.report(SMALL.digest, 10, 1.0)
 
-    assert savings.computing(SMALL.digest) == 0.1
+    assert savings.computing_seconds(SMALL.digest) == 0.1
 
 
 def test_empty_reports_are_ignored():
     savings, _ = some_savings(seconds_a_token=0.01)
 
-    savings.told(SMALL.digest, 0, 1.0)
-    savings.told(SMALL.digest, 10, 0.0)
+    savings.report(SMALL.digest, 0, 1.0)
+    savings.report(SMALL.digest, 10, 0.0)
 
-    assert savings.computing(SMALL.digest) == pytest.approx(0.32)
+    assert savings.computing_seconds(SMALL.digest) == pytest.approx(0.32)
 
 
 def test_hit_saves_computing_less_reading_from_the_pool():
     savings, _ = some_savings()
     a_byte = 2.0**-20
-    savings.told(SMALL.digest, 1, (a_byte + 1 / MEMORY) * BLOCK_BYTES)
+    savings.report(SMALL.digest, 1, (a_byte + 1 / MEMORY) * BLOCK_BYTES)
 
     assert savings.saving(a_key(), BLOCK_BYTES) == a_byte
 
 
 def test_hit_saves_at_most_a_promotion():
     savings, below = some_savings()
-    savings.told(SMALL.digest, 1, 2.0**-10 * BLOCK_BYTES)
+    savings.report(SMALL.digest, 1, 2.0**-10 * BLOCK_BYTES)
     below.seconds = {a_key(name="slow"): 2.0**-5 * BLOCK_BYTES, a_key(name="fast"): 2.0**-20 * BLOCK_BYTES}
 
     assert savings.saving(a_key(name="slow"), BLOCK_BYTES) == 2.0**-10
@@ -89,7 +89,7 @@ def test_savings_are_powers_of_two():
     savings, _ = some_savings()
     found = set()
     for step in range(100):
-        savings.told(SMALL.digest, 1, 1 + step / 50)
+        savings.report(SMALL.digest, 1, 1 + step / 50)
         found.add(savings.saving(a_key(), BLOCK_BYTES))
 
     assert len(found) <= 3
@@ -99,8 +99,8 @@ def test_savings_are_powers_of_two():
 def test_blocks_of_the_faster_model_are_evicted_first(cheap):
     dear = LARGE if cheap is SMALL else SMALL
     savings, _ = some_savings()
-    savings.told(cheap.digest, 1, 0.001)
-    savings.told(dear.digest, 1, 1.0)
+    savings.report(cheap.digest, 1, 0.001)
+    savings.report(dear.digest, 1, 1.0)
     hazard = policy("hazard", savings.saving)
     for turn in range(20):
         for offset, namespace in enumerate((SMALL, LARGE)):

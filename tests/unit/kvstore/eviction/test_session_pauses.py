@@ -23,7 +23,7 @@ def replayed(requests, policy, memory=100, below=1000, held=80, longest=120):
 
 
 def turns(session, gap, count=100, blocks=10, start=0):
-    """A session that goes on every `gap` seconds with the same chain."""
+    """Return a session that resumes every `gap` seconds with the same chain."""
     chain = tuple(range(session * 1000, session * 1000 + blocks))
     return [
         TraceRequest(Nanos((start + turn * gap) * SECOND), blocks * 512, chain, 0, session) for turn in range(count)
@@ -31,7 +31,7 @@ def turns(session, gap, count=100, blocks=10, start=0):
 
 
 def scan(seconds, blocks=20):
-    """Requests of nobody's session, each of them new."""
+    """Return requests without a session, each with new blocks."""
     return [
         TraceRequest(
             Nanos(second * SECOND + 1), blocks * 512, tuple(range(10**6 + second * 100, 10**6 + second * 100 + blocks))

@@ -100,7 +100,7 @@ CHAINS = [a_chain(6), [*a_chain(3), *a_chain(3, "b")], a_chain(4, "c"), a_chain(
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens in whatever order: places and pins add up, and all of them come back."""
+    """In any history, places and pins add up, and all of them come back."""
 
     def __init__(self):
         super().__init__()

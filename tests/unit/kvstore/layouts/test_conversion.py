@@ -1,4 +1,4 @@
-"""Conversion of an engine's blocks to the store's layout and back, compared with the definition of a layout."""
+"""Conversion of an engine's blocks to the store's layout, compared with the definition of a layout."""
 
 import msgspec
 import numpy as np
@@ -17,24 +17,24 @@ def an_engine(**fields) -> Fingerprint:
 
 
 def a_block(engine: Fingerprint, seed: int = 0) -> np.ndarray:
-    """At rest: layers, heads, tokens, bytes of a head and token."""
+    """Make a block at rest with the axes layers, heads, tokens, bytes of one head and token."""
     width = engine.head_dim * engine.element_bytes
     axes = (engine.layers, engine.kv_heads, engine.block_tokens, width)
     return np.random.default_rng(seed).integers(0, 256, axes, np.uint8)
 
 
 def as_held(block: np.ndarray, layout: str, tp: int) -> np.ndarray:
-    """What the ranks hold, one after the other, where no rank holds another's heads."""
+    """Return the objects of all ranks in order, if no two ranks hold the same head."""
     tokens_first = layout == "LNHD"
-    shares = np.split(block, tp, axis=1)
-    return np.concatenate([(each.transpose(0, 2, 1, 3) if tokens_first else each).reshape(-1) for each in shares])
+    shards = np.split(block, tp, axis=1)
+    return np.concatenate([(each.transpose(0, 2, 1, 3) if tokens_first else each).reshape(-1) for each in shards])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("layout", ["LHND", "LNHD"])
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 1000))
-def test_conversion_round_trips_for_all_layouts_and_ranks(layout, tp, seed):
+def test_every_layout_and_rank_count_converts_both_ways(layout, tp, seed):
     engine = an_engine(layout=layout, tp=tp)
     conversion, block = Conversion(engine), a_block(engine, seed)
     held = as_held(block, layout, tp)
@@ -43,8 +43,8 @@ def test_conversion_round_trips_for_all_layouts_and_ranks(layout, tp, seed):
     assert np.array_equal(conversion.read(block.reshape(-1)), held)
 
 
-def test_ranks_that_hold_the_same_heads_all_get_them():
-    engine = an_engine(tp=8)  # more ranks than the 4 heads
+def test_replicated_heads_reach_all_their_ranks():
+    engine = an_engine(tp=8)  # of 4 heads
     conversion, block = Conversion(engine), a_block(engine)
 
     held = conversion.read(block.reshape(-1))
@@ -56,7 +56,7 @@ def test_ranks_that_hold_the_same_heads_all_get_them():
 
 
 @pytest.mark.parametrize(("field", "value"), [("layout", "NHD"), ("tp", 3), ("head_dim", 0)])
-def test_impossible_conversion_names_the_field(field, value):
+def test_impossible_conversion_is_refused_by_field(field, value):
     with pytest.raises(LayoutMismatch) as refused:
         Conversion(an_engine(**{field: value}))
 
@@ -64,14 +64,14 @@ def test_impossible_conversion_names_the_field(field, value):
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
-def test_a_block_of_another_size_is_refused(direction):
+def test_block_of_another_size_is_refused(direction):
     conversion = Conversion(an_engine(layout="LNHD"))
 
     with pytest.raises(LayoutMismatch, match="block_bytes"):
         getattr(conversion, direction)(bytes(conversion.stored_bytes - 1))
 
 
-def test_namespace_at_rest_is_equal_for_all_layouts_and_ranks():
+def test_namespace_at_rest_ignores_layout_and_ranks():
     namespace = a_typed_namespace()
 
     assert {describe(namespace, layout=axes, tp=tp).at_rest for axes in ("LHND", "LNHD") for tp in (1, 2, 4)} == {

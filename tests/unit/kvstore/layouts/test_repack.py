@@ -1,3 +1,5 @@
+"""Repacking: plans between all layouts and rank counts, compared with the definition of a layout."""
+
 import itertools
 
 import numpy as np
@@ -26,13 +28,13 @@ shapes = st.builds(
 
 
 def a_whole_block(shape: BlockShape, seed: int = 0) -> np.ndarray:
-    """Bytes in the order L, H, N, D: [layers, heads, tokens, elements, bytes of an element]."""
+    """Make a block with the axes [layers, heads, tokens, elements, bytes of an element]."""
     axes = (shape.layers, shape.kv_heads, shape.block_tokens, shape.head_dim, shape.element_bytes)
     return np.random.default_rng(seed).integers(0, 256, axes, np.uint8)
 
 
 def index_by_index(shape: BlockShape, block: np.ndarray, part: BlockShard) -> np.ndarray:
-    """A part's bytes, found the slow way: for each element, where it lies, by the definition of a layout."""
+    """Return a shard's bytes, found element by element from the definition of a layout."""
     half = shape.head_dim // 2
     sizes = {"L": part.box.layers.count, "H": part.box.heads.count, "N": shape.block_tokens, "K": 2, "D": half}
     axes = part.layout if "K" in part.layout else part.layout.replace("D", "KD")
@@ -51,7 +53,7 @@ def objects(shape: BlockShape, parts) -> list[np.ndarray]:
 @pytest.mark.parametrize(("tp", "other_tp"), TP_PAIRS)
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes, layout=st.sampled_from(LAYOUTS), other_layout=st.sampled_from(LAYOUTS))
-def test_repacking_round_trips_between_rank_layouts(tp, other_tp, shape, layout, other_layout):
+def test_any_rank_count_and_layout_repacks_both_ways(tp, other_tp, shape, layout, other_layout):
     block = a_whole_block(shape)
     theirs, ours = shards_by_rank(shape, layout, tp), shards_by_rank(shape, other_layout, other_tp)
     written = [index_by_index(shape, block, part) for part in theirs]
@@ -86,7 +88,7 @@ def test_rank_reads_its_heads_into_one_tensor_per_layer(shape, at_rest, layout, 
 
 @settings(max_examples=100, deadline=None)
 @given(shape=shapes, layout=st.sampled_from(LAYOUTS), other=st.sampled_from(LAYOUTS), tp=st.sampled_from([1, 2, 4]))
-def test_the_runs_of_a_plan_say_what_it_does(shape, layout, other, tp):
+def test_runs_of_a_plan_describe_its_copies(shape, layout, other, tp):
     assume(shape.kv_heads % tp == 0)
     sources, destination = shards_by_rank(shape, layout, tp), BlockShard(other, shape.everything)
     plan = plan_fill(shape, sources, [destination])
@@ -102,7 +104,7 @@ def test_the_runs_of_a_plan_say_what_it_does(shape, layout, other, tp):
     assert (len(runs), int(runs[:, 4].sum())) == (plan.run_count, plan.bytes)
 
 
-def test_heads_outermost_make_a_shard_one_run():
+def test_shard_with_heads_outermost_is_one_run():
     shape = a_shape(layers=4, kv_heads=8)
 
     plan = read_shard(shape, "HLND", [BlockShard("HLND", shape.shard_box(tp=4, rank=1))])
@@ -110,7 +112,7 @@ def test_heads_outermost_make_a_shard_one_run():
     assert plan.runs().tolist() == [[0, plan.bytes, 0, 0, plan.bytes]]
 
 
-def test_heads_before_tokens_make_one_run_per_layer():
+def test_shard_with_layers_outermost_is_one_run_per_layer():
     shape = a_shape(layers=4, kv_heads=8)
 
     plan = read_shard(shape, "LHND", [BlockShard("LHND", shape.shard_box(tp=4, rank=1))])
@@ -118,7 +120,7 @@ def test_heads_before_tokens_make_one_run_per_layer():
     assert plan.run_count == 4
 
 
-def test_replicated_heads_come_from_the_first_replica():
+def test_first_tried_replica_provides_the_heads():
     shape = a_shape(kv_heads=2)
     sources = shards_by_rank(shape, "LHND", tp=8)
 
@@ -127,7 +129,7 @@ def test_replicated_heads_come_from_the_first_replica():
     assert {copy.source for copy in plan.copies} == {6}
 
 
-def test_an_odd_number_of_elements_is_moved_undivided():
+def test_odd_head_dim_is_moved_undivided():
     shape = BlockShape(layers=2, kv_heads=1, block_tokens=3, head_dim=5, element_bytes=2)
     whole = a_whole_block(shape)
 
@@ -148,10 +150,10 @@ def test_invalid_layout_is_refused_by_field(field, layout):
     assert refused.value.field == field
 
 
-def test_keys_apart_from_values_need_an_even_number_of_elements():
+def test_separate_keys_and_values_need_an_even_head_dim():
     shape = BlockShape(layers=1, kv_heads=1, block_tokens=1, head_dim=5, element_bytes=2)
 
-    with pytest.raises(LayoutMismatch, match="head_dim is 5"):
+    with pytest.raises(LayoutMismatch, match="head_dim 5 is odd"):
         read_shard(shape, "LKHND", [BlockShard("LHND", shape.everything)])
 
 
@@ -159,17 +161,17 @@ def test_keys_apart_from_values_need_an_even_number_of_elements():
     ("heads", "tp", "rank", "field"),
     [(6, 4, 0, "tp"), (4, 6, 0, "tp"), (4, 0, 0, "tp"), (4, 2, 2, "rank"), (4, 2, -1, "rank")],
 )
-def test_indivisible_heads_are_refused_by_field(heads, tp, rank, field):
+def test_indivisible_heads_and_unknown_ranks_are_refused(heads, tp, rank, field):
     with pytest.raises(LayoutMismatch) as refused:
         a_shape(kv_heads=heads).shard_box(tp, rank)
 
     assert refused.value.field == field
 
 
-def test_missing_source_is_refused_before_anything_moves():
+def test_plan_without_a_complete_source_is_refused():
     shape = a_shape(kv_heads=4)
 
-    with pytest.raises(LayoutMismatch, match="sources do not have"):
+    with pytest.raises(LayoutMismatch, match="the sources lack"):
         plan_fill(shape, shards_by_rank(shape, "LHND", 4)[:3], [BlockShard("LHND", shape.everything)])
     with pytest.raises(LayoutMismatch, match="is not within"):
         plan_fill(
@@ -180,7 +182,7 @@ def test_missing_source_is_refused_before_anything_moves():
 
 
 @pytest.mark.parametrize("which", ["sources", "destinations"])
-def test_object_of_another_size_is_refused_unchanged(which):
+def test_object_of_another_size_is_refused_unwritten(which):
     shape = a_shape()
     part = BlockShard("LHND", shape.everything)
     given = {name: objects(shape, [part]) for name in ("sources", "destinations")}

@@ -8,6 +8,9 @@ import pytest
 from kvstore import block
 from kvstore.block import HashAlgorithm, chain, extend, root
 
+if block.BUILT:
+    from kvstore.native._chain import extend as native_extend
+
 native = pytest.mark.skipif(not block.BUILT, reason="not built, or the processor has no SHA instructions")
 
 
@@ -22,7 +25,7 @@ def by_hashlib(parent: bytes, tokens: bytes, size: int) -> list[bytes]:
 @native
 @pytest.mark.parametrize("block_tokens", [1, 9, 10, 11, 12, 13, 16, 25, 26, 27, 32, 64, 100, 256, 1000])
 def test_native_hashes_equal_hashlib_for_all_paddings(block_tokens):
-    """The end of a message goes into its last 64 bytes where 9 are left, else into 64 more."""
+    """The end of a SHA-256 message takes 9 bytes: it fits into the last 64 bytes, or needs another 64."""
     rng = random.Random(block_tokens)
     for num_tokens in (0, 1, block_tokens - 1, block_tokens, block_tokens + 1, 7 * block_tokens + 3):
         tokens, parent = rng.randbytes(4 * num_tokens), rng.randbytes(16)
@@ -43,7 +46,7 @@ def test_long_prompt_hashed_without_the_gil_is_equal():
 @pytest.mark.parametrize(("parent", "size"), [(b"", 64), (bytes(15), 64), (bytes(16), 0), (bytes(16), -4)])
 def test_invalid_parent_or_size_is_refused(parent, size):
     with pytest.raises(ValueError, match="a parent of 16 bytes and a size above 0"):
-        block._chain.extend(parent, bytes(64), size)
+        native_extend(parent, bytes(64), size)
 
 
 def test_hashes_are_equal_without_the_native_module(monkeypatch):
@@ -64,4 +67,4 @@ def test_other_algorithms_and_extras_bypass_the_native_module():
 
 @native
 def test_block_size_beyond_the_prompt_takes_no_memory():
-    assert block._chain.extend(bytes(16), bytes(64), 1 << 62) == []
+    assert native_extend(bytes(16), bytes(64), 1 << 62) == []

@@ -76,7 +76,7 @@ PAGE, BLOCK, BLOCKS = 512, 1536, 6
 
 
 class Pool:
-    """Blocks of three pages, each stamped with its number plus one."""
+    """Pool with blocks of three pages; the stamp of each is its number plus one."""
 
     def __init__(self):
         self.bytes = np.frombuffer(random.Random(3).randbytes(BLOCK * BLOCKS), np.uint8).copy()

@@ -32,7 +32,7 @@ def finite(half: HalfFormat, patterns: np.ndarray) -> np.ndarray:
 def test_copy_equals_its_twin(seed, layouts, tp, element_bytes):
     shape = BlockShape(layers=3, kv_heads=4, block_tokens=5, head_dim=6, element_bytes=element_bytes)
     sources, destinations = shards_by_rank(shape, layouts[0], tp), one_part_per_layer(layouts[1], shape.everything)
-    table = plan_fill(shape, sources, destinations)._table
+    table = plan_fill(shape, sources, destinations).table
     random = np.random.default_rng(seed)
     given_bytes = [random.integers(0, 256, shape.bytes_of(part.box), np.uint8) for part in sources]
     by_twin, by_native = ([np.zeros(shape.bytes_of(part.box), np.uint8) for part in destinations] for _ in range(2))
@@ -81,7 +81,7 @@ def test_narrow_and_widen_equal_their_twins(seed, groups, length):
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, groups=st.integers(1, 3), rows=st.integers(1, 17), columns=sizes, spread=st.integers(0, 1 << 15))
 def test_quantise_equals_its_twin_for_finite_values(half, seed, groups, rows, columns, spread):
-    """`spread` takes the values from neighbours in magnitude to all there are, subnormals and zeros included."""
+    """`spread` widens the values from neighbouring magnitudes to all magnitudes, including subnormals and zeros."""
     random = np.random.default_rng(seed)
     shape = (groups, rows, columns)
     magnitudes = random.integers(0, 1 << 15) + random.integers(0, spread + 1, shape)
@@ -119,7 +119,7 @@ def test_dequantise_equals_its_twin_for_every_code_and_scale(half):
 
 
 def oddly(array: np.ndarray) -> np.ndarray:
-    """The same values at an odd address, as a view into packed bytes may have them."""
+    """Return the same values at an odd address, as in a view of packed bytes."""
     room = np.zeros(array.nbytes + 16, np.uint8)
     start = 1 - room.ctypes.data % 2
     view = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -145,7 +145,7 @@ def test_unaligned_values_are_accepted(half):
 
 def test_unaligned_copy_table_is_accepted():
     shape = a_shape()
-    table = plan_fill(shape, shards_by_rank(shape, "LHND", 1), shards_by_rank(shape, "LNHD", 1))._table
+    table = plan_fill(shape, shards_by_rank(shape, "LHND", 1), shards_by_rank(shape, "LNHD", 1)).table
     source = np.arange(shape.bytes_of(shape.everything), dtype=np.uint8)
     into, oddly_into = np.zeros_like(source), np.zeros_like(source)
 
@@ -180,7 +180,7 @@ def kernel(request):
 )
 def test_a_copy_that_leaves_its_objects_is_refused(kernel, column, value):
     shape = a_shape()
-    table = plan_fill(shape, shards_by_rank(shape, "LHND", 1), shards_by_rank(shape, "LNHD", 1))._table.copy()
+    table = plan_fill(shape, shards_by_rank(shape, "LHND", 1), shards_by_rank(shape, "LNHD", 1)).table.copy()
     table[0, column] = value
     objects = [np.zeros(shape.bytes_of(shape.everything), np.uint8)]
 

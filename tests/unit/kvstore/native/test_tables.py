@@ -129,7 +129,7 @@ def test_forged_hashes_do_not_collide_without_the_key(module):
 
 
 class TableAgainstDict(RuleBasedStateMachine):
-    """Few names, half of which collide, so that entries move."""
+    """The hashes are few, and half of them collide, so that entries move."""
 
     numbers = st.integers(0, 150)
 

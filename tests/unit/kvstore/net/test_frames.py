@@ -18,52 +18,52 @@ def framed(said: list[bytes]) -> bytes:
 
 @st.composite
 def splits(draw: st.DrawFn, stream: bytes) -> list[bytes]:
-    """The same bytes, in pieces of any size."""
+    """Divide the same bytes into pieces of any size."""
     at = sorted(draw(st.sets(st.integers(0, len(stream)), max_size=40)))
     return [stream[start:end] for start, end in pairwise([0, *at, len(stream)])]
 
 
 @given(said=payloads, data=st.data())
 def test_any_split_of_the_stream_gives_the_same_frames(said, data):
-    cutter = FrameDecoder(LIMIT)
+    decoder = FrameDecoder(LIMIT)
 
-    heard = [payload for piece in data.draw(splits(framed(said))) for payload in cutter.cut(piece)]
+    heard = [payload for piece in data.draw(splits(framed(said))) for payload in decoder.cut(piece)]
 
     assert heard == said
-    assert not cutter.torn
-    assert cutter.fault is None
+    assert not decoder.torn
+    assert decoder.fault is None
 
 
 @given(said=payloads, length=st.integers(LIMIT + 1, 2**32 - 1), after=st.binary(max_size=20), data=st.data())
 def test_too_long_frame_is_a_fault_after_earlier_frames(said, length, after, data):
-    cutter = FrameDecoder(LIMIT)
+    decoder = FrameDecoder(LIMIT)
     stream = framed(said) + HEAD.pack(length) + after
 
     heard: list[bytes] = []
     for piece in data.draw(splits(stream)):
-        heard += cutter.cut(piece)
-        if cutter.fault is not None:
+        heard += decoder.cut(piece)
+        if decoder.fault is not None:
             break
 
     assert heard == said
-    assert cutter.fault is not None
-    assert str(length) in str(cutter.fault)
+    assert decoder.fault is not None
+    assert str(length) in str(decoder.fault)
 
 
 @given(said=payloads, last=st.binary(min_size=1, max_size=LIMIT), data=st.data())
 def test_torn_frame_is_detected(said, last, data):
     whole = HEAD.pack(len(last)) + last
-    cutter = FrameDecoder(LIMIT)
+    decoder = FrameDecoder(LIMIT)
 
     for piece in data.draw(splits(framed(said) + whole[: data.draw(st.integers(1, len(whole) - 1))])):
-        cutter.cut(piece)
+        decoder.cut(piece)
 
-    assert cutter.torn
+    assert decoder.torn
 
 
 def test_announced_frame_takes_no_memory_before_it_arrives():
-    cutter = FrameDecoder(1 << 30)
+    decoder = FrameDecoder(1 << 30)
 
-    assert cutter.cut(HEAD.pack(1 << 30) + b"begun") == []
+    assert decoder.cut(HEAD.pack(1 << 30) + b"begun") == []
 
-    assert cutter._body.getbuffer().nbytes == len(b"begun")
+    assert decoder.body.getbuffer().nbytes == len(b"begun")

@@ -102,7 +102,7 @@ TestExtentsAgainstPages.settings = settings(max_examples=60, deadline=None)
 
 @pytest.mark.parametrize("sizes_kib", [(128,), (64, 256, 1024), (132, 528, 68), (64, 4096)])
 def test_mixed_block_sizes_use_95_percent_of_the_space(sizes_kib):
-    """A full pool under a flood of chains, whose blocks push out the oldest whatever its size."""
+    """A flood of chains fills the pool; their blocks evict the oldest block of any size."""
     chance = random.Random(1)
     namespaces = [a_namespace(model=f"{kib} KiB", block_bytes=kib << 10) for kib in sizes_kib]
     machine = BlockMachine(256 << 20, LruEviction(), epoch=1)

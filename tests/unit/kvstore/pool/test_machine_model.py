@@ -113,7 +113,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
 
     @rule(namespace=spaces, chain=chains, tenant=tenants)
     def store(self, namespace, chain, tenant):
-        """Both at once, so that most histories hold something."""
+        """Reserve and publish in one step, so that most histories hold blocks."""
         reservation = self.reserve(namespace=namespace, chain=chain, owner="p", lease=LEASE, tenant=tenant)
         self.publish(reservation=reservation, owner="p", skipped=set(), crc=1)
 
@@ -216,11 +216,11 @@ class MachineAgainstModel(RuleBasedStateMachine):
         return [name for i, name in enumerate(chain) if all((digest, before) in self.held for before in chain[: i + 1])]
 
     def kept(self):
-        """Bytes by generation of all that sessions hold."""
+        """Return the bytes of all session pins by generation."""
         return {generation: size for _, kept in self.holds.values() for generation, size in kept.items()}
 
     def in_use(self):
-        """Generations that may not go."""
+        """Return the generations that must not be evicted."""
         return {generation for _, pins in self.pinned.values() for generation in pins} | self.kept().keys()
 
     def used(self, tenant):
@@ -239,7 +239,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
         self.writing = {reservation: writing for reservation, writing in self.writing.items() if writing[0] > self.now}
 
     def assert_that_nothing_may_go(self, protected, tenant, size_bytes):
-        """A reservation was refused: either the tenant has used its quota up, or the pool is full."""
+        """Check a refusal: the tenant has used its quota up, or the pool is full."""
         whose = {generation: owner for generation, _, owner in self.tier.values()}
         may_go = {
             generation
@@ -254,7 +254,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
             assert self.largest_hole() < size_bytes
 
     def perform(self, protected=frozenset(), tenant=b"", wanted_bytes=0):
-        """What the server would do after each call; learns of evictions."""
+        """Perform the commands, as the server does after each call, and learn of evictions."""
         for command in self.machine.commands():
             address = command.address
             key = (address.key.digest, address.key.name)
@@ -292,7 +292,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
         assert stats.reservations == len(self.writing)
 
     def teardown(self):
-        """Whatever happened: when the node is through with its own and time has passed, all space can be had again."""
+        """When the node has finished its transfers and time has passed, all space is available again."""
         for reservation, (deadline, owner, _, _) in self.writing.items():
             if deadline == NEVER:
                 self.machine.publish(reservation, {}, owner=owner, now=Nanos(self.now))

@@ -11,7 +11,7 @@ ONE, TWO = b"1" * 32, b"2" * 32
 
 
 def a_store(quota_blocks: int = 3, blocks: int = 8, **by_tenant: int) -> MachineDriver:
-    """Where each tenant may have so many blocks."""
+    """Return a store in which each tenant may have so many blocks."""
     quotas = TenantQuotas(
         lambda _: LruEviction(),
         default_bytes=quota_blocks * BLOCK_BYTES,

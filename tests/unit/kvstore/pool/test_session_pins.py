@@ -140,7 +140,7 @@ def test_condemned_block_leaves_its_session_pins():
 
 
 def test_session_pin_is_not_released_as_a_lease():
-    """Its id is never given out, but ids can be guessed."""
+    """The id of a pin is never returned to clients, but ids can be guessed."""
     store = a_store()
     store.hold(a_chain(1))
     lease_id = store.match(a_chain(1)).lease_id

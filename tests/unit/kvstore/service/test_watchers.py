@@ -54,7 +54,7 @@ async def test_a_closed_stream_is_forgotten():
 
     await stream.aclose()
 
-    assert not watchers._streams
+    assert not watchers.streams
 
 
 async def test_large_changes_are_divided():

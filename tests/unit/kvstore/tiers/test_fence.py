@@ -1,4 +1,4 @@
-"""When a server whose answers are damaged is left alone, and for how long."""
+"""When a fence closes because of damaged answers, and for how long."""
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.tiers.fence import DAMAGE, FIRST_PAUSE, LIMIT, LONGEST_PAUSE, Fence
@@ -11,19 +11,19 @@ def at(seconds: float) -> Nanos:
     return Nanos(START + round(seconds * SECOND))
 
 
-def test_four_damaged_blocks_in_a_row_close_it():
+def test_four_damaged_blocks_in_a_row_close_the_fence():
     fence = Fence()
     assert [fence.record(sound=0, damaged=1, now=START) for _ in range(FEW)] == [False] * (FEW - 1) + [True]
     assert fence.is_closed
 
 
-def test_rare_damage_never_closes_it():
+def test_rare_damage_never_closes_the_fence():
     fence = Fence()
     for _ in range(1000):
         assert not fence.record(sound=DAMAGE, damaged=1, now=START)
 
 
-def test_it_opens_after_its_pause_and_closes_at_the_next_damage():
+def test_fence_opens_after_a_pause_and_closes_on_new_damage():
     fence = Fence()
     fence.record(sound=0, damaged=FEW, now=START)
     assert not fence.reopen(Nanos(START + FIRST_PAUSE - 1))
@@ -37,7 +37,7 @@ def test_it_opens_after_its_pause_and_closes_at_the_next_damage():
     assert fence.reopen(at(3))
 
 
-def test_pause_grows_to_a_limit_and_is_short_again_after_a_good_time():
+def test_pause_grows_to_a_limit_and_resets_after_sound_blocks():
     fence, now = Fence(), START
     for _ in range(20):
         fence.record(sound=0, damaged=FEW, now=now)
@@ -50,7 +50,7 @@ def test_pause_grows_to_a_limit_and_is_short_again_after_a_good_time():
     assert fence.reopen(Nanos(now + FIRST_PAUSE))
 
 
-def test_damage_that_was_under_way_when_it_closed_prolongs_nothing():
+def test_damage_on_a_closed_fence_does_not_prolong_the_pause():
     fence = Fence()
     fence.record(sound=0, damaged=FEW, now=START)
     assert not fence.record(sound=0, damaged=FEW, now=at(0.5))

@@ -1,4 +1,8 @@
+"""The memory behind a pool: its pages, its errors, and its cancellation."""
+
+import gc
 import os
+import re
 from pathlib import Path
 from threading import Event
 
@@ -7,43 +11,73 @@ import pytest
 from kvstore.errors import StoreNotStarted
 from kvstore.messages import Address, BlockKey
 from kvstore.pool.extents import PAGE_BYTES
-from kvstore.tiers import file_mapping as pages
-from kvstore.tiers.file_mapping import FileMapping, HugePages, Pages, take
+from kvstore.tiers import file_mapping
+from kvstore.tiers.file_mapping import FileMapping, HugePages, Pages, allocate
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier, file_bytes
 from tests.support.kvstore.builders import a_block
 
 SIZE = 3 * PAGE_BYTES
-FILES = Path("/proc/self/fd")
+MEMINFO = file_mapping.MEMINFO.read_text(encoding="ascii")
 
 
-def test_all_of_a_pool_is_there_before_it_is_used():
-    file, memory, _ = take(64 << 20, HugePages.NEVER)
+class CancelledAfterOneChunk(Event):
+    """An event that is set after it has been asked once."""
+
+    def is_set(self) -> bool:
+        was_set = super().is_set()
+        self.set()
+        return was_set
+
+
+@pytest.fixture
+def meminfo(monkeypatch, tmp_path):
+    """Replace /proc/meminfo by a file with the given text."""
+
+    def replace(text: str) -> None:
+        (tmp_path / "meminfo").write_text(text, encoding="ascii")
+        monkeypatch.setattr(file_mapping, "MEMINFO", tmp_path / "meminfo")
+
+    return replace
+
+
+def open_files() -> int:
+    gc.collect()  # closes the files of earlier tests
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def free_huge_pages() -> int:
+    found = re.search(r"HugePages_Free: *(\d+)", MEMINFO)
+    return int(found[1]) if found else 0
+
+
+def test_all_pages_of_a_pool_are_allocated_at_once():
+    file, memory, _ = allocate(64 << 20, HugePages.NEVER)
 
     assert os.fstat(file).st_blocks * 512 >= 64 << 20
     assert not memory.bytes.any()
     os.close(file)
 
 
-def test_an_older_kernel_has_all_of_it_there_too(monkeypatch):
-    monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", 9999)
+def test_pages_are_allocated_without_populate_support(monkeypatch):
+    monkeypatch.setattr(file_mapping, "MADV_POPULATE_WRITE", 9999)
 
-    file, _, got = take(4 << 20, HugePages.NEVER)
+    file, _, got = allocate(4 << 20, HugePages.NEVER)
 
     assert os.fstat(file).st_blocks * 512 >= 4 << 20
     assert got is Pages.SMALL
     os.close(file)
 
 
-def test_a_pool_cannot_be_cut_short_by_who_maps_it():
-    file, _, _ = take(SIZE, HugePages.AUTO)
+def test_pool_file_cannot_be_shrunk():
+    file, _, _ = allocate(SIZE, HugePages.AUTO)
 
     with pytest.raises(PermissionError):
         os.ftruncate(file, 0)
     os.close(file)
 
 
-def test_what_is_written_in_one_view_is_read_in_another():
-    file, memory, _ = take(SIZE, HugePages.AUTO)
+def test_two_mappings_share_the_bytes():
+    file, memory, _ = allocate(SIZE, HugePages.AUTO)
 
     memory.bytes[PAGE_BYTES] = 7
 
@@ -51,86 +85,69 @@ def test_what_is_written_in_one_view_is_read_in_another():
     os.close(file)
 
 
-def test_huge_pages_that_are_required_and_not_free_are_refused_by_field(monkeypatch):
-    meminfo(monkeypatch, HugePages_Free=1, Hugepagesize=2 << 20)
+def test_too_few_required_huge_pages_are_an_error(meminfo):
+    meminfo("HugePages_Free: 1\nHugepagesize: 2048 kB\n")
 
     with pytest.raises(StoreNotStarted, match=r"^huge_pages: .*: 2 pages are needed, and 1 are free"):
-        take((2 << 20) + 1, HugePages.REQUIRE)
+        allocate((2 << 20) + 1, HugePages.REQUIRE)
 
 
-def test_a_system_without_huge_pages_refuses_them_by_field(monkeypatch):
-    meminfo(monkeypatch)
+def test_required_huge_pages_without_support_are_an_error(meminfo):
+    meminfo("")
 
     with pytest.raises(StoreNotStarted, match=r"^huge_pages: .*: the system has none"):
-        take(SIZE, HugePages.REQUIRE)
+        allocate(SIZE, HugePages.REQUIRE)
 
 
-def test_huge_pages_that_turn_out_not_to_be_there_leave_small_ones_and_no_file(monkeypatch):
-    """As in a control group that may use fewer than the machine has."""
-    before = len(list(FILES.iterdir()))
-    real = pages._meminfo
-    monkeypatch.setattr(pages, "_meminfo", lambda name: 1 << 30 if name == "HugePages_Free" else real(name))
+def test_failed_huge_pages_fall_back_to_small_pages(meminfo):
+    """A control group may have fewer huge pages than /proc/meminfo reports."""
+    before = open_files()
+    meminfo(re.sub(r"HugePages_Free: *\d+", "HugePages_Free: 1073741824", MEMINFO))
 
-    file, memory, got = take(SIZE, HugePages.AUTO)
+    file, memory, got = allocate(SIZE, HugePages.AUTO)
 
-    assert got is not Pages.RESERVED or real("HugePages_Total")
+    assert got is not Pages.RESERVED or "HugePages_Total:       0" not in MEMINFO
     assert memory.bytes.nbytes >= SIZE
     os.close(file)
     del memory
-    assert len(list(FILES.iterdir())) == before
+    assert open_files() == before
 
 
-def test_more_than_there_is_is_refused_before_anything_is_taken(monkeypatch):
-    meminfo(monkeypatch, MemAvailable=SIZE - 1)
+def test_pool_larger_than_free_memory_is_refused_at_once(meminfo):
+    meminfo("MemAvailable: 8 kB\n")
 
-    with pytest.raises(StoreNotStarted, match=r"^capacity_bytes: 12288 bytes are needed, and 12287 bytes"):
-        take(SIZE, HugePages.AUTO)
+    with pytest.raises(StoreNotStarted, match=r"^capacity_bytes: 12288 bytes are needed, and 8192 bytes"):
+        allocate(SIZE, HugePages.AUTO)
 
 
-@pytest.mark.parametrize("advice", [pages.MADV_POPULATE_WRITE, 9999], ids=["populated", "written"])
-def test_a_pool_that_is_given_up_is_not_taken_to_its_end_and_leaves_no_file(monkeypatch, advice):
-    before, given_up, chunks = len(list(FILES.iterdir())), Event(), []
-    monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", advice)
-    monkeypatch.setattr(pages, "CHUNK_BYTES", PAGE_BYTES)
-    in_chunks = pages._in_chunks
-
-    def noted(size, act, given_up_too):
-        def and_give_up(start):
-            act(start)
-            chunks.append(start)
-            given_up.set()
-
-        in_chunks(size, and_give_up, given_up_too)
-
-    monkeypatch.setattr(pages, "_in_chunks", noted)
+@pytest.mark.parametrize("advice", [file_mapping.MADV_POPULATE_WRITE, 9999], ids=["populated", "written"])
+def test_cancelled_allocation_leaves_no_file(monkeypatch, advice):
+    before = open_files()
+    monkeypatch.setattr(file_mapping, "MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(file_mapping, "CHUNK_BYTES", PAGE_BYTES)
 
     with pytest.raises(StoreNotStarted, match="cancelled while the memory was being allocated"):
-        take(1000 * PAGE_BYTES, HugePages.NEVER, given_up)
+        allocate(1000 * PAGE_BYTES, HugePages.NEVER, CancelledAfterOneChunk())
 
-    assert 1 <= len(chunks) <= pages.TAKING_THREADS
-    assert len(list(FILES.iterdir())) == before
+    assert open_files() == before
 
 
-@pytest.mark.skipif(pages._meminfo("HugePages_Free") < 2, reason="no huge pages are reserved on this machine")
-def test_reserved_huge_pages_are_used_and_mapped_by_others():
-    capacity_bytes = (2 << 20) - PAGE_BYTES  # with its stamps it fills no huge page, so that the file is longer
+@pytest.mark.skipif(free_huge_pages() < 2, reason="no huge pages are reserved on this machine")
+def test_reserved_huge_pages_are_used_by_all_mappings():
+    capacity_bytes = (2 << 20) - PAGE_BYTES  # with its stamps it is not a whole huge page, so the file is longer
     tier = SharedMemoryTier(capacity_bytes, HugePages.REQUIRE)
     address = Address(key=BlockKey(b"d" * 16, b"n" * 16), offset=PAGE_BYTES, length=PAGE_BYTES, generation=9)
     tier.claim(address)
 
     assert tier.pages is Pages.RESERVED
     assert tier.write(address, a_block(1, PAGE_BYTES))
-    other = Mapping(tier.fileno(), capacity_bytes)
+    memory = FileMapping(tier.fileno())
+    other = Mapping(memory, capacity_bytes)
     assert os.fstat(tier.fileno()).st_size > file_bytes(capacity_bytes)
-    assert other._memory.huge_bytes == 0, "not touched yet"
+    assert memory.huge_bytes == 0, "not touched yet"
     assert (other.block(PAGE_BYTES, PAGE_BYTES) == a_block(1, PAGE_BYTES)).all()
     assert other.stamps[1] == 9
-    assert other._memory.huge_bytes == 2 << 20
+    assert memory.huge_bytes == 2 << 20
     with pytest.raises(PermissionError):
         os.ftruncate(tier.fileno(), 2 << 20 << 10)
     tier.close()
-
-
-def meminfo(monkeypatch, **fields: int) -> None:
-    """A system that says only this of its memory."""
-    monkeypatch.setattr(pages, "_meminfo", lambda name: fields.get(name, 0))

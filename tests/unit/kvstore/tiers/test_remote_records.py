@@ -1,4 +1,4 @@
-"""The value that a remote tier keeps: its format, and that nothing but the block itself comes out of it."""
+"""The value that a remote tier stores: its format, and that only the block itself comes out of it."""
 
 import google_crc32c
 import numpy as np
@@ -17,7 +17,7 @@ BLOCK = np.arange(100, dtype=np.uint8)
 
 
 class Buffered:
-    """A value that is at hand."""
+    """A value in memory."""
 
     def __init__(self, content: bytes):
         self._content = content
@@ -42,7 +42,7 @@ def take(value: bytes, key: BlockKey = KEY) -> tuple[BlockOutcome, np.ndarray, T
     return fetched.outcome, into, statistics
 
 
-def test_the_format_is_what_other_versions_expect():
+def test_record_head_format_has_not_changed():
     head = records.pack(KEY, 3, 1000, BLOCK)
 
     assert head.hex(" ", 4) == (
@@ -51,7 +51,7 @@ def test_the_format_is_what_other_versions_expect():
     )
 
 
-def test_a_block_comes_out_as_it_went_in():
+def test_block_is_returned_unchanged():
     outcome, into, statistics = take(a_value())
 
     assert outcome is BlockOutcome.MOVED
@@ -61,7 +61,7 @@ def test_a_block_comes_out_as_it_went_in():
 
 @settings(max_examples=300, deadline=None)
 @given(position=st.integers(0, 163), bit=st.integers(0, 7))
-def test_no_flipped_bit_goes_unnoticed(position, bit):
+def test_every_flipped_bit_is_detected(position, bit):
     value = bytearray(a_value())
     value[position] ^= 1 << bit
 
@@ -73,7 +73,7 @@ def test_no_flipped_bit_goes_unnoticed(position, bit):
 
 
 @given(length=st.integers(0, 163))
-def test_no_cut_goes_unnoticed(length):
+def test_every_truncation_is_detected(length):
     assert take(a_value()[:length])[0] is BlockOutcome.CORRUPT
 
 
@@ -83,12 +83,12 @@ def test_garbage_is_corrupt(content):
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_the_value_of_another_block_is_corrupt(name):
+def test_value_of_another_block_is_corrupt(name):
     other = BlockKey(name[:16], name[16:])
     outcome, into, _ = take(a_value(other))
 
     assert (outcome is BlockOutcome.MOVED) == (other == KEY)
-    assert outcome is BlockOutcome.MOVED or not into.any(), "nothing was received in place before the head was judged"
+    assert outcome is BlockOutcome.MOVED or not into.any(), "the head is checked before the payload is received"
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_the_value_of_another_block_is_corrupt(name):
         (b"FKVR\2" + bytes(59), RemoteKeyState.NEWER),
     ],
 )
-def test_what_lies_under_a_key_is_told_from_its_head(head, key_state):
+def test_key_state_follows_from_the_head(head, key_state):
     held = RecordFramer(lambda digest: PlainCodec(), TierStatistics("test"))
 
     assert held.key_state(KEY, head, BLOCK.nbytes) is key_state
 
 
-def test_names_that_nobody_asks_for_are_forgotten_in_time():
+def test_oldest_lost_blocks_are_forgotten_at_the_limit():
     names = TierStatistics("test")
     keys = [BlockKey(KEY.digest, index.to_bytes(16, "big")) for index in range(GONE_KEYS + 10)]
 

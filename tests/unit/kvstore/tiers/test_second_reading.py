@@ -22,8 +22,8 @@ RECORDS = RecordFramer(lambda _: PlainCodec(), TierStatistics("test"))
 Damage = Callable[[bytes], bytes]
 
 
-class Lying:
-    """A value, and what its answers become on their way."""
+class DamagedReading:
+    """A reading of a value whose answers are damaged in transit."""
 
     def __init__(self, content: bytes, damage: Damage):
         self._content = content
@@ -33,19 +33,19 @@ class Lying:
     def read(self, start: int, stop: int) -> bytes:
         answer = self._damage(self._content[start:stop])
         if len(answer) != stop - start:
-            raise ConnectionError("cut short")
+            raise ConnectionError("incomplete answer")
         return answer
 
 
 def verdict(*contents: bytes | None, damages: tuple[Damage, ...] = ()) -> ReadingVerdict:
-    """Of readings that find these contents, one after the other."""
+    """Judge readings that find these contents, one after the other."""
     found = iter(contents)
     damaging = iter(damages)
 
     @contextmanager
-    def open_reading() -> Iterator[Lying | None]:
+    def open_reading() -> Iterator[DamagedReading | None]:
         content = next(found)
-        yield None if content is None else Lying(content, next(damaging, bytes))
+        yield None if content is None else DamagedReading(content, next(damaging, bytes))
 
     return judge(open_reading, lambda length, read: RECORDS.proof(KEY, BLOCK.nbytes, length, read))
 
@@ -57,7 +57,7 @@ def flipped(content: bytes, at: int) -> bytes:
 @pytest.mark.parametrize(
     "bad", [b"", b"garbage", GOOD[:-1], GOOD + b"x", GOOD[:HEAD_BYTES], flipped(GOOD, 20), flipped(GOOD, 500)]
 )
-def test_what_is_bad_in_both_readings_is_corrupt(bad):
+def test_value_bad_in_both_readings_is_corrupt(bad):
     assert verdict(bad, bad) is ReadingVerdict.CORRUPT
 
 
@@ -71,18 +71,18 @@ def test_readings_that_differ_are_unsure():
     assert verdict(flipped(GOOD, 20), flipped(GOOD, 500)) is ReadingVerdict.UNSURE
 
 
-def test_value_that_goes_meanwhile_is_gone():
+def test_value_removed_between_readings_is_gone():
     assert verdict(None) is ReadingVerdict.GONE
     assert verdict(flipped(GOOD, 500), None) is ReadingVerdict.GONE
 
 
-def test_reading_that_is_cut_short_agrees_with_nothing():
+def test_incomplete_reading_raises():
     with pytest.raises(ConnectionError):
         verdict(flipped(GOOD, 500), flipped(GOOD, 500), damages=(bytes, lambda answer: answer[:-1]))
 
 
 @pytest.mark.parametrize("nonsense", [ReadingsDiffer("other bytes"), ValueError("no value")])
-def test_answers_that_are_not_of_the_question_are_unsure(nonsense):
+def test_answer_to_another_question_is_unsure(nonsense):
     def answer(_: bytes) -> bytes:
         raise nonsense
 
@@ -91,7 +91,7 @@ def test_answers_that_are_not_of_the_question_are_unsure(nonsense):
 
 
 @given(st.integers(0, 1 << 20), st.integers(1, 255))
-def test_damage_at_the_same_place_of_each_answer_is_never_corrupt(place, mask):
+def test_damage_at_one_offset_of_each_answer_is_not_corrupt(place, mask):
     def damage(answer: bytes) -> bytes:
         at = place % len(answer)
         return answer[:at] + bytes([answer[at] ^ mask]) + answer[at + 1 :]
@@ -99,7 +99,7 @@ def test_damage_at_the_same_place_of_each_answer_is_never_corrupt(place, mask):
     assert verdict(GOOD, GOOD, damages=(damage, damage)) is not ReadingVerdict.CORRUPT
 
 
-def test_newer_format_and_other_codecs_are_no_damage():
+def test_newer_format_and_other_codec_are_sound():
     newer = b"FKVR\2" + GOOD[5:]
     other = pack(KEY, 9, BLOCK.nbytes, BLOCK) + BLOCK.tobytes()
     assert verdict(newer) is ReadingVerdict.SOUND

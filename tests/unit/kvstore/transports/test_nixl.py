@@ -1,4 +1,4 @@
-"""The NIXL transport on an agent that copies within one process, or misbehaves."""
+"""The NIXL transport with fake agents that copy within one process, hang or fail."""
 
 import ctypes
 import threading
@@ -28,7 +28,7 @@ def address_of(array: np.ndarray) -> int:
 
 
 class Pool:
-    """The node's memory, which holds block i under generation 100 + i."""
+    """The node's pool, which holds block i with generation 100 + i."""
 
     def __init__(self):
         self.bytes = np.concatenate([a_block(index) for index in range(BLOCKS)])
@@ -43,7 +43,7 @@ class Pool:
 
 
 class CopyingAgent:
-    """Moves the bytes at the start of a transfer. Checks that what it is told fits together."""
+    """An agent that moves the bytes when a transfer starts, and checks its arguments."""
 
     def __init__(self, name: str = "client"):
         self.registered: dict[int, list[tuple[int, int]]] = {}
@@ -62,17 +62,17 @@ class CopyingAgent:
             raise NixlAgentFailed("unknown metadata")
         return "node"
 
-    def start(self, way, local, remote, peer, memory=NixlMemoryKind.DRAM) -> int:
+    def start(self, direction, local, remote, peer, memory=NixlMemoryKind.DRAM) -> int:
         assert self.is_open
         assert local[:, 1].tolist() == remote[:, 1].tolist()
         mine = [span for each in self.registered.values() for span in each]
         for (here, length, _), (there, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
             assert any(begin <= here and here + length <= end for begin, end in mine), "not registered"
-            self.move(way, here, there, length)
+            self.move(direction, here, there, length)
         return 0
 
-    def move(self, way, here: int, there: int, length: int) -> None:
-        ctypes.memmove(*((here, there) if way is TransferDirection.READ else (there, here)), length)
+    def move(self, direction, here: int, there: int, length: int) -> None:
+        ctypes.memmove(*((here, there) if direction is TransferDirection.READ else (there, here)), length)
 
     def is_done(self, transfer: int) -> bool:
         return True
@@ -95,7 +95,7 @@ def a_transport(pool: Pool, *agents, renew=lambda deadline: None) -> NixlTranspo
 
 
 @pytest.mark.parametrize(("chunk_bytes", "batch"), [(8 << 20, 1024), (3 * BLOCK_BYTES, 5), (1, 1)])
-def test_however_the_work_is_cut_the_same_bytes_move(pool, monkeypatch, chunk_bytes, batch):
+def test_chunk_and_batch_sizes_do_not_change_the_bytes(pool, monkeypatch, chunk_bytes, batch):
     monkeypatch.setattr(nixl, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(nixl, "BATCH", batch)
     agent = CopyingAgent()
@@ -110,7 +110,7 @@ def test_however_the_work_is_cut_the_same_bytes_move(pool, monkeypatch, chunk_by
     assert list(agent.registered) == [0], "only its own memory stays registered"
 
 
-def test_blocks_are_written_where_the_stamp_is_right_and_nowhere_else(pool):
+def test_blocks_are_written_only_where_the_stamp_matches(pool):
     transport = a_transport(pool, CopyingAgent())
     old, new = a_block(1), a_block(99)
     slots = [pool.slot(0), Slot(BLOCK_BYTES, 7, 0), pool.slot(2)]
@@ -121,12 +121,12 @@ def test_blocks_are_written_where_the_stamp_is_right_and_nowhere_else(pool):
     assert np.array_equal(pool.bytes[BLOCK_BYTES : 2 * BLOCK_BYTES], old)
 
 
-def test_the_stamp_is_looked_at_after_the_bytes_have_come(pool):
-    """Even where the checksum is right by chance."""
+def test_stamp_is_checked_after_the_bytes_have_moved(pool):
+    """The stamp decides even if the checksum matches."""
 
     class TakenOverMeanwhile(CopyingAgent):
-        def move(self, way, here, there, length):
-            super().move(way, here, there, length)
+        def move(self, direction, here, there, length):
+            super().move(direction, here, there, length)
             if length == BLOCK_BYTES:
                 pool.stamps[:] = 999
 
@@ -138,20 +138,20 @@ def test_the_stamp_is_looked_at_after_the_bytes_have_come(pool):
 
 
 class Stuck(CopyingAgent):
-    """From the second transfer on, the first of which proves the way, nothing ever arrives."""
+    """An agent that completes only its first transfer, which is the connection test."""
 
     transfers = 0
 
-    def start(self, *told):
+    def start(self, *arguments):
         self.transfers += 1
-        return super().start(*told) if self.transfers == 1 else 1
+        return super().start(*arguments) if self.transfers == 1 else 1
 
     def is_done(self, transfer):
         return transfer == 0
 
 
 @pytest.mark.parametrize("seconds", [0.4, 0.02])
-def test_what_does_not_arrive_is_gone_at_the_deadline_and_its_agent_too(pool, seconds):
+def test_late_block_is_gone_and_its_agent_closed(pool, seconds):
     agent = Stuck()
     transport = a_transport(pool, agent)
 
@@ -159,11 +159,11 @@ def test_what_does_not_arrive_is_gone_at_the_deadline_and_its_agent_too(pool, se
         assert transport.get([pool.slot(0)], empty_buffers(1), deadline_in(seconds)) == [BlockOutcome.GONE]
 
     assert not agent.is_open, "it could still write to the destination"
-    with at_most(10):  # and nobody waits for it again
+    with at_most(10):  # the next call does not wait for the closed agent
         assert transport.get([pool.slot(0)], empty_buffers(1), deadline_in(100)) == [BlockOutcome.GONE]
 
 
-def test_a_peer_whose_processor_moves_the_bytes_is_nudged(pool):
+def test_slow_peer_is_nudged_once(pool):
     agent = Stuck()
     transport = a_transport(pool, agent)
 
@@ -172,17 +172,17 @@ def test_a_peer_whose_processor_moves_the_bytes_is_nudged(pool):
     assert agent.nudges == 1
 
 
-def test_blocks_of_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeypatch):
+def test_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeypatch):
     monkeypatch.setattr(nixl, "BATCH", 2)
 
     class FailsLater(CopyingAgent):
         moved = 0
 
-        def move(self, way, here, there, length):
+        def move(self, direction, here, there, length):
             self.moved += length == BLOCK_BYTES
             if self.moved > 2:
                 raise NixlAgentFailed("REMOTE_DISCONNECT")
-            super().move(way, here, there, length)
+            super().move(direction, here, there, length)
 
     agent = FailsLater()
     transport = a_transport(pool, agent)
@@ -194,12 +194,12 @@ def test_blocks_of_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeyp
     assert not agent.is_open
 
 
-def test_a_bug_in_the_middle_closes_the_agent_too(pool):
+def test_unexpected_exception_closes_the_agent(pool):
     class Interrupted(CopyingAgent):
-        def move(self, way, here, there, length):
+        def move(self, direction, here, there, length):
             if length == BLOCK_BYTES:
                 raise KeyboardInterrupt
-            super().move(way, here, there, length)
+            super().move(direction, here, there, length)
 
     agent = Interrupted()
     transport = a_transport(pool, agent)
@@ -209,13 +209,13 @@ def test_a_bug_in_the_middle_closes_the_agent_too(pool):
     assert not agent.is_open
 
 
-def test_after_a_failure_another_agent_takes_up_what_the_node_offers_then(pool):
+def test_new_agent_uses_the_renewed_offer_after_a_failure(pool):
     first, second = Stuck(), CopyingAgent()
     asked = []
 
     def renew(deadline):
         asked.append(threading.current_thread())
-        return pool.offer if len(asked) > 1 else None  # at first the node has none
+        return pool.offer if len(asked) > 1 else None  # at first, the node has no offer
 
     transport = a_transport(pool, first, second, renew=renew)
     assert transport.get([pool.slot(0)], empty_buffers(1), deadline_in(0.01)) == [BlockOutcome.GONE]
@@ -223,12 +223,12 @@ def test_after_a_failure_another_agent_takes_up_what_the_node_offers_then(pool):
     eventually(lambda: transport.get([pool.slot(0)], empty_buffers(1), deadline_in()) == [BlockOutcome.MOVED])
 
     assert len(asked) == 2
-    assert threading.current_thread() not in asked, "no caller waits for it"
+    assert threading.current_thread() not in asked, "a new thread asks for the offer"
     transport.close()
     assert not second.is_open
 
 
-def test_a_node_that_cannot_be_reached_is_found_out_at_once(pool):
+def test_unreachable_node_is_reported_when_connecting(pool):
     agents = [CopyingAgent(), Stuck()]
     agents[1].transfers = 1
 
@@ -239,11 +239,11 @@ def test_a_node_that_cannot_be_reached_is_found_out_at_once(pool):
     assert not any(agent.is_open for agent in agents)
 
 
-def test_a_failed_call_leaves_time_to_end_the_agent_before_its_deadline():
-    assert nixl.CLOSING >= 200 * MILLISECOND, "what closing an agent takes"
+def test_failed_call_leaves_time_to_close_the_agent():
+    assert nixl.CLOSING >= 200 * MILLISECOND, "closing an agent takes that long"
 
 
-def test_spans_that_touch_or_overlap_are_registered_as_one():
+def test_touching_and_overlapping_spans_are_merged():
     table = spans([(100, 10), (200, 5), (110, 20), (120, 5), (205, 1), (300, 1)])
 
     assert joined(table).tolist() == [[100, 30, 0], [200, 6, 0], [300, 1, 0]]

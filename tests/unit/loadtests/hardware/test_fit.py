@@ -1,4 +1,4 @@
-"""The fit of hardware coefficients: what it recovers, what it leaves alone, and that it repeats."""
+"""Fit of hardware coefficients: what it recovers, what it leaves unchanged, and that it repeats."""
 
 from itertools import product as product_of
 
@@ -43,7 +43,7 @@ def fitted(measured, rows=EVERY_ROW):
     return fit({"base": 1.0, "slope": 1.0}, [ALL, BY_ENGINE], residuals_from(measured), rows)
 
 
-def test_coefficients_of_every_group_are_found_again():
+def test_fit_recovers_coefficients_of_every_group():
     found = fitted(measured_with(fast=1.5, slow=2.5, noise=0.02))
 
     assert found.values({"all": "", "engine": "fast"})["slope"] == pytest.approx(1.5, rel=0.02)
@@ -51,7 +51,7 @@ def test_coefficients_of_every_group_are_found_again():
     assert found.values({"all": "", "engine": "slow"})["base"] == pytest.approx(3.0, rel=0.05)
 
 
-def test_a_group_that_was_never_seen_is_what_all_have_in_common():
+def test_unknown_group_has_common_coefficients():
     found = fitted(measured_with(fast=1.5, slow=2.5))
 
     common = found.values({"all": "", "engine": "unheard of"})["slope"]
@@ -59,7 +59,7 @@ def test_a_group_that_was_never_seen_is_what_all_have_in_common():
     assert 1.5 < common < 2.5
 
 
-def test_rows_that_are_left_out_change_nothing():
+def test_held_out_rows_change_nothing():
     measured = measured_with(fast=1.5, slow=2.5)
     rows = np.arange(len(SIZES)) % 3 > 0
     spoilt = np.where(rows, measured, measured * 50)
@@ -74,15 +74,15 @@ def test_outliers_weigh_little():
     assert fitted(measured).values({"all": "", "engine": "fast"})["slope"] == pytest.approx(1.5, rel=0.05)
 
 
-def test_the_same_rows_give_the_same_coefficients():
+def test_same_rows_give_same_coefficients():
     measured = measured_with(fast=1.5, slow=2.5, noise=0.02)
 
     assert fitted(measured).values({"all": ""}) == fitted(measured).values({"all": ""})
 
 
 @pytest.mark.parametrize("phase", list(MeasuredPhase))
-def test_what_is_fitted_is_what_is_predicted(phase):
-    """All at once on arrays, and one by one as the command and the simulator do it."""
+def test_arrays_predict_like_single_measurements(phase):
+    """The fit predicts all measurements at once on arrays; the command and the simulator predict one by one."""
     sides = {
         "prefill": MeasuredRole(parallelism=ShardingDegrees(tp=4), workers=2),
         "decode": MeasuredRole(parallelism=ShardingDegrees(tp=8)),
@@ -123,7 +123,7 @@ def spoilt(measurement):
     return msgspec.structs.replace(measurement, ttft_ms=measurement.ttft_ms * 7, tpot_ms=measurement.tpot_ms / 3)
 
 
-def test_what_is_held_out_has_no_part_in_what_is_written_down():
+def test_held_out_curves_do_not_affect_committed_fit():
     held_out = sum(each.held_out for each in SPLIT)
     assert 0 < held_out < len(SPLIT) / 2
     assert held_out == sum(spoilt(each).held_out for each in SPLIT)
@@ -137,7 +137,7 @@ def test_what_is_held_out_has_no_part_in_what_is_written_down():
     assert any((within.deviations[level] != found.deviations[level]).any() for level in found.deviations)
 
 
-def test_what_matrix_products_reach_is_found_again():
+def test_fit_recovers_matrix_product_efficiency():
     found = operators("h100", Number.BF16, products(launch=5e-6, memory=0.8, compute=0.7), "made up")
 
     assert found.compute == pytest.approx(0.7, rel=0.03)
@@ -146,7 +146,7 @@ def test_what_matrix_products_reach_is_found_again():
     assert found.median_error < 0.01
 
 
-def test_tables_of_the_mi300x_are_told_from_those_of_others(tmp_path):
+def test_mi300x_tables_are_recognised(tmp_path):
     lines = ["gfx,cu_num,M,N,K,kernelId,splitK,us,kernelName"]
     for m, n, k in SHAPES:
         seconds = product("mi300x", Number.FP8, m, n, k, launch=5e-6, memory=0.7, compute=0.4)

@@ -1,9 +1,9 @@
-"""How figures are taken and put side by side."""
+"""Interleaved comparison: how figures are measured and compared."""
 
 import pytest
 
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.comparison import BenchmarkLine, LineDirection, measure, table
-from loadtests.unavailable import SystemUnavailable
 
 
 def a_line(**fields) -> BenchmarkLine:
@@ -13,7 +13,7 @@ def a_line(**fields) -> BenchmarkLine:
 
 
 def in_turn(*figures: float):
-    """A contestant with these figures; the first is the warm-up's."""
+    """Return a contestant with these figures; the first one is for the warm-up."""
     left = iter(figures)
     return lambda: next(left)
 
@@ -29,7 +29,7 @@ def test_contestants_take_turns_in_every_round():
     assert turns == ["l", "f", "p"] * 4
 
 
-def test_figures_are_medians_of_the_rounds_after_the_first():
+def test_figures_are_medians_without_warm_up():
     result = measure(a_line(limit=in_turn(99, 10, 12, 11), fleet=in_turn(99, 5, 7, 5.5)), rounds=3)
 
     assert (result.limit, result.fleet, result.rounds) == (11, 5.5, 3)
@@ -37,13 +37,13 @@ def test_figures_are_medians_of_the_rounds_after_the_first():
     assert result.spread == {"limit": (10, 12), "fleet": (5, 7)}
 
 
-def test_a_ratio_is_below_one_when_less_is_better_and_fleet_takes_longer():
+def test_ratio_is_below_one_if_fleet_is_slower():
     result = measure(a_line(better=LineDirection.LESS, limit=lambda: 2.0, fleet=lambda: 8.0), rounds=3)
 
     assert result.ratio_to_limit == 0.25
 
 
-def test_a_contestant_that_cannot_take_part_is_null_with_the_reason():
+def test_unavailable_contestant_is_null_with_reason():
     def absent():
         raise SystemUnavailable("not installed; do this")
 
@@ -54,7 +54,7 @@ def test_a_contestant_that_cannot_take_part_is_null_with_the_reason():
     assert "p: not installed; do this" in table([result])
 
 
-def test_a_contestant_that_fails_later_has_no_figure_either():
+def test_contestant_that_fails_later_has_no_figure():
     figures = iter([1.0, 1.0])
 
     def dying():
@@ -69,6 +69,6 @@ def test_a_contestant_that_fails_later_has_no_figure_either():
     assert "p" not in result.spread
 
 
-def test_a_bug_of_the_benchmark_is_not_hidden():
+def test_bug_of_benchmark_is_raised():
     with pytest.raises(ZeroDivisionError):
         measure(a_line(fleet=lambda: 1 / 0), rounds=3)

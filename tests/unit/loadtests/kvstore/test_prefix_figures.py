@@ -1,4 +1,4 @@
-"""From which length on it pays to load a prefix."""
+"""Figures of the repeated-prefix benchmark: the length from which loading pays."""
 
 import pytest
 
@@ -8,16 +8,16 @@ from loadtests.kvstore.prefix_figures import LENGTHS, PrefixLine, PrefixOrigin, 
 @pytest.mark.parametrize(
     ("loaded", "tokens"),
     [
-        ({32: 20.0, 64: 20.0, 128: 20.0}, 48.0),  # computing takes 10, 30 and 50
+        ({32: 20.0, 64: 20.0, 128: 20.0}, 48.0),  # computing takes 10, 30 and 50 ms
         ({32: 5.0, 64: 6.0, 128: 7.0}, 32.0),
         ({32: 99.0, 64: 99.0, 128: 99.0}, None),
-        ({32: 5.0, 64: 31.0, 128: 40.0}, 64 + 64 / 11),  # a length that did not pay counts, though a shorter one did
-        ({64: 10.0, 128: 20.0}, 64.0),  # the shortest was declined
+        ({32: 5.0, 64: 31.0, 128: 40.0}, 64 + 64 / 11),  # loading does not pay at 64, although it pays at 32
+        ({64: 10.0, 128: 20.0}, 64.0),  # the shortest length was declined
         ({32: 10.0, 64: 30.0, 128: 49.0}, 64.0),  # a draw
         ({}, None),
     ],
 )
-def test_the_break_even_lies_where_the_lines_cross_for_the_last_time(loaded, tokens):
+def test_break_even_is_last_crossing(loaded, tokens):
     assert break_even({32: 10.0, 64: 30.0, 128: 50.0}, loaded) == tokens
 
 
@@ -28,7 +28,7 @@ def a_line(origin: PrefixOrigin, tokens: int, median_ms: float | None) -> Prefix
     )
 
 
-def test_what_was_always_declined_has_no_figure_and_is_said_so():
+def test_always_declined_length_has_no_figure():
     lines = [
         a_line(
             origin, length, None if origin is PrefixOrigin.REDIS else 10.0 if origin is PrefixOrigin.COMPUTED else 5.0

@@ -1,4 +1,4 @@
-"""What the torture test's verdict rests on."""
+"""Parts of the torture test: expected content, watchdog, and settings."""
 
 import threading
 
@@ -16,7 +16,7 @@ def a_content(block_bytes: int = 4096) -> ExpectedContent:
 
 
 @pytest.mark.parametrize("at", [0, 7, 8, 4095])
-def test_a_single_flipped_bit_is_a_wrong_byte(at):
+def test_flipped_bit_is_a_wrong_byte(at):
     (name,) = chain(1, 0, 1)
     found = a_content().of(name)
     found[at] ^= 4
@@ -24,12 +24,12 @@ def test_a_single_flipped_bit_is_a_wrong_byte(at):
     assert a_content().wrong_bytes(name, found) == 1
 
 
-def test_right_bytes_are_right():
+def test_expected_bytes_are_not_wrong():
     for name in chain(1, 2, 3):
         assert a_content().wrong_bytes(name, a_content().of(name)) == 0
 
 
-def test_another_blocks_bytes_are_wrong_in_every_part_of_a_block():
+def test_bytes_of_other_block_are_wrong_everywhere():
     first, second = chain(1, 0, 2)
     torn = a_content().of(first)
     torn[-16:] = a_content().of(second)[-16:]
@@ -37,26 +37,26 @@ def test_another_blocks_bytes_are_wrong_in_every_part_of_a_block():
     assert a_content().wrong_bytes(first, torn) > 8
 
 
-def test_the_same_name_holds_other_bytes_in_another_namespace():
+def test_same_name_has_other_bytes_in_other_namespace():
     (name,) = chain(1, 0, 1)
     here, there = (ExpectedContent(each) for each in namespaces([4096, 4096]))
 
     assert there.wrong_bytes(name, here.of(name)) > 4000
 
 
-def test_bytes_moved_within_a_block_are_wrong():
+def test_moved_bytes_are_wrong():
     (name,) = chain(1, 0, 1)
     found = np.roll(a_content().of(name), 64)
 
     assert a_content().wrong_bytes(name, found) > 0
 
 
-def test_a_longer_chain_begins_as_a_shorter_one():
+def test_longer_chain_begins_with_shorter_one():
     assert chain(1, 5, 9)[:4] == chain(1, 5, 4)
     assert chain(1, 5, 4) != chain(2, 5, 4)
 
 
-def test_a_call_that_is_late_is_told_once(monkeypatch):
+def test_late_call_is_reported_once(monkeypatch):
     monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.01)
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.0)
     told = threading.Semaphore(0)
@@ -76,7 +76,7 @@ def test_a_call_that_is_late_is_told_once(monkeypatch):
     assert calls == ["slow"]
 
 
-def test_what_a_folder_occupies_is_counted_below_it_too(tmp_path):
+def test_occupied_bytes_include_sub_folders(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "a").write_bytes(b"x" * 10_000)
     (tmp_path / "b").write_bytes(b"x" * 10_000)
@@ -84,5 +84,5 @@ def test_what_a_folder_occupies_is_counted_below_it_too(tmp_path):
     assert 20_000 <= leaks.occupied_bytes(tmp_path) <= 40_000
 
 
-def test_settings_are_laid_over_each_other_section_by_section():
+def test_settings_are_merged_by_section():
     assert merged({"a": 1, "s": {"x": 1, "y": 2}}, {"s": {"y": 3}, "b": 4}) == {"a": 1, "s": {"x": 1, "y": 3}, "b": 4}

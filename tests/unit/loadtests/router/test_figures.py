@@ -1,4 +1,4 @@
-"""How the router benchmark's figures come out of what was counted."""
+"""Figures of the router benchmark, computed from the measurements of rounds."""
 
 import msgspec
 import pytest
@@ -34,31 +34,31 @@ def a_round(**fields) -> MeasuredRound:
     )
 
 
-def test_processor_time_is_told_per_request_and_per_token():
+def test_cpu_time_is_given_per_request_and_token():
     measured = a_round(requests=64, tokens=64 * 256, router_cpu_seconds=0.08192)
 
     assert cpu_us_per_request(measured) == pytest.approx(1280)
     assert cpu_us_per_token(measured) == pytest.approx(5)
 
 
-def test_nothing_is_told_of_the_processor_time_of_no_router():
+def test_target_without_router_has_no_cpu_time():
     assert cpu_us_per_request(a_round(router_cpu_seconds=None)) is None
 
 
-def test_a_round_without_answers_divides_by_nothing():
+def test_round_without_answers_does_not_divide_by_zero():
     assert cpu_us_per_request(a_round(requests=0)) is None
     assert imbalance((0, 0)) is None
     assert imbalance(()) is None
     assert hit_rate(a_round()) is None
 
 
-def test_imbalance_is_the_busiest_over_the_mean():
+def test_imbalance_is_busiest_divided_by_mean():
     assert imbalance((10, 10, 10, 10)) == 1
     assert imbalance((30, 10, 10, 10)) == 2
     assert imbalance((5, 0, 0, 0)) == 4
 
 
-def test_a_row_has_the_medians_of_the_rounds_and_their_spread():
+def test_row_has_medians_and_spread_of_rounds():
     rounds = [a_round(router_cpu_seconds=seconds) for seconds in (0.02, 0.09, 0.03)]
 
     found = row("prompt-128", "fleet", rounds, None, "1.0")
@@ -76,7 +76,7 @@ def test_hits_are_counted_over_all_workers():
     assert found.work_imbalance == 1.5
 
 
-def test_added_latency_is_against_the_same_round_without_a_router():
+def test_added_latency_compares_with_same_round():
     rounds = [a_round(ttft_seconds=seconds) for seconds in (150e-6, 250e-6, 350e-6)]
     direct = [a_round(ttft_seconds=seconds, router_cpu_seconds=None) for seconds in (50e-6, 180e-6, 120e-6)]
 
@@ -85,7 +85,7 @@ def test_added_latency_is_against_the_same_round_without_a_router():
     assert row("prompt-128", "fleet", rounds, None, "").ttft_added_us_p50 is None
 
 
-def test_the_memory_told_is_that_of_the_last_round():
+def test_memory_is_that_of_last_round():
     rounds = [a_round(resident_bytes=size << 20) for size in (50, 70, 60)]
 
     found = row("memory", "fleet", rounds, None, "")
@@ -93,25 +93,25 @@ def test_the_memory_told_is_that_of_the_last_round():
     assert (found.rss_mb, found.rss_mb_by_round) == (60, (50, 70, 60))
 
 
-def test_a_target_that_could_not_take_part_has_a_row_that_says_why():
+def test_absent_target_has_row_with_reason():
     found = missing("prompt-128", "smg", "could not be installed", "1.13.0")
 
     assert found.cpu_us_per_request is None
     assert "smg absent: could not be installed" in table([found])
 
 
-def test_failed_requests_are_not_hidden():
+def test_failed_requests_are_counted():
     assert "7 FAILED" in table([row("prompt-128", "smg", [a_round(failures=7)], None, "")])
 
 
-def test_a_row_is_json_with_the_agreed_names():
+def test_row_is_json_with_agreed_names():
     names = {"scenario", "target", "cpu_us_per_request", "cpu_us_per_token", "ttft_added_us_p50", "rss_mb"}
     names |= {"hit_rate", "imbalance", "rounds", "spread", "version", "machine"}
 
     assert names <= msgspec.to_builtins(row("prompt-128", "relay", [a_round()], None, "")).keys()
 
 
-def test_gaps_between_tokens_are_told_over_those_of_the_workers_alone_where_they_have_a_beat():
+def test_added_gap_needs_paced_workers():
     rounds = [a_round(gap_seconds_p99=0.0052), a_round(gap_seconds_p99=0.0056)]
     alone = [a_round(router_cpu_seconds=None, gap_seconds_p99=0.0051), a_round(gap_seconds_p99=0.0051)]
 
@@ -123,7 +123,7 @@ def test_gaps_between_tokens_are_told_over_those_of_the_workers_alone_where_they
     assert row("prompts", "fleet", rounds, None, "").itl_added_us_p99 is None
 
 
-def test_processor_time_of_a_thousand_tokens_is_in_seconds():
+def test_cpu_time_of_1000_tokens_is_in_seconds():
     told = row("streams", "fleet", [a_round(requests=64, tokens=16_384, router_cpu_seconds=0.08192)], None, "")
 
     assert told.cpu_s_per_1k_tokens == pytest.approx(0.005)

@@ -1,4 +1,4 @@
-"""The leaderboard: its made-up requests, its engines by straight lines, and its own sums."""
+"""Leaderboard: its drawn requests, its linear engines, and its sums."""
 
 import json
 import random
@@ -24,7 +24,7 @@ from loadtests.router.simulated.traffic import (
 BLOCK = 10
 
 
-def test_in_the_world_of_one_worker_requests_are_served_in_order_and_counted():
+def test_single_worker_serves_requests_in_order():
     workload = unique(50, seed=1).at(10.0)
 
     found = run(workload, 1, SimulatedDevice(), policy("fleet", {}), 0)
@@ -34,7 +34,7 @@ def test_in_the_world_of_one_worker_requests_are_served_in_order_and_counted():
     assert found.ttft_mean > 0
 
 
-def test_a_run_is_the_same_again():
+def test_run_is_reproducible():
     def once():
         workload = conversations(120, seed=3, groups=4).at(20.0)
         return run(workload, 4, SimulatedDevice(kv_tokens=50_000), policy("fleet", {}), 5)
@@ -42,8 +42,8 @@ def test_a_run_is_the_same_again():
     assert once() == once()
 
 
-def test_the_default_keeps_shared_prefixes_together_under_load_at_least_as_well_as_others():
-    """Of the comparison in ADR 0014, the part that takes a second: four engines with little room."""
+def test_default_policy_keeps_shared_prefixes_together():
+    """This is the short part of the comparison in ADR 0014: four engines with little room."""
     device = SimulatedDevice(kv_tokens=100_000)
     workload = conversations(900, seed=11, groups=64)
     workload = workload.at(0.9 * ideal_rate(workload, 4, device))
@@ -67,8 +67,8 @@ def test_the_default_keeps_shared_prefixes_together_under_load_at_least_as_well_
     assert ours.imbalance < 1.3
 
 
-def test_a_load_of_one_is_what_one_cache_and_no_imbalance_would_keep_up_with():
-    """Two prompts of two blocks that begin alike: three blocks and two ends of five tokens to compute, twice one step."""
+def test_load_one_is_rate_of_common_cache_without_imbalance():
+    """Two prompts of two blocks share the first: three blocks and two ends of five tokens are computed, in two steps."""
     requests = [TraceRequest(Nanos(at * SECOND), 25, chain, 1) for at, chain in ((0, (1, 2)), (1, (1, 3)))]
     workload = recorded("two", requests, BLOCK)
     device = SimulatedDevice(
@@ -78,7 +78,7 @@ def test_a_load_of_one_is_what_one_cache_and_no_imbalance_would_keep_up_with():
     assert ideal_rate(workload, 1, device) == pytest.approx(2 / ((25 + 15 + 2 * 10) / 1000))
 
 
-def test_workloads_have_what_their_names_say():
+def test_workloads_have_stated_prefixes():
     def shared(workload) -> float:
         seen: set[int] = set()
         hits = blocks = 0
@@ -96,7 +96,7 @@ def test_workloads_have_what_their_names_say():
     assert shared(conversations(600, 1, groups=4)) > 0.8
 
 
-def test_goals_are_counted_over_all_requests_and_the_time_in_which_they_came():
+def test_goodput_counts_over_time_of_arrivals():
     def answered(number: int, ttft: float, hits: int = 0, refused: str = "") -> EndedRequest:
         at = Nanos(number * SECOND)
         return EndedRequest(
@@ -121,8 +121,8 @@ def test_goals_are_counted_over_all_requests_and_the_time_in_which_they_came():
     assert (found.ttft_mean, found.tpot_mean, found.seconds) == pytest.approx((2.0, 0.1, 4.1))
 
 
-def test_an_engine_steps_by_straight_lines():
-    """Two prompts of 100 tokens, the second after 50 of context, along with three that decode over 1,000 tokens."""
+def test_engine_steps_follow_straight_lines():
+    """Two prompts of 100 tokens, the second after a context of 50, and three sequences with a total context of 1,000 tokens."""
     lines = EngineLatency(
         prefill_base_ms=2.0,
         prefill_ms_per_token=0.1,
@@ -137,7 +137,7 @@ def test_an_engine_steps_by_straight_lines():
     assert 1000 * seconds(0, 0, 3, 1000) == pytest.approx(lines.decode_ms(3, 1000))
 
 
-def test_the_command_pairs_seeds_names_the_best_and_writes_rows(tmp_path, capsys):
+def test_command_pairs_seeds_names_best_and_writes_rows(tmp_path, capsys):
     report = tmp_path / "rows.json"
     arguments = ["--policies", "fleet,round_robin", "--workloads", "few-prefixes", "--workers", "2", "--loads", "0.5"]
 
@@ -151,7 +151,7 @@ def test_the_command_pairs_seeds_names_the_best_and_writes_rows(tmp_path, capsys
     assert [each["requests"] for each in ours["outcomes"]] == [40, 40]
 
 
-def test_all_policies_run_in_it_and_serve_the_same_requests(tmp_path):
+def test_all_policies_serve_same_requests(tmp_path):
     report = tmp_path / "rows.json"
     arguments = ["--workloads", "few-prefixes", "--workers", "2", "--loads", "0.5", "--seeds", "1", "--requests", "20"]
 
@@ -168,12 +168,12 @@ def test_all_policies_run_in_it_and_serve_the_same_requests(tmp_path):
 @pytest.mark.parametrize(
     "arguments", [["--policies", "luck"], ["--workloads", "luck"], ["--trace", "x"], ["--workers", "x"]]
 )
-def test_the_command_names_what_there_is_not(arguments, capsys):
+def test_command_names_unknown_policy_or_workload(arguments, capsys):
     assert leaderboard.main(arguments) == 2
     assert "loadtests.router.leaderboard:" in capsys.readouterr().err
 
 
-def test_halves_of_a_trace_have_nothing_in_common():
+def test_halves_of_trace_share_no_session():
     requests = [TraceRequest(Nanos(at * SECOND), 25, (at, at + 100), 1) for at in range(10)]
     random.Random(0).shuffle(requests)
     trace = recorded("t", sorted(requests, key=lambda each: each.arrival), BLOCK)

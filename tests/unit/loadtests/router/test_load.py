@@ -1,4 +1,4 @@
-"""What the router benchmark sends, and what its workers remember of it."""
+"""Load of the router benchmark, and the prefix cache of its mock workers."""
 
 import json
 from itertools import islice
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from fleet.core.errors import ConfigurationRefused
 from fleet.local.tiny_model import build_tiny_model
 from loadtests.router.load.prompts import Conversations, NewPrompts, Vocabulary
-from loadtests.router.mock_workers.prefix_cache import BLOCK_BYTES, PrefixCache
+from loadtests.router.mock_workers.workers import BLOCK_BYTES, PrefixCache
 from loadtests.router.scenarios import SCENARIOS, PrefixSharing, RouterScenario, quick
 from loadtests.router.systems.targets import targets
 
@@ -34,14 +34,14 @@ def vocabulary(model_dir):
     return Vocabulary(model_dir)
 
 
-def test_a_prompt_that_was_seen_is_remembered_up_to_its_last_whole_block():
+def test_seen_prompt_hits_up_to_last_full_block():
     cache = PrefixCache(capacity=10)
 
     assert cache.admit(blocks("a", "b") + b"rest") == (0, 2)
     assert cache.admit(blocks("a", "b") + b"else") == (2, 2)
 
 
-def test_only_what_prompts_have_in_common_from_the_beginning_counts():
+def test_only_common_prefix_counts_as_hit():
     cache = PrefixCache(capacity=10)
     cache.admit(blocks("a", "b", "c"))
 
@@ -49,7 +49,7 @@ def test_only_what_prompts_have_in_common_from_the_beginning_counts():
     assert cache.admit(blocks("b", "c")) == (0, 2)
 
 
-def test_a_cache_is_bounded_and_forgets_the_ends_of_the_oldest_prompts_first():
+def test_full_cache_evicts_ends_of_oldest_prompts():
     cache = PrefixCache(capacity=3)
     cache.admit(blocks("a", "b"))
     cache.admit(blocks("c", "d"))
@@ -58,7 +58,7 @@ def test_a_cache_is_bounded_and_forgets_the_ends_of_the_oldest_prompts_first():
     assert cache.admit(blocks("a", "b")) == (1, 2)
 
 
-def test_new_prompts_differ_from_their_first_character_on_and_have_their_length(model_dir, vocabulary):
+def test_new_prompts_are_unique_and_have_their_length(model_dir, vocabulary):
     scenario = RouterScenario(name="s", prompt_tokens=128, concurrency=1)
     prompts = NewPrompts(scenario, vocabulary, seed=1)
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -70,7 +70,7 @@ def test_new_prompts_differ_from_their_first_character_on_and_have_their_length(
     assert all(abs(len(tokenizer.encode(prompt).ids) - 128) <= 8 for prompt in found)
 
 
-def test_a_conversation_begins_as_others_and_grows_with_each_turn(vocabulary):
+def test_conversation_has_shared_prefix_and_grows(vocabulary):
     sharing = PrefixSharing(groups=2, opening_tokens=50, turn_tokens=10, turns=3)
     conversations = Conversations(sharing, vocabulary, seed=1)
 
@@ -85,7 +85,7 @@ def test_a_conversation_begins_as_others_and_grows_with_each_turn(vocabulary):
     assert turns == [fields_of(request)["prompt"] for request in islice(conversations.of("a"), 6)]
 
 
-def test_a_quick_round_is_bounded_in_requests_and_seconds():
+def test_quick_round_limits_requests_and_seconds():
     for scenario in SCENARIOS.values():
         short = quick(scenario)
 
@@ -93,16 +93,16 @@ def test_a_quick_round_is_bounded_in_requests_and_seconds():
         assert short.seconds <= 5
 
 
-def test_the_client_without_a_router_is_always_measured_first():
+def test_direct_target_is_always_first():
     assert [target.name for target in targets(["relay", "fleet", "relay"])] == ["direct", "relay", "fleet"]
 
 
-def test_a_policy_is_part_of_a_targets_name():
+def test_policy_is_part_of_target_name():
     target = targets(["smg:round_robin"])[-1]
 
     assert (target.name, target.policy, target.version) == ("smg:round_robin", "round_robin", "1.13.0")
 
 
-def test_an_unknown_target_is_refused_with_those_that_there_are():
+def test_unknown_target_is_refused_with_known_ones():
     with pytest.raises(ConfigurationRefused, match="nginx is not one of direct, relay, fleet"):
         targets(["nginx"])

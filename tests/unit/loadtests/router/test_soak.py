@@ -1,4 +1,4 @@
-"""What the soak holds against a router: the answers that it expects, and what it calls growth."""
+"""Parts of the soak test: expected answers, and growth."""
 
 import random
 
@@ -8,7 +8,7 @@ from fleet.core.requests import TOKEN_BYTES, Sampling
 from fleet.core.roles import Phase
 from fleet.core.work import Start
 from loadtests.router.soak.answers import AnswerDifference, AnswerOracle, difference
-from loadtests.router.soak.requests import ANSWER_TOKENS, wishes
+from loadtests.router.soak.requests import ANSWER_TOKENS, soak_requests
 from loadtests.router.soak.trend import FLAT_MB_PER_HOUR, MEBIBYTE, TrendSample, grows, slope_mb_per_hour
 from workers.engines.simulated.layout import EngineLayout
 from workers.engines.simulated.memory import BlockMemory
@@ -20,7 +20,7 @@ MODEL = SimulatedModel(seed=3, vocab_size=4096, eos_token_ids=(2,), eos_probabil
 
 
 def computed(prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
-    """By the engine's own sequence, block by block in memory."""
+    """Return the answer of the engine's own sequence, computed block by block."""
     layout = EngineLayout(
         layers=2, kv_heads=4, block_tokens=BLOCK_TOKENS, head_bytes=8, tensor_parallel=2, kv_layout="NHD"
     )
@@ -50,7 +50,7 @@ def computed(prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
         Sampling(max_tokens=40, temperature=0.75, seed=5, ignore_eos=True),
     ],
 )
-def test_what_is_expected_is_what_an_engine_answers(tokens, sampling):
+def test_expected_answer_equals_engine_answer(tokens, sampling):
     prompt = b"".join(
         number.to_bytes(TOKEN_BYTES, "little") for number in random.Random(tokens).choices(range(4096), k=tokens)
     )
@@ -72,13 +72,13 @@ def test_what_is_expected_is_what_an_engine_answers(tokens, sampling):
         ((1, 2, 3, 9), True, AnswerDifference(lost=1, repeated=1)),
     ],
 )
-def test_tokens_that_are_missing_and_tokens_too_many_are_counted_apart(received, whole, found):
+def test_missing_and_extra_tokens_are_counted_separately(received, whole, found):
     assert difference((1, 2, 3, 4), received, whole=whole) == found
 
 
-def test_wishes_are_of_all_kinds_and_the_same_for_the_same_seed():
+def test_requests_are_of_all_kinds_and_reproducible():
     def some() -> list:
-        source = wishes(random.Random(7), AnswerOracle(MODEL, BLOCK_TOKENS))
+        source = soak_requests(random.Random(7), AnswerOracle(MODEL, BLOCK_TOKENS))
         return [next(source) for _ in range(200)]
 
     found = some()
@@ -97,7 +97,7 @@ def samples(*megabytes: float, every_seconds: float = 300.0) -> list[TrendSample
     ]
 
 
-def test_growth_is_that_of_the_second_half():
+def test_growth_is_that_of_second_half():
     warming_up = samples(50, 100, 150, 150, 150, 150)
     leaking = samples(50, 60, 70, 80, 90, 100)
 
@@ -109,5 +109,5 @@ def test_growth_is_that_of_the_second_half():
     )
 
 
-def test_a_run_that_is_too_short_says_nothing_of_growth():
+def test_short_run_reports_no_growth():
     assert grows(samples(50, 60, 70, 80, every_seconds=10), 1e6) == ""

@@ -1,4 +1,4 @@
-"""Studies: their scenarios can be run, their sums are right, and one of them runs from its command to its status."""
+"""Studies: their scenarios run, their sums are right, and one study runs from its command to its status."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_every_scenario_can_be_run(name):
 
 
 @pytest.mark.parametrize("traffic", policies.TRAFFIC, ids=lambda each: each.name)
-def test_every_contestant_has_parameters_that_its_policy_takes(traffic):
+def test_every_contestant_has_valid_parameters(traffic):
     planned = planned_of(read(traffic.scenario, traffic.changes))
 
     for policy in POLICIES:
@@ -40,7 +40,7 @@ def test_every_contestant_has_parameters_that_its_policy_takes(traffic):
         assert planned_of(read(traffic.scenario, contestant.changes())).router.policy == policy
 
 
-def test_every_design_and_cluster_of_a_study_can_be_built():
+def test_every_design_and_cluster_can_be_built():
     for design, (machines, _) in splitwise.DESIGNS.items():
         pools = splitwise.plan_of(design).pools
         assert [pool.workers for pool in pools] == [each.count for each in machines]
@@ -48,7 +48,7 @@ def test_every_design_and_cluster_of_a_study_can_be_built():
         assert any(pool.role is not Role.PREFILL for pool in pools)
 
 
-def test_splitwises_times_are_its_points_and_lines_between_them():
+def test_splitwise_times_are_interpolated_points():
     points = splitwise.points("a100")
 
     assert points.seconds(1024, 0, 0, 0) == pytest.approx(0.28747)
@@ -64,7 +64,7 @@ def a_request(at: float, chain=CHAIN, answer: int = 10) -> TraceRequest:
     return TraceRequest(Nanos(round(at * SECOND)), 512 * len(chain), chain, answer)
 
 
-def test_the_bound_computes_a_block_once_and_knows_when_workers_are_too_few():
+def test_bound_computes_blocks_once_and_sees_overload():
     planned = planned_of(read("policies-conversation"))
     requests = [a_request(0), a_request(1), a_request(2, chain=(1, 2, 9))]
 
@@ -76,21 +76,21 @@ def test_the_bound_computes_a_block_once_and_knows_when_workers_are_too_few():
     assert bound.load == pytest.approx(sum(bound.work) / (2 * 16))
 
 
-def test_a_request_that_is_late_even_alone_is_nobodys_fault():
+def test_request_late_on_idle_worker_is_not_good():
     planned = planned_of(read("policies-conversation"))
     endless = a_request(1, chain=tuple(range(100, 500)))  # 200,000 tokens
 
     assert bound_of([a_request(0), endless], planned).attainment() == 0.5
 
 
-def test_no_run_passes_the_bound():
+def test_no_run_exceeds_bound():
     found = run(StudyCase(scenario="policies-conversation", part=WorkloadPart.FIRST, requests=60, load=1.0))
 
     assert found.outcome.attainment <= found.bound
     assert found.outcome.hit_rate <= 0.4
 
 
-def test_halves_of_a_trace_have_no_request_in_common():
+def test_halves_of_trace_share_no_request():
     case = StudyCase(scenario="policies-conversation", requests=5)
     first, second = (
         run(StudyCase(scenario=case.scenario, part=part, requests=5))
@@ -100,20 +100,20 @@ def test_halves_of_a_trace_have_no_request_in_common():
     assert first.outcome.digest != second.outcome.digest
 
 
-def test_a_capacity_is_found_within_its_distance():
+def test_capacity_is_found_within_its_distance():
     for limit in (0.3, 1.0, 7.7):
         found = capacity(lambda load, limit=limit: 1.0 if load <= limit else 0.0)
         assert limit / 1.03 <= found <= limit
 
 
-def test_all_get_the_same_number_of_trials_and_the_defaults_are_one_of_them():
+def test_policies_get_same_number_of_trials_with_defaults():
     for policy in tuning.GRIDS:
         tried = tuning.trials(policy, 12)
         assert tried[0] == {}
         assert len({json.dumps(each, sort_keys=True) for each in tried}) == 12
 
 
-def test_a_study_runs_from_its_command_to_its_status(capsys):
+def test_study_runs_from_command_to_status(capsys):
     status = command.main(["distserve", "--requests", "60", "--seeds", "1", "--json", "-"])
 
     told = json.loads(capsys.readouterr().out)
@@ -130,7 +130,7 @@ def a_report(figure: float) -> StudyReport:
 
 
 @pytest.mark.parametrize(("figure", "status"), [(1.0, 0), (1.2, 1)])
-def test_a_finding_that_no_longer_holds_is_the_commands_status(figure, status, monkeypatch, capsys):
+def test_failed_finding_sets_exit_status(figure, status, monkeypatch, capsys):
     monkeypatch.setitem(command.STUDIES, "wide", ("", lambda effort: a_report(figure)))
 
     assert command.main(["wide"]) == status
@@ -139,7 +139,7 @@ def test_a_finding_that_no_longer_holds_is_the_commands_status(figure, status, m
     assert "target 2: missed" in told
 
 
-def test_a_scenario_that_cannot_be_run_is_one_line(monkeypatch, capsys):
+def test_impossible_scenario_prints_one_line(monkeypatch, capsys):
     monkeypatch.setitem(command.STUDIES, "wide", ("", of_no_model))
 
     assert command.main(["wide"]) == command.REFUSED

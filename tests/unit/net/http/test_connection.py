@@ -1,13 +1,16 @@
-"""HTTP connections with a transport made by hand: relayed answers, and the cache of heads."""
+"""HTTP connections with a transport made by hand: relayed answers, the cache of heads, and the lifetime."""
 
+import httptools
 import pytest
 
+from fleet.core.clock import SECOND
 from fleet.core.system_clock import SystemClock
 from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection
 from fleet.net.http.messages import HeadCache, HeldBodyBytes, HttpHead
 from fleet.net.limit_log import SlowClientLog
 from fleet.net.settings import HttpSettings
+from tests.support.kvstore.builders import ManualClock
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -53,24 +56,24 @@ class Work:
         raise AssertionError("the client is still there")
 
 
-def a_connection(transport, held=None):
+def a_connection(transport, held=None, clock=None, lasts_seconds=0):
     exchanges = []
 
     def serve(exchange):
         exchanges.append(exchange)
         return Work()
 
-    table = ConnectionTable(1, 1.0)
     connection = HttpConnection(
         HttpSettings(),
-        SystemClock(),
+        clock or SystemClock(),
         serve,
         lambda _: b"",
         {},
-        table,
+        ConnectionTable(1, 1.0),
         HeadCache(),
         held or HeldBodyBytes(),
         SlowClientLog(HttpSettings()),
+        lasts_seconds,
     )
     connection.connection_made(transport)
     return connection, exchanges
@@ -112,23 +115,26 @@ def served(connection, exchanges, data):
     return exchange.request
 
 
-class Unwanted:
-    """Parser that must not be called."""
+class CountingParser(httptools.HttpRequestParser):
+    fed = 0
 
     def feed_data(self, data):
-        raise AssertionError(f"parsed again: {bytes(data)!r}")
+        CountingParser.fed += 1
+        super().feed_data(data)
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-async def test_known_head_with_other_length_is_not_parsed_again(pieces):
+async def test_known_head_with_other_length_is_not_parsed_again(pieces, monkeypatch):
+    monkeypatch.setattr(httptools, "HttpRequestParser", CountingParser)
     connection, exchanges = a_connection(Transport())
     whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nContent-Length: 3\r\n\r\nabc"
     connection.data_received(whole[:-pieces])  # the body may come later
     served(connection, exchanges, whole[-pieces:])
-    connection._parser = Unwanted()
+    parsed = CountingParser.fed
 
     request = served(connection, exchanges, whole.replace(b"Length: 3", b"Length: 12") + b"defghijkl")
 
+    assert CountingParser.fed == parsed > 0
     assert request.body == b"abcdefghijkl"
     assert request.path == "/v1/completions"
 
@@ -158,14 +164,16 @@ async def test_head_cache_ignores_only_the_content_length():
 @pytest.mark.parametrize("digits", [b"", b"+2", b"-2", b" 2", b"2_0", b"0x2", b"2 ", b"2,2", b"\xb2", b"1000000000002"])
 def test_latest_head_is_found_with_any_valid_length(digits):
     content = REQUEST.removesuffix(b"{}")
-    heads, head = HeadCache(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
+    heads, unused = HeadCache(), HeadCache()  # only the first one has a latest head
+    head = HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
     heads.add(content, head, 2)
+    unused.add(content, head, 2)
     assert heads.find(content) == heads.find(content) == (head, 2)
 
     found = heads.find(content.replace(b"2", b"345"))
     assert found == (head, 345)
     other = content.replace(b" 2", b" " + digits)
-    assert heads.find(other) == without_latest(heads).find(other)
+    assert heads.find(other) == unused.find(other)
     assert heads.find(content.replace(b"POST", b"HEAD")) is None
 
 
@@ -177,13 +185,6 @@ def test_latest_head_with_another_header_is_not_found(other):
     assert heads.find(content) == (head, 2)
 
     assert heads.find(content.replace(other[:-1] + b"1", other)) is None
-
-
-def without_latest(heads):
-    """Return a cache with the same heads and no last hit."""
-    others = HeadCache()
-    others._known = heads._known
-    return others
 
 
 async def test_long_body_after_known_head_is_refused_without_memory():
@@ -199,3 +200,31 @@ async def test_long_body_after_known_head_is_refused_without_memory():
     assert exchanges == []
     assert b" 503 " in client.written
     assert held.bytes == others
+
+
+def is_kept_alive(connection, client, exchanges) -> bool:
+    """Send and answer one request; return whether another one may follow."""
+    client.written = b""
+    served(connection, exchanges, REQUEST)
+    return b"connection: close" not in client.written.lower()
+
+
+async def test_first_answer_after_the_lifetime_closes():
+    client, clock = Transport(), ManualClock()
+    connection, exchanges = a_connection(client, clock=clock, lasts_seconds=4)
+
+    assert is_kept_alive(connection, client, exchanges)
+    clock.move(4 * SECOND - 1)
+    assert is_kept_alive(connection, client, exchanges)
+    assert not client.closed
+    clock.move(1)
+    assert not is_kept_alive(connection, client, exchanges)
+    assert client.closed
+
+
+async def test_connection_without_lifetime_stays_open():
+    client, clock = Transport(), ManualClock()
+    connection, exchanges = a_connection(client, clock=clock)
+    clock.move(3600 * SECOND)
+
+    assert is_kept_alive(connection, client, exchanges)

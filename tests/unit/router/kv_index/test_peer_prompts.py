@@ -18,8 +18,8 @@ from fleet.router.kv_index.peer_prompts import (
     MIN_ANNOUNCED_TOKENS,
     PlacedPrompt,
     PromptAnnouncements,
-    deeper,
     marks,
+    with_peer_prompts,
 )
 from fleet.router.kv_index.radix_tree import ChainHolder, RadixTree
 from fleet.router.messages import PeerLeft, PeerPlaced, PeerReserved
@@ -209,7 +209,7 @@ def test_marks_find_eight_ninths_of_a_common_prefix(common, one, other):
     chains = RadixTree()
     chains.add(ChainHolder(1), marks(first))
 
-    ((depth, mask),) = deeper([], chains, second)
+    ((depth, mask),) = with_peer_prompts([], chains, second)
 
     assert mask == 1
     assert depth == common if one == other == 0 else 8 / 9 * common <= depth <= common
@@ -221,7 +221,7 @@ def test_own_knowledge_counts_if_it_is_deeper():
     for bit, blocks in ((1, 4), (2, 12), (4, 8)):
         chains.add(ChainHolder(bit), marks(range(blocks)))
 
-    assert deeper([(6, 0b1001), (10, 0b10)], chains, range(16)) == [(6, 0b1001), (8, 0b100), (12, 0b10)]
+    assert with_peer_prompts([(6, 0b1001), (10, 0b10)], chains, range(16)) == [(6, 0b1001), (8, 0b100), (12, 0b10)]
 
 
 # Workers that do not report their caches.

@@ -128,7 +128,7 @@ def test_memory_is_freed_when_all_holders_leave():
 
 
 BYTES_A_BLOCK = 400
-"""That one worker holds: two table entries and an integer, and what tables and sets have spare just after they have grown."""
+"""Memory for a block of one worker: two table entries, an integer, and the spare room of tables and sets that have just grown."""
 
 
 def test_day_of_churn_stays_within_memory_cap():

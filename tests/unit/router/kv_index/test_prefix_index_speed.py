@@ -13,7 +13,7 @@ from tests.support.sim.traces import CONVERSATION
 
 WORKERS, CAPACITY = 16, 4_000
 STEPS_OF_REFERENCE = 0.219
-"""Of the index, as measured when it was last changed on purpose; a tenth more is a regression."""
+"""The index's steps over the reference's, measured at its last deliberate change; a tenth more is a regression."""
 
 
 @cache

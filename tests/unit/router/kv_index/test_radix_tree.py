@@ -39,7 +39,7 @@ def test_leading_blocks_equal_a_scan_of_all_chains(many, history, asked):
         for number, prompt, adds, which in history:
             if adds or not there:
                 keys = keys_of(prompt)
-                if (begun := chains.continued(holders[number], keys)) is not None:
+                if (begun := chains.extendable_chain(holders[number], keys)) is not None:
                     assert begun.holder is holders[number]
                     chains.extend(begun, keys)
                 else:
@@ -162,7 +162,7 @@ def test_removed_chains_with_colliding_keys_leave_nothing(history):
     there: list[Chain] = []
     for number, keys, adds, which in history:
         if adds or not there:
-            if (begun := chains.continued(holders[number], keys)) is not None:
+            if (begun := chains.extendable_chain(holders[number], keys)) is not None:
                 chains.extend(begun, keys)
             else:
                 there.append(chains.add(holders[number], keys))

@@ -8,7 +8,7 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.ids import RequestId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Phase, Role
-from fleet.router.placement.break_even import LEAST_TOKENS, MIN_SAMPLES, MOST_TOKENS, PrefillBreakEven
+from fleet.router.placement.break_even import MAX_TOKENS, MIN_SAMPLES, MIN_TOKENS, PrefillBreakEven
 from fleet.router.placement.decision import PlacementReason
 from tests.support.builders import a_handoff, a_prompt, an_arrival
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, dispatched, the
@@ -27,8 +27,8 @@ def learned(milliseconds: float, samples: int = MIN_SAMPLES) -> PrefillBreakEven
         (40, 1e-4, 1, 400),
         (40, 1e-4, 0, 400),
         (40, 1e-4, 4, 100),
-        (40, 1e-4, 40, LEAST_TOKENS),
-        (400, 1e-5, 1, MOST_TOKENS),
+        (40, 1e-4, 40, MIN_TOKENS),
+        (400, 1e-5, 1, MAX_TOKENS),
         (40, 0.0, 4, 512),
     ],
 )
@@ -36,7 +36,7 @@ def test_break_even_equates_delay_and_handoff(milliseconds, token_seconds, reque
     assert learned(milliseconds).min_tokens(token_seconds, requests, 512) == tokens
 
 
-@pytest.mark.parametrize(("constant", "tokens"), [(8192, LEAST_TOKENS), (16, 16)])
+@pytest.mark.parametrize(("constant", "tokens"), [(8192, MIN_TOKENS), (16, 16)])
 def test_prompts_are_handed_over_until_enough_is_measured(constant, tokens):
     assert learned(40, MIN_SAMPLES - 1).min_tokens(1e-4, 1, constant) == tokens
 
@@ -103,7 +103,7 @@ def test_break_even_is_reported_even_if_unused(learning):
     (worker,) = report.workers
     assert report.handoffs == MIN_SAMPLES
     assert report.handoff_seconds == pytest.approx(0.2)
-    assert (worker.worker_id, worker.requests, worker.min_tokens) == ("d1", MIN_SAMPLES, LEAST_TOKENS)
+    assert (worker.worker_id, worker.requests, worker.min_tokens) == ("d1", MIN_SAMPLES, MIN_TOKENS)
     assert worker.token_seconds == pytest.approx(0.001)
     for number in range(MIN_SAMPLES - 1):
         router.cancel(f"r{number}")

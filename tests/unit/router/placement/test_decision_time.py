@@ -24,7 +24,7 @@ from tests.support.router.machine_driver import START
 BLOCK = 64
 TRIES = 20  # one of the rounds has to keep its budget, because other processes share the core and its caches
 BUDGET_SECONDS = 2e-3
-"""Of processor time, for a prompt of 32k tokens and 64 workers, hashing included. A quiet core takes a fifth of that; it catches
+"""Processor time for a prompt of 32k tokens and 64 workers, hashing included. A quiet core takes a fifth of that; the budget finds
 work that grows with workers × blocks."""
 
 
@@ -61,8 +61,8 @@ def test_decision_over_64_workers_is_within_budget(name):
 
 BLOCKS, WORKERS = 1_000_000, 512
 EVENT_SECONDS = 50e-6
-"""Of processor time, for an event of eight blocks as it comes from a worker: ten thousand a second then take half a core. A quiet
-core takes a third of that."""
+"""Processor time for an event of eight blocks from a worker: ten thousand a second then take half a core. A quiet core takes a third
+of that."""
 
 
 def test_ten_thousand_kv_events_leave_time_for_requests():

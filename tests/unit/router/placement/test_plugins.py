@@ -44,7 +44,7 @@ NO_STRUCT = object()
 
 
 def found(monkeypatch, **values: str) -> None:
-    """As if a package with these entry points were installed."""
+    """Pretend that a package with these entry points is installed."""
     points = EntryPoints(
         EntryPoint(name=name, value=value, group=f"fleet.{group}")
         for group in ("policies", "scorers")
@@ -212,7 +212,7 @@ def test_missing_cost_terms_leave_the_explanation(itemise):
 
 
 def test_late_cost_terms_delay_by_the_budget_only():
-    """A gateway's request asks for them too, for those who come next; and whoever explains keeps all streams waiting."""
+    """Gateways ask for the terms too, to name fallbacks, and an explanation delays all streams."""
     release = threading.Event()
     machine = RouterMachine(
         RouterSettings(), random.Random(0), guarded(lambda _: 0, 0.02, itemise=lambda _: release.wait() and {})

@@ -13,8 +13,8 @@ from fleet.core.roles import Placement, Role
 from fleet.core.work import KvStored, LoraAdapter
 from fleet.router.messages import KvChanged, PeerLeft, RouterTicked, ThresholdsChanged, WorkerDraining, WorkerJoined
 from fleet.router.queueing import admission_queue as waiting_module
+from fleet.router.queueing.admission import MAX_FAILED_TRIES
 from fleet.router.queueing.admission_queue import EVIDENCE
-from fleet.router.queueing.ledger import MAX_FAILED_TRIES
 from fleet.router.tenants import TenantSettings
 from kvstore.block import chain
 from tests.support.builders import BLOCK_TOKENS, a_description, a_prompt, an_arrival
@@ -254,8 +254,8 @@ def test_request_for_a_busy_worker_delays_no_other(particular):
     works = [the(Dispatch, router.send(an_arrival(request_id=name, sampling=GREEDY))) for name in ("plain", "more")]
     assert {work.worker_id for work in works} == {"other"}
     assert not router.send(an_arrival(request_id="last", sampling=GREEDY))
-    moved = the(Dispatch, router.step(works[0], 7, finish=Finish.STOP))
-    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("last", "other")
+    session_moved = the(Dispatch, router.step(works[0], 7, finish=Finish.STOP))
+    assert (session_moved.start.request_id.partition("#")[0], session_moved.worker_id) == ("last", "other")
 
     own = the(Dispatch, router.step(running, 7, finish=Finish.STOP))
     assert own.start.request_id.partition("#")[0] == "waits", "it came before all others"
@@ -354,16 +354,16 @@ def test_group_behind_many_others_gets_a_turn(monkeypatch, happens):
     running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
     router.send(an_arrival(request_id="last", sampling=GREEDY, pin=WorkerId("free")))
 
-    moved = router.step(running, 7, finish=Finish.STOP)[2:]
+    session_moved = router.step(running, 7, finish=Finish.STOP)[2:]
     for _ in range(2 * count // MAX_FAILED_TRIES):
-        if moved:
+        if session_moved:
             break
         nothing = PeerLeft(replica="any")
-        moved = router.send(
+        session_moved = router.send(
             nothing if happens == "nothing" else ThresholdsChanged(thresholds=router.machine.thresholds())
         )
 
-    assert the(Dispatch, moved).start.request_id.partition("#")[0] == "last"
+    assert the(Dispatch, session_moved).start.request_id.partition("#")[0] == "last"
 
 
 def test_request_for_the_free_worker_passes_blocked_groups():
@@ -377,9 +377,12 @@ def test_request_for_the_free_worker_passes_blocked_groups():
             pin = WorkerId(f"w{number}")
             sent += router.send(an_arrival(request_id=f"{name}{number}", sampling=GREEDY, pin=pin))
 
-    moved = the(Dispatch, router.step(sent[-1], 7, finish=Finish.STOP)[2:])
+    session_moved = the(Dispatch, router.step(sent[-1], 7, finish=Finish.STOP)[2:])
 
-    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == (f"waits{count - 1}", f"w{count - 1}")
+    assert (session_moved.start.request_id.partition("#")[0], session_moved.worker_id) == (
+        f"waits{count - 1}",
+        f"w{count - 1}",
+    )
 
 
 def test_request_for_a_joining_worker_passes_blocked_groups():
@@ -391,9 +394,9 @@ def test_request_for_a_joining_worker_passes_blocked_groups():
     for name in ("labelled1", "labelled2"):
         router.send(an_arrival(request_id=name, sampling=GREEDY, labels=("new",)))
 
-    moved = the(Dispatch, router.send(WorkerJoined(description=labelled[1], address="unix:/new2")))
+    session_moved = the(Dispatch, router.send(WorkerJoined(description=labelled[1], address="unix:/new2")))
 
-    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("labelled2", "new2")
+    assert (session_moved.start.request_id.partition("#")[0], session_moved.worker_id) == ("labelled2", "new2")
 
 
 def test_request_of_a_leaving_worker_is_rejected_behind_others():
@@ -414,9 +417,9 @@ def test_long_prompt_does_not_block_short_prompt_in_small_caches():
         sampling = structs.replace(GREEDY, max_tokens=answer)
         assert not router.send(an_arrival(request_id=name, tokens=a_prompt(prompt), sampling=sampling))
 
-    moved = the(Dispatch, router.step(running, 7, finish=Finish.STOP))
+    session_moved = the(Dispatch, router.step(running, 7, finish=Finish.STOP))
 
-    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("short", "small")
+    assert (session_moved.start.request_id.partition("#")[0], session_moved.worker_id) == ("short", "small")
 
 
 def test_failed_requests_do_not_block_their_free_worker():
@@ -430,9 +433,9 @@ def test_failed_requests_do_not_block_their_free_worker():
     running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
     assert not router.send(an_arrival(request_id="last", sampling=GREEDY))
 
-    moved = the(Dispatch, router.step(running, 7, finish=Finish.STOP))
+    session_moved = the(Dispatch, router.step(running, 7, finish=Finish.STOP))
 
-    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("last", "fails")
+    assert (session_moved.start.request_id.partition("#")[0], session_moved.worker_id) == ("last", "fails")
 
 
 def test_retried_request_is_in_a_group_of_its_own():

@@ -7,7 +7,7 @@ import pytest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import ModelName, RequestId
-from fleet.router.queueing.admission_queue import EVIDENCE, AdmissionQueue, QueuedRequest, rank
+from fleet.router.queueing.admission_queue import EVIDENCE, AdmissionQueue, QueuedRequest, queue_position
 
 MODEL = ModelName("tiny")
 NOBODY: dict[str, float] = {}
@@ -29,7 +29,7 @@ class Room:
             request_id=RequestId(name),
             model=model,
             tenant=tenant,
-            rank=rank(self.now, priority, tokens, **self._worth),
+            rank=queue_position(self.now, priority, tokens, **self._worth),
             seq=next(self._seq),
             tokens=tokens,
             stays=stays,

@@ -39,7 +39,7 @@ class World:
 
     def __init__(self, *, one_by_one: bool) -> None:
         self.room = AdmissionQueue({"a": 3.0, "b": 0.5})
-        self.room.sized(MODEL, WorkerSizes((100, 200), (1000,)))
+        self.room.set_sizes(MODEL, WorkerSizes((100, 200), (1000,)))
         self.free = dict.fromkeys(WORKERS, 0)
         self.meant: dict[RequestId, frozenset[WorkerId]] = {}
         self.served: list[RequestId] = []
@@ -93,7 +93,7 @@ def test_grouping_does_not_change_the_service_order(seed):
         elif kind < 0.8:
             sizes = WorkerSizes(tuple(sorted(dice.sample([100, 120, 200], 2))), (1000,))
             for world in worlds:
-                world.room.sized(MODEL, sizes)
+                world.room.set_sizes(MODEL, sizes)
         else:
             worker_id, places = dice.choice(WORKERS), dice.choice([1, 1, 3])
             for world in worlds:

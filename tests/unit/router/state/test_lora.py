@@ -167,7 +167,7 @@ def test_ended_request_frees_its_lora_slot():
 
     fleet.step(work, 1, finish=Finish.STOP)
 
-    assert fleet.machine.registry[work.worker_id].adapters_booked == {}
+    assert fleet.machine.registry[work.worker_id].adapters_reserved == {}
 
 
 # Listed as models

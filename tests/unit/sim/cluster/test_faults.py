@@ -1,4 +1,4 @@
-"""What may happen to a cluster: what is lost, what is done again, and that no request is."""
+"""Faults of a simulated cluster: what is lost and repeated, and that no request is lost."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ AT = Nanos(3 * SECOND)
 
 
 class Watched:
-    """A run with all that its router heard and said."""
+    """A run with all events and commands of its router."""
 
     def __init__(self, plan: RunPlan, requests: int = 200, prompt: int = 300, output: int = 40):
         self.heard: list[tuple[float, object]] = []
@@ -45,7 +45,7 @@ class Watched:
         self.sent.extend((now / SECOND, command) for command in commands if isinstance(command, Dispatch))
 
     def instants(self, kind: type, worker: WorkerId) -> list[float]:
-        """At which the router heard such a thing of a worker."""
+        """Return the instants at which the router got such an event from a worker."""
         return [at for at, event in self.heard if isinstance(event, kind) and _worker(event) == worker]
 
     @property
@@ -62,24 +62,26 @@ def _worker(event: object) -> WorkerId:
     return event.description.worker_id if isinstance(event, WorkerJoined) else event.worker_id
 
 
-def test_a_lost_node_takes_its_workers_and_their_requests_go_on_elsewhere():
-    pool = structs.replace(a_pool(workers=4), gpus=4)  # two workers a node
+def test_requests_of_lost_node_continue_elsewhere():
+    pool = structs.replace(a_pool(workers=4), gpus=4)  # two workers per node
     run = Watched(a_plan(pool, faults=(NodeLost(at=AT, node=StoreId("both-node-0"), down=Nanos(SECOND)),)))
     run.nothing_is_lost()
     assert run.retried > 0
     for number, gone in enumerate([True, True, False, False]):
         assert bool(run.instants(WorkerLeft, WorkerId(f"both-{number}"))) is gone
-    assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(6.0, abs=0.01)  # down for one second, and two to start
+    assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(
+        6.0, abs=0.01
+    )  # one second down and two seconds of start
 
 
-def test_a_slow_start_keeps_a_worker_away_for_longer():
+def test_slow_start_delays_successor():
     fault = WorkerLost(at=AT, worker=FIRST, down=Nanos(SECOND), start=Nanos(5 * SECOND))
     run = Watched(a_plan(faults=(fault,)))
     run.nothing_is_lost()
     assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(9.0, abs=0.01)
 
 
-def test_a_slow_worker_gets_less_and_loses_nothing():
+def test_slow_worker_gets_fewer_requests_and_loses_none():
     fault = WorkerSlow(at=Nanos(0), worker=FIRST, factor=5.0, lasting=Nanos(100 * SECOND))
     run = Watched(a_plan(faults=(fault,)))
     run.nothing_is_lost()
@@ -88,7 +90,7 @@ def test_a_slow_worker_gets_less_and_loses_nothing():
     assert to_it < 0.4 * len(run.sent)
 
 
-def test_a_slow_worker_is_as_fast_as_before_when_it_is_over():
+def test_slow_worker_recovers_its_speed():
     answers = {}
     for name, lasting in (("never", 0.0), ("over", 1.0), ("on", 100.0)):
         fault = WorkerSlow(at=Nanos(0), worker=FIRST, factor=5.0, lasting=Nanos(round(lasting * SECOND)))
@@ -100,25 +102,25 @@ def test_a_slow_worker_is_as_fast_as_before_when_it_is_over():
         kernel.run()
         answers[name] = ended[0].end - at
     assert answers["over"] == answers["never"]
-    assert answers["on"] == pytest.approx(5 * answers["never"], rel=0.05)  # but for the messages
+    assert answers["on"] == pytest.approx(5 * answers["never"], rel=0.05)  # apart from message delays
 
 
-def test_a_short_cut_delays_and_nobody_is_given_up():
+def test_short_cut_only_delays():
     run = Watched(a_plan(faults=(NetworkCut(at=AT, worker=FIRST, lasting=Nanos(SECOND)),)))
     run.nothing_is_lost()
     assert run.retried == 0
     assert not run.instants(WorkerLeft, FIRST)
     steps = run.instants(WorkerStepped, FIRST)
     assert not [at for at in steps if 3.001 < at < 4.0]
-    assert [at for at in steps if 4.0 <= at < 4.01]  # what was held back comes at once
+    assert [at for at in steps if 4.0 <= at < 4.01]  # held messages arrive at once
 
 
-def test_a_long_cut_costs_a_worker_its_work_but_not_its_cache():
+def test_long_cut_loses_attempts_but_not_cache():
     run = Watched(a_plan(faults=(NetworkCut(at=AT, worker=FIRST, lasting=Nanos(5 * SECOND)),)))
     run.nothing_is_lost()
     assert run.retried > 0
-    assert run.world.machine.snapshot().counters.late_messages == 0  # what was held back is not sent any more
-    assert run.instants(WorkerLeft, FIRST) == [pytest.approx(6.0)]  # the router waits three seconds for a sign of life
+    assert run.world.machine.snapshot().counters.late_messages == 0  # held messages are dropped
+    assert run.instants(WorkerLeft, FIRST) == [pytest.approx(6.0)]  # the heartbeat timeout is three seconds
     back = run.instants(WorkerJoined, FIRST)[1]
     assert back == pytest.approx(8.0, abs=0.01)
     told = [
@@ -129,7 +131,7 @@ def test_a_long_cut_costs_a_worker_its_work_but_not_its_cache():
     assert [at for at, command in run.sent if command.worker_id == FIRST and at > back]
 
 
-def test_a_worker_that_dies_while_it_is_cut_off_is_replaced():
+def test_worker_that_dies_in_cut_is_replaced():
     faults = (
         NetworkCut(at=AT, worker=FIRST, lasting=Nanos(5 * SECOND)),
         WorkerLost(at=Nanos(4 * SECOND), worker=FIRST, down=Nanos(SECOND)),
@@ -140,14 +142,14 @@ def test_a_worker_that_dies_while_it_is_cut_off_is_replaced():
     assert len(run.instants(WorkerJoined, FIRST)) == 2
 
 
-def test_a_worker_that_changes_its_role_drains_and_keeps_its_cache():
+def test_role_change_drains_and_keeps_cache():
     fault = RoleFlip(at=AT, worker=FIRST, role=Role.PREFILL)
     run = Watched(a_plan(a_pool(workers=3), faults=(fault,), remote_prefill_min_tokens=100))
     run.nothing_is_lost()
-    assert run.retried == 1  # what was on its way to an idle worker
+    assert run.retried == 1  # the attempt that was under way to an idle worker
     (drained,) = run.instants(WorkerDraining, FIRST)
     flipped = run.instants(WorkerJoined, FIRST)[1]
-    assert 0.0005 < flipped - drained < 1.0  # what it had begun is done
+    assert 0.0005 < flipped - drained < 1.0  # running requests have ended
     to_it = [(at, command.start.phase) for at, command in run.sent if command.worker_id == FIRST]
     assert {phase for at, phase in to_it if at < drained} == {Phase.AGGREGATED}
     assert not [at for at, _ in to_it if drained <= at < flipped]
@@ -156,11 +158,11 @@ def test_a_worker_that_changes_its_role_drains_and_keeps_its_cache():
     assert [len(event.stored) > 100 for event in told if event.worker_id == FIRST] == [True]
 
 
-def test_a_worker_that_dies_after_it_has_changed_its_role_comes_back_in_the_new_one():
+def test_successor_after_role_change_has_new_role():
     faults = (
         RoleFlip(at=AT, worker=FIRST, role=Role.PREFILL),
         WorkerLost(at=Nanos(5 * SECOND), worker=FIRST, down=Nanos(SECOND)),
-        RoleFlip(at=Nanos(9 * SECOND), worker=FIRST, role=Role.PREFILL),  # which it has
+        RoleFlip(at=Nanos(9 * SECOND), worker=FIRST, role=Role.PREFILL),  # the role that it has
     )
     run = Watched(a_plan(a_pool(workers=3), faults=faults, remote_prefill_min_tokens=100))
     run.nothing_is_lost()
@@ -170,11 +172,11 @@ def test_a_worker_that_dies_after_it_has_changed_its_role_comes_back_in_the_new_
     assert roles == [Role.BOTH, Role.PREFILL, Role.PREFILL]
 
 
-def test_a_worker_that_is_cut_off_while_it_drains_changes_its_role_when_it_is_back():
+def test_draining_worker_changes_role_after_cut():
     faults = (
         RoleFlip(at=AT, worker=FIRST, role=Role.PREFILL),
         NetworkCut(at=Nanos(AT + 1000), worker=FIRST, lasting=Nanos(5 * SECOND)),
-        NetworkCut(at=Nanos(4 * SECOND), worker=FIRST, lasting=Nanos(SECOND)),  # it is cut off
+        NetworkCut(at=Nanos(4 * SECOND), worker=FIRST, lasting=Nanos(SECOND)),  # while it drains
     )
     run = Watched(a_plan(a_pool(workers=3), faults=faults, remote_prefill_min_tokens=100))
     run.nothing_is_lost()
@@ -184,37 +186,37 @@ def test_a_worker_that_is_cut_off_while_it_drains_changes_its_role_when_it_is_ba
     assert roles[-1] is Role.PREFILL
 
 
-def test_an_idle_worker_changes_its_role_at_once():
+def test_idle_worker_changes_role_at_once():
     fault = RoleFlip(at=AT, worker=FIRST, role=Role.DECODE)
     run = Watched(a_plan(faults=(fault,)), requests=1)
-    assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(3.0012, abs=1e-4)  # six messages
+    assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(3.0012, abs=1e-4)  # six message delays
 
 
 def slow_links(*faults: Fault) -> RunPlan:
-    """A prefill and two decode workers, between which a prompt's blocks take 50 ms."""
+    """Return a prefill and two decode workers, between which a prompt's blocks take 50 ms."""
     pools = [structs.replace(pool, bandwidth=6e6) for pool in (a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 2))]
     return a_plan(*pools, faults=faults, remote_prefill_min_tokens=100)
 
 
-def test_blocks_on_their_way_from_a_prefill_worker_that_dies_are_computed_where_they_are_needed():
+def test_decode_worker_computes_blocks_of_dead_prefill_worker():
     first = Watched(slow_links(), requests=1)
-    done = next(at for at, event in first.heard if isinstance(event, WorkerStepped))  # the prefill
+    done = next(at for at, event in first.heard if isinstance(event, WorkerStepped))  # end of the prefill
     fault = WorkerLost(
         at=Nanos(round(done * SECOND) + 20 * MILLISECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND)
     )
     run = Watched(slow_links(fault), requests=1)
     assert [each.output_tokens for each in run.ended] == [40]
-    assert run.retried == 0  # the decode worker helps itself
+    assert run.retried == 0  # the decode worker computes the blocks
     assert run.ended[0].ttft_ms < first.ended[0].ttft_ms
 
 
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
-def test_no_request_is_lost_with_a_worker_that_has_transfers(worker):
+def test_worker_lost_during_transfer_loses_no_request(worker):
     run = Watched(slow_links(WorkerLost(at=AT, worker=WorkerId(worker), down=Nanos(SECOND))))
     run.nothing_is_lost()
 
 
-def test_many_faults_at_once_lose_nothing():
+def test_many_faults_at_once_lose_no_request():
     faults = (
         WorkerLost(at=Nanos(2 * SECOND), worker=WorkerId("decode-1"), down=Nanos(SECOND)),
         NetworkCut(at=AT, worker=WorkerId("decode-0"), lasting=Nanos(4 * SECOND)),
@@ -226,7 +228,7 @@ def test_many_faults_at_once_lose_nothing():
         run.nothing_is_lost()
 
 
-def test_a_worker_that_two_things_slow_is_slow_until_both_are_over():
+def test_two_slowdowns_end_separately():
     def last_end(*lasting: int) -> float:
         slow = [WorkerSlow(at=AT, worker=FIRST, factor=4.0, lasting=Nanos(each * SECOND)) for each in lasting]
         run = Watched(a_plan(a_pool(), faults=tuple(slow)))
@@ -235,7 +237,7 @@ def test_a_worker_that_two_things_slow_is_slow_until_both_are_over():
     assert last_end(20, 1) >= last_end(20) > last_end(1)
 
 
-def test_a_worker_that_is_back_at_once_is_known_to_be_back():
+def test_worker_that_restarts_at_once_rejoins():
     run = Watched(a_plan(a_pool(), faults=(WorkerLost(at=AT, worker=FIRST, down=Nanos(0), start=Nanos(0)),)))
     run.nothing_is_lost()
     assert run.instants(WorkerLeft, FIRST)[-1] < run.instants(WorkerJoined, FIRST)[-1]

@@ -1,4 +1,4 @@
-"""Hand-offs: who keeps blocks, and until when."""
+"""Direct handoffs: which worker keeps blocks, and until when."""
 
 import pytest
 
@@ -50,7 +50,7 @@ class Pair:
         return engine
 
     def compute(self) -> None:
-        """A prompt of six blocks."""
+        """Compute a prompt of six blocks."""
         job = Job(attempt_id=RequestId("a#1"), prompt_tokens=96, answer_tokens=1, keys=KEYS, handed_off=True)
         self.prefill.submit(job)
         self.kernel.run(until=Nanos(SECOND))
@@ -79,19 +79,19 @@ class Supply:
         self._handoffs.fetch(job, here)
 
 
-def test_blocks_are_kept_until_the_transfer_ends():
+def test_blocks_are_kept_until_transfer_ends():
     pair = Pair()
     pair.compute()
     pair.take()
     pair.kernel.run(until=Nanos(pair.ended["a#1"] + 59 * MILLISECOND))
-    assert pair.prefill.kv_blocks_used == 7  # six of ten milliseconds each are on their way
+    assert pair.prefill.kv_blocks_used == 7  # six blocks of ten milliseconds each are under way
     pair.kernel.run(until=Nanos(pair.ended["a#1"] + 61 * MILLISECOND))
     assert pair.prefill.kv_blocks_used == 0
     pair.kernel.run()
     assert pair.decode.computed_tokens == 1
 
 
-def test_a_worker_whose_blocks_are_kept_has_no_room_for_others():
+def test_kept_blocks_take_room_of_prefill_worker():
     pair = Pair(prefill_blocks=8)
     pair.compute()
     other = Job(attempt_id=RequestId("b#1"), prompt_tokens=96, answer_tokens=1, keys=tuple(range(11, 17)))
@@ -103,7 +103,7 @@ def test_a_worker_whose_blocks_are_kept_has_no_room_for_others():
     assert pair.ended["b#1"] == pytest.approx(2.06 * SECOND + 106 * MILLISECOND, rel=1e-6)
 
 
-def test_blocks_that_nobody_fetches_are_let_go_in_the_end():
+def test_unfetched_blocks_are_released_after_lease():
     pair = Pair()
     pair.compute()
     pair.kernel.run(until=Nanos(pair.ended["a#1"] + LEASE - 1))
@@ -112,10 +112,10 @@ def test_blocks_that_nobody_fetches_are_let_go_in_the_end():
     assert pair.prefill.kv_blocks_used == 0
     pair.take()
     pair.kernel.run()
-    assert pair.decode.computed_tokens == 96  # too late: all of it
+    assert pair.decode.computed_tokens == 96  # too late to fetch: it computes everything
 
 
-def test_a_decode_worker_without_room_fetches_when_there_is():
+def test_full_decode_worker_fetches_later():
     pair = Pair(decode_blocks=8)
     pair.decode.submit(Job(attempt_id=RequestId("b"), prompt_tokens=32, answer_tokens=60, keys=()))
     pair.compute()
@@ -128,7 +128,7 @@ def test_a_decode_worker_without_room_fetches_when_there_is():
     assert pair.prefill.kv_blocks_used == 0
 
 
-def test_decode_work_that_is_given_up_lets_the_blocks_go():
+def test_cancelled_decode_releases_blocks():
     pair = Pair(decode_blocks=8)
     pair.decode.submit(Job(attempt_id=RequestId("b"), prompt_tokens=32, answer_tokens=60, keys=()))
     pair.compute()
@@ -140,7 +140,7 @@ def test_decode_work_that_is_given_up_lets_the_blocks_go():
     pair.kernel.run()
 
 
-def test_what_a_decode_worker_has_already_is_not_fetched():
+def test_cached_blocks_are_not_fetched():
     pair = Pair()
     pair.decode.submit(Job(attempt_id=RequestId("b"), prompt_tokens=96, answer_tokens=1, keys=KEYS))
     pair.compute()

@@ -1,4 +1,4 @@
-"""Links that transfers share."""
+"""Links of the simulated cluster, which transfers share."""
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +31,7 @@ class Arrivals(dict[str, float]):
         return lambda: self.__setitem__(name, kernel.now() / SECOND)
 
 
-def test_a_transfer_alone_has_the_whole_link_after_its_latency(kernel, network):
+def test_single_transfer_uses_whole_link_after_latency(kernel, network):
     came = Arrivals()
     network.send(A, B, 200.0, Nanos(SECOND), came.note(kernel, "one"))
     kernel.run()
@@ -39,7 +39,7 @@ def test_a_transfer_alone_has_the_whole_link_after_its_latency(kernel, network):
     assert network.moved_bytes == 200.0
 
 
-def test_two_transfers_of_one_sender_share_its_link(kernel, network):
+def test_transfers_of_one_sender_share_its_link(kernel, network):
     came = Arrivals()
     network.send(A, B, 100.0, NO_LATENCY, came.note(kernel, "short"))
     network.send(A, C, 200.0, NO_LATENCY, came.note(kernel, "long"))
@@ -47,7 +47,7 @@ def test_two_transfers_of_one_sender_share_its_link(kernel, network):
     assert came == {"short": pytest.approx(2.0), "long": pytest.approx(3.0)}
 
 
-def test_two_transfers_to_one_receiver_share_its_link(kernel, network):
+def test_transfers_to_one_receiver_share_its_link(kernel, network):
     came = Arrivals()
     network.send(A, C, 100.0, NO_LATENCY, came.note(kernel, "from a"))
     network.send(B, C, 100.0, NO_LATENCY, came.note(kernel, "from b"))
@@ -56,7 +56,7 @@ def test_two_transfers_to_one_receiver_share_its_link(kernel, network):
     assert came == {"from a": pytest.approx(2.0), "from b": pytest.approx(2.0), "later": pytest.approx(10.0, abs=0.001)}
 
 
-def test_others_are_not_slowed_down(kernel, network):
+def test_transfers_on_other_links_keep_their_speed(kernel, network):
     came = Arrivals()
     network.send(A, B, 100.0, NO_LATENCY, came.note(kernel, "one"))
     network.send(C, D, 100.0, NO_LATENCY, came.note(kernel, "other"))
@@ -65,7 +65,7 @@ def test_others_are_not_slowed_down(kernel, network):
 
 
 @pytest.mark.parametrize("gone", [A, B])
-def test_what_a_lost_worker_sends_or_gets_never_arrives(kernel, network, gone):
+def test_transfers_of_lost_worker_never_arrive(kernel, network, gone):
     came = Arrivals()
     network.send(A, B, 100.0, NO_LATENCY, came.note(kernel, "lost"))
     network.send(A, B, 100.0, Nanos(2 * SECOND), came.note(kernel, "not begun"))
@@ -74,7 +74,7 @@ def test_what_a_lost_worker_sends_or_gets_never_arrives(kernel, network, gone):
     assert came == {}
 
 
-def test_the_rest_goes_on_faster_when_a_receiver_is_lost(kernel, network):
+def test_lost_receiver_frees_bandwidth(kernel, network):
     came = Arrivals()
     network.send(A, B, 100.0, NO_LATENCY, came.note(kernel, "lost"))
     network.send(A, C, 100.0, NO_LATENCY, came.note(kernel, "kept"))
@@ -83,7 +83,7 @@ def test_the_rest_goes_on_faster_when_a_receiver_is_lost(kernel, network):
     assert came == {"kept": pytest.approx(1.5)}
 
 
-def test_who_waits_for_what_is_lost_is_told(kernel, network):
+def test_lost_transfer_calls_its_callback(kernel, network):
     lost: list[str] = []
     network.send(A, B, 100.0, NO_LATENCY, lambda: lost.append("came"), lambda: lost.append("under way"))
     network.send(A, B, 100.0, Nanos(2 * SECOND), lambda: lost.append("came"), lambda: lost.append("not begun"))
@@ -92,7 +92,7 @@ def test_who_waits_for_what_is_lost_is_told(kernel, network):
     assert lost == ["under way", "not begun"]
 
 
-def test_a_transfer_over_several_lanes_has_the_smallest_of_its_shares(kernel, network):
+def test_transfer_over_several_links_gets_smallest_share(kernel, network):
     disk, bus = LinkName("disk"), LinkName("bus")
     network.open(disk, 50.0)
     network.open(bus, 100.0)
@@ -107,8 +107,8 @@ def test_a_transfer_over_several_lanes_has_the_smallest_of_its_shares(kernel, ne
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=20))
 @settings(max_examples=30, deadline=None)
-def test_a_busy_lane_carries_as_much_as_it_can_and_no_more(sizes):
-    """Whoever shares it: all bytes over a lane that never idles take what they would take one after the other."""
+def test_busy_link_carries_its_bandwidth(sizes):
+    """All bytes over a link that never idles take as long as one after the other."""
     kernel, came = Kernel(1), Arrivals()
     network = Network(kernel)
     link = LinkName("lane")

@@ -1,4 +1,4 @@
-"""The simulated store: what its tiers hold, what is worth loading, and what the router knows of it."""
+"""Simulated store: content of its tiers, which loads are worth it, and what the router learns."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def a_tier(**fields: object) -> TierProfile:
 
 
 class Node:
-    """A store with one borrower, whose lanes carry a thousand blocks a second."""
+    """A store with one worker, whose links carry a thousand blocks a second."""
 
     def __init__(self, *tiers: TierProfile, **profile: float):
         self.kernel = Kernel(1)
@@ -55,7 +55,7 @@ class Node:
         self.kernel.run()
 
     def load(self, *keys: int, here: int = 0) -> int:
-        """Load and wait; returns blocks that were offered."""
+        """Load blocks, wait, and return the number of offered blocks."""
         offered = self.store.offer(self.attached_worker, keys, here) - here
         if offered:
             self.store.load(self.attached_worker, keys, here, self.came.append)
@@ -69,7 +69,7 @@ class Node:
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "slru", "hazard"])
-def test_a_tier_hits_and_evicts_as_the_store_s_own_policies_do(policy):
+def test_tier_hits_and_evicts_like_kvstore_policies(policy):
     chains = [tuple(10 * (number % 7 * number % 5) + index for index in range(1 + number % 6)) for number in range(80)]
     requests = [
         TraceRequest(Nanos(number * 10 * SECOND), len(chain) * BLOCK, chain) for number, chain in enumerate(chains)
@@ -90,7 +90,7 @@ def test_a_tier_hits_and_evicts_as_the_store_s_own_policies_do(policy):
     assert written == expected.blocks_written
 
 
-def test_what_an_engine_has_computed_is_in_the_pool_when_it_has_been_copied():
+def test_saved_blocks_are_in_pool_after_copy():
     node = Node()
     node.store.save(node.attached_worker, (1, 2, 3, 4, 5))
     node.kernel.run(until=Nanos(SECOND // 250))
@@ -101,7 +101,7 @@ def test_what_an_engine_has_computed_is_in_the_pool_when_it_has_been_copied():
     assert node.told == [(POOL_TIER, TierChange(POOL_TIER, [1, 2, 3, 4, 5], []))]
 
 
-def test_what_is_there_or_on_its_way_is_not_copied_again():
+def test_saved_or_saving_blocks_are_not_copied_again():
     node = Node()
     node.store.save(node.attached_worker, (1, 2))
     node.store.save(node.attached_worker, (1, 2, 3))
@@ -110,22 +110,22 @@ def test_what_is_there_or_on_its_way_is_not_copied_again():
     assert [list(changed.stored) for _, changed in node.told] == [[3], [1, 2]]
 
 
-def test_a_load_takes_the_leading_blocks_that_the_engine_does_not_have():
+def test_load_takes_missing_leading_blocks():
     node = Node()
     node.save(1, 2, 3, 5)
     assert node.load(1, 2, 3, 4, 5, here=1) == 2
     assert node.came == [{POOL_TIER: 2 * BLOCK}]
 
 
-def test_blocks_are_not_loaded_where_computing_them_is_faster():
-    # A block of 16 tokens is computed in 0.3 ms, and 2 ms a step; it takes 1 ms to load.
+def test_blocks_are_not_loaded_if_computing_is_faster():
+    # Computing a block of 16 tokens takes 0.3 ms, and a step 2 ms more; loading a block takes 1 ms.
     node = Node()
     node.save(*range(100))
     assert node.load(*range(2)) == 2
     assert node.load(*range(50)) == 0
 
 
-def test_blocks_of_all_tiers_are_loaded_side_by_side_and_come_up_to_the_pool():
+def test_tiers_load_in_parallel_and_promote_to_pool():
     node = Node(TierProfile(name=POOL_TIER, blocks=4), a_tier(), block_bytes=1e3)
     node.save(1, 2, 3, 4)
     node.save(11, 12, 13, 14)
@@ -136,7 +136,7 @@ def test_blocks_of_all_tiers_are_loaded_side_by_side_and_come_up_to_the_pool():
     assert node.pool == [1, 2, 3, 4]
 
 
-def test_the_same_prompts_hit_each_tier_in_turn():
+def test_same_prompts_hit_each_tier_in_turn():
     node = Node(TierProfile(name=POOL_TIER, blocks=2), a_tier(blocks=4), a_tier(name="remote"), block_bytes=1e3)
     for first in (1, 11, 21):
         node.save(first, first + 1)
@@ -145,7 +145,7 @@ def test_the_same_prompts_hit_each_tier_in_turn():
     assert node.came == [{POOL_TIER: 2 * BLOCK}, {"ssd": 2 * BLOCK}, {"remote": 2 * BLOCK}]
 
 
-def test_a_slow_tier_is_written_what_was_seen_before():
+def test_reuse_admission_writes_only_seen_blocks():
     node = Node(POOL, a_tier(admission="reuse"))
     node.save(1, 2)
     assert [tier for tier, _ in node.told] == [POOL_TIER]
@@ -155,19 +155,19 @@ def test_a_slow_tier_is_written_what_was_seen_before():
     assert [(tier, list(changed.stored)) for tier, changed in node.told] == [(POOL_TIER, [1, 2]), ("ssd", [1, 2])]
 
 
-def test_blocks_that_are_loaded_stay_until_they_have_come():
+def test_loading_blocks_are_not_evicted():
     node = Node(TierProfile(name=POOL_TIER, blocks=2))
     node.save(1, 2)
     node.store.load(node.attached_worker, (1, 2), 0, node.came.append)
-    node.save(3)  # has come when the load is half done
-    assert node.pool == [1, 2]  # and there was no room
+    node.save(3)  # arrives when the load is half done
+    assert node.pool == [1, 2]  # there was no room
     assert node.came == [{POOL_TIER: 2 * BLOCK}]
     node.store.check()
     node.save(3)
     assert node.pool == [1, 3]
 
 
-def test_a_lost_store_loses_what_is_on_its_way_and_returns_with_its_disk():
+def test_lost_store_returns_with_its_disk():
     node = Node(POOL, a_tier(), block_bytes=1e3)
     node.save(1, 2)
     node.store.save(node.attached_worker, (3,))
@@ -186,11 +186,11 @@ def test_a_lost_store_loses_what_is_on_its_way_and_returns_with_its_disk():
     assert node.came[-1] == {"ssd": 2 * BLOCK}
 
 
-# In a cluster.
+# In a cluster:
 
 
 def returning(world, kernel, turns: int = 3) -> None:
-    """Twelve prompts of 17 blocks, again and again: more than two engines of 60 blocks keep."""
+    """Return twelve prompts of 17 blocks that repeat; two engines of 60 blocks cannot keep them."""
     for number in range(12 * turns):
         chain = tuple(1000 * (number % 12) + index for index in range(17))
         at = Nanos(number * SECOND // 2)
@@ -199,7 +199,7 @@ def returning(world, kernel, turns: int = 3) -> None:
     world.check()
 
 
-def test_a_store_serves_what_engines_have_evicted_and_results_say_which_tier_did():
+def test_store_serves_evicted_blocks_and_reports_tier():
     small = a_pool(kv_blocks=60)
     given = {"requests": 300, "prefixes": 12, "prefix_tokens": 17 * BLOCK, "spread": 0.0, "output_tokens": 4}
     without = a_run(a_plan(small), **given).outcome
@@ -211,7 +211,7 @@ def test_a_store_serves_what_engines_have_evicted_and_results_say_which_tier_did
     assert not with_store.refused
 
 
-def test_the_router_hears_what_each_tier_holds():
+def test_router_learns_content_of_each_tier():
     kernel = Kernel(1)
     heard: list[StoreChanged] = []
 
@@ -228,7 +228,7 @@ def test_the_router_hears_what_each_tier_holds():
     assert stores == {(POOL_TIER, 12 * 17), ("ssd", 12 * 17)}
 
 
-def test_the_router_sends_a_prompt_to_the_node_whose_store_has_it():
+def test_router_prefers_node_whose_store_has_prompt():
     kernel = Kernel(1)
     placed: dict[tuple[int, ...], list[WorkerId]] = {}
 
@@ -247,7 +247,7 @@ def test_the_router_sends_a_prompt_to_the_node_whose_store_has_it():
     assert all(each.tier_tokens == {POOL_TIER: 16 * BLOCK} for each in again)
 
 
-def test_a_tier_that_all_nodes_share_is_known_to_be_within_reach_of_each():
+def test_shared_tier_is_reported_for_every_node():
     kernel = Kernel(1)
     remote = a_tier(name="remote", shared=True)
     pools = (a_pool(Role.BOTH, 1, kv_blocks=60), a_pool(Role.DECODE, 1, kv_blocks=60))
@@ -257,7 +257,7 @@ def test_a_tier_that_all_nodes_share_is_known_to_be_within_reach_of_each():
     assert blocks == {(NODE, 12 * 17), (StoreId("decode-node-0"), 12 * 17)}
 
 
-def test_hand_offs_go_through_the_store_of_a_node_that_both_workers_share():
+def test_workers_of_one_node_hand_off_through_store():
     kernel = Kernel(1)
     begun: list[Dispatch] = []
 
@@ -275,7 +275,7 @@ def test_hand_offs_go_through_the_store_of_a_node_that_both_workers_share():
     decodes = [command.start for command in begun if command.start.phase is Phase.DECODE]
     assert {start.handoff.kv_path.value for start in decodes} == {"store"}
     assert {each.cached_tokens for each in ended} == {0}
-    # Of each prompt the decode worker computes what is no whole block: the token that the prefill worker has sampled.
+    # The decode worker computes the partly filled block of each prompt: the token that the prefill worker sampled.
     computed = [engine.computed_tokens for _, _, engine in world.workers()]
     assert computed[0] == 12 * 17 * BLOCK
     assert sum(computed[1:]) == 12
@@ -288,9 +288,9 @@ def test_hand_offs_go_through_the_store_of_a_node_that_both_workers_share():
         NodeLost(at=Nanos(5 * SECOND), node=NODE, down=Nanos(4 * SECOND)),
     ],
 )
-def test_a_lost_store_loses_no_request(fault):
+def test_lost_store_loses_no_request(fault):
     kernel = Kernel(1)
-    pool = structs.replace(a_pool(workers=4, kv_blocks=60), gpus=4)  # two workers a node
+    pool = structs.replace(a_pool(workers=4, kv_blocks=60), gpus=4)  # two workers per node
     plan = a_plan(pool, store=a_store(POOL, a_tier(read_bandwidth=1e6)))
     world, ended = a_world(kernel, plan)
     world.fail(fault)

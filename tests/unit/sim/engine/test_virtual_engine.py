@@ -1,4 +1,4 @@
-"""The simulated engine: stretches of steps against the same steps one by one, and a budget that always adds up."""
+"""Virtual engine: step runs compared with single steps, and a block budget that always adds up."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,21 +14,21 @@ BLOCK = 16
 
 
 class StraightLine:
-    """10 ms a step, 1 ms a prompt token, 1 ms a sequence, 10 µs a token of context."""
+    """Step times: 10 ms a step, 1 ms a prompt token, 1 ms a sequence, 10 µs a token of context."""
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
         return 0.010 + 0.001 * prefill_tokens + 0.001 * decodes + 1e-5 * decode_context
 
 
 class OneByOne(VirtualEngine):
-    """Takes every step by itself."""
+    """An engine that simulates every step by itself."""
 
     def _steps_together(self) -> int:
         return 1
 
 
 class Bench:
-    """An engine with its time, and all that it told."""
+    """An engine with its clock and all its reports."""
 
     def __init__(self, kind: type[VirtualEngine] = VirtualEngine, **limits: int):
         self.kernel = Kernel(1)
@@ -46,7 +46,7 @@ class Bench:
         self.stored = (self.stored - set(removed)) | set(stored)
 
     def work(self, name: str, prompt: int, answer: int, at: float = 0.0, keys: tuple[int, ...] | None = None) -> None:
-        """A prompt whose blocks are its own, unless `keys` says which they are."""
+        """Return a job; its blocks are its own unless `keys` names them."""
         chain = tuple(hash((name, index)) for index in range(prompt // BLOCK)) if keys is None else keys
         job = Job(attempt_id=RequestId(name), prompt_tokens=prompt, answer_tokens=answer, keys=chain)
         self.kernel.at(Nanos(round(at * SECOND)), lambda: self.engine.submit(job))
@@ -58,7 +58,7 @@ class Bench:
         assert not self.engine.kv_blocks_used
 
     def instants(self, name: str) -> tuple[float, float]:
-        """Of the first token and of the end, seconds."""
+        """Return the instants of the first token and of the end in seconds."""
         return self.told[name][0][0] / SECOND, self.told[name][-1][0] / SECOND
 
     def tokens(self, name: str) -> int:
@@ -68,18 +68,18 @@ class Bench:
         return self.told[name][0][1].cached_tokens
 
 
-def test_a_request_alone_takes_its_prompt_and_its_steps():
+def test_single_request_takes_prompt_and_decode_steps():
     bench = Bench()
     bench.work("one", 40, 11)
     bench.run()
     first = 0.010 + 40 * 0.001
-    # Ten more tokens; the context is the prompt and what was generated before.
+    # Ten more tokens; the context is the prompt and the tokens before.
     rest = sum(0.011 + 1e-5 * (41 + step) for step in range(10))
     assert bench.instants("one") == (pytest.approx(first), pytest.approx(first + rest))
     assert bench.tokens("one") == 11
 
 
-def test_a_long_prompt_takes_several_steps():
+def test_long_prompt_takes_several_steps():
     bench = Bench(step_tokens=64)
     bench.work("one", 150, 1)
     bench.run()
@@ -87,7 +87,7 @@ def test_a_long_prompt_takes_several_steps():
     assert bench.engine.computed_tokens == 150
 
 
-def test_work_that_comes_in_a_stretch_waits_for_the_step_that_runs_and_no_longer():
+def test_arrival_ends_step_run_after_current_step():
     bench = Bench()
     bench.work("long", 16, 1000)
     bench.work("short", 16, 1, at=1.0)
@@ -95,17 +95,17 @@ def test_work_that_comes_in_a_stretch_waits_for_the_step_that_runs_and_no_longer
     assert 1.0 < bench.instants("short")[0] < 1.0 + 0.025 + 0.045
 
 
-def test_a_prompt_seen_before_is_not_computed_again():
+def test_cached_prompt_is_not_computed_again():
     bench = Bench()
     bench.work("one", 64, 2)
     bench.work("again", 64, 2, at=1.0, keys=tuple(hash(("one", index)) for index in range(4)))
     bench.run()
     assert bench.cached("one") == 0
-    assert bench.cached("again") == 48  # the last block is computed again: its last token's logits are needed
+    assert bench.cached("again") == 48  # the last block is computed again for its last token's logits
     assert bench.engine.computed_tokens == 64 + 16
 
 
-def test_what_is_idle_goes_first_come_first_served_when_room_is_needed():
+def test_oldest_idle_block_is_evicted_first():
     bench = Bench(kv_blocks=10)
     for number in range(5):
         bench.work(f"old {number}", 32, 2, at=float(number))
@@ -116,7 +116,7 @@ def test_what_is_idle_goes_first_come_first_served_when_room_is_needed():
     assert hash(("old 4", 0)) in bench.stored
 
 
-def test_a_prompt_without_room_waits_for_it():
+def test_prompt_waits_for_room():
     bench = Bench(kv_blocks=10)
     bench.work("first", 96, 20)
     bench.work("second", 96, 2, at=0.001)
@@ -124,7 +124,7 @@ def test_a_prompt_without_room_waits_for_it():
     assert bench.instants("second")[0] > bench.instants("first")[1]
 
 
-def test_answers_that_outgrow_the_memory_push_out_who_came_last_and_all_end():
+def test_growing_answers_preempt_youngest_and_all_end():
     bench = Bench(kv_blocks=10)
     bench.work("first", 48, 80)
     bench.work("second", 48, 80, at=0.001)
@@ -139,14 +139,14 @@ def test_fetched_blocks_are_not_computed():
     keys = tuple(range(1, 7))
     job = Job(attempt_id=RequestId("one"), prompt_tokens=96, answer_tokens=3, keys=keys, fetched_tokens=95)
     assert bench.engine.fetch(job) == 6
-    assert bench.kernel.run() == 0  # nothing happens before they have come
+    assert bench.kernel.run() == 0  # nothing happens before the blocks arrive
     bench.engine.fetched(job.attempt_id)
     bench.run()
     assert bench.engine.computed_tokens == 1
     assert bench.tokens("one") == 3
 
 
-def test_what_is_here_already_need_not_be_fetched():
+def test_cached_blocks_are_not_fetched_again():
     bench = Bench()
     keys = tuple(range(1, 7))
     bench.work("before", 64, 1, keys=keys[:4])
@@ -154,11 +154,11 @@ def test_what_is_here_already_need_not_be_fetched():
     job = Job(attempt_id=RequestId("one"), prompt_tokens=96, answer_tokens=1, keys=keys, fetched_tokens=95)
     assert bench.engine.fetch(job) == 2
     bench.engine.cancel(job.attempt_id)
-    bench.engine.fetched(job.attempt_id)  # too late, and no harm
+    bench.engine.fetched(job.attempt_id)  # too late, without effect
     bench.run()
 
 
-def test_a_hand_off_without_room_is_computed_here_when_there_is():
+def test_handoff_without_room_is_queued():
     bench = Bench(kv_blocks=8)
     bench.work("before", 96, 10)
     bench.kernel.run(until=Nanos(50 * MILLISECOND))
@@ -168,7 +168,7 @@ def test_a_hand_off_without_room_is_computed_here_when_there_is():
     assert bench.engine.computed_tokens == 96 + 64
 
 
-def test_cancelled_work_leaves_nothing_wherever_it_is():
+def test_cancelled_attempt_leaves_nothing_in_any_state():
     bench = Bench(kv_blocks=20, max_running=2)
     bench.work("runs", 48, 100)
     bench.work("is computed", 160, 5, at=0.2)
@@ -185,7 +185,7 @@ jobs = st.lists(
         st.integers(0, 200_000).map(lambda tick: tick * 1e-5 + 3e-6),  # arrival; steps end at multiples of 10 µs
         st.integers(1, 120),  # prompt
         st.integers(1, 60),  # answer
-        st.integers(0, 3),  # which of four prompts' blocks it begins with
+        st.integers(0, 3),  # which of four prefixes it has
     ),
     min_size=1,
     max_size=12,
@@ -194,7 +194,7 @@ jobs = st.lists(
 
 @given(jobs=jobs, kv_blocks=st.integers(13, 40))
 @settings(max_examples=60, deadline=None)
-def test_a_stretch_ends_at_the_instant_at_which_its_steps_one_by_one_would(jobs, kv_blocks):
+def test_step_run_ends_when_single_steps_would(jobs, kv_blocks):
     benches = [Bench(kind, kv_blocks=kv_blocks) for kind in (VirtualEngine, OneByOne)]
     for bench in benches:
         for number, (at, prompt, answer, family) in enumerate(jobs):
@@ -211,16 +211,16 @@ def test_a_stretch_ends_at_the_instant_at_which_its_steps_one_by_one_would(jobs,
     assert jumping.engine.busy == pytest.approx(stepping.engine.busy, abs=1000)
 
 
-def test_the_blocks_of_an_answer_are_found_by_the_next_turn_where_their_names_are_known():
+def test_next_turn_finds_named_answer_blocks():
     bench = Bench()
     job = Job(attempt_id=RequestId("one"), prompt_tokens=40, answer_tokens=30, keys=(1, 2), answer_keys=(3, 4, 5))
     bench.kernel.at(Nanos(0), lambda: bench.engine.submit(job))
     bench.work("next", 96, 2, at=9.0, keys=(1, 2, 3, 4, 5, 6))
     bench.run()
-    assert bench.cached("next") == 64  # 69 of 70 tokens have KV: the last one's is never computed
+    assert bench.cached("next") == 64  # 69 of 70 tokens have KV; the last token's is never computed
 
 
-def test_a_slow_engine_takes_its_time_from_the_next_step_on():
+def test_slowdown_begins_with_next_step():
     bench = Bench()
     bench.work("one", 16, 101)
     bench.kernel.at(Nanos(SECOND // 2), lambda: bench.engine.slow(3.0))
@@ -229,12 +229,12 @@ def test_a_slow_engine_takes_its_time_from_the_next_step_on():
     usual = Bench()
     usual.work("one", 16, 101)
     usual.run()
-    # Of the half second a third is done; but for the steps that run when it changes.
+    # A third of the half second's work is done, apart from the steps during the changes.
     assert bench.instants("one")[1] - usual.instants("one")[1] == pytest.approx(1 / 3, abs=0.035)
 
 
 @pytest.mark.parametrize("instant", [0.0, 0.02, 0.026, 0.03, 0.5, 0.9, 1.4999, 30.0])
-def test_progress_in_a_stretch_is_that_of_steps_one_by_one(instant):
+def test_progress_in_step_run_equals_single_steps(instant):
     told = []
     for kind in (VirtualEngine, OneByOne):
         bench = Bench(kind)
@@ -249,6 +249,6 @@ def test_progress_in_a_stretch_is_that_of_steps_one_by_one(instant):
 
         bench.kernel.at(at, look)
         bench.run()
-        assert bench.tokens("one") + bench.tokens("two") <= 400  # what `progress` told is not told again
+        assert bench.tokens("one") + bench.tokens("two") <= 400  # `progress` reports no token twice
         told += seen
     assert told[0] == told[1]

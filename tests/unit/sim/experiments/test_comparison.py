@@ -1,4 +1,4 @@
-"""Differences of pairs, and how sure they are."""
+"""Comparison of scenarios: differences of pairs and their confidence intervals."""
 
 from random import Random
 
@@ -24,19 +24,19 @@ def figure(compared, name: str):
     return next(each for each in compared.figures if each.name == name)
 
 
-def test_an_interval_is_students():
-    # Two-sided 95 % of 4 degrees of freedom: 2.776 standard errors, here of the square root of 0.5.
+def test_interval_uses_student_t():
+    # Two-sided 95 % with 4 degrees of freedom: 2.776 standard errors, each the square root of 0.5.
     known = confidence_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert known.mean == 3.0
     assert (known.low, known.high) == pytest.approx((3 - 2.776 * 0.5**0.5, 3 + 2.776 * 0.5**0.5), abs=1e-3)
 
 
-def test_of_one_value_nothing_is_known_but_itself():
+def test_single_value_has_no_limits():
     assert (confidence_interval([4.0]).low, confidence_interval([4.0]).high) == (None, None)
 
 
 @pytest.mark.parametrize("count", [3, 10, 40])
-def test_an_interval_has_the_mean_in_it_in_95_of_100_cases(count):
+def test_interval_contains_mean_in_95_percent(count):
     chance = Random(count)
     held = sum(
         known.low <= 0 <= known.high
@@ -45,8 +45,8 @@ def test_an_interval_has_the_mean_in_it_in_95_of_100_cases(count):
     assert held / 2000 == pytest.approx(0.95, abs=0.016)
 
 
-def test_pairs_show_what_their_spread_hides(outcome):
-    """Seeds differ by 10, both scenarios by 1: only pairs can tell."""
+def test_pairs_show_difference_below_spread(outcome):
+    """Seeds differ by 10 and scenarios by 1, which only pairs can show."""
     a = with_goodput(outcome, 10.0, 20.0, 30.0, 40.0)
     b = with_goodput(outcome, 11.0, 21.1, 30.9, 41.0)
     compared = compare(("a", "b"), (1, 2, 3, 4), list(zip(a, b, strict=True)), same_requests=True)
@@ -57,7 +57,7 @@ def test_pairs_show_what_their_spread_hides(outcome):
     assert figure(compared, "attainment").verdict == ""
 
 
-def test_a_verdict_is_none_where_luck_may_be_all(outcome):
+def test_no_verdict_if_interval_contains_zero(outcome):
     a, b = with_goodput(outcome, 10.0, 20.0, 30.0), with_goodput(outcome, 15.0, 14.0, 34.0)
     compared = compare(("a", "b"), (1, 2, 3), list(zip(a, b, strict=True)), same_requests=True)
     assert figure(compared, "goodput_rps").verdict == ""
@@ -65,11 +65,11 @@ def test_a_verdict_is_none_where_luck_may_be_all(outcome):
     assert figure(one, "goodput_rps").verdict == ""
 
 
-def test_less_is_better_where_it_is(outcome):
+def test_lower_is_better_for_latencies(outcome):
     dearer = [structs.replace(outcome, cost_per_million_tokens=2 * outcome.cost_per_million_tokens)] * 3
     compared = compare(("a", "b"), (1, 2, 3), [(outcome, each) for each in dearer], same_requests=True)
     assert figure(compared, "cost_per_million_tokens").verdict == "worse"
 
 
-def test_means_have_their_intervals(outcome):
+def test_means_have_intervals(outcome):
     assert means(with_goodput(outcome, 1.0, 2.0, 3.0))["goodput_rps"].mean == 2.0

@@ -1,4 +1,4 @@
-"""Attainment over load: which loads are run, and which are not run again."""
+"""Load curve: which loads are run, and which runs are reused."""
 
 import json
 import multiprocessing
@@ -30,7 +30,7 @@ def scenario(tmp_path):
     )
 
 
-def test_a_curve_goes_on_until_it_has_fallen(scenario, tmp_path):
+def test_curve_continues_until_it_falls(scenario, tmp_path):
     points = load_curve(scenario, tmp_path, (1.0, 0.5))
 
     loads = [point.load for point in points]
@@ -41,9 +41,9 @@ def test_a_curve_goes_on_until_it_has_fallen(scenario, tmp_path):
     assert points[0].outcome.attainment >= points[-1].outcome.attainment
 
 
-def test_what_is_known_is_not_run_again(scenario, tmp_path):
+def test_known_point_is_not_run_again(scenario, tmp_path):
     history = History(scenario.slo)
-    outcome = run_scenario(scenario, tmp_path, told=history.add).outcome
+    outcome = run_scenario(scenario, tmp_path, on_end=history.add).outcome
     known = LoadPoint(load=1.0, rate=history.rate, users=0, outcome=outcome)
 
     [point] = [each for each in load_curve(scenario, tmp_path, (1.0,), known=known) if each.load == 1.0]
@@ -54,9 +54,9 @@ def test_what_is_known_is_not_run_again(scenario, tmp_path):
     assert anew.outcome.digest == outcome.digest
 
 
-def test_a_run_of_more_requests_than_a_point_has_is_no_point(scenario, tmp_path):
+def test_longer_run_is_not_reused_as_point(scenario, tmp_path):
     history = History(scenario.slo)
-    outcome = run_scenario(scenario, tmp_path, told=history.add).outcome
+    outcome = run_scenario(scenario, tmp_path, on_end=history.add).outcome
     longer = LoadPoint(load=1.0, rate=1.0, users=0, outcome=structs.replace(outcome, requests=1_000_000))
 
     assert longer not in load_curve(scenario, tmp_path, (1.0,), known=longer)
@@ -64,12 +64,12 @@ def test_a_run_of_more_requests_than_a_point_has_is_no_point(scenario, tmp_path)
 
 @pytest.fixture
 def endless(scenario):
-    """Takes minutes."""
+    """Return a scenario that takes minutes."""
     return structs.replace(scenario, workload=structs.replace(scenario.workload, requests=3_000_000))
 
 
 def the_child(others):
-    """What runs beside the caller, once it does."""
+    """Wait for the process that runs beside the caller, and return it."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         ours = [child for child in multiprocessing.active_children() if child not in others]
@@ -79,7 +79,7 @@ def the_child(others):
     raise AssertionError("nothing runs beside the caller")
 
 
-def test_what_was_expected_and_not_asked_for_ends_with_the_block(endless, tmp_path):
+def test_unused_runs_end_with_the_block(endless, tmp_path):
     others = multiprocessing.active_children()
 
     with load_runs(endless, tmp_path, 2) as run:
@@ -89,7 +89,7 @@ def test_what_was_expected_and_not_asked_for_ends_with_the_block(endless, tmp_pa
     assert not child.is_alive()
 
 
-def test_a_load_whose_process_is_killed_is_refused(endless, tmp_path):
+def test_killed_process_is_a_configuration_error(endless, tmp_path):
     killer = threading.Thread(target=lambda others: the_child(others).kill(), args=(multiprocessing.active_children(),))
 
     def asked():

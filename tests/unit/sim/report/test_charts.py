@@ -1,4 +1,4 @@
-"""Charts as SVG: what is drawn, and that nothing in them is more than text."""
+"""Charts as SVG: their geometry, and that all names are text."""
 
 import re
 from itertools import pairwise
@@ -17,7 +17,7 @@ def pixels(svg):
     return [tuple(map(float, pair.split(","))) for pair in path.split()]
 
 
-def test_points_lie_where_their_values_say():
+def test_points_lie_at_their_values():
     low, middle, high = pixels(drawn((0, 0), (5, 10), (10, 20)))
 
     assert low[0] < middle[0] < high[0]
@@ -25,20 +25,20 @@ def test_points_lie_where_their_values_say():
     assert middle == pytest.approx(((low[0] + high[0]) / 2, (low[1] + high[1]) / 2), abs=0.1)
 
 
-def test_distances_may_be_powers_of_ten():
+def test_x_axis_can_be_logarithmic():
     one, ten, hundred = pixels(drawn((1, 0), (10, 1), (100, 2), log_x=True))
 
     assert ten[0] - one[0] == pytest.approx(hundred[0] - ten[0], abs=0.1)
 
 
-def test_distances_up_may_be_powers_of_ten_too():
+def test_y_axis_can_be_logarithmic():
     one, ten, hundred = pixels(drawn((1, 1), (2, 10), (3, 100), (4, 0), log_y=True))
 
     assert one[1] - ten[1] == pytest.approx(ten[1] - hundred[1], abs=0.1)
 
 
 @pytest.mark.parametrize("points", [[(2.1e7, 1), (4e9, 2)], [(1e5, 1), (9e7, 2)], [(0.001, 1), (0.2, 2)]])
-def test_labels_of_an_axis_never_touch(points):
+def test_axis_labels_never_overlap(points):
     found = re.findall(r'<text x="([\d.]+)" y="269.0" class="middle">([^<]+)<', drawn(*points, log_x=True))
     spans = [(float(at) - 3.2 * len(said), float(at) + 3.2 * len(said)) for at, said in found]
 
@@ -46,7 +46,7 @@ def test_labels_of_an_axis_never_touch(points):
     assert all(left[1] < right[0] for left, right in pairwise(spans))
 
 
-def test_every_point_can_be_read_without_seeing_it():
+def test_table_contains_every_point():
     svg = drawn((0, 0.25), (1, 1.0), shares=True)
 
     assert svg.count("<circle") == svg.count("<tbody>") * 2 == svg.count("<tr>") - 1
@@ -67,7 +67,7 @@ def test_any_numbers_can_be_drawn(points, log_x):
 
 
 @pytest.mark.parametrize("at", [0, 3, 9, 10])
-def test_the_name_of_a_limit_stays_within_the_chart(at):
+def test_limit_name_stays_within_chart(at):
     svg = drawn((0, 0), (10, 1), marks=[LimitMark(at=at, name="a name without an end " * 9)])
     [(left, kind, said)] = re.findall(r'<text x="([\d.]+)" y="[\d.]+" class="((?:end )?halo)">([^<]+)<', svg)
     begin = float(left) - (CHARACTER * len(said) if kind == "end halo" else 0)
@@ -76,7 +76,7 @@ def test_the_name_of_a_limit_stays_within_the_chart(at):
     assert 0 < begin < begin + CHARACTER * len(said) < WIDTH
 
 
-def test_names_are_text():
+def test_names_are_escaped():
     hostile = "<script>\"'&"
     svg = chart(
         hostile, hostile, hostile, [ChartLine(name=hostile, points=[(1, 1)])] * 2, marks=[LimitMark(at=1, name=hostile)]
@@ -86,7 +86,7 @@ def test_names_are_text():
     assert svg.count("&lt;script&gt;") > 6
 
 
-def test_a_distribution_is_thinned_but_for_its_ends():
+def test_thinning_keeps_ends_of_distribution():
     points = [(each, each / 1024) for each in range(1025)]
 
     kept = thinned(points, 0.125)
@@ -99,5 +99,5 @@ def test_a_distribution_is_thinned_but_for_its_ends():
 @pytest.mark.parametrize(
     ("value", "said"), [(0, "0"), (0.0123, "0.0123"), (1.5, "1.5"), (12.34, "12.3"), (123.4, "123"), (12345, "12,345")]
 )
-def test_numbers_are_as_long_as_they_mean(value, said):
+def test_numbers_have_three_digits(value, said):
     assert number(value) == said

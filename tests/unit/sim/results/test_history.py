@@ -1,4 +1,4 @@
-"""How a run went, by when its requests arrived."""
+"""History of a run by the arrival of its requests."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ def ended(at, ttft_ms=100, **changes):
     return EndedRequest(**(fields | changes))
 
 
-def test_requests_count_where_they_arrived_whenever_they_end():
+def test_requests_count_in_window_of_arrival():
     history = History(Slo(ttft_ms=150, tpot_ms=50))
     history.add(ended(2.5, ttft_ms=1000))
     history.add(ended(0.5))
@@ -35,7 +35,7 @@ def test_requests_count_where_they_arrived_whenever_they_end():
     assert (last.arrived, last.good, last.prompt_tokens, last.cached_tokens) == (1, 0, 1000, 400)
 
 
-def test_what_was_refused_is_arrived_and_not_good():
+def test_rejected_request_counts_as_arrived_not_good():
     history = History(Slo())
     history.add(ended(0, first_token=None, refused="queue_full"))
 
@@ -44,7 +44,7 @@ def test_what_was_refused_is_arrived_and_not_good():
     assert (window.arrived, window.refused, window.good, window.prompt_tokens) == (1, 1, 0, 0)
 
 
-def test_a_long_run_has_as_few_windows_and_loses_nothing():
+def test_long_run_merges_windows_without_loss():
     history = History(Slo())
     for second in range(5000):
         history.add(ended(second))

@@ -1,4 +1,4 @@
-"""Quantiles in bins, and what counts as good."""
+"""Quantiles in bins, and which requests are good."""
 
 from random import Random
 
@@ -25,7 +25,7 @@ def ended(ttft_ms: float, tpot_ms: float, tokens: int = 11) -> EndedRequest:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
-def test_a_quantile_is_within_its_resolution(share):
+def test_quantile_is_within_resolution(share):
     chance = Random(1)
     values = sorted(chance.lognormvariate(3, 2) for _ in range(5000))
     quantiles = Quantiles()
@@ -34,7 +34,7 @@ def test_a_quantile_is_within_its_resolution(share):
     assert quantiles.quantile(share) == pytest.approx(values[round(share * 5000) - 1], rel=RESOLUTION)
 
 
-def test_zeros_have_their_place():
+def test_zeros_are_counted():
     quantiles = Quantiles()
     for value in (0.0, 0.0, 0.0, 8.0):
         quantiles.add(value)
@@ -43,11 +43,11 @@ def test_zeros_have_their_place():
     assert quantiles.curve()[0] == (0.0, 0.75)
 
 
-def test_nothing_has_no_quantile():
+def test_empty_distribution_has_quantile_zero():
     assert Quantiles().summary() == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p95": 0.0, "p99": 0.0}
 
 
-def test_good_is_what_keeps_both_promises():
+def test_good_request_keeps_all_targets():
     tally = RequestSums(Slo(ttft_ms=100.0, tpot_ms=20.0))
     for each in (ended(100, 20), ended(101, 20), ended(100, 20.1), ended(1, 1)):
         tally.add(each)
@@ -56,7 +56,7 @@ def test_good_is_what_keeps_both_promises():
     assert tally.hit_rate == 0.25
 
 
-def test_a_refused_request_is_not_good():
+def test_rejected_request_is_not_good():
     tally = RequestSums(Slo())
     refusal = EndedRequest(
         request_id="1",
@@ -75,7 +75,7 @@ def test_a_refused_request_is_not_good():
     assert tally.ttft.count == 1
 
 
-def test_hits_are_told_by_the_tier_that_had_them():
+def test_hits_are_counted_by_tier():
     tally = RequestSums(Slo())
     tally.add(ended(1, 1))
     tally.add(structs.replace(ended(1, 1), tier_tokens={"cpu": 15, "ssd": 5}))
@@ -83,7 +83,7 @@ def test_hits_are_told_by_the_tier_that_had_them():
     assert sum(tally.hit_rate_by_tier.values()) == pytest.approx(tally.hit_rate)
 
 
-def test_many_equal_values_are_as_many_as_they_are():
+def test_count_adds_many_equal_values():
     quantiles = Quantiles()
     quantiles.add(10.0, 99)
     quantiles.add(1000.0)

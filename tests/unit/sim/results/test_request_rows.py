@@ -1,4 +1,4 @@
-"""Rows of requests."""
+"""Rows of ended requests."""
 
 import json
 import sys
@@ -17,18 +17,18 @@ from tests.unit.sim.results.test_outcomes import ended
 SLO = Slo(ttft_ms=100.0, tpot_ms=20.0)
 
 
-def test_a_row_says_what_became_of_a_request():
+def test_row_has_results_of_request():
     row = request_row(ended(80, 10), SLO, None)
     assert (row.ttft_ms, row.tpot_ms, row.e2e_ms, row.good) == (80.0, 10.0, 180.0, True)
     assert not request_row(ended(80, 21), SLO, None).good
 
 
-def test_a_slo_of_the_whole_answer_counts():
+def test_e2e_target_counts_for_good():
     assert request_row(ended(80, 10), Slo(ttft_ms=100.0, tpot_ms=20.0, e2e_ms=180.0), None).good
     assert not request_row(ended(80, 10), Slo(ttft_ms=100.0, tpot_ms=20.0, e2e_ms=179.0), None).good
 
 
-def test_what_was_written_is_a_trace_that_comes_to_the_same(tmp_path):
+def test_written_rows_are_an_equivalent_trace(tmp_path):
     chain = tuple(range(1, 9))
     requests = [
         TraceRequest(
@@ -38,13 +38,13 @@ def test_what_was_written_is_a_trace_that_comes_to_the_same(tmp_path):
     ]
     file = tmp_path / "rows.jsonl"
     with row_writer(file, file.name, SLO, BLOCK) as write:
-        first = simulate(a_plan(), iter(requests), told=write).outcome
+        first = simulate(a_plan(), iter(requests), on_end=write).outcome
     trace = read_trace(file)
     assert trace.requests == requests
     assert simulate(a_plan(), iter(trace.requests)).outcome.digest == first.digest
 
 
-def test_without_blocks_nothing_is_said_of_them(tmp_path):
+def test_rows_without_blocks_omit_their_fields(tmp_path):
     file = tmp_path / "rows.jsonl"
     with row_writer(file, file.name, SLO, None) as write:
         write(ended(80, 10))
@@ -52,7 +52,7 @@ def test_without_blocks_nothing_is_said_of_them(tmp_path):
     assert not row.keys() & {"hash_ids", "block_tokens", "tier_tokens"}
 
 
-def test_parquet_has_the_same_rows(tmp_path):
+def test_parquet_has_same_rows(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: the extra parquet")
     file = tmp_path / "rows.parquet"
     written = [request_row(ended(80 + number, 10), SLO, 512) for number in range(3)]
@@ -68,7 +68,7 @@ def _fields(row) -> dict:
     return {name: getattr(row, name) for name in row.__struct_fields__}
 
 
-def test_parquet_without_its_package_is_refused_by_what_to_install(tmp_path, monkeypatch):
+def test_parquet_without_pyarrow_names_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with (
         pytest.raises(ConfigurationRefused, match=r"--requests: Parquet needs pyarrow: .*\[parquet\]"),

@@ -1,4 +1,4 @@
-"""Who sends when, and what becomes of what is refused."""
+"""Clients: when they send, and what happens to rejected requests."""
 
 from collections import Counter
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
-from fleet.recording.traces import TraceSession, TraceTurn
+from fleet.recording.agentic_traces import TraceSession, TraceTurn
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import EndedRequest, RunOutcome
 from fleet.sim.run import RunPlan, simulate
@@ -24,7 +24,7 @@ def with_clients(clients, plan: RunPlan | None = None) -> RunPlan:
 
 def ran(clients, traffic, plan: RunPlan | None = None) -> tuple[RunOutcome, list[EndedRequest]]:
     ended: list[EndedRequest] = []
-    return simulate(with_clients(clients, plan), iter(traffic), told=ended.append).outcome, ended
+    return simulate(with_clients(clients, plan), iter(traffic), on_end=ended.append).outcome, ended
 
 
 def drawn(**fields):
@@ -32,7 +32,7 @@ def drawn(**fields):
 
 
 def most_at_once(ended: list[EndedRequest]) -> int:
-    """Requests under way at one instant; an end goes before a begin of the same instant."""
+    """Return the most concurrent requests; an end counts before a beginning of the same instant."""
     changes = sorted([(each.arrival, 1) for each in ended] + [(each.end, -1) for each in ended])
     under_way = most = 0
     for _, change in changes:
@@ -45,20 +45,20 @@ def a_request(number: int, tokens: int = 64, answer: int = 8, session: int = 0) 
     return TraceRequest(Nanos(0), tokens, tuple(range(1000 * number, 1000 * number + tokens // BLOCK)), answer, session)
 
 
-def test_so_many_users_have_so_many_requests_under_way_and_no_more():
+def test_users_limit_concurrent_requests():
     outcome, ended = ran(ClosedClients(users=8), drawn(requests=200, rate=0.001))
     assert outcome.requests == 200
     assert most_at_once(ended) == 8
     assert outcome.simulated_seconds < 20, "arrivals of the workload are not waited for"
 
 
-def test_a_user_thinks_between_an_answer_and_the_next_request():
+def test_user_thinks_after_an_answer():
     _, ended = ran(ClosedClients(users=1, think_seconds=3.0), drawn(requests=5))
     gaps = [after.arrival - before.end for before, after in pairwise(ended)]
     assert gaps == [3 * SECOND] * 4
 
 
-def test_of_a_million_users_only_those_come_who_find_something_to_send():
+def test_users_without_requests_do_not_come():
     kernel = Kernel(1)
     world, ended = a_world(kernel, a_plan())
     requests = iter([a_request(number) for number in range(4)])
@@ -72,17 +72,17 @@ def test_of_a_million_users_only_those_come_who_find_something_to_send():
     assert clients.over
 
 
-def test_users_come_one_after_the_other_when_they_are_told_to():
+def test_ramp_spreads_arrival_of_users():
     _, ended = ran(ClosedClients(users=4, ramp_seconds=2.0), [a_request(number, answer=1000) for number in range(4)])
     assert sorted(each.arrival for each in ended) == [0, SECOND // 2, SECOND, 3 * SECOND // 2]
 
 
-def test_more_users_than_requests_end_as_well():
+def test_more_users_than_requests_end():
     outcome, _ = ran(ClosedClients(users=50), drawn(requests=3))
     assert outcome.requests == 3
 
 
-def test_a_turn_waits_for_the_answers_before_it_and_for_its_gap():
+def test_turn_waits_for_answers_and_gap():
     session = TraceSession(
         (
             TraceTurn(a_request(1)),
@@ -99,7 +99,7 @@ def test_a_turn_waits_for_the_answers_before_it_and_for_its_gap():
     assert by_name[4].arrival == max(by_name[2].end, by_name[3].end) + SECOND
 
 
-def test_so_many_sessions_run_at_a_time_and_the_next_begins_when_one_is_over():
+def test_next_session_begins_when_one_ends():
     sessions = [
         TraceSession((TraceTurn(a_request(2 * number)), TraceTurn(a_request(2 * number + 1), (0,), Nanos(SECOND))))
         for number in range(6)
@@ -112,29 +112,29 @@ def test_so_many_sessions_run_at_a_time_and_the_next_begins_when_one_is_over():
     assert begins[4] > 2 * SECOND
 
 
-def test_sessions_that_come_by_themselves_begin_when_they_say():
+def test_timed_sessions_begin_at_their_times():
     sessions = [TraceSession((TraceTurn(a_request(number)),), Nanos(number * SECOND)) for number in range(5)]
     _, ended = ran(SessionClients(users=0), sessions)
     assert [each.arrival for each in ended] == [number * SECOND for number in range(5)]
 
 
-def test_a_long_gap_is_cut():
+def test_long_gap_is_cut():
     session = TraceSession((TraceTurn(a_request(1)), TraceTurn(a_request(2), (0,), Nanos(9000 * SECOND))))
     _, ended = ran(SessionClients(users=1, longest_gap_seconds=60.0), [session])
     assert ended[1].arrival - ended[0].end == 60 * SECOND
 
 
-def test_conversations_find_what_was_said_before_in_a_cache():
+def test_conversations_hit_their_cached_history():
     workload = DrawnWorkload(requests=100, turns=10, spread=0.0, prompt_tokens=320, output_tokens=16, turn_tokens=32)
     plan = a_plan(a_pool(workers=1, kv_blocks=2000))
     sessions = sessions_of(workload, None, block_tokens=BLOCK, seed=1)
     outcome, _ = ran(SessionClients(users=4), sessions, plan)
-    # Of turn n + 1 the prompt of turn n is there: 320 + 48 n tokens of the 368 + 48 n.
+    # Turn n + 1 finds the prompt of turn n: 320 + 48 n of its 368 + 48 n tokens.
     known = sum(320 + 48 * turn for turn in range(9))
     assert outcome.hit_rate == pytest.approx(known / sum(320 + 48 * turn for turn in range(10)), abs=0.03)
 
 
-def test_what_is_refused_for_now_is_sent_again_and_counts_once():
+def test_rejected_request_is_retried_and_counts_once():
     plan = a_plan(a_pool(workers=1, max_running=2), max_queued=1, oversubscribe=1.0)
     burst = [a_request(number) for number in range(8)]
     impatient, _ = ran(OpenClients(), burst, plan)
@@ -147,7 +147,7 @@ def test_what_is_refused_for_now_is_sent_again_and_counts_once():
     assert all(each.arrival == 0 and each.ttft_ms >= 50 for each in again), "time counts from the first sending"
 
 
-def test_who_was_refused_often_enough_gives_up():
+def test_client_gives_up_after_its_retries():
     plan = a_plan(a_pool(kv_blocks=16))
     outcome, _ = ran(OpenClients(retries=3), [a_request(1, tokens=400)], plan)
     assert outcome.refused == {"too_large": 1}
@@ -160,7 +160,7 @@ def test_who_was_refused_often_enough_gives_up():
     assert sorted(each.retries for each in ended) == [0, 2]
 
 
-def test_a_client_gives_up_at_its_deadline():
+def test_client_gives_up_at_deadline():
     plan = a_plan(a_pool(workers=1))
     outcome, ended = ran(OpenClients(deadline_seconds=0.5), [a_request(1, answer=4000), a_request(2, answer=8)], plan)
     assert outcome.refused == {"deadline_passed": 1}
@@ -168,7 +168,7 @@ def test_a_client_gives_up_at_its_deadline():
     assert late.end - late.arrival == pytest.approx(500 * MILLISECOND, abs=MILLISECOND)
 
 
-def test_a_closed_loop_goes_on_after_a_refusal():
+def test_closed_client_continues_after_rejection():
     plan = a_plan(a_pool(kv_blocks=16))
     mixed = [a_request(number, tokens=400 if number % 2 else 64) for number in range(20)]
     outcome, _ = ran(ClosedClients(users=3), mixed, plan)
@@ -177,7 +177,7 @@ def test_a_closed_loop_goes_on_after_a_refusal():
 
 
 @pytest.mark.parametrize("clients", [OpenClients(), ClosedClients(users=5), SessionClients(users=5)])
-def test_the_same_seed_gives_the_same_digest(clients):
+def test_same_seed_gives_same_digest(clients):
     def digest() -> str:
         workload = DrawnWorkload(requests=60, prompt_tokens=300, output_tokens=40, turns=4)
         if isinstance(clients, SessionClients):
@@ -187,14 +187,14 @@ def test_the_same_seed_gives_the_same_digest(clients):
     assert digest() == digest()
 
 
-def test_a_closed_loop_takes_as_long_as_its_users_take_one_by_one():
-    """What the accuracy report emulates: throughput is users over the time of a turn."""
+def test_closed_loop_throughput_is_users_per_turn():
+    """The accuracy report assumes that throughput equals users divided by the time of a turn."""
     outcome, ended = ran(ClosedClients(users=4), drawn(requests=400, spread=0.0))
     turn = sum(each.end - each.arrival for each in ended) / len(ended) / SECOND
     assert outcome.requests / outcome.simulated_seconds == pytest.approx(4 / turn, rel=0.02)
 
 
-def test_between_tokens_there_is_what_a_token_takes():
+def test_gaps_equal_token_times():
     alone, _ = ran(ClosedClients(users=1), drawn(requests=20, spread=0.0))
     assert alone.itl_ms["mean"] == pytest.approx(alone.tpot_ms["mean"], rel=1e-3)
     crowd, ended = ran(ClosedClients(users=16), drawn(requests=100, spread=0.0))

@@ -1,4 +1,4 @@
-"""Traffic: cut, scaled and drawn."""
+"""Traffic: selected, scaled and drawn requests."""
 
 import json
 from itertools import pairwise
@@ -32,7 +32,7 @@ def arrivals(of) -> list[float]:
     return [each.arrival / SECOND for each in of]
 
 
-def test_both_halves_of_a_trace_are_the_trace():
+def test_halves_of_trace_make_the_trace():
     first, second = requests(recorded(part=[0, 0.5])), requests(recorded(part=[0.5, 1]))
     whole = conversation().requests
     assert [each.chain for each in first + second] == [each.chain for each in whole]
@@ -41,7 +41,7 @@ def test_both_halves_of_a_trace_are_the_trace():
     assert second[-1].arrival == whole[-1].arrival - whole[750].arrival
 
 
-def test_a_part_of_sessions_has_them_whole():
+def test_part_contains_whole_sessions():
     halves = [
         list(requests_of(recorded(file=AGENTIC.name, part=part), DATA, block_tokens=512, seed=1))
         for part in ([0, 0.5], [0.5, 1])
@@ -50,7 +50,7 @@ def test_a_part_of_sessions_has_them_whole():
     assert sum(map(len, halves)) == len(agentic().requests)
 
 
-def test_a_sample_is_of_the_seed_and_of_no_one_else():
+def test_sample_depends_only_on_seed():
     some, again, others = (
         requests(recorded(sample=0.2)),
         requests(recorded(sample=0.2)),
@@ -62,14 +62,14 @@ def test_a_sample_is_of_the_seed_and_of_no_one_else():
     assert [each.chain for each in later] == [each.chain for each in some[-len(later) :]]
 
 
-def test_a_window_is_counted_from_its_begin():
+def test_window_counts_from_its_beginning():
     window = requests(recorded(from_seconds=60, to_seconds=120, speed=2))
     whole = [each for each in conversation().requests if 60 * SECOND <= each.arrival < 120 * SECOND]
     assert [each.chain for each in window] == [each.chain for each in whole]
     assert [each.arrival for each in window] == [round((each.arrival - 60 * SECOND) / 2) for each in whole]
 
 
-def test_a_trace_of_what_is_left_has_so_many_requests():
+def test_request_count_respects_selection():
     assert len(requests(recorded(requests=10, from_seconds=60))) == 10
     assert request_count(recorded(part=[0, 0.5]), DATA, seed=1) == 750
     assert request_count(recorded(requests=10), DATA, seed=1) == 10
@@ -88,19 +88,19 @@ def test_a_trace_of_what_is_left_has_so_many_requests():
         ({"arrivals": "bursts", "kind": "drawn", "burst_seconds": 60}, "burst_seconds: 60 is not less than"),
     ],
 )
-def test_a_cut_that_cannot_be_is_refused_by_its_field(fields, said):
+def test_impossible_selection_names_its_field(fields, said):
     kind = DrawnWorkload if fields.get("kind") == "drawn" else RecordedWorkload
     told = fields if kind is DrawnWorkload else {"file": "x", **fields}
     with pytest.raises(msgspec.ValidationError, match=said):
         msgspec.convert(told, kind)
 
 
-def test_a_cut_that_leaves_nothing_is_refused():
+def test_empty_selection_is_refused():
     with pytest.raises(ConfigurationRefused, match="workload: nothing is left of the trace"):
         requests(recorded(from_seconds=1e8))
 
 
-def test_a_wrong_row_is_refused_when_it_is_reached(tmp_path):
+def test_invalid_row_is_refused_when_reached(tmp_path):
     row = {"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}
     rows = [row] * 5 + [{**row, "input_length": "ten"}]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -110,17 +110,17 @@ def test_a_wrong_row_is_refused_when_it_is_reached(tmp_path):
         next(read)
 
 
-def test_sessions_of_a_trace_that_knows_none_are_refused():
+def test_trace_without_sessions_is_refused_for_sessions():
     with pytest.raises(ConfigurationRefused, match=r"clients\.kind: .* \(mooncake\) has no sessions"):
         sessions_of(recorded(), DATA, block_tokens=512, seed=1)
 
 
-def test_conversations_need_clients_that_wait():
+def test_conversations_need_session_clients():
     with pytest.raises(ConfigurationRefused, match=r"workload\.turns: .*clients\.kind"):
         requests(DrawnWorkload(turns=3))
 
 
-def test_sessions_are_cut_to_so_many_requests():
+def test_sessions_are_limited_to_request_count():
     sessions = list(sessions_of(recorded(file=AGENTIC.name, requests=100, speed=2), DATA, block_tokens=512, seed=1))
     assert sum(len(session.turns) for session in sessions) == 100
     whole = list(sessions_of(recorded(file=AGENTIC.name), DATA, block_tokens=512, seed=1))
@@ -129,24 +129,24 @@ def test_sessions_are_cut_to_so_many_requests():
 
 
 @pytest.mark.parametrize("arrivals_", ["poisson", "even", "gamma", "day", "bursts"])
-def test_a_rate_is_the_rate_whatever_the_arrivals(arrivals_):
+def test_rate_holds_for_all_arrival_kinds(arrivals_):
     of = arrivals(drawn(arrivals=arrivals_, day_seconds=100.0, requests=8000))
     assert len(of) / of[-1] == pytest.approx(2.0, rel=0.06)
 
 
-def test_gaps_vary_as_they_are_told_to():
+def test_gaps_have_stated_variation():
     for variation in (0.3, 3.0):
         gaps = [after - before for before, after in pairwise(arrivals(drawn(arrivals="gamma", variation=variation)))]
         assert pstdev(gaps) / fmean(gaps) == pytest.approx(variation, rel=0.15)
 
 
-def test_bursts_have_the_rate_that_they_are_told_to_have():
+def test_bursts_have_stated_rate():
     of = arrivals(drawn(arrivals="bursts", requests=12_000, burst_seconds=10, burst_every_seconds=50, burst_factor=6))
     inside = sum(each % 50 < 10 for each in of)
     assert (inside / 10) / ((len(of) - inside) / 40) == pytest.approx(6.0, rel=0.1)
 
 
-def test_a_turn_goes_on_where_the_one_before_ended():
+def test_turn_continues_previous_prompt():
     workload = DrawnWorkload(
         requests=200, turns=8, rate=4.0, prompt_tokens=300, prefixes=2, prefix_tokens=64, think_seconds=5.0
     )
@@ -171,7 +171,7 @@ def test_a_turn_goes_on_where_the_one_before_ended():
     assert len(begins) / begins[-1] == pytest.approx(4.0 / 8, rel=0.5)
 
 
-def test_a_wrong_row_of_a_trace_that_is_sorted_is_refused_as_a_configuration(tmp_path):
+def test_invalid_row_of_sorted_trace_is_refused(tmp_path):
     (tmp_path / "rows").write_text('{"arrival":0,"prompt_tokens":9}\n{"arrival":0}\n')
     with pytest.raises(ConfigurationRefused, match="rows:2: Object missing required field `prompt_tokens`"):
         requests_of(RecordedWorkload(file="rows"), tmp_path, block_tokens=512, seed=1)

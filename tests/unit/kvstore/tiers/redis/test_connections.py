@@ -1,4 +1,4 @@
-"""Connections to Redis that are kept for the next turn: only those on which no unread bytes lie are used again."""
+"""Redis connections are kept for the next turn only if no unread bytes have arrived on them."""
 
 import socket
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ HALF_A_VALUE = b"$9064\r\nFKVR"
 
 
 class Servers:
-    """The far ends of the connections that were opened."""
+    """The server's ends of the connections that were opened."""
 
     def __init__(self) -> None:
         self.ends: list[socket.socket] = []
@@ -35,7 +35,7 @@ class Servers:
         self.ends[index].settimeout(5)
         try:
             return self.ends[index].recv(1) == b""
-        except ConnectionResetError:  # the system's answer where bytes were left unread
+        except ConnectionResetError:  # the kernel resets a connection that is closed with unread bytes
             return True
 
 
@@ -48,7 +48,7 @@ def servers() -> Iterator[Servers]:
         end.close()
 
 
-def test_a_connection_without_unread_bytes_is_used_again(servers):
+def test_connection_without_unread_bytes_is_reused(servers):
     def ask(pipe: RedisPipeline) -> bytes:
         pipe.send([b"request\r\n"])
         servers.ends[0].sendall(b"+again\r\n")
@@ -60,7 +60,7 @@ def test_a_connection_without_unread_bytes_is_used_again(servers):
     assert len(servers.ends) == 1
 
 
-def test_bytes_received_behind_a_reply_end_the_connection(servers):
+def test_extra_bytes_after_a_reply_close_the_connection(servers):
     def leave_half_a_value(pipe: RedisPipeline) -> bytes:
         servers.ends[0].sendall(HALF_A_VALUE)
         return pipe.status()
@@ -71,7 +71,7 @@ def test_bytes_received_behind_a_reply_end_the_connection(servers):
     assert servers.has_closed(0)
 
 
-def test_bytes_that_arrive_between_turns_end_the_connection(servers):
+def test_bytes_between_two_turns_close_the_connection(servers):
     assert servers.next_status() == b"first"
     servers.ends[0].sendall(HALF_A_VALUE)
 
@@ -80,7 +80,7 @@ def test_bytes_that_arrive_between_turns_end_the_connection(servers):
     assert servers.has_closed(0)
 
 
-def test_a_connection_that_the_server_has_closed_is_replaced(servers):
+def test_connection_closed_by_the_server_is_replaced(servers):
     assert servers.next_status() == b"first"
     servers.ends[0].close()
 

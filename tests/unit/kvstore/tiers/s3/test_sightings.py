@@ -1,4 +1,4 @@
-"""The search for the end of a prefix, when asking costs requests."""
+"""The search for the end of a stored prefix with few requests."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from kvstore.tiers.s3.sightings import leading
 
 @pytest.mark.parametrize("width", [1, 2, 3, 16, 100])
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 100])
-def test_the_end_of_any_prefix_is_found_in_few_rounds(count, width):
+def test_end_of_any_prefix_is_found_in_few_rounds(count, width):
     for held in range(count + 1):
         rounds = []
 
@@ -18,12 +18,12 @@ def test_the_end_of_any_prefix_is_found_in_few_rounds(count, width):
 
         assert leading(count, width, are_there) == held
         most = 1
-        while width > 1 and (width + 0) ** most < count:
+        while width > 1 and width**most < count:
             most += 1
         assert len(rounds) <= (most + 1 if width > 1 else count)
 
 
-def test_a_chain_that_is_there_as_a_whole_takes_one_round():
+def test_complete_chain_takes_one_round():
     rounds = []
 
     assert leading(4096, 16, lambda indices: rounds.append(1) or [True] * len(indices)) == 4096
@@ -31,7 +31,7 @@ def test_a_chain_that_is_there_as_a_whole_takes_one_round():
     assert len(rounds) == 1
 
 
-def test_a_hole_among_few_is_seen():
+def test_missing_block_in_a_short_chain_is_found():
     there = [True, True, False, True]
 
     assert leading(4, 16, lambda indices: [there[index] for index in indices]) == 2

@@ -1,4 +1,4 @@
-"""Threads that work on disks: how many at a time, what does not begin any more, what is waited for."""
+"""Disk threads: the number of parallel jobs, deadlines, errors, and how calls are divided into batches."""
 
 import threading
 
@@ -19,8 +19,9 @@ def disk_threads():
     disk_threads.close()
 
 
-def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(disk_threads):
+def test_all_jobs_run_within_the_thread_limit(disk_threads):
     running, most, done, lock = set(), [0], [], threading.Lock()
+    pairs = threading.Barrier(2)
 
     def job(number):
         def act(scratch):
@@ -28,7 +29,7 @@ def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(disk_threads):
                 assert id(scratch) not in running, "two jobs have the same buffers"
                 running.add(id(scratch))
                 most[0] = max(most[0], len(running))
-            threading.Event().wait(0.002)
+            pairs.wait(60)
             with lock:
                 running.discard(id(scratch))
                 done.append(number)
@@ -48,7 +49,7 @@ def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(disk_threads):
     assert 2 <= most[0] <= 3
 
 
-def test_a_single_job_is_done_by_the_caller(disk_threads):
+def test_single_job_runs_in_the_calling_thread(disk_threads):
     threads = []
 
     disk_threads.run([lambda scratch: threads.append(threading.current_thread())], deadline_in())
@@ -56,7 +57,7 @@ def test_a_single_job_is_done_by_the_caller(disk_threads):
     assert threads == [threading.current_thread()]
 
 
-def test_after_the_deadline_nothing_begins(disk_threads):
+def test_no_job_begins_after_the_deadline(disk_threads):
     done = []
 
     disk_threads.run([lambda scratch: done.append(1)] * 5, deadline_in(-1))
@@ -64,7 +65,7 @@ def test_after_the_deadline_nothing_begins(disk_threads):
     assert done == []
 
 
-def test_what_has_begun_is_waited_for_beyond_the_deadline():
+def test_running_job_is_waited_for_after_the_deadline():
     clock, gate, done = ShiftedClock(), HoldPoint(), []
     disk_threads = DiskThreads("test", 2, clock)
 
@@ -81,11 +82,11 @@ def test_what_has_begun_is_waited_for_beyond_the_deadline():
     gate.open()
     caller.join(60)
 
-    assert 1 <= len(done) <= 2, "the third had not begun"
+    assert 1 <= len(done) <= 2, "the third job had not begun"
     disk_threads.close()
 
 
-def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(disk_threads):
+def test_job_error_is_raised_after_running_jobs_end(disk_threads):
     gate, ended = HoldPoint(), []
 
     def slow(scratch):
@@ -109,14 +110,14 @@ def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(disk_t
     [
         ([], 4, []),
         ([100], 4, [1]),
-        ([128 * KIB] * 4, 4, [2, 2]),  # less than the least is not worth a thread
+        ([128 * KIB] * 4, 4, [2, 2]),  # a batch has at least LEAST_BATCH_BYTES
         ([1024 * KIB] * 8, 4, [1] * 8),
         ([128 * KIB] * 64, 4, [8] * 8),
-        ([8192 * KIB] * 2, 4, [1, 1]),  # larger than a batch, and still whole
+        ([8192 * KIB] * 2, 4, [1, 1]),  # a block larger than a batch is not divided
         ([10] * 600, 4, [BATCH_RECORDS, BATCH_RECORDS, 600 - 2 * BATCH_RECORDS]),
     ],
 )
-def test_calls_are_cut_so_that_each_thread_has_something_to_do(sizes, threads, cuts):
+def test_batches_give_every_thread_work(sizes, threads, cuts):
     slices = batches(sizes, 4096 * KIB, threads)
 
     assert [each.stop - each.start for each in slices] == cuts

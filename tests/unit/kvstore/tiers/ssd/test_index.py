@@ -1,4 +1,4 @@
-"""The index of the SSD tier: which record counts, and what it costs."""
+"""The index of the SSD tier: which record of a block counts, and how much memory a block takes."""
 
 import random
 import tracemalloc
@@ -9,7 +9,7 @@ from kvstore.tiers.ssd.segments.segment import Segment
 
 
 class NoFile:
-    """A segment's file, where nothing is read or written."""
+    """The file of a segment that is neither read nor written."""
 
     size_bytes = 128 << 20
 
@@ -37,7 +37,7 @@ def a_key(number: int) -> bytes:
     return b"namespace-digest" + number.to_bytes(16, "big")
 
 
-def test_of_two_records_of_one_block_the_later_one_counts():
+def test_later_record_of_a_block_replaces_the_first():
     index = SsdIndex()
     first, second = a_segment(index), a_segment(index)
     index.add(first, a_key(1), page=1, length=8192)
@@ -52,7 +52,7 @@ def test_of_two_records_of_one_block_the_later_one_counts():
     index.check([first, second])
 
 
-def test_a_place_that_is_not_the_blocks_any_more_drops_nothing():
+def test_outdated_location_drops_nothing():
     index = SsdIndex()
     segment = a_segment(index)
     index.add(segment, a_key(1), page=1, length=8192)
@@ -65,7 +65,7 @@ def test_a_place_that_is_not_the_blocks_any_more_drops_nothing():
     assert len(index) == index.live_pages == segment.live_pages == 0
 
 
-def test_it_agrees_with_a_dictionary():
+def test_index_agrees_with_a_dictionary():
     chance = random.Random(3)
     index = SsdIndex()
     segments = [a_segment(index) for _ in range(4)]
@@ -91,7 +91,7 @@ def test_it_agrees_with_a_dictionary():
     assert set(index.names()) == set(model)
 
 
-def test_a_block_costs_about_two_hundred_bytes():
+def test_index_takes_about_200_bytes_for_a_block():
     count = 100_000
     index = SsdIndex()
     tracemalloc.start()

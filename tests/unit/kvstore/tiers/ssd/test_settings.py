@@ -1,4 +1,4 @@
-"""Settings of the SSD tier that cannot be obeyed are refused by name."""
+"""Settings of the SSD tier: an error names the field."""
 
 import pytest
 
@@ -12,16 +12,16 @@ from kvstore.tiers.ssd.settings import SsdSettings, footprint
         ({"directories": ("kv",)}, r"directories\[0\]: 'kv' is not an absolute path"),
         ({"directories": ("/a", "/b", "/a")}, "directories: a directory is listed twice"),
         ({"segment_bytes": 100_000}, "segment_bytes: 100000 is not a multiple of 4096"),
-        ({"capacity_bytes": 1 << 20, "segment_bytes": 1 << 20}, "capacity_bytes: 1048576 a directory"),
+        ({"capacity_bytes": 1 << 20, "segment_bytes": 1 << 20}, "capacity_bytes: 1048576 bytes per directory"),
         ({"directories": ("/a", "/b"), "capacity_bytes": 300 << 20}, "capacity_bytes: .* use at least 541"),
     ],
 )
-def test_the_message_begins_with_the_field(fields, message):
+def test_settings_error_begins_with_the_field(fields, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         SsdSettings(**{"directories": ("/a",), **fields})
 
 
-def test_the_least_that_is_named_is_enough():
+def test_least_capacity_in_the_error_message_is_accepted():
     with pytest.raises(ValueError, match="use at least") as refused:
         SsdSettings(directories=("/a", "/b"), capacity_bytes=1 << 20)
     least = int(str(refused.value).partition("use at least ")[2].partition(",")[0])
@@ -29,6 +29,6 @@ def test_the_least_that_is_named_is_enough():
     SsdSettings(directories=("/a", "/b"), capacity_bytes=least)
 
 
-def test_a_file_occupies_more_than_its_size():
+def test_footprint_is_larger_than_the_file():
     assert footprint(128 << 20) == (129 << 20)
     assert footprint(64 << 10) == (96 << 10)

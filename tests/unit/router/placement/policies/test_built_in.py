@@ -352,7 +352,7 @@ def test_random_policy_is_uniform():
 
 
 def test_two_choices_takes_less_loaded_of_uniform_pair():
-    """Of four workers, the least loaded is in half of all pairs, the next wins two of six, and the most loaded never wins."""
+    """The least loaded of four workers is in half of all pairs, the next wins two of six, and the most loaded never wins."""
     chosen = policy("p2c", {})
     loads = (2, 3, 0, 1)
     candidates = candidates_of([a_candidate(f"d{load}", requests=load) for load in loads], SETTINGS)
@@ -405,7 +405,7 @@ def test_consistent_hash_keeps_keys_within_load_bound():
         for key in keys
     }
     assert chosen == after, "who is no candidate now is passed over as if it had left"
-    # With bounded loads, one key alone fills nobody beyond 1.25 times the average.
+    # With bounded loads, one key alone fills no worker beyond 1.25 times the average.
     ring, requests = policy("consistent_hash", {"load_factor": 1.25}), [0] * 8
     for _ in range(80):
         rows = [a_candidate(name, requests=count) for name, count in zip(names, requests, strict=True)]

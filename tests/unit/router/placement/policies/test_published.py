@@ -143,7 +143,7 @@ def parts(router: Router, *rows, request: PlacementRequest) -> dict[str, list[fl
 
 @pytest.mark.parametrize(("blocks", "chosen"), [(5, "idle"), (6, "warm")])
 def test_preble_exploits_a_mostly_cached_prompt(blocks, chosen):
-    """Of ten blocks, six are more than four; five are not more than five. The worker with the blocks has had 3.2 s of work."""
+    """Six of ten blocks are more than four; five are not more than five. The worker with the blocks has had 3.2 s of work."""
     router = Router("preble", **TIMES)
     router.pick(a_candidate("warm", prompt_tokens=3200), request=a_question(3200))
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=blocks)

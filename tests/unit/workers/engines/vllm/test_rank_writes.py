@@ -16,5 +16,5 @@ def test_ranks_with_the_same_head_take_turns_to_write():
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused():
-    with pytest.raises(LayoutMismatch, match="4 heads cannot be shared out among 3 ranks"):
+    with pytest.raises(LayoutMismatch, match="4 heads cannot be divided among 3 ranks"):
         RankPosition.of(a_typed_namespace(kv_heads=4), rank=0, ranks=3)

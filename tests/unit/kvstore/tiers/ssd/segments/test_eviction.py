@@ -1,4 +1,4 @@
-"""Which segment goes first."""
+"""The scores that decide which segment is evicted first."""
 
 import math
 
@@ -17,7 +17,7 @@ def a_use(*, idle: float = 100, hits: int = 0, blocks: int = 1000, live_share: f
 
 
 @pytest.mark.parametrize(
-    ("goes", "stays"),
+    ("evicted", "kept"),
     [
         (a_use(idle=200), a_use(idle=100)),
         (a_use(idle=100), a_use(idle=150, hits=1000)),
@@ -28,8 +28,8 @@ def a_use(*, idle: float = 100, hits: int = 0, blocks: int = 1000, live_share: f
     ],
     ids=["unused for longer", "read less often", "busy long ago", "mostly dead", "without a block", "not the newest"],
 )
-def test_reuse_weighs_how_often_against_how_long_ago(goes, stays):
-    assert reuse(goes, NOW) < reuse(stays, NOW)
+def test_reuse_weighs_hits_against_idle_time(evicted, kept):
+    assert reuse(evicted, NOW) < reuse(kept, NOW)
 
 
 def test_reuse_has_no_time_constant():
@@ -39,11 +39,11 @@ def test_reuse_has_no_time_constant():
     assert [reuse(s, NOW) / reuse(f, NOW) for f, s in zip(fast, slow, strict=True)] == pytest.approx([1000] * 3)
 
 
-def test_the_simple_orders_are_what_they_say():
+def test_least_recent_and_oldest_follow_their_order():
     assert least_recent(a_use(idle=20, hits=99), NOW) < least_recent(a_use(idle=10), NOW)
     assert oldest(a_use(sequence=1, hits=99, idle=0), NOW) < oldest(a_use(sequence=2), NOW)
 
 
-def test_each_setting_has_its_score():
+def test_each_eviction_setting_has_a_score():
     assert set(SCORES) == set(SegmentEviction)
     assert all(not math.isnan(score(a_use(), NOW)) for score in SCORES.values())

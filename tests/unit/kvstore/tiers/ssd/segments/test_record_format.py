@@ -1,4 +1,4 @@
-"""The bytes of a segment file: what is written is read, and what was not written like that is nothing."""
+"""The structures of a segment file are decoded unchanged, and all other bytes are rejected."""
 
 import random
 from array import array
@@ -53,13 +53,13 @@ def a_footer() -> SegmentFooter:
     )
 
 
-def test_each_structure_is_read_as_it_was_written():
+def test_each_structure_is_decoded_unchanged():
     assert read_segment_head(a_page(segment_head(a_head()))) == a_head()
     assert read_record_header(a_page(record_header(a_record(), NONCE)), NONCE, 7) == a_record()
     assert read_trailer(a_page(trailer(a_footer()))) == a_footer()
 
 
-def test_a_table_is_read_as_it_was_written():
+def test_table_is_decoded_unchanged():
     chance = random.Random(1)
     keys = [chance.randbytes(32) for _ in range(300)]
     pages, lengths = array("I", range(300)), array("I", range(1000, 1300))
@@ -79,7 +79,7 @@ def test_a_table_is_read_as_it_was_written():
     ],
     ids=["head", "header", "trailer"],
 )
-def test_with_any_bit_flipped_it_is_nothing(structure, read):
+def test_flipped_bit_makes_a_structure_invalid(structure, read):
     for bit in range(8 * len(structure)):
         page = a_page(structure)
         page[bit // 8] ^= 1 << bit % 8
@@ -89,7 +89,7 @@ def test_with_any_bit_flipped_it_is_nothing(structure, read):
 @pytest.mark.parametrize(
     "page", [a_page(), a_page(b"\xff" * PAGE_BYTES), a_page(random.Random(2).randbytes(PAGE_BYTES))]
 )
-def test_an_ordinary_page_is_nothing(page):
+def test_other_page_is_no_structure(page):
     assert read_segment_head(page) is None
     assert read_record_header(page, NONCE, 7) is None
     assert read_record_header(page, bytes(8), 0) is None
@@ -97,20 +97,20 @@ def test_an_ordinary_page_is_nothing(page):
     assert not is_discarded(page)
 
 
-def test_a_record_of_another_life_or_another_place_is_nothing():
+def test_record_with_another_nonce_or_page_is_invalid():
     page = a_page(record_header(a_record(), NONCE))
 
     assert read_record_header(page, bytes(8), 7) is None
     assert read_record_header(page, NONCE, 8) is None
 
 
-def test_another_version_is_told_from_damage():
+def test_another_version_is_reported_as_newer_format():
     body = HEAD.pack(b"FleetSeg", 2, NONCE, 9, 1 << 30)
     with pytest.raises(NewerSegmentFormat):
         read_segment_head(a_page(body + google_crc32c.value(body).to_bytes(4, "little")))
 
 
-def test_the_signs_are_where_the_search_looks_for_them():
+def test_record_signs_match_the_header():
     header = record_header(a_record(), NONCE)
     begin, nonce_at = record_signs()
 
@@ -118,8 +118,8 @@ def test_the_signs_are_where_the_search_looks_for_them():
     assert header[nonce_at] == NONCE
 
 
-def test_the_format_is_what_it_was():
-    """Golden bytes: whoever changes these changes `FORMAT_VERSION` too."""
+def test_segment_format_has_not_changed():
+    """A change of these bytes also needs another `FORMAT_VERSION`."""
     assert (HEAD.size, RECORD.size, ENTRY.size, TRAILER.size) == (40, 68, 40, 56)
     assert segment_head(a_head()).hex() == (
         "466c6565745365670100000000000000000102030405060709000000000000000000004000000000b48ea0d7"

@@ -1,13 +1,14 @@
-"""Plans as numbers in RoleScalers, which the operator obeys.
+"""Kubernetes connector: plans as numbers in RoleScalers, which the operator executes.
 
 Rules:
 
-1. A number is written by server-side apply, under the name of whoever it is written for, over the RoleScaler as it was read. The plan's
-   id, and what was wanted before, are annotations of it. RoleScalers are made by the operator, never here.
-2. Whose a number is, `managedFields` say. Where that is neither the operator, which writes it once, nor the planner, the pool is pinned for a
-   planner: `kubectl scale`, an HPA and KEDA are obeyed without being told of planners.
-3. `scaling.mode` has the last word: of a Static role the specification says the number, and of an External one everybody may but a planner.
-4. What there is, is what the operator says in statuses; it looks at pods and asks routers so that nobody else has to.
+1. A number is written by server-side apply with the writer's field manager, over the RoleScaler as it was read. Annotations hold the id
+   of the plan and the number that was wanted before. Only the operator creates RoleScalers.
+2. `managedFields` say who owns a number. If the owner is neither the operator, which writes it once, nor the planner, the pool is
+   pinned for planners. So `kubectl scale`, an HPA and KEDA work without knowing about planners.
+3. `scaling.mode` takes precedence: the specification sets the number of a Static role, and everybody but a planner may set the number
+   of an External role.
+4. The state of the pools comes from the operator's statuses; the operator watches pods and asks routers.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from operators.observed.pod_troubles import UNPLACED
 
 PLAN, BEFORE = f"{GROUP}/plan", f"{GROUP}/replicas-before"
 TRIES = 4
-"""To write a RoleScaler while its status is written."""
+"""Tries to write a RoleScaler while its status changes."""
 
 Decoded = TypeVar("Decoded")
 
@@ -69,7 +70,7 @@ class _ScalerStatus(Struct, frozen=True, rename="camel"):
 
 
 class _Scaler(NamedObject, frozen=True, kw_only=True):
-    """A RoleScaler, with who owns its fields."""
+    """A RoleScaler with the owners of its fields."""
 
     metadata: _Managed
     spec: _ScalerSpec
@@ -77,29 +78,29 @@ class _Scaler(NamedObject, frozen=True, kw_only=True):
 
     @property
     def owners(self) -> list[str]:
-        """Of its number."""
+        """Owners of its number."""
         return [
             each.manager for each in self.metadata.managed_fields if "f:replicas" in each.fields_v1.get("f:spec", {})
         ]
 
     @property
     def version(self) -> str:
-        """Of the number; statuses have no part in it."""
+        """Version of the number, which does not change with the status."""
         return f"{self.metadata.uid}/{self.metadata.generation}"
 
     @property
     def plan(self) -> PlanId:
-        """By which the number was written."""
+        """Plan that wrote the number."""
         return PlanId(self._annotation(PLAN))
 
     @property
     def before(self) -> int | None:
-        """What was wanted before that."""
+        """Number that was wanted before the plan."""
         number = self._annotation(BEFORE)
         return int(number) if number.isdecimal() else None
 
     def _annotation(self, name: str) -> str:
-        """Of a number of ours; somebody else's may stand beside what an older plan has left."""
+        """Return an annotation if a plan wrote the number; another writer may have left an older plan's annotations."""
         ours = any(each in tuple(PlanWriter) for each in self.owners)
         return self.metadata.annotations.get(name, "") if ours else ""
 
@@ -113,7 +114,7 @@ class _RoleStatus(Struct, frozen=True):
 
 
 class _Status(Struct, frozen=True, rename="camel"):
-    """Of a DisaggDeployment: what is read of it here, whatever later operators add."""
+    """Status of a DisaggDeployment, as far as it is read here; unknown fields of later operators are ignored."""
 
     observed_generation: int = 0
     roles: tuple[_RoleStatus, ...] = ()
@@ -121,7 +122,7 @@ class _Status(Struct, frozen=True, rename="camel"):
 
 
 class KubernetesConnector:
-    """Implements `fleet.planner.ports.PlanConnector`. The cluster's writes carry the name of the writer."""
+    """Implements `fleet.planner.ports.PlanConnector`; the writer is the field manager of its writes."""
 
     def __init__(self, cluster: KubernetesApi, target: KubernetesTarget, writer: PlanWriter) -> None:
         self._cluster = cluster
@@ -150,7 +151,7 @@ class KubernetesConnector:
             raise _unreachable(error) from error
 
     async def _write(self, pool: PoolObservation, plan: Plan) -> None:
-        """Over the number that was seen; a status that is written at the same time is none."""
+        """Write a number over the observed one; a change of the status alone is no conflict."""
         for _ in range(TRIES):
             scaler = (await self._scalers()).get(pool.name)
             if scaler is None or scaler.version != pool.version:
@@ -193,7 +194,7 @@ class KubernetesConnector:
         )
 
     async def _scalers(self) -> dict[PoolName, _Scaler]:
-        """Of the deployment, by role: of two for one role the one that the operator obeys."""
+        """Return the RoleScalers of the deployment by role; if a role has two, the one that the operator uses."""
         target = self._target
         found: dict[PoolName, _Scaler] = {}
         listed = await self._cluster.list(kinds.ROLE_SCALER, _Scaler, target.namespace)
@@ -243,7 +244,7 @@ class KubernetesConnector:
 
 
 def _serving(role: _RoleStatus, status: _Status) -> int:
-    """Ready, and known to a router; only ready where nobody says who is known."""
+    """Return the replicas that are ready and known to a router, or only ready if no router reports."""
     unknown = _condition(status.conditions, "RolesRegistered", "Unknown")
     return role.ready if unknown is not None else min(role.ready, role.registered)
 
@@ -251,7 +252,7 @@ def _serving(role: _RoleStatus, status: _Status) -> int:
 def _why(
     seen: PoolObservation, scaler: _Scaler | None, there: _RoleStatus | None, status: _Status, pods: str
 ) -> tuple[PoolGapReason, str]:
-    """Why a pool has other replicas than are wanted. `pods`: how the names of its pods and their controllers begin."""
+    """Return why a pool has another number than wanted; the names of its pods and their controllers begin with `pods`."""
     if scaler is not None and scaler.status.observed_generation != scaler.metadata.generation:
         return PoolGapReason.NOT_TAKEN_UP, "the operator has not seen it yet"
     if there is None or there.desired != seen.wanted:
@@ -285,7 +286,11 @@ def _unreachable(error: KubernetesError) -> ports.ConnectorUnreachable:
 
 @asynccontextmanager
 async def kubernetes_connector(target: KubernetesTarget, writer: PlanWriter) -> AsyncIterator[KubernetesConnector]:
-    """Raises ConfigurationRefused: there is no such kubeconfig, or it cannot be used."""
+    """Open a connector to the RoleScalers of a deployment.
+
+    Raises:
+        ConfigurationRefused: The kubeconfig does not exist or cannot be used.
+    """
     async with AsyncExitStack() as stack:
         try:
             cluster = await stack.enter_async_context(open_api_client(target.kubeconfig, f"fleet/{writer}", writer))

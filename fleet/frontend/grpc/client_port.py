@@ -1,0 +1,122 @@
+"""gRPC port for clients: listening, draining, memory for messages and deadlines, for any service."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import ClassVar, Protocol, Self
+
+import grpc
+
+from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
+from fleet.core.errors import draining_rejection
+from fleet.frontend.generation import Generation
+from fleet.net.grpc.calls import Context
+from fleet.net.grpc.errors import long_message_rejection
+from fleet.net.grpc.http2 import Http2Server
+from fleet.net.grpc.port import open_port
+from fleet.net.settings import DEFAULT_GRPC_LIMITS, ORDINARY_BODY_BYTES, GrpcSettings
+
+
+class MessageMemory(Protocol):
+    """The memory counters of `fleet.net.grpc.http2.Http2Server`."""
+
+    held_bytes: int
+    max_held_bytes: int
+
+
+class ClientPort:
+    """Base class of the gRPC frontends. Requests are admitted until `drain`."""
+
+    SERVICE: ClassVar[str]
+    """The full name of the service."""
+
+    def __init__(self, generation: Generation, clock: Clock, memory: MessageMemory) -> None:
+        self.address = ""  # with the port that was taken
+        self.memory = memory
+        self._generation = generation
+        self._clock = clock
+        self._draining = False
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        listen: str,
+        generation: Generation,
+        clock: Clock,
+        *,
+        max_held_bytes: int,
+        limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
+        shared: bool = False,
+        connection_seconds: float = 0,
+    ) -> AsyncIterator[Self]:
+        """Listen and serve until the context ends; then cancel running calls.
+
+        Args:
+            listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
+            generation: Serves the requests.
+            clock: For deadlines.
+            max_held_bytes: The limit for the messages of requests that arrive or run; beyond it long ones are refused.
+            limits: Limits of connections.
+            shared: Whether other processes may listen on the same port.
+            connection_seconds: The lifetime of a client's connection; 0 sets no limit.
+
+        Raises:
+            ConfigurationRefused: The address is malformed or in use.
+        """
+        server = Http2Server(
+            shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
+        )
+        frontend = cls(generation, clock, server)
+        server.add_generic_rpc_handlers(frontend.handlers())
+        async with open_port(server, listen, (cls.SERVICE,), frontend.ready) as frontend.address:
+            yield frontend
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Return the handlers of the service, whose methods take bytes."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Admit no more requests; running ones continue."""
+        self._draining = True
+
+    def ready(self) -> bool:
+        """Return whether a request would find a worker now."""
+        return bool(self._generation.models()) and not self._draining
+
+    def check_admitted(self) -> None:
+        """Check that requests are admitted.
+
+        Raises:
+            RequestRejected: DRAINING.
+        """
+        if self._draining:
+            raise draining_rejection()
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Count a message of `size` bytes as held while its request runs.
+
+        Raises:
+            RequestRejected: QUEUE_FULL, because the message is a long one and the memory for messages is full.
+        """
+        memory = self.memory
+        if size > ORDINARY_BODY_BYTES and memory.held_bytes + size > memory.max_held_bytes:
+            raise long_message_rejection()
+        memory.held_bytes += size
+        try:
+            yield
+        finally:
+            memory.held_bytes -= size
+
+    def deadline(self, context: Context, timeout_ms: int = 0) -> Nanos | None:
+        """Return the instant after which nobody waits: the earlier one of the call's and the message's deadline.
+
+        Args:
+            context: The call.
+            timeout_ms: The timeout in the message; 0 means none.
+        """
+        remaining = context.time_remaining()
+        spans = [] if remaining is None else [int(remaining * SECOND)]
+        if timeout_ms:
+            spans.append(timeout_ms * MILLISECOND)
+        return Nanos(self._clock.now() + min(spans)) if spans else None

@@ -1,0 +1,24 @@
+"""Peer router port: what the frontends and the selection service ask of the other routers (`fleet.peers.routers`)."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from fleet.core.ids import RequestId
+from fleet.router.settings.router import Thresholds
+from fleet.v1 import control_pb2, selection_pb2
+
+
+class PeerRoutersApi(Protocol):
+    """The other routers of the cluster."""
+
+    async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None: ...
+
+    def tuned(self, thresholds: Thresholds) -> None: ...
+
+    async def metrics(self) -> Mapping[str, str]:
+        """Return the metrics of each process behind the same port, by router."""
+        ...
+
+    async def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None: ...
+
+    async def released(self, release: selection_pb2.ReleaseRequest) -> None: ...

@@ -1,0 +1,18 @@
+"""Tests of the generated page of all settings."""
+
+from pathlib import Path
+
+from fleet.app.settings_reference import reference
+
+PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
+
+
+def test_page_of_settings_is_what_the_types_give():
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run `make chart`"
+
+
+def test_page_of_settings_explains_nested_sections():
+    page = reference()
+
+    assert "| `max_queue_seconds` | `10.0` |" in page
+    assert "`watchdog.floor_seconds`" in page

@@ -158,7 +158,7 @@ class RankRendezvous:
         assert not self._begun or self._over or self._lost is not None or self.complete
 
 
-def told(group: GroupSettings, begin: Begin) -> GroupSettings:
+def engine_group(group: GroupSettings, begin: Begin) -> GroupSettings:
     """Return the settings of a formed group for the engine: its ranks meet at an IP address and ports."""
     port = group.leader.rpartition(":")[2]
     host = f"[{begin.address}]" if ":" in begin.address else begin.address

@@ -25,7 +25,7 @@ from fleet.net.control.access import ControlAccess, load_control_access
 from fleet.net.streams.identity import worker_identity
 from kvstore.errors import LayoutMismatch
 from workers.connections.control_port import serve_control, serve_rank
-from workers.connections.ranks import Lead, following, leading
+from workers.connections.ranks import GroupLeader, joined_group, leading_group
 from workers.connections.router_streams import serve_routers
 from workers.machine import GRACE
 from workers.ports import BlockSaver, Engine, EngineFacts, EngineHung, WorkerReplaced
@@ -60,10 +60,10 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     async with AsyncExitStack() as held:
         await held.enter_async_context(cancelled_by_signals())
         model = await fetch_worker_model(settings, SystemClock())
-        lead: Lead | None = None
+        lead: GroupLeader | None = None
         if settings.group is not None:
             alike = common_settings_digest(structs.replace(settings, model_dir=model.named))
-            lead = await held.enter_async_context(leading(settings.group, alike, SystemClock()))
+            lead = await held.enter_async_context(leading_group(settings.group, alike, SystemClock()))
             settings = structs.replace(settings, group=lead.group)
         settings = structs.replace(settings, model_dir=model.folder)
         furnished = await held.enter_async_context(open_embedded_store(settings, uvloop.new_event_loop))
@@ -147,7 +147,7 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
         await held.enter_async_context(cancelled_by_signals())
         model = await fetch_worker_model(settings, SystemClock())
         alike = common_settings_digest(structs.replace(settings, model_dir=model.named))
-        follow = await held.enter_async_context(following(group, alike, SystemClock()))
+        follow = await held.enter_async_context(joined_group(group, alike, SystemClock()))
         stop = await held.enter_async_context(stop_signal())
         settings = structs.replace(settings, group=follow.group, model_dir=model.folder)
         endpoints: dict[str, str] = {}

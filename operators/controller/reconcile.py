@@ -270,7 +270,7 @@ def _pruned(
         elif not each.replicas.there and not (each.replicas.revision == revision_now and target):
             actions += [Remove(each.kind, name) for name in names if name]
             continue
-        actions += [Remove(each.kind, name) for name in each.halves[-1:]]
+        actions += [Remove(each.kind, name) for name in each.half_scheduled[-1:]]
         actions += [DeletePod(pod) for pod in each.left_behind if each.role in foreign]
         used.add(("ConfigMap", child_name(desired, each.role, each.replicas.revision)))
     actions += [Remove(kinds.DEPLOYMENT.name, name) for name in observed.old_routers]

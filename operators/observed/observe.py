@@ -109,7 +109,7 @@ def observe(
     known = registered(leases, reports, now)
     routers = {pod.metadata.name for pod in routers_of(pods) if pod.ready}
     heard = None if reports is None else {router: workers for router, workers in reports.items() if router in routers}
-    partly = partly_unknown(leases, heard, now)
+    partly_known = partly_unknown(leases, heard, now)
     controllers = [
         (kind, each)
         for kind in kinds.WORKLOAD_KINDS
@@ -118,7 +118,7 @@ def observe(
     router = next((role.name for role in spec.roles if role.type is RoleType.ROUTER), ROUTER)
     products = [role.gpus.product for role in spec.roles if role.gpus.product]
     return ObservedState(
-        children=tuple(_children(controllers, pods, known, partly, now)),
+        children=tuple(_children(controllers, pods, known, partly_known, now)),
         digests={
             (kind.name, each.metadata.name): each.metadata.annotations.get(DIGEST, "")
             for kind in (*kinds.WORKLOAD_KINDS, *kinds.SUPPORTING_KINDS)
@@ -136,10 +136,12 @@ def observe(
             each.metadata.name for kind, each in controllers if _routes(kind, each) and not _is_of(each, router)
         ),
         registrations_known=known is not None,
-        partly={
-            pod.metadata.name: partly[pod.metadata.name] for pod in pods if pod.metadata.name in partly and pod.alive
+        partly_known={
+            pod.metadata.name: partly_known[pod.metadata.name]
+            for pod in pods
+            if pod.metadata.name in partly_known and pod.alive
         },
-        silent=tuple(sorted(routers - heard.keys())) if heard else (),
+        silent_routers=tuple(sorted(routers - heard.keys())) if heard else (),
         evidence=evidence,
         proved=_text(custom.status.get("proved")),
         troubles=troubles(pods, (each for _, each in controllers), products),
@@ -220,7 +222,7 @@ def _children(
     controllers: Iterable[tuple[ApiKind, WorkloadResource]],
     pods: Iterable[Pod],
     known: Mapping[str, WorkerRegistration] | None,
-    partly: Container[str],
+    partly_known: Container[str],
     now: datetime,
 ) -> Iterator[ObservedChild]:
     """Yield a child for each role and revision that has a controller, or left-over pods."""
@@ -238,11 +240,11 @@ def _children(
         if kind == kinds.STATEFUL_SET:
             groups.setdefault(key, []).append(each)
             continue
-        yield _child(kind.name, each.metadata.name, key, each.spec.replicas, by_child.pop(key, []), known, partly)
+        yield _child(kind.name, each.metadata.name, key, each.spec.replicas, by_child.pop(key, []), known, partly_known)
     for key, sets in groups.items():
-        yield _group_child(key, sets, by_child.pop(key, []), known, partly, now)
+        yield _group_child(key, sets, by_child.pop(key, []), known, partly_known, now)
     for key, left in by_child.items():
-        yield _child("", "", key, 0, left, known, partly)
+        yield _child("", "", key, 0, left, known, partly_known)
 
 
 def _group_child(
@@ -250,38 +252,38 @@ def _group_child(
     sets: Iterable[WorkloadResource],
     pods: Sequence[Pod],
     known: Mapping[str, WorkerRegistration] | None,
-    partly: Container[str],
+    partly_known: Container[str],
     now: datetime,
 ) -> ObservedChild:
     """Return the child whose replicas are StatefulSets."""
     staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
     sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
-    halves, left_behind, ready, warm = [], [], [], {}
+    half_scheduled, left_behind, ready, warm = [], [], [], {}
     reports = known if known is not None else {}
     for name, each in sorted(staying.items()):
         members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
-        if _half(
+        if _is_half_scheduled(
             members, now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
         ):
-            halves.append(name)
+            half_scheduled.append(name)
         registrations = [reports[pod.metadata.name] for pod in members if pod.metadata.name in reports]
         if members and _group_ready(members, each.spec.replicas) and (known is None or registrations):
             ready.append(name)
         if blocks := [found.warm_blocks for found in registrations if found.warm_blocks is not None]:
             warm[name] = sum(blocks)
         left_behind += _left_behind(members, now - timedelta(seconds=GROUP_REJOIN_SECONDS))
-    child = _child(kinds.STATEFUL_SET.name, "", key, len(staying), pods, known, partly, sizes)
+    child = _child(kinds.STATEFUL_SET.name, "", key, len(staying), pods, known, partly_known, sizes)
     return msgspec.structs.replace(
         child,
         members=tuple(sorted(staying)),
         ready_members=tuple(ready),
         warm=warm,
-        halves=tuple(halves),
+        half_scheduled=tuple(half_scheduled),
         left_behind=tuple(left_behind),
     )
 
 
-def _half(pods: Sequence[Pod], before: datetime) -> bool:
+def _is_half_scheduled(pods: Sequence[Pod], before: datetime) -> bool:
     """Return whether some pods have a node, and others have found none since `before`."""
     unplaced = [pod.unplaced_since for pod in pods if pod.unplaced_since is not None]
     return len(pods) > len(unplaced) > 0 and min(unplaced) < before
@@ -309,7 +311,7 @@ def _child(
     asked: int,
     pods: Iterable[Pod],
     known: Mapping[str, WorkerRegistration] | None,
-    partly: Container[str],
+    partly_known: Container[str],
     sizes: Mapping[str, int] | None = None,
 ) -> ObservedChild:
     replicas: dict[str, list[Pod]] = {}
@@ -327,7 +329,7 @@ def _child(
         group
         for group in registered_ones
         if known is not None
-        and any(pod.metadata.name in known and pod.metadata.name not in partly for pod in alive[group])
+        and any(pod.metadata.name in known and pod.metadata.name not in partly_known for pod in alive[group])
     ]
     return ObservedChild(
         kind=kind,

@@ -38,7 +38,7 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     warm: Mapping[str, int] = {}
     """The known numbers of warm blocks of these StatefulSets, each for all its pods."""
 
-    halves: tuple[str, ...] = ()
+    half_scheduled: tuple[str, ...] = ()
     """The StatefulSets of which some pods have a node, and others have found none for a while."""
 
     left_behind: tuple[str, ...] = ()
@@ -111,10 +111,10 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     registrations_known: bool = False
     """True if anybody has reported which workers routers know."""
 
-    partly: Mapping[str, tuple[str, ...]] = {}
+    partly_known: Mapping[str, tuple[str, ...]] = {}
     """Routers that do not know a worker, by pod, for workers that other routers know."""
 
-    silent: tuple[str, ...] = ()
+    silent_routers: tuple[str, ...] = ()
     """Pods of ready routers that have not reported their workers, although others have."""
 
     evidence: ProbeEvidence | None = None

@@ -187,7 +187,7 @@ def _hindrances(
         yield "RegistrationUnknown", NOT_TOLD
     if unregistered:
         yield "NotRegistered", _unregistered(unregistered, observed)
-    if observed.silent:
+    if observed.silent_routers:
         yield "RouterSilent", _silent(observed)
 
 
@@ -274,7 +274,7 @@ def _scheduled(observed: ObservedState) -> ConditionUpdate:
 
 def _registered(observed: ObservedState, unregistered: Sequence[RoleStatus]) -> ConditionUpdate:
     if not unregistered:
-        if observed.silent:
+        if observed.silent_routers:
             return "RolesRegistered", UNKNOWN, "NotTold", _silent(observed)
         return "RolesRegistered", TRUE, "AllWorkersRegistered", ""
     if not observed.registrations_known:
@@ -376,12 +376,12 @@ def _troubled(observed: ObservedState) -> str:
 
 def _unregistered(roles: Sequence[RoleStatus], observed: ObservedState) -> str:
     short = [f"{each.name}: {each.registered} of {each.desired} known to all routers" for each in roles]
-    partly = [f"{pod} is not known to {', '.join(routers)}" for pod, routers in observed.partly.items()]
-    return "; ".join((*short, *partly[:MOST_TOLD]))
+    partly_known = [f"{pod} is not known to {', '.join(routers)}" for pod, routers in observed.partly_known.items()]
+    return "; ".join((*short, *partly_known[:MOST_TOLD]))
 
 
 def _silent(observed: ObservedState) -> str:
-    return f"{', '.join(observed.silent[:MOST_TOLD])}: has not said which workers it knows"
+    return f"{', '.join(observed.silent_routers[:MOST_TOLD])}: has not said which workers it knows"
 
 
 def _named(workers: Sequence[RunningPod]) -> str:

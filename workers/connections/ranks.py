@@ -32,7 +32,7 @@ from workers.rank_rendezvous import (
     RankLeaving,
     RankRefused,
     RankRendezvous,
-    told,
+    engine_group,
 )
 from workers.settings import GroupSettings
 
@@ -54,14 +54,14 @@ class _Gone(Exception):
     """The other side has gone; the message continues the text "rank 1 of its group ..."."""
 
 
-class Lead:
-    """The first rank's end, made by `leading`."""
+class GroupLeader:
+    """The first rank's end, made by `leading_group`."""
 
     def __init__(self, group: GroupSettings, common: str, clock: Clock) -> None:
         self.group = group
         """The group's settings for the engine."""
 
-        self._roll = RankRendezvous(group, common, clock.now())
+        self._rendezvous = RankRendezvous(group, common, clock.now())
         self._clock = clock
         self._links: dict[int, asyncio.StreamWriter] = {}  # by rank
         self._strangers: dict[int, asyncio.Task[None]] = {}
@@ -82,19 +82,19 @@ class Lead:
 
     def end(self) -> None:
         """Tell the ranks that the leader has drained; from now on they may go."""
-        self._roll.end()
+        self._rendezvous.end()
         self._tell(GroupEnded())
 
     async def formed(self) -> None:
         """Wait for all ranks, then let all of them begin."""
-        while not self._roll.complete:
+        while not self._rendezvous.complete:
             self._joined.clear()
             await self._joined.wait()
         address = str(self._links[1].get_extra_info("sockname")[0])  # the address by which another host knows this one
         ports = self.group.engine_ports or _free_ports(address)
         begin = Begin(address=address, ports=ports)
-        self._roll.begin()
-        self.group = told(self.group, begin)
+        self._rendezvous.begin()
+        self.group = engine_group(self.group, begin)
         self._tell(begin)
         log.info("worker group complete", extra={"nodes": self.group.nodes, "address": address})
 
@@ -115,8 +115,8 @@ class Lead:
             EngineDied: The group has ended.
         """
         while True:
-            self._roll.check()
-            if (fault := self._roll.fault(self._clock.now())) is not None:
+            self._rendezvous.check()
+            if (fault := self._rendezvous.fault(self._clock.now())) is not None:
                 raise EngineDied(fault)
             self._tell(RankAlive())
             self._changed.clear()
@@ -140,7 +140,7 @@ class Lead:
         except (_Gone, OSError) as gone:
             if rank and self._links.get(rank) is writer:
                 del self._links[rank]
-                self._roll.gone(rank, str(gone))
+                self._rendezvous.gone(rank, str(gone))
                 self._changed.set()
                 log.info("engine rank disconnected", extra={"rank": rank, "cause": str(gone)})
         finally:
@@ -149,7 +149,7 @@ class Lead:
 
     def _taken(self, asked: Join, writer: asyncio.StreamWriter) -> bool:
         """Return whether a rank has joined; a refused rank is told why."""
-        if (refused := self._roll.join(asked)) is not None:
+        if (refused := self._rendezvous.join(asked)) is not None:
             if not refused.again:
                 log.warning("engine rank refused", extra={"cause": refused.why})
             _say(writer, refused)
@@ -174,7 +174,7 @@ class Lead:
 
 
 @asynccontextmanager
-async def leading(group: GroupSettings, common: str, clock: Clock) -> AsyncIterator[Lead]:
+async def leading_group(group: GroupSettings, common: str, clock: Clock) -> AsyncIterator[GroupLeader]:
     """Wait for all other ranks, then lead them while the context is open.
 
     Args:
@@ -188,7 +188,7 @@ async def leading(group: GroupSettings, common: str, clock: Clock) -> AsyncItera
     """
     listening, _ = bind_tcp(group.listen or group.leader)
     listening.setblocking(False)
-    lead = Lead(group, common, clock)
+    lead = GroupLeader(group, common, clock)
     with listening:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(lead.listen(listening)), tasks.create_task(lead.watch())]
@@ -200,8 +200,8 @@ async def leading(group: GroupSettings, common: str, clock: Clock) -> AsyncItera
                     task.cancel()
 
 
-class Follow:
-    """Another rank's end, made by `following`."""
+class GroupFollower:
+    """Another rank's end, made by `joined_group`."""
 
     def __init__(self, group: GroupSettings, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.group = group
@@ -253,7 +253,7 @@ class Follow:
 
 
 @asynccontextmanager
-async def following(group: GroupSettings, common: str, clock: Clock) -> AsyncIterator[Follow]:
+async def joined_group(group: GroupSettings, common: str, clock: Clock) -> AsyncIterator[GroupFollower]:
     """Join the leader, wait until all ranks have joined, and follow it while the context is open.
 
     Args:
@@ -266,7 +266,7 @@ async def following(group: GroupSettings, common: str, clock: Clock) -> AsyncIte
         EngineDied: The group did not form in time, or the leader has gone.
     """
     reader, writer, begin = await _joined(group, common, clock)
-    follow = Follow(told(group, begin), reader, writer)
+    follow = GroupFollower(engine_group(group, begin), reader, writer)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(follow.hear()), tasks.create_task(follow.beat())]

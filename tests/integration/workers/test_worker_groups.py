@@ -21,7 +21,7 @@ from tests.support.waiting import until_answered
 from tests.support.workers.engine_driver import an_attempt
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream
 from workers.connections import ranks as worker_groups
-from workers.connections.ranks import following, leading
+from workers.connections.ranks import joined_group, leading_group
 from workers.ports import EngineDied
 from workers.settings import GroupSettings, SimulatedSettings, WorkerSettings
 
@@ -53,7 +53,7 @@ async def a_leader(group, **fields):
     ready = asyncio.get_running_loop().create_future()
 
     async def lead():
-        async with leading(group(0, **fields), "same", SystemClock()) as lead:
+        async with leading_group(group(0, **fields), "same", SystemClock()) as lead:
             ready.set_result(lead)
             await asyncio.Event().wait()
 
@@ -81,14 +81,14 @@ def end_reason(group):
 
 
 async def follow(group, **fields):
-    async with following(group(1, **fields), "same", SystemClock()):
+    async with joined_group(group(1, **fields), "same", SystemClock()):
         await asyncio.Event().wait()
 
 
 async def test_all_ranks_learn_the_rendezvous_the_start_and_the_end(group):
     async with (
         a_leader(group, engine_ports=(6001, 6002)) as ready,
-        following(group(1), "same", SystemClock()) as follow,
+        joined_group(group(1), "same", SystemClock()) as follow,
     ):
         lead = await ready
         assert lead.group.engine_ports == follow.group.engine_ports == (6001, 6002)
@@ -109,7 +109,7 @@ async def test_leader_starts_when_its_own_ranks_are_present(group):
         assert "other settings than its leader" in await rejection_reason(reader)
         writer.close()
         assert not ready.done()
-        async with following(group(1), "same", SystemClock()):
+        async with joined_group(group(1), "same", SystemClock()):
             await ready
             reader, writer = await a_raw_connection(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
             assert "the group has formed" in await rejection_reason(reader)
@@ -126,7 +126,7 @@ async def rejection_reason(reader):
 async def test_rank_of_another_group_does_not_retry(group):
     async with a_leader(group):
         with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 has other settings than its leader"):
-            async with following(group(1), "other", SystemClock()):
+            async with joined_group(group(1), "other", SystemClock()):
                 pass
 
 
@@ -159,7 +159,7 @@ async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
             assert b'"begin"' not in await reader.read()
         writer.close()
         assert not ready.done()
-        async with following(group(1), "same", SystemClock()):
+        async with joined_group(group(1), "same", SystemClock()):
             await ready
 
 
@@ -169,7 +169,7 @@ async def test_silent_connections_lock_no_rank_out(group, monkeypatch):
         silent = [await a_raw_connection(group, b"") for _ in range(3)]
         for _, writer in silent:
             held.callback(writer.close)
-        async with asyncio.timeout(60), following(group(1), "same", SystemClock()):
+        async with asyncio.timeout(60), joined_group(group(1), "same", SystemClock()):
             await ready
             assert await silent[0][0].read() == b"", "the longest silent connection is cut"
 
@@ -185,7 +185,7 @@ async def test_leader_without_descriptors_accepts_a_little_later(group, monkeypa
 
     monkeypatch.setattr(loop, "sock_accept", without_files)
     monkeypatch.setattr(worker_groups, "MOST_PAUSE_SECONDS", 0.01)
-    async with a_leader(group) as ready, following(group(1), "same", SystemClock()):
+    async with a_leader(group) as ready, joined_group(group(1), "same", SystemClock()):
         await ready
     assert not failures
 

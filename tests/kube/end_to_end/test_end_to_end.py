@@ -298,7 +298,7 @@ def test_routers_find_workers_by_their_leases(server, cluster, tmp_path, model_d
 
         [successor] = eventually(lambda: all_ready(api, "workers", 1), SECONDS)
         cluster.kill_pod(successor)
-        eventually(lambda: cluster.log(successor).count("INFO workers.registration registered") == 2, SECONDS)
+        eventually(lambda: cluster.log(successor).count("INFO workers.registration worker registered") == 2, SECONDS)
         eventually(lambda: all_ready(api, "workers", 1), SECONDS)
         [lease] = api.get(LEASES).expect(200)["items"]
         assert lease["spec"]["leaseTransitions"] == 1, "a new incarnation of the same name took it over"

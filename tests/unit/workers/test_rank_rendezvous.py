@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from fleet.core.clock import SECOND, Nanos
-from workers.rank_rendezvous import Begin, Join, RankRefused, RankRendezvous, common_settings_digest, told
+from workers.rank_rendezvous import Begin, Join, RankRefused, RankRendezvous, common_settings_digest, engine_group
 from workers.settings import GroupSettings, WorkerSettings
 
 NOW = Nanos(1000 * SECOND)
@@ -125,6 +125,6 @@ def test_only_common_settings_change_the_digest():
 
 @pytest.mark.parametrize(("address", "leader"), [("10.0.0.1", "10.0.0.1:7000"), ("fd00::1", "[fd00::1]:7000")])
 def test_engine_gets_the_leaders_ip_address(address, leader):
-    group = told(a_group(rank=1), Begin(address=address, ports=(5, 6)))
+    group = engine_group(a_group(rank=1), Begin(address=address, ports=(5, 6)))
 
     assert (group.leader, group.engine_ports, group.rank) == (leader, (5, 6), 1)

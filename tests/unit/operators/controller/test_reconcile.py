@@ -17,7 +17,7 @@ IMAGES = Images(router="router", worker_cpu="cpu", worker_cuda="cuda", worker_ro
 NOW, LATER = "2026-11-22T00:00:00Z", "2026-11-22T01:00:00Z"
 
 
-def a_wish(*roles, **spec):
+def desired_deployment(*roles, **spec):
     roles = roles or ({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode", "replicas": 2})
     content = {"model": {"name": "m"}, "roles": list(roles)} | spec
     return DesiredDeployment(name="dd", namespace="ns", uid="1", spec=msgspec.convert(content, DisaggDeploymentSpec))
@@ -119,19 +119,19 @@ def replicas(cluster):
 def test_empty_cluster_reaches_desired_state_and_rests():
     cluster = Cluster()
 
-    status = cluster.settle(a_wish())
+    status = cluster.settle(desired_deployment())
 
     assert condition(status, "Ready").status == "True"
     assert (status.ratio, status.ready_roles) == ("1:2", "3/3")
     assert replicas(cluster) == {"prefill": 1, "decode": 2}
-    assert reconcile(a_wish(), cluster.observed(), IMAGES, LATER).actions == ()
+    assert reconcile(desired_deployment(), cluster.observed(), IMAGES, LATER).actions == ()
 
 
 def test_new_specification_rolls_out_completely():
     cluster = Cluster()
-    old = cluster.settle(a_wish()).update_revision
+    old = cluster.settle(desired_deployment()).update_revision
 
-    status = cluster.settle(a_wish(image="another"))
+    status = cluster.settle(desired_deployment(image="another"))
 
     assert status.update_revision != old
     assert {each.replicas.revision for each in cluster.observed().children} == {status.update_revision}
@@ -142,7 +142,12 @@ def test_new_specification_rolls_out_completely():
 @pytest.mark.parametrize("seed", range(40))
 def test_operator_killed_after_any_write_reaches_the_same_end(seed):
     chance = random.Random(seed)
-    wishes = [a_wish(), a_wish(image="another"), a_wish(suspend=True), a_wish(balance={"gpuBudget": 3})]
+    wishes = [
+        desired_deployment(),
+        desired_deployment(image="another"),
+        desired_deployment(suspend=True),
+        desired_deployment(balance={"gpuBudget": 3}),
+    ]
     last = chance.choice(wishes)
     expected = Cluster()
     expected.settle(last)
@@ -164,7 +169,7 @@ def test_operator_killed_after_any_write_reaches_the_same_end(seed):
 
 def test_scaled_role_follows_its_scaler():
     def desired(count):
-        return a_wish(
+        return desired_deployment(
             {"name": "all", "type": "aggregated", "replicas": count, "scaling": {"mode": "External", "most": 5}}
         )
 
@@ -185,7 +190,7 @@ def test_scaled_role_follows_its_scaler():
 
 
 def test_foreign_object_with_our_name_is_left_and_reported():
-    outcome = reconcile(a_wish(), ObservedState(foreign=frozenset({("Service", "dd-router")})), IMAGES, NOW)
+    outcome = reconcile(desired_deployment(), ObservedState(foreign=frozenset({("Service", "dd-router")})), IMAGES, NOW)
 
     assert not [
         each
@@ -203,7 +208,7 @@ def test_too_small_budget_is_a_condition():
     ]
     cluster = Cluster()
 
-    status = cluster.settle(a_wish(*roles, balance={"gpuBudget": 12}))
+    status = cluster.settle(desired_deployment(*roles, balance={"gpuBudget": 12}))
 
     assert status.gpus == 12
     assert condition(status, "ScalingLimited").status == "True"
@@ -212,10 +217,10 @@ def test_too_small_budget_is_a_condition():
 
 def test_condition_keeps_its_time_while_status_is_equal():
     cluster = Cluster()
-    cluster.settle(a_wish())
+    cluster.settle(desired_deployment())
 
-    same = reconcile(a_wish(), cluster.observed(), IMAGES, LATER).status
-    changed = reconcile(a_wish(image="another"), cluster.observed(), IMAGES, LATER).status
+    same = reconcile(desired_deployment(), cluster.observed(), IMAGES, LATER).status
+    changed = reconcile(desired_deployment(image="another"), cluster.observed(), IMAGES, LATER).status
 
     assert condition(same, "Ready").last_transition_time == NOW
     assert condition(changed, "Ready").last_transition_time == LATER
@@ -225,22 +230,22 @@ def test_removed_role_is_emptied_then_deleted():
     aside = {"name": "aside", "type": "aggregated"}
     both = [{"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"}]
     cluster = Cluster()
-    cluster.settle(a_wish(*both, aside))
+    cluster.settle(desired_deployment(*both, aside))
 
-    cluster.settle(a_wish(*both))
+    cluster.settle(desired_deployment(*both))
 
     assert replicas(cluster) == {"prefill": 1, "decode": 1}
     assert not [name for kind, name in cluster.objects if name.startswith("dd-aside-")]
 
 
 def actions(observed, desired=None):
-    return reconcile(desired or a_wish(), observed, IMAGES, NOW).actions
+    return reconcile(desired or desired_deployment(), observed, IMAGES, NOW).actions
 
 
 def test_deletion_costs_are_annotated_before_scale_down():
     cluster = Cluster()
-    cluster.settle(a_wish())
-    desired = a_wish({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
+    cluster.settle(desired_deployment())
+    desired = desired_deployment({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
     observed = cluster.observed()
     [child] = [each for each in observed.children if each.role == "decode"]
     deletion_costs = (
@@ -267,7 +272,7 @@ def test_deletion_costs_are_annotated_before_scale_down():
     ],
 )
 def test_group_with_fewest_warm_blocks_goes_first(ready, warm, gone):
-    desired = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
+    desired = desired_deployment({"name": "all", "type": "aggregated", "replicas": 2})
     observed = settled_seen(desired)
     [child] = observed.children
     groups = msgspec.structs.replace(
@@ -289,11 +294,11 @@ def test_group_with_fewest_warm_blocks_goes_first(ready, warm, gone):
 @pytest.mark.parametrize(("container", "ends"), [({"command": ["serve"]}, [DeletePod("p")]), ({"args": ["--x"]}, [])])
 def test_half_group_is_removed_and_left_behind_pods_restart(container, ends):
     template = {"spec": {"containers": [{"name": "main"} | container]}}
-    desired = a_wish({"name": "all", "type": "aggregated", "podTemplate": template})
+    desired = desired_deployment({"name": "all", "type": "aggregated", "podTemplate": template})
     observed = settled_seen(desired)
     [child] = observed.children
     torn = msgspec.structs.replace(
-        child, kind="StatefulSet", members=("x-0", "x-1"), halves=("x-0", "x-1"), left_behind=("p",)
+        child, kind="StatefulSet", members=("x-0", "x-1"), half_scheduled=("x-0", "x-1"), left_behind=("p",)
     )
 
     said = actions(msgspec.structs.replace(observed, children=(torn,)), desired)
@@ -308,7 +313,7 @@ def settled_seen(desired):
 
 
 def test_afresh_applies_everything_with_current_replicas():
-    observed = settled_seen(a_wish())
+    observed = settled_seen(desired_deployment())
 
     again = actions(msgspec.structs.replace(observed, afresh=True))
 
@@ -320,9 +325,9 @@ def test_afresh_applies_everything_with_current_replicas():
 def test_unregistered_workers_are_not_ready():
     cluster = Cluster()
     cluster.registers = False
-    status = cluster.settle(a_wish())
+    status = cluster.settle(desired_deployment())
     nobody = reconcile(
-        a_wish(), msgspec.structs.replace(cluster.observed(), registrations_known=True), IMAGES, NOW
+        desired_deployment(), msgspec.structs.replace(cluster.observed(), registrations_known=True), IMAGES, NOW
     ).status
 
     assert (condition(status, "Ready").reason, condition(status, "RolesRegistered").status) == (
@@ -338,14 +343,14 @@ def test_unregistered_workers_are_not_ready():
 def test_api_refusal_is_the_reason_of_not_ready():
     refusal = ApiRefusal("Deployment", "dd-all", "Invalid", "spec.x: must be positive")
 
-    status = reconcile(a_wish(), ObservedState(refusals=(refusal,)), IMAGES, NOW).status
+    status = reconcile(desired_deployment(), ObservedState(refusals=(refusal,)), IMAGES, NOW).status
 
     assert (condition(status, "Ready").reason, condition(status, "Degraded").reason) == ("Invalid", "Invalid")
     assert condition(status, "Ready").message == "Deployment dd-all: spec.x: must be positive"
 
 
 def test_router_with_edited_scale_is_applied_again():
-    observed = settled_seen(a_wish())
+    observed = settled_seen(desired_deployment())
     scaled = msgspec.structs.replace(observed, router=msgspec.structs.replace(observed.router, asked=5))
 
     [again] = actions(scaled)
@@ -360,9 +365,9 @@ def test_rollout_without_room_is_reported():
         for name, count in (("prefill", 1), ("decode", 2))
     ]
     cluster = Cluster()
-    cluster.settle(a_wish(*roles, balance=gpus["balance"]))
+    cluster.settle(desired_deployment(*roles, balance=gpus["balance"]))
 
-    status = cluster.settle(a_wish(*roles, balance=gpus["balance"], image="another"))
+    status = cluster.settle(desired_deployment(*roles, balance=gpus["balance"], image="another"))
 
     assert condition(status, "ScalingLimited").reason == "NoRoom"
     assert condition(status, "Ready").reason == "RollingOut"

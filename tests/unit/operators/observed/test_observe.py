@@ -195,11 +195,11 @@ def test_renewed_lease_annotations_are_no_change():
 def test_half_placed_group_is_given_back_after_a_while():
     lately = NOW - timedelta(seconds=PARTIAL_GROUP_SECONDS / 2)
 
-    assert group(member("a"), member("b", ready=False, unplaced=lately)).halves == ()
-    assert group(member("a"), member("b", ready=False, unplaced=OLD)).halves == ("dd-all-r1-0",)
+    assert group(member("a"), member("b", ready=False, unplaced=lately)).half_scheduled == ()
+    assert group(member("a"), member("b", ready=False, unplaced=OLD)).half_scheduled == ("dd-all-r1-0",)
     # A group without any node waits without harm.
     waiting = [member(name, ready=False, unplaced=OLD) for name in "ab"]
-    assert group(*waiting).halves == ()
+    assert group(*waiting).half_scheduled == ()
 
 
 def test_group_restarts_if_a_restarted_pod_is_not_taken_back():
@@ -217,37 +217,39 @@ def a_router(name, ready=True):
     return msgspec.structs.replace(made, metadata=msgspec.structs.replace(made.metadata, labels=labels))
 
 
-def word(*pods):
+def registrations(*pods):
     return tuple(WorkerRegistration(pod=pod) for pod in pods)
 
 
 def test_worker_is_registered_when_all_routers_know_it():
     pods = (a_router("r1"), a_router("r2"), a_pod("a"), a_pod("b"))
 
-    found = observed(a_child(2), *pods, reports={"r1": word("a", "b"), "r2": word("a")})
+    found = observed(a_child(2), *pods, reports={"r1": registrations("a", "b"), "r2": registrations("a")})
 
     [child] = found.children
     assert (child.registered, child.replicas.ready) == (1, 2), "nobody takes a worker away that gets requests"
-    assert found.partly == {"b": ("r2",)}
-    leased = observed(a_child(2), *pods, a_lease("b"), reports={"r1": word("a", "b"), "r2": word("a")})
-    assert (leased.children[0].registered, leased.partly) == (2, {}), "a Lease is read by all"
+    assert found.partly_known == {"b": ("r2",)}
+    leased = observed(
+        a_child(2), *pods, a_lease("b"), reports={"r1": registrations("a", "b"), "r2": registrations("a")}
+    )
+    assert (leased.children[0].registered, leased.partly_known) == (2, {}), "a Lease is read by all"
 
 
 def test_only_ready_routers_have_to_report_workers():
     pods = (a_router("r1"), a_router("r2", ready=False), a_pod("a"))
 
-    starting = observed(a_child(1), *pods, reports={"r1": word("a"), "r2": ()})
-    silent = observed(a_child(1), *pods[1:], a_router("r1"), a_router("r3"), reports={"r1": word("a")})
+    starting = observed(a_child(1), *pods, reports={"r1": registrations("a"), "r2": ()})
+    incomplete = observed(a_child(1), *pods[1:], a_router("r1"), a_router("r3"), reports={"r1": registrations("a")})
 
-    assert (starting.children[0].registered, starting.silent) == (1, ())
-    assert silent.silent == ("r3",)
-    assert observed(a_child(1), *pods, a_lease("a")).silent == (), "nobody is asked"
+    assert (starting.children[0].registered, starting.silent_routers) == (1, ())
+    assert incomplete.silent_routers == ("r3",)
+    assert observed(a_child(1), *pods, a_lease("a")).silent_routers == (), "nobody is asked"
 
 
 def test_serving_pods_are_listed_with_their_restarts():
     pods = (a_pod("b", restarts=2), a_pod("a"), a_pod("c", ready=False), a_pod("d"))
 
-    found = observed(a_child(4), *pods, a_router("r1"), reports={"r1": word("a", "b", "c")})
+    found = observed(a_child(4), *pods, a_router("r1"), reports={"r1": registrations("a", "b", "c")})
 
     assert found.children[0].serving == (RunningPod("a", uid="a"), RunningPod("b", 2, "b"))
     router = observed(msgspec.structs.replace(a_child(), metadata=without_revision("dd-router")), a_router("r1")).router

@@ -7,7 +7,7 @@ from operators.controller.reconcile import reconcile
 from operators.observed.state import ObservedRouter
 from operators.probes.evidence import ProbeCompletion, ProbeEvidence, ProbeFailure, RunningPod, answered, failed
 from operators.scaling import RevisionReplicas
-from tests.unit.operators.controller.test_reconcile import IMAGES, LATER, NOW, Cluster, a_wish, condition
+from tests.unit.operators.controller.test_reconcile import IMAGES, LATER, NOW, Cluster, condition, desired_deployment
 
 DIRECT = {"kvTransfer": {"paths": ["direct"]}}
 DOWN = ProbeFailure(503, "no_worker: nobody serves it")
@@ -29,8 +29,8 @@ def settled(desired):
     return msgspec.structs.replace(observed, children=children, router=router, evidence=ProbeEvidence())
 
 
-def look(observed, desired=None, now=NOW, **changes):
-    return reconcile(desired or a_wish(), msgspec.structs.replace(observed, **changes), IMAGES, now)
+def reconciled(observed, desired=None, now=NOW, **changes):
+    return reconcile(desired or desired_deployment(), msgspec.structs.replace(observed, **changes), IMAGES, now)
 
 
 def ready(outcome):
@@ -46,12 +46,12 @@ def all_answered(subject, handed=True):
 
 
 def test_ready_needs_an_answer_of_every_worker():
-    observed = settled(a_wish())
+    observed = settled(desired_deployment())
 
-    first = look(observed)
+    first = reconciled(observed)
     subject = first.wanted.subject
-    half = look(observed, evidence=answered(ProbeEvidence(), subject, subject.targets[0], ProbeCompletion(True)))
-    whole = look(observed, evidence=all_answered(subject))
+    half = reconciled(observed, evidence=answered(ProbeEvidence(), subject, subject.targets[0], ProbeCompletion(True)))
+    whole = reconciled(observed, evidence=all_answered(subject))
 
     assert [(target.worker.pod, target.pair) for target in subject.targets] == [("decode-0", True), ("decode-1", True)]
     assert (ready(first), ready(half)) == (("False", "ServedProbePending"), ("False", "ServedProbePending"))
@@ -61,48 +61,48 @@ def test_ready_needs_an_answer_of_every_worker():
 
 
 def test_deployment_that_is_not_up_is_not_probed():
-    observed = settled(a_wish())
+    observed = settled(desired_deployment())
     [prefill, decode] = sorted(observed.children, key=lambda each: each.role == "decode")
     missing = msgspec.structs.replace(decode, ready_pods=1)
 
-    outcome = look(observed, children=(prefill, missing))
+    outcome = reconciled(observed, children=(prefill, missing))
 
     assert (ready(outcome), outcome.wanted) == (("False", "RolesNotReady"), None)
 
 
 def test_deployment_that_answers_errors_is_not_ready():
-    observed = settled(a_wish())
-    subject = look(observed).wanted.subject
+    observed = settled(desired_deployment())
+    subject = reconciled(observed).wanted.subject
     evidence = ProbeEvidence()
     for _ in range(9):
         evidence = failed(evidence, subject, subject.targets[0], DOWN)
-        assert ready(look(observed, evidence=evidence))[0] == "False"
+        assert ready(reconciled(observed, evidence=evidence))[0] == "False"
 
-    found = condition(look(observed, evidence=evidence).status, "Ready")
+    found = condition(reconciled(observed, evidence=evidence).status, "Ready")
     assert (found.reason, found.message) == ("ServedProbeFailed", "decode-0: 503 no_worker: nobody serves it")
 
 
 def test_missing_api_key_leaves_ready_unknown():
-    observed = settled(a_wish())
-    subject = look(observed).wanted.subject
+    observed = settled(desired_deployment())
+    subject = reconciled(observed).wanted.subject
     evidence = ProbeEvidence()
     for _ in range(2):
         evidence = failed(
             evidence, subject, subject.targets[0], ProbeFailure(401, "its routers want an API key", wants_key=True)
         )
 
-    found = condition(look(observed, evidence=evidence).status, "Ready")
+    found = condition(reconciled(observed, evidence=evidence).status, "Ready")
 
     assert (found.status, found.reason) == ("Unknown", "ServedProbeNeedsKey")
     assert found.message == "401 its routers want an API key; give the operator one for ns/dd: probe.keys"
 
 
 def test_proved_deployment_stays_ready_for_a_new_operator():
-    observed = settled(a_wish())
-    proved = look(observed, evidence=all_answered(look(observed).wanted.subject)).status
+    observed = settled(desired_deployment())
+    proved = reconciled(observed, evidence=all_answered(reconciled(observed).wanted.subject)).status
 
-    again = look(observed, now=LATER, proved=proved.proved, conditions=proved.conditions)
-    other = look(
+    again = reconciled(observed, now=LATER, proved=proved.proved, conditions=proved.conditions)
+    other = reconciled(
         observed,
         proved=proved.proved,
         conditions=proved.conditions,
@@ -126,16 +126,16 @@ def full(subject, evidence, times=2):
 
 
 def test_full_new_routers_keep_a_proved_deployment_ready():
-    observed = settled(a_wish())
-    evidence = all_answered(look(observed).wanted.subject)
+    observed = settled(desired_deployment())
+    evidence = all_answered(reconciled(observed).wanted.subject)
     other = behind_other_routers(observed, evidence=evidence)
-    subject = look(other).wanted.subject
+    subject = reconciled(other).wanted.subject
 
-    once = look(other, evidence=full(subject, evidence, times=1))
-    twice = look(other, evidence=full(subject, evidence))
+    once = reconciled(other, evidence=full(subject, evidence, times=1))
+    twice = reconciled(other, evidence=full(subject, evidence))
     found = condition(twice.status, "Ready")
 
-    assert (ready(look(other)), ready(once)) == (("False", "ServedProbePending"),) * 2
+    assert (ready(reconciled(other)), ready(once)) == (("False", "ServedProbePending"),) * 2
     assert (found.status, found.reason) == ("True", "Saturated")
     assert found.message.startswith("1 of 2 workers have answered a request; decode-0: 429 queue_full; ")
     assert twice.status.proved == "", "it is asked for all the same"
@@ -143,98 +143,98 @@ def test_full_new_routers_keep_a_proved_deployment_ready():
 
 
 def test_full_routers_prove_nothing_of_unproved_workers():
-    observed = settled(a_wish())
-    subject = look(observed).wanted.subject
+    observed = settled(desired_deployment())
+    subject = reconciled(observed).wanted.subject
     half = answered(ProbeEvidence(), subject, subject.targets[0], ProbeCompletion(True))
     for evidence in (ProbeEvidence(), half):
-        assert ready(look(observed, evidence=full(subject, evidence))) == ("Unknown", "Saturated")
+        assert ready(reconciled(observed, evidence=full(subject, evidence))) == ("Unknown", "Saturated")
 
 
 def test_failure_is_not_taken_for_saturation():
-    observed = settled(a_wish())
-    evidence = all_answered(look(observed).wanted.subject)
+    observed = settled(desired_deployment())
+    evidence = all_answered(reconciled(observed).wanted.subject)
     other = behind_other_routers(observed)
-    subject = look(other, evidence=evidence).wanted.subject
+    subject = reconciled(other, evidence=evidence).wanted.subject
     for _ in range(2):
         evidence = failed(evidence, subject, subject.targets[0], DOWN)
 
-    assert ready(look(other, evidence=evidence)) == ("False", "ServedProbeFailed")
-    assert ready(look(other, evidence=full(subject, evidence, times=1))) == ("False", "ServedProbeFailed")
+    assert ready(reconciled(other, evidence=evidence)) == ("False", "ServedProbeFailed")
+    assert ready(reconciled(other, evidence=full(subject, evidence, times=1))) == ("False", "ServedProbeFailed")
 
 
 def test_next_leader_keeps_saturated_deployment_ready():
-    observed = settled(a_wish())
-    evidence = all_answered(look(observed).wanted.subject)
-    proved = look(observed, evidence=evidence).status.proved
+    observed = settled(desired_deployment())
+    evidence = all_answered(reconciled(observed).wanted.subject)
+    proved = reconciled(observed, evidence=evidence).status.proved
     other = behind_other_routers(observed, proved=proved)
-    subject = look(other, evidence=evidence).wanted.subject
-    said = look(other, evidence=full(subject, evidence)).status
+    subject = reconciled(other, evidence=evidence).wanted.subject
+    said = reconciled(other, evidence=full(subject, evidence)).status
     assert said.proved == proved
 
-    begun = look(other, now=LATER, evidence=ProbeEvidence(), conditions=said.conditions)
+    begun = reconciled(other, now=LATER, evidence=ProbeEvidence(), conditions=said.conditions)
     assert condition(begun.status, "Ready") == condition(said, "Ready")
     knows = begun.wanted.evidence
     for _ in range(2):
         knows = failed(knows, subject, subject.targets[0], DOWN)
-    assert ready(look(other, evidence=knows, conditions=said.conditions)) == ("False", "ServedProbeFailed")
+    assert ready(reconciled(other, evidence=knows, conditions=said.conditions)) == ("False", "ServedProbeFailed")
 
-    strange = look(other, proved="", evidence=ProbeEvidence(), conditions=said.conditions)
+    strange = reconciled(other, proved="", evidence=ProbeEvidence(), conditions=said.conditions)
     assert ready(strange) == ("Unknown", "Saturated"), "nothing shows that anybody has answered"
 
 
 def test_without_probes_ready_says_so():
-    found = condition(look(settled(a_wish()), evidence=None).status, "Ready")
+    found = condition(reconciled(settled(desired_deployment()), evidence=None).status, "Ready")
 
     assert found.status == "True"
     assert "probe.enabled is off" in found.message
 
-    observed = settled(a_wish())
-    before = look(observed, evidence=all_answered(look(observed).wanted.subject)).status.conditions
-    assert condition(look(observed, evidence=None, conditions=before).status, "KVPathReady").status == "Unknown"
+    observed = settled(desired_deployment())
+    before = reconciled(observed, evidence=all_answered(reconciled(observed).wanted.subject)).status.conditions
+    assert condition(reconciled(observed, evidence=None, conditions=before).status, "KVPathReady").status == "Unknown"
 
 
 def test_kv_path_is_ready_when_each_worker_took_blocks_over():
-    observed = settled(a_wish())
-    subject = look(observed).wanted.subject
+    observed = settled(desired_deployment())
+    subject = reconciled(observed).wanted.subject
 
     def said(handed):
-        found = condition(look(observed, evidence=all_answered(subject, handed)).status, "KVPathReady")
+        found = condition(reconciled(observed, evidence=all_answered(subject, handed)).status, "KVPathReady")
         return found.status, found.reason
 
     assert said(True) == ("True", "HandedOver")
     assert said(False) == ("False", "NotHandedOver")
     assert said(None) == ("Unknown", "NotObserved")
-    before = condition(look(observed).status, "KVPathReady")
+    before = condition(reconciled(observed).status, "KVPathReady")
     assert (before.status, before.reason) == ("Unknown", "NotObserved")
 
 
 def test_kv_path_keeps_its_state_between_probes():
-    observed = settled(a_wish())
-    conditions = look(observed, evidence=all_answered(look(observed).wanted.subject)).status.conditions
+    observed = settled(desired_deployment())
+    conditions = reconciled(observed, evidence=all_answered(reconciled(observed).wanted.subject)).status.conditions
 
-    rolling = look(observed, conditions=conditions, router=ObservedRouter(name="dd-router", asked=1), now=LATER)
+    rolling = reconciled(observed, conditions=conditions, router=ObservedRouter(name="dd-router", asked=1), now=LATER)
 
     assert ready(rolling)[0] == "False"
     assert condition(rolling.status, "KVPathReady") == condition(
-        look(observed, conditions=conditions).status, "KVPathReady"
+        reconciled(observed, conditions=conditions).status, "KVPathReady"
     )
     assert condition(rolling.status, "KVPathReady").reason == "HandedOver"
 
 
 def test_without_direct_path_decode_workers_are_probed_alone():
-    store = a_wish(kvTransfer={"paths": ["store"]})
-    whole = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
+    store = desired_deployment(kvTransfer={"paths": ["store"]})
+    whole = desired_deployment({"name": "all", "type": "aggregated", "replicas": 2})
 
-    assert [target.pair for target in look(settled(store), store).wanted.subject.targets] == [False, False]
-    assert [target.pair for target in look(settled(whole), whole).wanted.subject.targets] == [False, False]
-    assert look(settled(whole), whole).wanted.subject.prefills == ()
+    assert [target.pair for target in reconciled(settled(store), store).wanted.subject.targets] == [False, False]
+    assert [target.pair for target in reconciled(settled(whole), whole).wanted.subject.targets] == [False, False]
+    assert reconciled(settled(whole), whole).wanted.subject.prefills == ()
 
 
 def test_partly_unknown_worker_is_named_with_its_routers():
-    observed = settled(a_wish())
+    observed = settled(desired_deployment())
     children = tuple(msgspec.structs.replace(each, registered=each.ready_pods - 1) for each in observed.children)
 
-    outcome = look(observed, children=children, partly={"decode-1": ("router-b",)})
+    outcome = reconciled(observed, children=children, partly_known={"decode-1": ("router-b",)})
 
     found = condition(outcome.status, "RolesRegistered")
     assert (found.status, found.reason, ready(outcome)[1]) == ("False", "NotRegistered", "NotRegistered")
@@ -242,7 +242,7 @@ def test_partly_unknown_worker_is_named_with_its_routers():
 
 
 def test_silent_router_leaves_registration_unknown():
-    outcome = look(settled(a_wish()), silent=("router-b",))
+    outcome = reconciled(settled(desired_deployment()), silent_routers=("router-b",))
 
     found = condition(outcome.status, "RolesRegistered")
     assert (found.status, found.reason, ready(outcome)) == ("Unknown", "NotTold", ("False", "RouterSilent"))
@@ -261,7 +261,7 @@ def test_silent_router_leaves_registration_unknown():
     ],
 )
 def test_change_of_both_sides_is_called_rebalancing(prefill, decode, status, reason):
-    observed = settled(a_wish())
+    observed = settled(desired_deployment())
 
     def moved(child, asked, leaving):
         replicas = RevisionReplicas(
@@ -270,7 +270,7 @@ def test_change_of_both_sides_is_called_rebalancing(prefill, decode, status, rea
         return msgspec.structs.replace(child, replicas=replicas)
 
     counts = {"prefill": prefill, "decode": decode}
-    outcome = look(observed, children=tuple(moved(each, *counts[each.role]) for each in observed.children))
+    outcome = reconciled(observed, children=tuple(moved(each, *counts[each.role]) for each in observed.children))
 
     found = condition(outcome.status, "Rebalancing")
     assert (found.status, found.reason) == (status, reason)
@@ -280,10 +280,10 @@ def test_change_of_both_sides_is_called_rebalancing(prefill, decode, status, rea
 
 def test_rollout_alone_is_no_rebalancing():
     cluster = Cluster()
-    cluster.settle(a_wish())
+    cluster.settle(desired_deployment())
     said = []
     for _ in range(60):
-        outcome = reconcile(a_wish(image="another"), cluster.observed(), IMAGES, NOW)
+        outcome = reconcile(desired_deployment(image="another"), cluster.observed(), IMAGES, NOW)
         said.append(condition(outcome.status, "Rebalancing").status)
         for action in outcome.actions:
             cluster.do(action)

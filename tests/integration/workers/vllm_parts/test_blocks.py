@@ -119,7 +119,7 @@ def test_uncopyable_block_ends_its_save_not_the_engine(client, mover):
     mover.close()
 
     assert (len(match(client, a_chain(3))), len(match(client, a_chain(5)[3:]))) == (1, 2)
-    assert mover._keeper._area.free == mover._keeper._area.capacity
+    assert mover._saver._area.free == mover._saver._area.capacity
 
 
 def test_blocks_beyond_the_staging_area_are_dropped_from_end(client, monkeypatch):
@@ -165,7 +165,7 @@ def written(mover) -> list[list[bytes]]:
 
 @pytest.mark.parametrize(("busy", "looks"), [(0, 1), (4, 5), (1000, round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS))])
 def test_deferred_blocks_are_written_in_an_engine_pause(client, mover, busy, looks):
-    mover._keeper._closing = steps = Steps(mover, busy)
+    mover._saver._closing = steps = Steps(mover, busy)
 
     mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
@@ -176,7 +176,7 @@ def test_deferred_blocks_are_written_in_an_engine_pause(client, mover, busy, loo
 def test_full_staging_area_does_not_wait_for_a_pause(client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
-    mover._keeper._closing = steps = Steps(mover, 1000)
+    mover._saver._closing = steps = Steps(mover, 1000)
 
     mover.save(
         work(deferred=[BlockSave("r", a_chain(MIN_STAGED_BLOCKS // 2 + 1), list(range(MIN_STAGED_BLOCKS // 2 + 1)))])
@@ -189,9 +189,9 @@ def test_full_staging_area_does_not_wait_for_a_pause(client, monkeypatch):
 
 def test_blocks_staged_step_by_step_are_written_together(client, mover, written):
     chain, other = a_chain(3), a_chain(5)[3:]
-    mover._keeper._closing = Steps(mover, 1)
-    go_on, wait = threading.Event(), mover._keeper._closing.wait
-    mover._keeper._closing.wait = lambda timeout: go_on.wait(60) and wait(timeout)
+    mover._saver._closing = Steps(mover, 1)
+    go_on, wait = threading.Event(), mover._saver._closing.wait
+    mover._saver._closing.wait = lambda timeout: go_on.wait(60) and wait(timeout)
 
     mover.save(work(deferred=[BlockSave("r", chain[:1], [4]), BlockSave("q", other[:1], [10])]))
     mover.save(work(deferred=[BlockSave("r", chain[1:], [5, 6]), BlockSave("q", other[1:], [11])]))

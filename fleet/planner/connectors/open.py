@@ -36,9 +36,13 @@ async def connector_of(target: Target, writer: PlanWriter) -> AsyncIterator[Plan
             async with etcd_records(target) as records:
                 yield VirtualConnector(records, writer, utc_now)
         case KubernetesTarget():
-            (found,) = entry_points(group=CONNECTORS, name="kubernetes")
+            found = tuple(entry_points(group=CONNECTORS, name="kubernetes"))
+            if not found:
+                raise ConfigurationRefused(
+                    f"connector: no entry point `kubernetes` in {CONNECTORS}: install Fleet again"
+                )
             try:
-                kubernetes_connector = found.load()
+                kubernetes_connector = found[0].load()
             except ImportError as error:
                 raise _not_installed("kubernetes", "kubernetes") from error
             async with kubernetes_connector(target, writer) as connector:

@@ -63,7 +63,7 @@ from fleet.router.messages import (
 from fleet.router.placement.decision import Decision
 from fleet.router.placement.policies.built_in import parameters
 from fleet.router.placement.policies.built_in import policy as built_in_policy
-from fleet.router.placement.rejection import Rejection, WaitForRoom
+from fleet.router.placement.wait_or_reject import Rejection, WaitForRoom
 from fleet.router.placer import Placer
 from fleet.router.policy import PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission

@@ -21,7 +21,7 @@ from fleet.core.work import WorkerDescription
 from fleet.router.placement.break_even import PrefillBreakEven
 from fleet.router.placement.candidate_table import CandidateTable
 from fleet.router.placement.decision import Decision, decide, decide_decode
-from fleet.router.placement.rejection import Rejection, RejectionCause, WaitForRoom
+from fleet.router.placement.wait_or_reject import Rejection, RejectionCause, WaitForRoom
 from fleet.router.policy import PlacementPolicy, PlacementRequest, RandomSource
 from fleet.router.sessions import SessionTable
 from fleet.router.settings.router import RouterSettings

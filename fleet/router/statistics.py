@@ -16,7 +16,7 @@ from fleet.core.ids import RequestId
 from fleet.router.kv_index.cache_accuracy import CacheComparison, Knowledge, compare
 from fleet.router.messages import CacheDriftChanged
 from fleet.router.placement.decision import Decision
-from fleet.router.placement.rejection import RejectionCause
+from fleet.router.placement.wait_or_reject import RejectionCause
 from fleet.router.policy import PlacementPolicy
 from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.snapshot import Explanation, KnowledgeSnapshot, RouterCounters

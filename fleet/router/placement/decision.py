@@ -15,7 +15,7 @@ Rules:
 5. A decision keeps the data that it was made on. The cost terms of all candidates are computed from it when somebody asks, by the
    same functions.
 6. A demand that no worker can ever satisfy leads to a rejection with a field and a cause; one that cannot be satisfied *now* leads to
-   a wait (`fleet.router.placement.rejection`).
+   a wait (`fleet.router.placement.wait_or_reject`).
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ from fleet.router.placement.eligibility import (
     prefer_lora_workers,
     prefill_partners,
 )
-from fleet.router.placement.rejection import Rejection, WaitForRoom, explain_no_candidate, reject_without_pair
+from fleet.router.placement.wait_or_reject import Rejection, WaitForRoom, explain_no_candidate, reject_without_pair
 from fleet.router.policy import (
     BELOW_BLOCKS,
     ENGINE_BLOCKS,

@@ -7,7 +7,7 @@ from fleet.core.ids import ModelName, StoreId, WorkerId
 from fleet.core.roles import Role
 from fleet.router.kv_index.cache_accuracy import CacheComparison, Knowledge
 from fleet.router.placement.decision import Decision, DecisionExplanation, PlacementReason
-from fleet.router.placement.rejection import RejectionCause
+from fleet.router.placement.wait_or_reject import RejectionCause
 from fleet.router.policy import PlacementPolicy
 
 

@@ -12,7 +12,7 @@ from fleet.router.placement.candidate_table import CandidateTable, PoolTopology,
 from fleet.router.placement.decision import CostTerms, Decision, DecisionExplanation
 from fleet.router.placement.decision import decide as decide_in_table
 from fleet.router.placement.policies.built_in import parameters, policy
-from fleet.router.placement.rejection import Rejection, WaitForRoom
+from fleet.router.placement.wait_or_reject import Rejection, WaitForRoom
 from fleet.router.policy import Candidates, PlacementRequest, RandomSource
 from fleet.router.settings.router import RouterSettings
 from kvstore.block import blocks_for

@@ -8,7 +8,7 @@ from fleet.core.ids import WorkerId
 from fleet.core.roles import Role
 from fleet.router import sessions as sessions_module
 from fleet.router.messages import SessionsBound, WorkerDraining
-from fleet.router.placement.rejection import RejectionCause
+from fleet.router.placement.wait_or_reject import RejectionCause
 from fleet.router.sessions import MAX_SESSION_NEWS, SessionBinding, SessionTable
 from tests.support.builders import an_arrival
 from tests.support.router.machine_driver import Dispatch, Reject, RouterMachineDriver, the

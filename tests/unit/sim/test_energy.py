@@ -11,7 +11,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Phase
 from fleet.router.placement.policies.built_in import policy
-from fleet.router.placement.policies.price import PriceScorer
+from fleet.router.placement.policies.operating_price import PriceScorer
 from fleet.router.policy import BLOCK_TOKENS, ENGINE_BLOCKS, QUANTITIES, Candidates, PlacementRequest
 from fleet.sim.experiments.objectives import SweepObjective, ranked, spent
 from fleet.sim.experiments.sweep import SweepRow

@@ -13,7 +13,7 @@ from fleet.core.roles import KvPath, Placement, Role
 from fleet.router.placement.candidate_table import common_path
 from fleet.router.placement.decision import DecisionExplanation, PlacementReason
 from fleet.router.placement.eligibility import IneligibleReason
-from fleet.router.placement.rejection import Rejection, WaitForRoom
+from fleet.router.placement.wait_or_reject import Rejection, WaitForRoom
 from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from tests.support.builders import BLOCK_TOKENS, a_description

@@ -10,7 +10,7 @@ from fleet.core.roles import KvPath, Placement, Role
 from fleet.core.work import LoraAdapter
 from fleet.router.placement.decision import DecisionExplanation
 from fleet.router.placement.eligibility import IneligibleReason
-from fleet.router.placement.rejection import Rejection, RejectionCause, WaitForRoom
+from fleet.router.placement.wait_or_reject import Rejection, RejectionCause, WaitForRoom
 from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from tests.support.router.candidate_tables import a_candidate, decide

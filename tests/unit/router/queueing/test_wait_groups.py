@@ -22,7 +22,7 @@ from fleet.router.messages import (
 )
 from fleet.router.placement.candidate_table import WorkerSizes
 from fleet.router.placement.decision import Decision, decide
-from fleet.router.placement.rejection import Rejection
+from fleet.router.placement.wait_or_reject import Rejection
 from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS
 from fleet.router.sessions import SessionBinding

@@ -78,7 +78,7 @@ class _Scaler(NamedObject, frozen=True, kw_only=True):
 
     @property
     def owners(self) -> list[str]:
-        """Owners of its number."""
+        """Return the field managers that have set `spec.replicas` of this RoleScaler."""
         return [
             each.manager for each in self.metadata.managed_fields if "f:replicas" in each.fields_v1.get("f:spec", {})
         ]

@@ -539,7 +539,7 @@ class _IncomingPeer:
         match kind:
             case "hello":
                 self._router_id = message.hello.router_id
-                self._replica = f"{self._router_id}@{id(self)}"  # each connection is a replica of its own
+                self._replica = f"{self._router_id}@{id(self)}"  # the name of this connection's reservations; each connection has its own
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":
                 self._router.hear(PeerReserved(replica=self._replica, booked=decode_booked(message.bookings)))

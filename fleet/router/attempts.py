@@ -6,6 +6,7 @@ Rules:
    nothing, and a client may reuse the id of a request that has ended.
 2. A prompt may wait in the prefill queue of its worker (`fleet.router.queueing.prefill_queues`). Its attempt has then begun, but the
    worker has not been sent anything.
+3. What follows the loss of a worker, such as another attempt elsewhere, is decided in `fleet.router.machine` (its rule 4).
 """
 
 from collections.abc import Mapping

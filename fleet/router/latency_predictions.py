@@ -10,7 +10,7 @@ Rules:
 3. The gap between two tokens is predicted from the requests that decode at that time. Gaps in which a prompt was computed are left
    out, because they last as long as that prompt's steps.
 4. Each prediction is made twice: by the profile alone, and corrected by what was learned about this worker
-   (`fleet.hardware.correction`: one line for prompts, one for gaps). Predictions are never changed later, and errors are counted for both.
+   (`fleet.hardware.latency.correction`: one line for prompts, one for gaps). Predictions are never changed later, and errors are counted for both.
 5. A new incarnation of a worker is learned anew. Attempts that are cancelled, rejected or lost teach nothing.
 6. Memory: the current attempts, the last `REMEMBERED` errors of a worker, the results of as many workers that have left, and
    `ALARMS` alarms.

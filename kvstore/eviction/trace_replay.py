@@ -87,7 +87,7 @@ def replay(
                         admit(name, block_bytes, now)
                 while missing > 0 and (victim := choose()) is not None:
                     withdraw(victim)
-                    if victim not in own:  # its own blocks are admitted again below
+                    if victim not in own:  # evicted blocks of the same chain are admitted again below
                         held.remove(victim)
                         missing -= 1
                 if missing > 0:

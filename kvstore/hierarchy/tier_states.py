@@ -133,7 +133,7 @@ class TierStates:
         return changes
 
     def check(self) -> None:
-        """Assert the limits; for tests."""
+        """Assert that no tier exceeds its bounds on queued and on remembered blocks. Only tests call this."""
         for tier in self._tiers:
             assert len(tier.queue) <= tier.rule.queue_blocks
             assert len(tier.known) <= tier.rule.remember_blocks

@@ -251,7 +251,10 @@ class Controller:
 
 
 def _sorted(status: Any) -> Any:
-    """Return the status with its lists sorted, because a server that merges items keeps their first order."""
+    """Return the status with its lists sorted.
+
+    The API server keeps the order in which the items of a list were first written. Unsorted lists would look changed each time.
+    """
     lists = {name: value for name in status.__struct_fields__ if isinstance(value := getattr(status, name), tuple)}
     ordered = {name: tuple(sorted(value, key=msgspec.json.encode)) for name, value in lists.items()}
     return msgspec.structs.replace(status, **ordered)

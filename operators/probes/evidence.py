@@ -160,7 +160,7 @@ class PendingProbes(Struct, frozen=True):
 
 
 def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget, ...]:
-    """Return the targets without whose answers the deployment is not Ready, in order."""
+    """Return the targets that must still answer before the deployment is Ready, in the order of the subject."""
     found: dict[str, list[ProbeTarget]] = {}
     for target in subject.targets:
         asked = found.setdefault(target.role, [])

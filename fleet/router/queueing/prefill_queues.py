@@ -113,10 +113,10 @@ class PrefillQueues:
         return self._tokens.get(worker_id, 0)
 
     def held_tokens(self, worker_id: WorkerId, priority: int) -> int:
-        """Return the waiting tokens of a worker with at least this priority.
+        """Return the prompt tokens that wait for a worker, of prompts with at least this priority and of any length.
 
-        Short prompts overtake long ones, and so do short prompts that still come. Counting only the prompts that are ahead now would predict
-        too short a wait for a long prompt, and a short one would delay prompts whose clients were promised a short wait.
+        Prompts of every length count, because short prompts that arrive later overtake long ones. If only the prompts that are ahead now
+        counted, the predicted wait of a long prompt would be too short.
         """
         held = self._held.get(worker_id, ())
         prompts = [self._prompts[request_id] for request_id in held]

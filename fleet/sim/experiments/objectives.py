@@ -30,7 +30,7 @@ class RankedScenario(Struct, frozen=True, kw_only=True):
     changes: dict[str, object]
     seeds: int
     attainment: float  # mean
-    figure: float | None  # mean; None: no request was good
+    figure: float | None  # mean over the seeds; None if no request was good
     keeps: bool  # whether the wanted attainment was reached
 
 

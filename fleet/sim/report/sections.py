@@ -304,7 +304,7 @@ def refusals(outcome: RunOutcome) -> ReportSection:
 
 
 def trust(pools: Sequence[PoolOutcome]) -> ReportSection:
-    """Return what the figures rest on."""
+    """Return the section that says, by pool, which measurements the step times come from and how large their errors are."""
     rows = [
         (
             pool.name,

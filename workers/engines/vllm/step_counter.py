@@ -51,7 +51,7 @@ class StepReader:
         self._words = _mapped(file)
 
     def pulse(self, *, working: bool, novel: bool) -> Pulse:
-        """Return the current counts, together with what only this process knows."""
+        """Return the current step and token counts, with what the caller knows of the engine: whether it has work, and work of a new kind."""
         return Pulse(steps=self._words[0], tokens=self._words[1], working=working, novel=novel)
 
 

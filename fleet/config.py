@@ -157,7 +157,7 @@ def save(settings: Struct, path: Path) -> None:
     try:
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(settings))
-    except OSError as error:  # for a full disk the system names no file
+    except OSError as error:  # if the disk is full, the system's error names no file, so the message adds it
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -3,7 +3,9 @@
 from kvstore.clock import SECOND, Nanos
 
 FIRST_PAUSE = Nanos(SECOND // 10)
-LONGEST_PAUSE = Nanos(1 * SECOND)  # after attempts that fail at once; a restarted node is found again within this time
+LONGEST_PAUSE = Nanos(
+    1 * SECOND
+)  # after attempts that fail quickly, such as a refused connection; a restarted node is found within this time
 COST_FACTOR = 4  # a node that hangs may take at most a fifth of its callers' time
 
 

@@ -308,7 +308,10 @@ class _PredictedWorker:
         return errors.learn(profile, seconds)
 
     def _seconds(self, to_compute: int, cached: int, *, queued: bool) -> float:
-        """Return the seconds of all steps of a prompt by the profile, beside the current decodes; queued prompts fill steps together."""
+        """Return the predicted seconds of all prefill steps of a prompt, by the profile. Each step also computes the current decodes.
+
+        Queued prompts share steps, so their steps are full.
+        """
         most = self._profile.step_tokens
         steps = to_compute / most if queued else ceil(to_compute / most)
         chunk = to_compute / steps

@@ -133,11 +133,11 @@ def encode_part(
     model: ModelName,
     token_text: Callable[[int], str],
 ) -> pb.ModelInferResponse:
-    """Encode a response; the last one has the usage and the router's request id among its parameters.
+    """Encode one part of an answer. The last part also has the usage and the router's request id among its parameters.
 
     Args:
-        part: Its content.
-        form: Its form.
+        part: The content of the part.
+        form: How the client wants the output.
         request_id: The router's id of the request, for logs and explanations.
         model: The model that answered.
         token_text: Only called for log probabilities.

@@ -132,7 +132,7 @@ class TokenizerCheck:
         return False
 
     def refused(self) -> dict[str, float]:
-        """Return the number of refused workers by the failed comparison."""
+        """Return, for each comparison, how many workers were refused because it failed."""
         counts = {"tokens": 0.0, "blocks": 0.0}
         for field in self._refused.values():
             counts[field] += 1

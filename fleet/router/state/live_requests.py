@@ -103,7 +103,7 @@ class LiveRequest(Struct):
     sent: list[int] = []  # tokens that the client has, or would have if the answer were streamed
     kv: tuple[KvPhase, ...] = ()  # KV reports of the attempts so far
     cached_tokens: int = 0  # tokens of the prompt; 0 also while no worker has reported
-    kv_reports: dict[RequestId, KvPhase] = {}  # KV reports by attempt
+    kv_reports: dict[RequestId, KvPhase] = {}  # the KV report of each attempt, by the attempt's id
     chains: dict[int, tuple[int, ...]] = {}  # block keys of the prompt, by block size
     id: RequestId = RequestId("")  # this and `own_tokens` repeat `arrived`, because they are read often
     own_tokens: int = 0  # tokens of the prompt

@@ -308,7 +308,7 @@ class VllmEngine:
                     log.error("kv events unusable, routers believe that the cache is empty", extra={"alert": alert})
 
     def load(self) -> LoadReport:
-        """Return an estimate: as many requests as fit the batch run, and shared blocks count for each request."""
+        """Return an estimated load report. At most a batch of requests counts as running; a shared block counts once for each request."""
         held = sum(
             blocks_for(len(request.start.tokens) // TOKEN_BYTES + request.generated, self._facts.block_tokens)
             for request in self._requests.values()

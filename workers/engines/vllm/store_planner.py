@@ -39,7 +39,9 @@ MAX_WAIT_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
 LOOK_AGAIN_SECONDS = 0.002  # between two calls about blocks that are being promoted
 MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks again after this long, well within the lease
 FETCHES_A_STEP = 4  # prefetches for queued requests; a call takes 0.5 ms, and the step waits for it
-MAX_QUEUED = 1024  # queued requests that are remembered for an early look-up; others are looked up when vLLM schedules them
+MAX_QUEUED = (
+    1024  # queued requests that are remembered for an early look-up; others are looked up when vLLM schedules them
+)
 
 HANDOFF = "fleet_handoff"
 """Key of a request's transfer parameters: a decode worker will look for its blocks in the store."""

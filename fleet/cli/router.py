@@ -26,9 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     thresholds = commands.add_parser(
         "thresholds",
         help="show the thresholds of a running router, or set some",
-        description="Show the thresholds of a running router, or set some: they count from the next request on, and "
-        "until the router ends. Shows as well what it has measured of remote_prefill_min_tokens: from how many tokens on "
-        "another worker had better compute a prompt.",
+        description="Show the thresholds of a running router, or set some. They apply from the next request until the router "
+        "ends. The output also shows the measured break-even of remote_prefill_min_tokens: the number of tokens from "
+        "which a prefill worker answers sooner.",
     )
     thresholds.add_argument("changes", nargs="*", type=_change, metavar="NAME=NUMBER", help="as in max_queued=100")
     add_control(thresholds)

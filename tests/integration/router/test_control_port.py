@@ -390,7 +390,7 @@ def test_second_worker_of_one_name_is_rejected(tmp_path, model_dir):
             assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
             assert process.wait(60) == REPLACED
             told = process.log.read_text().splitlines()[-1]
-        assert (tmp_path / "router.log").read_text().count("registration refused") == 1
+        assert (tmp_path / "router.log").read_text().count("registration rejected") == 1
 
         assert told.startswith("fleet: WorkerReplaced: worker_id: w0 is held by the process at ")
         assert "to which this router has a stream; every worker needs an id of its own" in told

@@ -816,7 +816,7 @@ class ErrorDetail(_message.Message):
     retry_after_ms: _builtins.int
     """Milliseconds after which a retry may succeed; 0: unknown."""
     cause: _builtins.str
-    """Why no worker could be chosen, finer than the reason; stable: see fleet/router/placement/rejection.py. Empty when that is not why."""
+    """Why no worker could be chosen, finer than the reason; stable: see fleet/router/placement/wait_or_reject.py. Empty when that is not why."""
     def __init__(
         self,
         *,

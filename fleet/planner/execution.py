@@ -23,7 +23,7 @@ class PlanOutcome(StrEnum):
 
     SETTLED = "settled"
     ROLLED_BACK = "rolled_back"
-    """What served at the deadline stays; the rest was rolled back."""
+    """Workers that served at the deadline stay. The rest of the plan was rolled back."""
 
     UNSETTLED = "unsettled"
     """Nothing can be rolled back at the deadline: replicas drain, did not serve before either, or belong to another plan."""

@@ -176,7 +176,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One-way delay of a message between router and worker."""
 
     verbatim_answers: bool = False
-    """Whether the next turn of a conversation repeats the answer token by token, so that its blocks are found in a cache. Traces do
+    """True if the next turn of a conversation repeats the answer token by token, so that its blocks are found in a cache. Traces do
     not say this; it is not so if reasoning is dropped or answers are edited."""
 
     def __post_init__(self) -> None:

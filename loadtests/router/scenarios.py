@@ -35,7 +35,7 @@ class RouterScenario(Struct, frozen=True, kw_only=True):
     requests: int = 1_000_000
     seconds: float = 1.5
     delayed_acknowledgements: bool = False
-    """Whether the client's system may delay TCP acknowledgements, which is the default of systems. A router that writes the head of an
+    """True if the client's system may delay TCP acknowledgements, which is the default of systems. A router that writes the head of an
     answer apart from its first event then waits up to 40 ms. The latency scenario shows this; in the others it would hide
     everything else."""
 

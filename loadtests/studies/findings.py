@@ -18,7 +18,7 @@ class StudyFinding(Struct, frozen=True, kw_only=True):
     """Target of the figure; empty: none."""
 
     met: bool | None = None
-    """Whether the target is met; None: there is no target."""
+    """True if the target is met; None if there is no target."""
 
     @property
     def holds(self) -> bool:

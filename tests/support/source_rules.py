@@ -56,12 +56,13 @@ def complaints(files: list[Path]) -> Iterator[str]:
 
 def _of_file(file: Path, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if first := FRAGMENT.match(node.value.value.strip()):
+                yield f"{file}:{node.lineno}: the docstring begins with {first.group()!r}; write a whole sentence"
+            continue
         if not isinstance(node, Definition):
             continue
         line = getattr(node, "lineno", 1)
-        docstring = ast.get_docstring(node)
-        if docstring and (first := FRAGMENT.match(docstring)):
-            yield f"{file}:{line}: the docstring begins with {first.group()!r}; write a whole sentence"
         name = getattr(node, "name", "")
         is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name.startswith("test_")
         if is_test and len(name) > MAX_TEST_NAME:

@@ -63,7 +63,7 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
 
     percentile: float
     waiting_clients: bool
-    """Whether each client sends its next request after its answer; otherwise requests come at a rate."""
+    """True if each client sends its next request after its answer; otherwise requests come at a rate."""
 
     def others(self, running: float) -> float:
         """Return the percentile of the number of others, where `running` is the mean."""

@@ -32,7 +32,7 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 Traffic = Iterator[TraceRequest] | Iterator[TraceSession]
-"""What clients send: sessions for session clients, requests for all others."""
+"""The entries that clients send: sessions for session clients, requests for all others."""
 
 RETRYABLE = frozenset((Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DRAINING, Reason.WORKER_LOST))
 """Reasons of a rejection after which a request may be sent again."""

@@ -35,7 +35,7 @@ class RecordedWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Path of the trace, relative to the scenario's file."""
 
     sort: bool = False
-    """Whether rows may be in any order. All rows are then kept in memory; otherwise memory does not grow with the file."""
+    """True if rows may be in any order. All rows are then kept in memory; otherwise memory does not grow with the file."""
 
     part: tuple[Share, Share] = (0.0, 1.0)
     """Part of the rows: `[0, 0.5]` is the first half, to tune by, and `[0.5, 1]` the second, to report on. Rows are requests,

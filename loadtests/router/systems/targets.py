@@ -65,7 +65,7 @@ class RunningRouter(Struct, frozen=True, kw_only=True):
     """The router's process; None: the client asks workers directly."""
 
     own_workers: bool = False
-    """Whether it brings its own workers, whose counters are unknown."""
+    """True if the target brings its own workers, whose counters are unknown."""
 
 
 Start = Callable[[BenchmarkSetting, str], AbstractContextManager[RunningRouter]]

@@ -48,7 +48,7 @@ class Nodes:
         """If true, pods that are being deleted stay until it is false again."""
 
         self.registers = True
-        """Whether workers make Leases."""
+        """True if workers make Leases."""
 
         self.broken_images = frozenset()
         self.crashes = {}

@@ -55,7 +55,7 @@ class ServedResource(msgspec.Struct, frozen=True, eq=False):
     scale: ScaleSubresource | None = None
     custom: bool = False
     ruled: bool = False
-    """Whether the schema has CEL rules."""
+    """True if the schema has CEL rules."""
     schema: Object | None = None
     """The schema of a custom kind as its definition gives it, for the OpenAPI documents."""
 

@@ -19,7 +19,7 @@ from fleet.planner.messages import PoolName
 EDGES = tuple(0.001 * 10 ** (step / 8) for step in range(8 * 6 + 1))
 """Upper edges of the buckets in seconds: eight per decade from 1 ms to 1,000 s. One more bucket holds what is longer."""
 
-STEP = 10 ** (1 / 8)
+STEP: float = 10 ** (1 / 8)
 """Ratio of an edge to the edge before it."""
 
 Counts = tuple[int, ...]
@@ -58,7 +58,8 @@ def interpolated(counts: Counts, share: float) -> float | None:
     for index, count in enumerate(counts):
         if below + count >= wanted:
             upper = EDGES[min(index, len(EDGES) - 1)]
-            return upper * STEP ** ((wanted - below) / count - 1.0)
+            share_of_bucket = (wanted - below) / count
+            return float(upper * STEP ** (share_of_bucket - 1.0))
         below += count
     raise AssertionError("the last bucket completes the sum")
 

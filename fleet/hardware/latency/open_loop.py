@@ -30,7 +30,6 @@ from msgspec import Struct
 from fleet.hardware.latency.closed_loop import BenchmarkClient
 from fleet.hardware.latency.step_model import StepModel, pairs
 
-
 IMBALANCE = 0.25
 """Share of the variance of random spreading that a router leaves between its engines; an assumption, which measured latencies correct."""
 

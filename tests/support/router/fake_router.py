@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from fleet.core.errors import Reason, RequestRejected
 from fleet.core.clock import Nanos
+from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.core.roles import Phase

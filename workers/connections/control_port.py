@@ -17,6 +17,8 @@ from fleet.net.grpc.options import SERVER_OPTIONS
 from fleet.net.grpc.port import LIVENESS, open_port
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.worker import encode_description
+from kvstore.net.addresses import unix_path
+from kvstore.net.socket_guard import SocketGuard
 from workers.machine import LifePhase
 from workers.registration import WorkerMembership
 from workers.server import WorkerServer
@@ -56,7 +58,8 @@ async def serve_control(
         cancelled = draining.result()
         return pb.DrainResponse(cancelled=cancelled)
 
-    server = access.server()
+    guard = None if unix_path(listen) else SocketGuard()
+    server = access.server(guard)
     methods = {"Describe": unary_handler(describe), "Drain": unary_handler(drain)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
     async with open_port(
@@ -65,6 +68,7 @@ async def serve_control(
         (SERVICE,),
         lambda: worker.phase is LifePhase.SERVING and presence.ready,
         alive={LIVENESS: lambda: worker.live},
+        guard=guard,
     ) as address:
         yield address
 
@@ -77,5 +81,7 @@ async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[
         ConfigurationRefused: As with `serve_control`.
     """
     alive = {LIVENESS: lambda: True}
-    async with open_port(grpc.aio.server(options=SERVER_OPTIONS), listen, (), serving, alive=alive) as address:
+    guard = SocketGuard()
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
+    async with open_port(server, listen, (), serving, alive=alive, guard=guard) as address:
         yield address

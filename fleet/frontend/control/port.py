@@ -20,6 +20,7 @@ from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.net.grpc.port import GrpcServerApi, open_port
 from fleet.router.api import RouterApi
 from kvstore.net.addresses import unix_path
+from kvstore.net.socket_guard import SocketGuard
 from kvstore.net.unix_sockets import identity, remove
 from kvstore.security.channels import OPEN, LoadedCredentials
 from kvstore.v1 import blocks_pb2_grpc
@@ -68,7 +69,8 @@ async def open_control_port(
         if store:
             channel = await held.enter_async_context(store_access.aio_channel(store, CHANNEL_OPTIONS))
             ask_store = store_status_call(blocks_pb2_grpc.BlockStoreStub(channel))
-        server = access.server(shared=shared)
+        guard = None if unix_path(listen) else SocketGuard()
+        server = access.server(guard, shared=shared)
         methods = ClusterService(router, ask_store, others).methods()
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CLUSTER, methods),))
         for add in services.values():
@@ -84,4 +86,5 @@ async def open_control_port(
             held.callback(remove, path, identity(path))  # removes the socket unless a successor has replaced it
             return port
 
-        yield await held.enter_async_context(open_port(server, listen, (CLUSTER, *services), serving, bind=bind))
+        port = open_port(server, listen, (CLUSTER, *services), serving, bind=bind, guard=guard)
+        yield await held.enter_async_context(port)

@@ -18,6 +18,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.net.grpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from kvstore.errors import BadCredentials
 from kvstore.net.addresses import unix_path
+from kvstore.net.socket_guard import SocketGuard
 from kvstore.security.authentication import Purpose
 from kvstore.security.call_proofs import ProofServerInterceptor
 from kvstore.security.channels import OPEN, LoadedCredentials, load
@@ -40,11 +41,17 @@ class ControlAccess:
         """Return whether callers over TCP must prove who they are."""
         return bool(self._access.control_key or (self._access.certificate and self._access.authority))
 
-    def server(self, *, shared: bool = False) -> grpc.aio.Server:
-        """Return a server that requires proofs from its callers; with `shared`, other processes may listen on the same port."""
+    def server(self, guard: SocketGuard | None = None, *, shared: bool = False) -> grpc.aio.Server:
+        """Return a server that requires proofs from its callers.
+
+        Args:
+            guard: Limits the connections of its TCP port; `open_port` runs it.
+            shared: Whether other processes may listen on the same port.
+        """
         key = self._access.control_key
         options = SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS
-        return grpc.aio.server(options=options, interceptors=[_ProofInterceptor(key)] if key else [])
+        proofs: list[grpc.aio.ServerInterceptor] = [_ProofInterceptor(key)] if key else []
+        return grpc.aio.server(options=options, interceptors=proofs if guard is None else [*proofs, guard])
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
         """Bind the server to an address; return the port.

@@ -22,11 +22,13 @@ from fleet.v1 import control_pb2 as control
 from fleet.v1 import control_pb2_grpc, selection_pb2_grpc, worker_pb2, worker_pb2_grpc
 from fleet.v1 import selection_pb2 as selection
 from kvstore.net.addresses import unix_path
+from kvstore.net.socket_guard import MAX_CONNECTIONS
 from kvstore.security.credentials import Credentials
 from tests.support.certificates import Authority
 from tests.support.fleet_processes import FLEET, fleet_up, run_fleet, start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.servers.processes import a_free_port
+from tests.support.servers.silent_connections import IdleHttp2Connections
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -244,6 +246,22 @@ def test_tcp_control_port_requires_a_proof(tmp_path, model_dir, secret):
         told = run_fleet("generate", "hi", "--address", address)
         assert f"fleet: {address}: that is an address of another part of the cluster" in told.stderr
         assert "--address takes the clients' gRPC address of a router" in told.stderr
+
+
+def test_idle_connections_to_control_ports_give_way(tmp_path, model_dir, secret):
+    """Hold more connections than a port may have, at the router and at a worker; both serve their callers all the same."""
+    credentials = {"secret_file": str(secret)}
+    ours, count = Credentials(secret_file=str(secret)), MAX_CONNECTIONS + 100
+    router = a_router(model_dir, control_listen="127.0.0.1:0", control_credentials=credentials)
+    with a_process("router", router, tmp_path) as (_, endpoints):
+        settings = a_worker(
+            tmp_path, endpoints["control"], registry_credentials=credentials, control_listen="127.0.0.1:0"
+        )
+        with a_process("worker", settings, tmp_path) as (_, worker):
+            for address, asked in ((endpoints["control"], codes), (worker["grpc"], worker_codes)):
+                with IdleHttp2Connections.open(address, count) as idle:
+                    assert eventually(lambda: idle.ended >= count - MAX_CONNECTIONS)
+                    assert grpc.StatusCode.OK in asked(address, ours).values()
 
 
 def test_tcp_control_port_accepts_certificates(tmp_path, model_dir):

@@ -5,7 +5,7 @@ Routers do not use it.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import grpc
 from google.protobuf.message import Message
@@ -62,15 +62,17 @@ async def serve_control(
     server = access.server(guard)
     methods = {"Describe": unary_handler(describe), "Drain": unary_handler(drain)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-    async with open_port(
-        server,
-        listen,
-        (SERVICE,),
-        lambda: worker.phase is LifePhase.SERVING and presence.ready,
-        alive={LIVENESS: lambda: worker.live},
-        guard=guard,
-    ) as address:
-        yield address
+    with ExitStack() as held:
+        async with open_port(
+            server,
+            listen,
+            (SERVICE,),
+            lambda: worker.phase is LifePhase.SERVING and presence.ready,
+            alive={LIVENESS: lambda: worker.live},
+            bind=access.binder(held),
+            guard=guard,
+        ) as address:
+            yield address
 
 
 @asynccontextmanager

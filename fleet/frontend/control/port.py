@@ -7,21 +7,18 @@ is never a port for clients: it is a Unix socket of the router's user, or requir
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import grpc
 
 from fleet.frontend.control.cluster import ClusterService, store_status_call
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.control.access import ControlAccess
-from fleet.net.control.address import control_socket, private_folder, private_umask, remove_stale_socket
+from fleet.net.control.address import control_socket, private_folder
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.net.grpc.port import GrpcServerApi, open_port
 from fleet.router.api import RouterApi
 from kvstore.net.addresses import unix_path
 from kvstore.net.socket_guard import SocketGuard
-from kvstore.net.unix_sockets import identity, remove
 from kvstore.security.channels import OPEN, LoadedCredentials
 from kvstore.v1 import blocks_pb2_grpc
 
@@ -76,15 +73,5 @@ async def open_control_port(
         for add in services.values():
             add(server)
 
-        def bind(server: Any, address: str) -> int:
-            if not (path := unix_path(address)):
-                return access.bind(server, address)
-            remove_stale_socket(address)
-            with private_umask():
-                port = access.bind(server, address)
-            Path(path).chmod(0o600)
-            held.callback(remove, path, identity(path))  # removes the socket unless a successor has replaced it
-            return port
-
-        port = open_port(server, listen, (CLUSTER, *services), serving, bind=bind, guard=guard)
+        port = open_port(server, listen, (CLUSTER, *services), serving, bind=access.binder(held), guard=guard)
         yield await held.enter_async_context(port)

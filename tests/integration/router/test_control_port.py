@@ -361,6 +361,35 @@ def test_unknown_caller_cannot_drain_a_worker_over_tcp(short_folder, secret, fie
         assert process.wait(30) == 0, "the worker has drained"
 
 
+def test_worker_control_port_accepts_only_certificates(short_folder):
+    ours, theirs = Authority(short_folder, "ours"), Authority(short_folder, "theirs")
+    own = {"authority": ours.file, **ours.issue("worker")}
+    settings = a_worker(short_folder, "", control_listen="127.0.0.1:0", control_credentials=own)
+    with a_process("worker", settings, short_folder) as (_, endpoints):
+        address = endpoints["grpc"]
+
+        unreachable = dict.fromkeys(("Describe", "Drain"), grpc.StatusCode.UNAVAILABLE)
+        forged = Credentials(authority=ours.file, **theirs.issue("forged"))
+        assert worker_codes(address) == worker_codes(address, forged) == unreachable
+        shown = Credentials(authority=ours.file, **ours.issue("operator"))
+        assert worker_codes(address, shown) == dict.fromkeys(unreachable, grpc.StatusCode.OK)
+
+
+def test_worker_control_socket_is_private_and_replaced(short_folder):
+    settings = a_worker(short_folder, "")
+    path = Path(unix_path(settings["control_listen"]))
+    with a_process("worker", settings, short_folder) as (process, _):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        process.kill()
+        process.wait(30)
+    assert path.exists()
+    with a_process("worker", settings, short_folder) as (process, _):
+        told = worker_codes(settings["control_listen"])
+        assert told == dict.fromkeys(told, grpc.StatusCode.OK)
+        assert process.wait(30) == 0
+    assert not path.exists()
+
+
 def test_default_control_socket_is_private_and_discoverable(tmp_path, model_dir):
     with a_process("router", a_router(model_dir), tmp_path) as (_, endpoints):
         assert endpoints["control"] == control_socket(endpoints["grpc"])

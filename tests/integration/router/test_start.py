@@ -5,11 +5,13 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import closing
 from http.client import HTTPConnection
 
 import pytest
 
+from fleet.app.native_modules import ROUTER_MODULES, missing_modules
 from tests.support.backends.openai_servers import STREAMING_REQUEST, OpenAiServer, fetch, routers_in_front_of
 from tests.support.fleet_processes import FLEET, start_service
 from tests.support.servers.processes import a_free_port
@@ -86,6 +88,26 @@ def test_router_with_taken_ports_ends_before_workers_notice(tmp_path, model_dir)
         for process in reversed(started):
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+
+
+built = pytest.mark.skipif(bool(missing_modules(ROUTER_MODULES)), reason="the C modules are not built")
+
+
+@pytest.mark.parametrize(("absent", "warnings"), [(ROUTER_MODULES, 1), pytest.param((), 0, marks=built)])
+def test_router_without_c_modules_warns_once(tmp_path, absent, warnings):
+    settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
+    (tmp_path / "router.json").write_text(json.dumps(settings))
+    start = f"import sys; sys.modules.update(dict.fromkeys({absent})); from fleet.cli.main import main; main()"
+    command = [sys.executable, "-c", start, "serve", "router", "--config", str(tmp_path / "router.json")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    assert process.stdout.readline()  # it serves
+    process.send_signal(signal.SIGTERM)
+
+    lines = [line for line in process.communicate(timeout=50)[1].splitlines() if "C modules missing" in line]
+    assert len(lines) == warnings
+    assert all("57 % more CPU time per request" in line and "C compiler" in line for line in lines)
+    assert process.returncode == 0
 
 
 def test_router_stopped_while_it_waits_never_serves(tmp_path):

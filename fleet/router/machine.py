@@ -459,8 +459,11 @@ class RouterMachine:
             return
         if not live.first_token_at:
             self.demand.first_token(live, now)
+        worker = self._workers[worker_id]
+        if not (live.sent or live.arrived.only_end):
+            live.fingerprint = worker.description.fingerprint
         live.sent.extend(progress.token_ids)
-        self._workers[worker_id].reservations.grown(live.id, len(progress.token_ids))
+        worker.reservations.grown(live.id, len(progress.token_ids))
         if live.arrived.only_end:
             return
         told = Progress(request_id=live.id, token_ids=progress.token_ids, logprobs=progress.logprobs)
@@ -542,18 +545,19 @@ class RouterMachine:
         if worker is not None:  # a worker that has left needs no mark: a new incarnation may try
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1
+        continues = live.may_continue and self._same_weights_left(live)
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
             self._complete(
                 live, Finish.LENGTH, now, out
             )  # the client has the whole answer; only the worker's last message is missing
-        elif not (live.may_continue or live.arrived.whole):
+        elif not (continues or live.arrived.whole):
             self._reject(live, Reason.WORKER_LOST, f"{message}; {_why_it_ends(live)}, send the request again", out)
         elif live.failures >= self.settings.max_attempts:
             self._reject(live, reason, message, out)
         else:
             self._counters.retried += 1
             self._withdraw(live)
-            if not live.may_continue:
+            if not continues:
                 live.start_over()
                 out.append(StartedOver(request_id=live.id))
             live.stage = advance(live.stage, RequestTransition.LOST)
@@ -564,6 +568,13 @@ class RouterMachine:
                 self._admission.enqueue(
                     live, now, outcome.busy
                 )  # the request was admitted before, so the limit does not apply
+
+    def _same_weights_left(self, live: LiveRequest) -> bool:
+        """Return whether the answer has not begun, or some worker has the weights that began it."""
+        if not live.fingerprint:
+            return True
+        descriptions = self.registry.candidate_table(live).topology.descriptions
+        return any(each.fingerprint == live.fingerprint for each in descriptions)
 
     # Ends.
 
@@ -737,4 +748,6 @@ def _why_it_ends(live: LiveRequest) -> str:
     """Return why no other worker can continue an answer that has begun."""
     if live.arrived.only_end:
         return "a part of its answer was passed on, and another server cannot continue it"
+    if live.may_continue:
+        return "no other worker has the weights that began the answer"
     return "another worker cannot continue with this sampling"

@@ -73,6 +73,9 @@ class PlacementRequest(Struct, frozen=True, kw_only=True):
     among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
     adapter: LoraAdapter | None = None  # the LoRA adapter that the worker must have or be able to load
     form: bool = False  # True if the worker must support structured output
+    fingerprint: str = (
+        ""  # the fingerprint of the worker that began the answer, which the next one must share; empty: any
+    )
     first_key: int = 0  # block key of the first full block; 0: there is none
     seconds_left: float | None = None  # time left for the first token
     now: Nanos = Nanos(0)  # the instant of the decision

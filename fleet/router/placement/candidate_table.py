@@ -91,6 +91,11 @@ class PoolTopology:
             flags = self._with_adapter[adapter] = np.array(able, dtype=np.bool_)
         return flags
 
+    def with_fingerprint(self, fingerprint: str) -> Flags:
+        """Return which workers have this fingerprint, so that they compute the same tokens."""
+        flags: Flags = np.array([each.fingerprint == fingerprint for each in self.descriptions], dtype=np.bool_)
+        return flags
+
     def among(self, worker_ids: Sequence[WorkerId]) -> Flags:
         """Return which workers are in a list."""
         meant = frozenset(worker_ids)

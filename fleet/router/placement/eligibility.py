@@ -3,7 +3,8 @@
 Rules:
 
 1. A candidate decodes, has room, supports the request's length, LoRA adapter and output format, and satisfies the client's demands. If
-   the client demands a pair, a prefill worker that pairs with the candidate has room as well.
+   the client demands a pair, a prefill worker that pairs with the candidate has room as well. If an answer has begun, a candidate has
+   the fingerprint of the worker that began it: other weights would continue it with another model's tokens.
 2. Most requests demand nothing special while every worker has room; then no worker has to be checked by itself.
 3. The reason for a worker is the first that applies; demands of the client come before the state of the worker.
 """
@@ -26,6 +27,7 @@ class IneligibleReason(StrEnum):
     NOT_AMONG = "not_among"  # the worker is not in the list of allowed workers
     LABEL_MISSING = "label_missing"
     NO_ADAPTER = "no_adapter"  # it has no LoRA adapter of this name, or another revision
+    OTHER_WEIGHTS = "other_weights"  # a worker with another fingerprint began the answer
     KEEPS_NO_FORM = "keeps_no_form"
     ADAPTER_ELSEWHERE = "adapter_elsewhere"  # another worker has the LoRA adapter loaded, or has a free slot
     OTHER_SESSION = "other_session"  # the session is bound to another worker
@@ -55,6 +57,7 @@ def _has_no_demands(request: PlacementRequest) -> bool:
         and request.among is None
         and request.adapter is None
         and not request.form
+        and not request.fingerprint
         and not request.must_keep
         and request.placement is not _PAIR
     )
@@ -82,6 +85,8 @@ def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, ans
         flags = flags & topology.with_adapter(request.adapter)
     if request.form:
         flags = flags & topology.keeping_forms
+    if request.fingerprint:
+        flags = flags & topology.with_fingerprint(request.fingerprint)
     if request.among is not None:
         flags = flags & topology.among(request.among)
     return flags
@@ -120,6 +125,8 @@ def _unmet_demand(request: PlacementRequest, topology: PoolTopology, row: int) -
         return IneligibleReason.LABEL_MISSING
     if request.adapter is not None and request.adapter not in description.adapters:
         return IneligibleReason.NO_ADAPTER
+    if request.fingerprint and description.fingerprint != request.fingerprint:
+        return IneligibleReason.OTHER_WEIGHTS
     if request.form and not description.keeps_forms:
         return IneligibleReason.KEEPS_NO_FORM
     if request.must_keep and request.bound is not None and description.worker_id != request.bound:

@@ -34,6 +34,7 @@ class RejectionCause(StrEnum):
     NO_LABEL = "no_label"
     NONE_AMONG = "none_among"
     NO_ADAPTER = "no_adapter"
+    OTHER_WEIGHTS = "other_weights"
     NO_FORM = "no_form"
     SESSION_LOST = "session_lost"
 
@@ -89,6 +90,12 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             cause=RejectionCause.NO_FORM,
             message="sampling.form: no worker of this model, or not the pinned one, supports structured output",
             field="sampling.form",
+        )
+    if IneligibleReason.OTHER_WEIGHTS in causes:
+        return Rejection(
+            reason=Reason.WORKER_LOST,
+            cause=RejectionCause.OTHER_WEIGHTS,
+            message="no worker with the same weights is left to continue the answer; send the request again",
         )
     if request.must_keep and IneligibleReason.OTHER_SESSION in causes and causes <= _SESSION_GONE:
         return Rejection(

@@ -103,6 +103,7 @@ class LiveRequest(Struct):
     attempt: Attempt | None = None
     reserved_on: list[WorkerId] = []
     sent: list[int] = []  # tokens that the client has, or would have if the answer were streamed
+    fingerprint: str = ""  # the fingerprint of the worker that sent the first of them
     kv: tuple[KvPhase, ...] = ()  # KV reports of the attempts so far
     cached_tokens: int = 0  # tokens of the prompt; 0 also while no worker has reported
     kv_reports: dict[RequestId, KvPhase] = {}  # the KV report of each attempt, by the attempt's id
@@ -156,6 +157,7 @@ class LiveRequest(Struct):
             arrived.sampling.form is not None,
             arrived.placement,
             arrived.kv_path,
+            self.fingerprint,
             self.failures > 0,
             frozenset(self.failed_on),
         )
@@ -169,6 +171,7 @@ class LiveRequest(Struct):
         """Forget the answer so far; the client has seen nothing of it."""
         assert self.arrived.whole, self.id
         self.sent.clear()
+        self.fingerprint = ""
 
     def sampling(self, *, max_tokens: int) -> Sampling:
         sampling = self.arrived.sampling
@@ -220,6 +223,7 @@ class LiveRequest(Struct):
             among=arrived.among,
             adapter=arrived.adapter,
             form=arrived.sampling.form is not None,
+            fingerprint=self.fingerprint,
             first_key=self.first_key,
             seconds_left=None if arrived.deadline is None else (arrived.deadline - now) / SECOND,
             now=now,

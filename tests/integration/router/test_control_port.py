@@ -138,12 +138,12 @@ def a_worker(folder, control_address, socket="w0", **settings):
 
 
 @contextmanager
-def a_router_and_a_worker(folder, model_dir):
+def a_router_and_a_worker(folder, model_dir, **worker):
     """Yield the router's addresses, a client, and the process of the serving worker w0."""
     with (
         a_process("router", a_router(model_dir), folder) as (_, endpoints),
         Client(endpoints["grpc"]) as client,
-        a_process("worker", a_worker(folder, endpoints["control"]), folder, "first") as (first, _),
+        a_process("worker", a_worker(folder, endpoints["control"], **worker), folder, "first") as (first, _),
     ):
         eventually(lambda: states(client) == {"w0": "serving"})
         yield endpoints, client, first
@@ -443,6 +443,27 @@ def test_second_worker_of_one_name_is_rejected(tmp_path, model_dir):
         assert "to which this router has a stream; every worker needs an id of its own" in told
         assert first.poll() is None
         assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
+
+
+def test_worker_with_other_weights_continues_no_answer(tmp_path, model_dir):
+    """Use greedy streams, whose continuation by other weights would be a mixture of two models that nobody notices."""
+    asked = {"max_tokens": 1500, "temperature": 0.0, "ignore_eos": True, "timeout_seconds": 60.0}
+    prompts = [list(range(100 + number, 180 + number)) for number in range(8)]
+    with a_router_and_a_worker(tmp_path, model_dir, simulated={"speedup": 1}) as (endpoints, client, first):
+        streams = [client.generate(prompt, **asked) for prompt in prompts]
+        begun = [next(stream) for stream in streams]
+        other = a_worker(
+            tmp_path, endpoints["control"], "other", worker_id="w1", simulated={"seed": 7, "speedup": 1000}
+        )
+        with a_process("worker", other, tmp_path, "other"):
+            eventually(lambda: states(client).get("w1") == "serving")
+            first.kill()
+
+            for stream in streams:
+                with pytest.raises(Unavailable, match="no other worker has the weights that began the answer"):
+                    list(stream)
+            assert all(delta.token_ids for delta in begun)
+            assert client.complete(prompts[0], **asked).finish, "new requests are served by the other worker"
 
 
 def test_replaced_worker_ends_with_an_error(tmp_path, model_dir):

@@ -879,6 +879,42 @@ def test_whole_answer_continues_if_sampling_allows():
     assert token_ids(the(Dispatch, commands).start.tokens)[-1] == 11
 
 
+def test_begun_answer_continues_only_with_the_same_weights():
+    router = RouterMachineDriver(*ONE)
+    first = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
+    router.step(first, 11)
+    router.join("d2")
+    router.join("d3", fingerprint="other weights")
+    router.send(an_arrival(request_id="r2", pin=WorkerId("d2")))  # d2 has more to do
+
+    assert the(Dispatch, router.leave("d1")).worker_id == "d2"
+
+
+def test_begun_answer_ends_if_only_other_weights_are_left():
+    router = RouterMachineDriver(*ONE)
+    first = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
+    router.step(first, 11)
+    router.join("d2", fingerprint="other weights")
+
+    refusal = the(Reject, router.leave("d1"))
+
+    assert refusal.reason is Reason.WORKER_LOST
+    assert "weights" in refusal.message
+    assert refusal.retry_after_ms > 0
+
+
+def test_unseen_answer_starts_over_with_other_weights():
+    router = RouterMachineDriver(*ONE)
+    first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, whole=True)))
+    router.step(first, 11)
+    router.join("d2", fingerprint="other weights")
+
+    commands = router.leave("d1")
+
+    assert isinstance(commands[0], StartedOver)
+    assert the(Dispatch, commands).start.tokens == first.start.tokens
+
+
 def test_restarts_count_against_max_attempts():
     router = RouterMachineDriver(*((f"d{number}", Role.DECODE) for number in range(5)), max_attempts=3)
     commands = router.send(an_arrival(sampling=SEEDED, whole=True))

@@ -57,6 +57,7 @@ IMPOSSIBLE = [
     ),
     (RejectionCause.NONE_AMONG, {"among": (WorkerId("x"), WorkerId("p"))}, [D, P], Reason.NO_WORKER, ""),
     (RejectionCause.NO_ADAPTER, {"adapter": LoraAdapter(ModelName("ada"))}, [D], Reason.NO_WORKER, "model"),
+    (RejectionCause.OTHER_WEIGHTS, {"fingerprint": "x"}, [D], Reason.WORKER_LOST, ""),
     (RejectionCause.NO_FORM, {"form": True}, [D], Reason.INVALID_ARGUMENT, "sampling.form"),
     (
         RejectionCause.NO_FORM,

@@ -41,9 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _failing(address: str) -> Iterator[str]:
-    """Return a line for each process that keeps dying, if the address is that of a local cluster."""
+    """Return a line for a hung supervisor and for each process that keeps dying, if the address is that of a local cluster."""
     if (run_ := run_at(address)) is None or run_.killed:
         return
+    if silence := run_.silence:
+        yield silence
     for name, part in run_.parts().items():
         if part.failing:
             times = "once" if part.deaths == 1 else f"{part.deaths} times in a row"

@@ -6,7 +6,7 @@ Rules:
    everything that a child has started can be ended with it. A child has ended when its whole group has.
 2. Nothing outlives the supervisor. The kernel kills the children (`process_group.die_with_parent`); an orphan reaper
    ends what they had started and removes the runtime folder. If both are killed, the next run cleans up
-   (`fleet.local.runs`).
+   (`fleet.local.runs`). A reaper that is killed alone is replaced, and it reports a supervisor that hangs.
 3. All files of a child are in the runtime folder: settings, socket, temporary files, and the log, unless logs are kept
    elsewhere.
 4. A child is ready when it has written one line of JSON, its endpoints, to its readiness file descriptor.
@@ -17,8 +17,7 @@ Rules:
 import asyncio
 import os
 import signal
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +32,8 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.local.heartbeat import sample_process
 from fleet.local.liveness import SAMPLE_INTERVAL, Liveness, LivenessLimits
 from fleet.local.process_group import end_group, kill_group
-from fleet.local.runs import TEMPORARY, ProcessReport, note_group, note_logs, note_parts
+from fleet.local.reaper_process import ReaperProcess
+from fleet.local.runs import TEMPORARY, ProcessReport, note_logs, note_parts
 from fleet.local.supervision import (
     CONFIGURATION_REFUSED,
     LONGEST_BACKOFF,
@@ -64,7 +64,6 @@ LOG_TAIL_LINES = 20
 SHOWN_DEATHS = 3  # deaths in a row with which the end of the log is shown; later it says nothing new
 FIRST_PROGRESS = 5.0  # seconds until the first message while children load; the pauses double
 PROGRESS_EVERY = 40.0  # longest pause between two messages, in seconds
-ORPHAN_REAPER_SECONDS = 10.0  # for the clean-up, which is instant when no child is left
 SPAWN_FAILED = 127  # exit status of a child that could not be started, as in shells
 
 ChildEndpoints = Mapping[str, str]
@@ -131,7 +130,7 @@ class LocalProcesses:
         self._stop_asked = False
         self._content: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        self._reaper: Process | None = None
+        self._reaper = ReaperProcess(folder, self._environment, clock, say)
 
     @property
     def endpoints(self) -> Mapping[str, ChildEndpoints]:
@@ -204,36 +203,20 @@ class LocalProcesses:
 
     async def _run(self) -> None:
         note_logs(self._folder, self._logs)
-        self._reaper = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fleet.local.orphan_reaper", str(self._folder)),
-            stdin=PIPE,
-            stdout=DEVNULL,
-            env=self._environment,
-            start_new_session=True,
-        )
-        assert self._reaper.stdin is not None
+        await self._reaper.start()
         try:
             async with asyncio.TaskGroup() as tasks:
-                progress = tasks.create_task(self._show_progress())
+                beside = [tasks.create_task(self._show_progress()), tasks.create_task(self._reaper.keep())]
                 finished = self._perform(self._machine.begin(self._clock.now()), tasks)
                 while not finished:
                     event = await self._next_event()
                     finished = self._perform(self._machine.handle(event, self._clock.now()), tasks)
                     self._machine.check()
                     self._note_parts()
-                progress.cancel()
+                for task in beside:
+                    task.cancel()
         finally:
-            self._reaper.stdin.close()
-            await self._end_reaper(self._reaper)
-
-    async def _end_reaper(self, reaper: Process) -> None:
-        """Wait until the orphan reaper has ended; kill it if it does not, because somebody stopped it."""
-        try:
-            async with asyncio.timeout(ORPHAN_REAPER_SECONDS):
-                await reaper.wait()
-        except TimeoutError:
-            reaper.kill()
-            await reaper.wait()
+            await self._reaper.end()
 
     async def _next_event(self) -> SupervisionEvent:
         instant = self._machine.next_instant()
@@ -303,7 +286,7 @@ class LocalProcesses:
         finally:
             os.close(write_fd)
         self._running[name] = running
-        self._tell_reaper("+", running.pid)
+        self._reaper.tell("+", running.pid)
         self._note_parts()
         if (unsent := self._unsent.pop(name, None)) is not None:
             self._send(name, unsent)
@@ -323,7 +306,7 @@ class LocalProcesses:
             end_group(running.pid)  # blocks for a moment: a cancelled run must not leave processes
             raise
         finally:
-            self._tell_reaper("-", running.pid)
+            self._reaper.tell("-", running.pid)
             del self._running[name]
         self._events.put_nowait(ChildExited(name, status))
 
@@ -388,12 +371,6 @@ class LocalProcesses:
             with suppress(OSError):
                 note_parts(self._folder, parts)
                 self._noted = parts
-
-    def _tell_reaper(self, change: str, group: int) -> None:
-        assert self._reaper is not None
-        assert self._reaper.stdin is not None
-        self._reaper.stdin.write(f"{change}{group}\n".encode())
-        note_group(self._folder, change, group)
 
     async def _show_progress(self) -> None:
         started = self._clock.now()

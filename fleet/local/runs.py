@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.file_locks import ALIVE_FILE, hold_lock_file, is_abandoned, remove_locked_folder, take_abandoned
+from fleet.local.orphan_reaper import SILENT_FILE
 from fleet.local.process_group import end_group, members
 from fleet.planner.connectors.folder import REPORT
 from kvstore.security.credentials import Credentials
@@ -76,6 +77,14 @@ class LocalRun(Struct, frozen=True):
             return msgspec.json.decode((self.folder / PARTS).read_bytes(), type=dict[str, ProcessReport])
         except (OSError, msgspec.DecodeError):
             return {}
+
+    @property
+    def silence(self) -> str:
+        """Return why its supervisor counts as hung; empty if it does not (`fleet.local.orphan_reaper`)."""
+        try:
+            return (self.folder / SILENT_FILE).read_text()
+        except OSError:
+            return ""
 
     @property
     def killed(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.net.control.address import private_umask, remove_stale_socket
+from fleet.net.control.address import locked_folder, private_umask, remove_stale_socket
 from fleet.net.grpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from kvstore.errors import BadCredentials
 from kvstore.net.addresses import unix_path
@@ -70,9 +70,10 @@ class ControlAccess:
         def bind(server: Any, address: str) -> int:
             if not (path := unix_path(address)):
                 return self._access.bind(server, address)
-            remove_stale_socket(address)
-            with private_umask():
-                port = self._access.bind(server, address)
+            with locked_folder(address):
+                remove_stale_socket(address)
+                with private_umask():
+                    port = self._access.bind(server, address)
             Path(path).chmod(0o600)
             held.callback(remove, path, identity(path))
             return port

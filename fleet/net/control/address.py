@@ -7,11 +7,14 @@ Rules:
    path is short enough, else in /tmp. A caller looks in both, and so finds every router with the same TMPDIR or none.
 2. The folder belongs to the user alone. It is made with mode 0700; a link, another user's folder, or one that is open
    to others is refused. Another user can thus prevent a router from starting, but cannot intercept its callers.
-3. A socket on which a process listens is never replaced; one that a killed process left behind is.
+3. A socket on which a process listens is never replaced; one that a killed process left behind is. The next process that uses
+   the folder also removes the sockets of other killed processes.
 4. A cluster of `fleet up` has its socket in its own private folder instead (`fleet.local.runs`).
 """
 
+import errno
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -64,7 +67,7 @@ def find_control_socket(grpc_address: str) -> str | None:
 
 
 def private_folder() -> Path:
-    """Create the folder of this user's control sockets, or check the existing one.
+    """Create the folder of this user's control sockets, or check the existing one and remove dead sockets from it.
 
     Raises:
         ConfigurationRefused: The folder cannot be created, or does not belong to this user alone.
@@ -81,6 +84,7 @@ def private_folder() -> Path:
         raise ConfigurationRefused(
             f"control_listen: {folder} is not a folder of this user alone (mode 0700, no link): remove it, or {ALTERNATIVES}"
         )
+    _remove_dead_sockets(folder)
     return folder
 
 
@@ -92,6 +96,20 @@ def remove_stale_socket(address: str) -> None:
     """
     try:
         sockets.clear_path("control_listen", unix_path(address))
+    except StoreNotStarted as error:
+        raise ConfigurationRefused(f"{error}; {ALTERNATIVES}") from error
+
+
+@contextmanager
+def locked_folder(address: str) -> Iterator[None]:
+    """Lock the folder of a Unix socket, so that nobody takes a socket for a dead one before its process listens.
+
+    Raises:
+        ConfigurationRefused: The folder does not exist, or others keep it locked.
+    """
+    try:
+        with sockets.folder_lock("control_listen", unix_path(address)):
+            yield
     except StoreNotStarted as error:
         raise ConfigurationRefused(f"{error}; {ALTERNATIVES}") from error
 
@@ -112,6 +130,22 @@ def _is_private(folder: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def _remove_dead_sockets(folder: Path) -> None:
+    """Remove the sockets of killed processes."""
+    with locked_folder(f"unix:{folder}/any.sock"):
+        for path in folder.glob("*.sock"):
+            with suppress(OSError):  # its process may remove it meanwhile
+                own = sockets.identity(str(path))
+                if stat.S_ISSOCK(path.lstat().st_mode) and _is_dead(path):
+                    sockets.remove(str(path), own)
+
+
+def _is_dead(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
 def _is_own_socket(path: Path) -> bool:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,8 +20,10 @@ from fleet.config import child_environment
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
+from fleet.local import reaper_process
 from fleet.local.liveness import LivenessLimits
 from fleet.local.processes import ClusterFailed, LocalProcess, LocalProcesses
+from fleet.local.reaper_process import ReaperProcess
 from fleet.local.runs import LocalRun, runtime_folder
 from fleet.local.supervision import LONGEST_BACKOFF, ChildProcess, ChildState
 from kvstore.clock import nanos
@@ -214,7 +217,9 @@ async def test_cancelling_kills_everything_at_once(folder):
     assert alive(pids.values()) == []
 
 
-def test_nothing_survives_the_death_of_the_supervisor(tmp_path):
+@contextmanager
+def a_supervisor(tmp_path, **output):
+    """Run a supervisor with a family of processes; yield it, its runtime folder, and the family."""
     supervisor = tmp_path / "supervisor.py"
     supervisor.write_text(
         textwrap.dedent(
@@ -235,17 +240,24 @@ def test_nothing_survives_the_death_of_the_supervisor(tmp_path):
             """
         )
     )
-    process = subprocess.Popen([sys.executable, str(supervisor)], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, str(supervisor)], stdout=subprocess.PIPE, **output)
     assert process.stdout is not None
-    runtime, *pids = json.loads(process.stdout.readline())
-    assert len(alive(pids)) == 3
+    try:
+        runtime, *pids = json.loads(process.stdout.readline())
+        assert len(alive(pids)) == 3
+        yield process, runtime, pids
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
-    process.kill()
-    process.wait()
-    process.stdout.close()
 
-    eventually(lambda: not alive(pids))
-    eventually(lambda: not Path(runtime).exists())
+def test_nothing_survives_the_death_of_the_supervisor(tmp_path):
+    with a_supervisor(tmp_path) as (process, runtime, pids):
+        process.kill()
+
+        eventually(lambda: not alive(pids))
+        eventually(lambda: not Path(runtime).exists())
 
 
 async def never():
@@ -293,7 +305,7 @@ async def test_removed_child_drains_and_is_killed_if_it_ignores_it(folder, told)
     assert await processes.hold(body)
 
 
-async def test_child_that_ends_while_removed_affects_no_other(folder):
+async def test_child_that_ends_while_removed_affects_no_other(folder, monkeypatch):
     asked = []
 
     async def drain(endpoints, within):
@@ -301,15 +313,15 @@ async def test_child_that_ends_while_removed_affects_no_other(folder):
         return True
 
     processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
-    tell = processes._tell_reaper
+    tell = ReaperProcess.tell
 
-    def remove_when_it_ends(change, group):
-        tell(change, group)
+    def remove_when_it_ends(reaper, change, group):
+        tell(reaper, change, group)
         if change == "-" and "b" in processes.names:
             processes.remove("b", Nanos(300 * SECOND))  # before its end is noticed
 
     async def body():
-        processes._tell_reaper = remove_when_it_ends
+        monkeypatch.setattr(ReaperProcess, "tell", remove_when_it_ends)
         os.kill(processes.pids["b"], signal.SIGKILL)
         await until(lambda: processes.names == {"a"})
         await asyncio.sleep(0)
@@ -319,7 +331,7 @@ async def test_child_that_ends_while_removed_affects_no_other(folder):
 
 
 async def test_stopped_orphan_reaper_does_not_keep_cluster_alive(folder, monkeypatch):
-    monkeypatch.setattr("fleet.local.processes.ORPHAN_REAPER_SECONDS", 0.5)
+    monkeypatch.setattr(reaper_process, "END_SECONDS", 0.5)
     processes = supervise(folder, [], a_process("a", "serve"))
 
     async def body():
@@ -328,6 +340,58 @@ async def test_stopped_orphan_reaper_does_not_keep_cluster_alive(folder, monkeyp
 
     async with asyncio.timeout(60):
         assert await processes.hold(body)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_lost_orphan_reaper_is_replaced(folder, number):
+    """Lose the reaper twice; its last successor knows the groups that began before it."""
+    said: list[str] = []
+    processes = supervise(folder, said, a_process("a", "serve"))
+
+    def reapers():
+        return [each.pid for each in psutil.Process().children() if "fleet.local.orphan_reaper" in command_of(each)]
+
+    async def body():
+        for count in (1, 2):
+            (lost,) = reapers()
+            os.kill(lost, number)
+            await until(lambda lost=lost: len(reapers()) == 1 and reapers() != [lost])
+            assert len([line for line in said if "orphan reaper was ended" in line]) == count
+        assert LocalRun(folder).parts()["a"].deaths == 0
+
+    assert await processes.hold(body)
+
+
+def test_hung_supervisor_is_reported_and_survived(tmp_path):
+    said = tmp_path / "said"
+    with said.open("w") as output, a_supervisor(tmp_path, stderr=output) as (process, runtime, pids):
+        run = LocalRun(Path(runtime))
+        process.send_signal(signal.SIGSTOP)
+
+        assert f"the supervisor (process {process.pid}) is stopped" in eventually(lambda: run.silence)
+        assert len(alive(pids)) == 3
+        assert "a process that dies is not replaced" in said.read_text()
+
+        process.send_signal(signal.SIGCONT)
+        eventually(lambda: not run.silence)
+        eventually(lambda: "the supervisor responds again" in said.read_text())
+
+
+def test_replaced_reaper_ends_groups_that_began_before_it(tmp_path):
+    with a_supervisor(tmp_path) as (process, runtime, pids):
+
+        def reaper():
+            children = psutil.Process(process.pid).children()
+            return next((each.pid for each in children if "fleet.local.orphan_reaper" in command_of(each)), None)
+
+        first = reaper()
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: reaper() not in (None, first))
+
+        process.kill()
+
+        eventually(lambda: not alive(pids))
+        eventually(lambda: not Path(runtime).exists())
 
 
 async def test_child_that_dies_ten_times_ends_no_other(folder):

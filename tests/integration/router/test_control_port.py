@@ -399,6 +399,19 @@ def test_default_control_socket_is_private_and_discoverable(tmp_path, model_dir)
             assert run_fleet("status", "--address", address).returncode == 0
 
 
+def test_dead_control_sockets_are_removed_at_the_next_start(tmp_path, model_dir):
+    with a_process("router", a_router(model_dir), tmp_path, "alive") as (_, alive):
+        with a_process("router", a_router(model_dir), tmp_path, "killed") as (process, killed):
+            process.kill()
+            process.wait(30)
+        assert Path(unix_path(killed["control"])).exists()
+
+        with a_process("router", a_router(model_dir), tmp_path, "next") as (_, following):
+            left = [each for each in (alive, killed, following) if Path(unix_path(each["control"])).exists()]
+
+        assert left == [alive, following]
+
+
 @pytest.mark.parametrize("there", ["open to others", "a link", "a file"])
 def test_public_control_folder_is_rejected(tmp_path, model_dir, short_folder, there):
     folder = short_folder / f"fleet-control-{os.getuid()}"

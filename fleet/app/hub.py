@@ -71,16 +71,16 @@ async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterS
         name: (await fetch_model(named, hub, clock, field=f"models.{name}", weights=False)).folder
         for name, named in settings.models.items()
     }
-    foreign = [
+    external = [
         structs.replace(
             worker, tokenizer=(await fetch_model(worker.tokenizer, hub, clock, field=where, weights=False)).folder
         )
         for number, worker in enumerate(settings.openai_workers)
         for where in (f"openai_workers[{number}].tokenizer",)
     ]
-    if models == settings.models and tuple(foreign) == settings.openai_workers:
+    if models == settings.models and tuple(external) == settings.openai_workers:
         return settings
-    return structs.replace(settings, models=models, openai_workers=tuple(foreign))
+    return structs.replace(settings, models=models, openai_workers=tuple(external))
 
 
 async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clock) -> Topology:

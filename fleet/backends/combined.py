@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 class CombinedBackends:
     """Fleet's own workers and the external backends together. Implements `fleet.router.ports.Workers`."""
 
-    def __init__(self, own: Workers, foreign: ExternalBackends, golden: TokenizerCheck | None = None) -> None:
+    def __init__(self, own: Workers, external: ExternalBackends, golden: TokenizerCheck | None = None) -> None:
         self._own = own
-        self._foreign = foreign
+        self._external = external
         self._golden = golden
 
     def only_acceptable(self, hear: Hear) -> Hear:
@@ -31,15 +31,15 @@ class CombinedBackends:
         return hear_acceptable
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
-        (self._foreign if worker_id in self._foreign else self._own).start(worker_id, start)
+        (self._external if worker_id in self._external else self._own).start(worker_id, start)
 
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
-        (self._foreign if worker_id in self._foreign else self._own).cancel(worker_id, request_id)
+        (self._external if worker_id in self._external else self._own).cancel(worker_id, request_id)
 
     def _acceptable(self, event: WorkerEvent) -> bool:
         match event:
             case WorkerJoined(description=description):
-                taken = description.worker_id in self._foreign or description.model in self._foreign.models
+                taken = description.worker_id in self._external or description.model in self._external.models
                 if taken:
                     log.error(
                         "worker ignored, its name or model belongs to one of openai_workers",
@@ -49,4 +49,4 @@ class CombinedBackends:
             case StoreChanged():
                 return True
             case _:
-                return event.worker_id not in self._foreign
+                return event.worker_id not in self._external

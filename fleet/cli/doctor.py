@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -175,26 +175,35 @@ def _gds() -> DoctorVerdict:
     return DoctorVerdict(True, f"nvidia-fs is loaded; {UNUSED}")
 
 
-def _service(module: str, extra: str, port: int) -> Probe:
-    """Return a probe for a client library and its server on this host."""
+def _packages(extra: str, use: str, distributions: Mapping[str, str], port: int = 0) -> Probe:
+    """Return a probe for the packages of an extra.
+
+    Args:
+        extra: The extra of Fleet that installs them.
+        use: What Fleet does with them.
+        distributions: The name of each distribution by the module that Fleet imports.
+        port: The usual port of the server that they talk to; 0: none. A server elsewhere is as good.
+    """
 
     def probe() -> DoctorVerdict:
-        client = importlib.util.find_spec(module) is not None
-        server = _listens(port)
-        detail = f"client {'installed' if client else 'not installed'}, {'a' if server else 'no'} server at 127.0.0.1:{port}; {UNUSED}"
-        steps = [] if client else [f"pip install 'fleet-serving[{extra}]'"]
-        steps += [] if server else [f"start a server on port {port}"]
-        return DoctorVerdict(client and server, detail, " and ".join(steps))
+        missing = [name for module, name in distributions.items() if importlib.util.find_spec(module) is None]
+        installed = ", ".join(_version_of(name) for name in distributions.values() if name not in missing)
+        lacking = ", ".join(f"{name} is not installed" for name in missing)
+        detail = "; ".join(each for each in (installed, lacking, use) if each)
+        if port:
+            detail += f"; {'a' if _listens(port) else 'no'} server at 127.0.0.1:{port}"
+        return DoctorVerdict(not missing, detail, f"pip install 'fleet-serving[{extra}]'" if missing else "")
 
     return probe
 
 
-def _library(module: str, distribution: str, fix: str, use: str = UNUSED) -> Probe:
-    """Return a probe for a library that needs nothing else."""
+def _external_engine(module: str, distribution: str, remedy: str) -> Probe:
+    """Return a probe for an engine that Fleet does not embed."""
+    use = "Fleet relays to its OpenAI server, which may run elsewhere (openai_workers)"
 
     def probe() -> DoctorVerdict:
         if importlib.util.find_spec(module) is None:
-            return DoctorVerdict(False, f"not installed; {use}", fix)
+            return DoctorVerdict(False, f"not installed; {use}", f"{remedy}, if it is to run here")
         return DoctorVerdict(True, f"{_version_of(distribution)}; {use}")
 
     return probe
@@ -207,7 +216,8 @@ def _kubernetes() -> DoctorVerdict:
     configured = within or any(
         Path(name).is_file() for name in [*named.split(":"), str(Path.home() / ".kube" / "config")] if name
     )
-    detail = f"client {'installed' if client else 'not installed'}, {'a' if configured else 'no'} cluster configured; {UNUSED}"
+    use = "for the operator, for workers that register there, and for leases of endpoint pickers"
+    detail = f"{_version_of('kubernetes') if client else 'kubernetes is not installed'}; {use}; {'a' if configured else 'no'} cluster configured"
     steps = [] if client else ["pip install 'fleet-serving[kubernetes]'"]
     steps += [] if configured else ["set KUBECONFIG or write ~/.kube/config"]
     return DoctorVerdict(client and configured, detail, " and ".join(steps))
@@ -238,8 +248,12 @@ def _hugepages() -> DoctorVerdict:
         for path in _entries("/sys/kernel/mm/hugepages")
     }
     detail = ", ".join(f"{count} free of {size}" for size, count in sorted(free.items())) or "the kernel has none"
-    fix = "" if any(free.values()) else "sysctl vm.nr_hugepages=N; only of use for large pools"
-    return DoctorVerdict(any(free.values()), f"{detail}; {UNUSED}", fix)
+    fix = (
+        ""
+        if any(free.values())
+        else "sysctl vm.nr_hugepages=N, as many as the pool needs; without them it asks for transparent ones"
+    )
+    return DoctorVerdict(any(free.values()), f"{detail}; for the pool of a KV store node (huge_pages)", fix)
 
 
 def _ports() -> DoctorVerdict:
@@ -267,25 +281,37 @@ PROBES: Sequence[tuple[str, Probe]] = (
     ("ports", _ports),
     ("engine simulated", _simulated_engine),
     ("engine vllm", _vllm),
-    ("engine sglang", _library("sglang", "sglang", "a machine with an NVIDIA GPU, then: pip install sglang")),
+    ("engine sglang", _external_engine("sglang", "sglang", "pip install sglang on a machine with an NVIDIA GPU")),
     (
         "engine tensorrt-llm",
-        _library("tensorrt_llm", "tensorrt-llm", "a machine with an NVIDIA GPU, then: pip install tensorrt-llm"),
+        _external_engine("tensorrt_llm", "tensorrt-llm", "pip install tensorrt-llm on a machine with an NVIDIA GPU"),
     ),
-    (
-        "engine llama.cpp",
-        _library("llama_cpp", "llama-cpp-python", "pip install llama-cpp-python (builds for some minutes)"),
-    ),
+    ("engine llama.cpp", _external_engine("llama_cpp", "llama-cpp-python", "pip install 'llama-cpp-python[server]'")),
     ("nixl", _nixl),
     ("cuda", _cuda),
     ("rocm", _rocm),
     ("rdma", _rdma),
     ("gds", _gds),
-    ("etcd", _service("aetcd", "etcd", 2379)),
-    ("redis", _service("redis", "redis", 6379)),
-    ("ray", _library("ray", "ray", "pip install 'fleet-serving[ray]'", "for fleet sim sweep --ray")),
-    ("parquet", _library("pyarrow", "pyarrow", "pip install 'fleet-serving[parquet]'", "for fleet sim run --requests")),
     ("kubernetes", _kubernetes),
+    ("etcd", _packages("etcd", "for workers that register there, and for plans", {"aetcd": "aetcd"}, 2379)),
+    (
+        "redis",
+        _packages(
+            "redis", "for a tier of the KV store, and for tenant limits of several routers", {"redis": "redis"}, 6379
+        ),
+    ),
+    ("s3", _packages("s3", "for a tier of the KV store", {"boto3": "boto3"})),
+    (
+        "codecs",
+        _packages(
+            "codecs",
+            "for smaller or sealed blocks in tiers of the KV store",
+            {"cryptography": "cryptography", "lz4": "lz4", "zstandard": "zstandard"},
+        ),
+    ),
+    ("kv events", _packages("kv-events", "for cached blocks of external vLLM and SGLang servers", {"zmq": "pyzmq"})),
+    ("ray", _packages("ray", "for fleet sim sweep --ray", {"ray": "ray"})),
+    ("parquet", _packages("parquet", "for fleet sim run --requests", {"pyarrow": "pyarrow"})),
 )
 
 

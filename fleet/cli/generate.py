@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.cli.console.address import add_address, describe_error
+from fleet.cli.console.address import add_address, address_option, describe_error
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.console.seconds import seconds
 from fleet.client import Client, DeadlineExceeded, FleetError, KvPath, Placement, Result
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(msgspec.json.encode(result).decode())
         return DONE
     print()
-    for line in summary(result):
+    for line in summary(result, arguments.address):
         print(line, file=sys.stderr)
     return DONE
 
@@ -105,8 +105,8 @@ def _key(path: str) -> str:
         raise ConfigurationRefused(f"--api-key-file: {path}: {cause}") from error
 
 
-def summary(result: Result) -> Iterator[str]:
-    """Return lines for a person: token counts, and the sources of the prompt's blocks."""
+def summary(result: Result, address: str) -> Iterator[str]:
+    """Return lines for a person: token counts, the sources of the prompt's blocks, and the command that explains them."""
     usage = result.usage
     yield f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} tokens, {result.finish}"
     for phase in result.kv:
@@ -118,4 +118,4 @@ def summary(result: Result) -> Iterator[str]:
             if origin.blocks
         )
         yield f"{phase.phase} on {phase.worker_id}: {phase.report.prompt_blocks} blocks: {origins}"
-    yield f"fleet explain {result.request_id} says why there"
+    yield f"fleet explain {result.request_id}{address_option(address)} says why there"

@@ -71,7 +71,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     propose.add_argument("-f", "--file", required=True, type=Path, metavar="FILE", help="YAML; - is standard input")
     _takes_form(propose)
-    crds = commands.add_parser("crds", help="print the custom resource definitions")
+    crds = commands.add_parser(
+        "crds",
+        help="print the custom resource definitions",
+        description="Print the custom resource definitions, as the Helm chart installs them: pipe them into `kubectl apply --server-side -f -`.",
+    )
     _takes_form(crds)
     imports = commands.add_parser(
         "import",
@@ -89,7 +93,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _takes_form(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="(default: yaml)")
+    parser.add_argument(
+        "-o", "--output", choices=("yaml", "json"), default="yaml", help="format of the output (default: yaml)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

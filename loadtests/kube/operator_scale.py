@@ -28,6 +28,7 @@ from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.leader import LeaseLeader, LeaseSettings
 from fleet.net.kubernetes.views import CustomObject
+from operators.controller.control_secrets import ControlSecrets
 from operators.observed.observe import conditions_of
 from operators.probes.evidence import Probe, ProbeCompletion
 from operators.server import Operator
@@ -72,8 +73,17 @@ async def measure(server: RunningApiServer, count: int, folder: Path) -> dict[st
         clock = SystemClock()
         leader = LeaseLeader(cluster, lease, "default", "measured", clock, utc_now)
         clients = DelayedProbes()
+        secrets = ControlSecrets(cluster, "default", settings.control_secret, lease.owner)
         operator = Operator(
-            settings, cluster, None, leader, clock, utc_now, OperatorMetrics(CollectorRegistry()), clients
+            settings,
+            cluster,
+            None,
+            leader,
+            clock,
+            utc_now,
+            OperatorMetrics(CollectorRegistry()),
+            clients,
+            secrets=secrets,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(operator.run(stop))
@@ -82,7 +92,7 @@ async def measure(server: RunningApiServer, count: int, folder: Path) -> dict[st
                 clients.asked = 0
                 found[name] = await change(server, operator, count, spec) | {"probes": clients.asked}
             found["scale_change_ms"] = round(
-                1000 * statistics.median([await scale(server, at) for at in range(SCALINGS)])
+                1000 * statistics.median([await scale(server, at) for at in range(min(count, SCALINGS))])
             )
             found["memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
             stop.set()

@@ -31,7 +31,7 @@ POLICIES = (
 PEERS = ("dynamo", "mooncake")
 """Policies that a target names."""
 
-LANES = ("prefill_window_tokens", "prefill_size_seconds")
+PREFILL_QUEUE_SETTINGS = ("prefill_window_tokens", "prefill_size_seconds")
 """Settings of the router that determine the order in which prompts are computed."""
 
 AS_THEY_COME = {"prefill_window_tokens": 0, "prefill_size_seconds": 0.0}
@@ -71,12 +71,12 @@ def tuned(policy: str, workload: str, plan: RunPlan) -> Contestant:
 
 def chosen(policy: str, values: dict[str, Any], plan: RunPlan, name: str = "") -> Contestant:
     """Return a contestant with chosen parameters of the policy and of the prefill queue."""
-    parameters = {key: value for key, value in values.items() if key not in LANES}
+    parameters = {key: value for key, value in values.items() if key not in PREFILL_QUEUE_SETTINGS}
     fit = fitted(policy, plan)
     for key, factor in parameters.items():
         if key in fit:  # an engine parameter is given as a factor of the true value
             fit[key] = fit[key] * factor
-    settings = {key: values[key] for key in LANES if key in values}
+    settings = {key: values[key] for key in PREFILL_QUEUE_SETTINGS if key in values}
     if policy != "fleet":
         settings = {**AS_THEY_COME, **settings}
     return Contestant(name=name or policy, policy=policy, parameters={**parameters, **fit}, settings=settings)

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from loadtests.studies.contestants import LANES, PEERS, POLICIES, Contestant, published, tuned
+from loadtests.studies.contestants import PEERS, POLICIES, PREFILL_QUEUE_SETTINGS, Contestant, published, tuned
 from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
 from loadtests.studies.runs import Effort, StudyCase, StudyRun, WorkloadPart, planned_of, read, run_all
 
@@ -134,9 +134,9 @@ def in_our_order(traffic: StudyTraffic) -> list[Contestant]:
     """Return contestants that separate the order of prompts from the choice of workers: other policies with our prefill queue, and ours without."""
     planned = planned_of(read(traffic.scenario, traffic.changes))
     ours = tuned(OURS, traffic.tuned_as, planned)
-    order = {name: value for name, value in ours.settings.items() if name in LANES}
+    order = {name: value for name, value in ours.settings.items() if name in PREFILL_QUEUE_SETTINGS}
     without = Contestant(
-        name="fleet, no lanes",
+        name="fleet, no prefill queue",
         policy=OURS,
         parameters=ours.parameters,
         settings={**ours.settings, "prefill_window_tokens": 0, "prefill_size_seconds": 0.0},
@@ -148,7 +148,7 @@ def in_our_order(traffic: StudyTraffic) -> list[Contestant]:
         untuned,
         *(
             Contestant(
-                name=f"{peer}, our lanes",
+                name=f"{peer}, our prefill queue",
                 policy=peer,
                 parameters=each.parameters,
                 settings={**each.settings, **order},

@@ -130,7 +130,7 @@ def requests() -> dict[str, Any]:
                 of.rates("Refused", "fleet_refused_requests", "reason"),
                 of.rates("Placed", "fleet_placements", "why"),
                 of.rates("Impossible", "fleet_impossible_requests", "cause"),
-                of.rates("Relayed to foreign servers", "fleet_relayed_requests", "outcome"),
+                of.rates("Relayed to external servers", "fleet_relayed_requests", "outcome"),
             ),
         ),
         Row(

@@ -49,9 +49,9 @@ class ServerHealth:
     async def healthy(self) -> bool | None:
         """Return True if the server answers; None if no request could be sent."""
         try:
-            status, _ = await self._ask(b"GET", self._settings.health_path)
+            status, _ = await self._ask("GET", self._settings.health_path)
             if status in NO_SUCH_PATH:
-                status, _ = await self._ask(b"GET", "/v1/models")
+                status, _ = await self._ask("GET", "/v1/models")
         except OutOfSockets:
             return None
         except BackendUnreachable as error:
@@ -68,7 +68,7 @@ class ServerHealth:
         for text in SAMPLE_TEXTS:
             try:
                 status, answer = await self._ask(
-                    b"POST", "/tokenize", tokenize_request_body(ModelName(settings.model), text)
+                    "POST", "/tokenize", tokenize_request_body(ModelName(settings.model), text)
                 )
             except BackendUnreachable:
                 break
@@ -82,14 +82,14 @@ class ServerHealth:
                 extra=told,
             )
 
-    async def _ask(self, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    async def _ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         return await http_request(self._address, method, path, body, within_seconds=self._within_seconds)
 
 
 async def try_request(address: ServerAddress, path: str, model: str, within_seconds: float) -> TrialOutcome:
     """Send a trial request of the kind that `path` serves, and return its outcome."""
     try:
-        status, _ = await http_request(address, b"POST", path, _trial_body(path, model), within_seconds=within_seconds)
+        status, _ = await http_request(address, "POST", path, _trial_body(path, model), within_seconds=within_seconds)
     except BackendUnreachable:
         return TrialOutcome.FAILED
     if status == OK:

@@ -1,4 +1,8 @@
-"""Small HTTP client for external backends: health checks and tokenization, each over a connection of its own."""
+"""HTTP client of everything that an external backend is asked besides requests of clients.
+
+Health checks, trial requests and tokenizations go by aiohttp, each over a connection of its own. Requests of clients
+go by `fleet.backends.external.upstream`, which passes bytes on (ADR 37).
+"""
 
 import asyncio
 import errno
@@ -6,8 +10,9 @@ import ssl
 from typing import Self
 from urllib.parse import urlsplit
 
-import httptools
+import aiohttp
 from msgspec import Struct
+from yarl import URL
 
 OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Error numbers of a process without a free socket."""
@@ -52,6 +57,11 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
             authorization=f"Bearer {api_key}".encode() if api_key else b"",
         )
 
+    def url(self, path: str) -> URL:
+        """Return the URL of a path below the prefix, as it is written."""
+        scheme = "http" if self.tls is None else "https"
+        return URL(f"{scheme}://{self.netloc.decode()}{self.prefix.decode()}{path}", encoded=True)
+
     def opening(self, method: bytes, path: str) -> bytes:
         """Return the first lines of a request."""
         key = b"authorization: %s\r\n" % self.authorization if self.authorization else b""
@@ -59,33 +69,51 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
 
 
 async def http_request(
-    server: ServerAddress, method: bytes, path: str, body: bytes = b"", *, within_seconds: float
+    server: ServerAddress, method: str, path: str, body: bytes = b"", *, within_seconds: float
 ) -> tuple[int, bytes]:
-    """Send a request and return the status and content of the answer.
+    """Send a request over a new connection, and return the status and at most `MAX_ANSWER_BYTES` of the answer.
 
     Raises:
         BackendUnreachable: No answer came in time, or it is not HTTP.
         OutOfSockets: No socket was left for the request.
     """
-    kind = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body) if body else b""
-    question = b"%s%sconnection: close\r\n\r\n%s" % (server.opening(method, path), kind, body)
-    answer = _Answer()
+    headers = {"Host": server.netloc.decode()}
+    if body:
+        headers["Content-Type"] = "application/json"
+    if server.authorization:
+        headers["Authorization"] = server.authorization.decode()
     try:
-        async with asyncio.timeout(within_seconds):
-            reader, writer = await asyncio.open_connection(server.host, server.port, ssl=server.tls)
-            try:
-                writer.write(question)
-                while not answer.complete and (data := await reader.read(1 << 16)):
-                    answer.feed(data)
-            finally:
-                writer.close()
-    except (OSError, TimeoutError, httptools.HttpParserError) as error:
+        async with (
+            asyncio.timeout(within_seconds),
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True, use_dns_cache=False),
+                timeout=aiohttp.ClientTimeout(total=None),
+            ) as session,
+            session.request(
+                method,
+                server.url(path),
+                data=body or None,
+                headers=headers,
+                ssl=server.tls or True,
+                allow_redirects=False,
+            ) as answer,
+        ):
+            if answer.status < FIRST_FINAL_STATUS:
+                raise BackendUnreachable("it switches to another protocol")
+            return answer.status, await _content(answer)
+    except (aiohttp.ClientError, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in OUT_OF_SOCKETS:
             raise OutOfSockets(connection_failure_cause(error)) from error
         raise BackendUnreachable(connection_failure_cause(error)) from error
-    if answer.status < FIRST_FINAL_STATUS:
-        raise BackendUnreachable("it closed the connection without an answer")
-    return answer.status, bytes(answer.content)
+
+
+async def _content(answer: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for part in answer.content.iter_any():
+        content += part
+        if len(content) > MAX_ANSWER_BYTES:
+            break
+    return bytes(content)
 
 
 def connection_failure_cause(error: BaseException) -> str:
@@ -93,34 +121,3 @@ def connection_failure_cause(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-
-
-class _Answer:
-    """A short answer, filled by the parser."""
-
-    def __init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self.status = 0
-        self.content = bytearray()
-        self.complete = False
-        self._bytes = 0
-
-    def feed(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offered:  # not a subclass of HttpParserError
-            raise httptools.HttpParserError("it switches to another protocol") from offered
-        self._bytes += len(data)
-        if self._bytes > MAX_ANSWER_BYTES:
-            if self.status < FIRST_FINAL_STATUS:
-                raise httptools.HttpParserError("too many bytes without an answer")
-            self.complete = True
-
-    def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
-
-    def on_body(self, body: bytes) -> None:
-        self.content += body
-
-    def on_message_complete(self) -> None:
-        self.complete = self.status >= FIRST_FINAL_STATUS

@@ -1,6 +1,7 @@
 """Address options of commands, and messages for clusters that do not answer."""
 
 import argparse
+import shlex
 
 from fleet.client import Client, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
 from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
@@ -11,6 +12,7 @@ from fleet.local.settings import Topology
 from fleet.net.control.access import load_control_access
 from kvstore.security.credentials import Credentials
 
+DEFAULT_ADDRESS = Topology().router.grpc_listen
 MOST_PORT = 65535
 
 CAUSES = {
@@ -28,14 +30,18 @@ CREDENTIALS = "control_credentials"
 
 def add_address(parser: argparse.ArgumentParser) -> None:
     """Add the option for the address of a cluster."""
-    default = Topology().router.grpc_listen
     parser.add_argument(
         "--address",
         type=router_address,
-        default=default,
+        default=DEFAULT_ADDRESS,
         metavar="HOST:PORT",
-        help=f"a router's gRPC address (default: {default})",
+        help=f"a router's gRPC address (default: {DEFAULT_ADDRESS})",
     )
+
+
+def address_option(address: str) -> str:
+    """Return the option that another command needs for this address; empty for the default."""
+    return "" if address == DEFAULT_ADDRESS else f" --address {shlex.quote(address)}"
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:

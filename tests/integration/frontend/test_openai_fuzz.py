@@ -32,18 +32,18 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 def serving(model_dir):
     """Run frontends on an event loop in a thread; yield the HTTP addresses, one with models and one in front of an external backend."""
     started: list[str] = []
-    foreign = OpenAiServer()
+    external = OpenAiServer()
     ready, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        await foreign.start()
-        async with open_frontends(model_dir) as frontends, a_relay(foreign, seconds=3600) as relay:
+        await external.start()
+        async with open_frontends(model_dir) as frontends, a_relay(external, seconds=3600) as relay:
             frontends.will_answer("An answer.")
             started.extend((frontends.http.address, relay.http.address))
             loops.append(asyncio.get_running_loop())
             ready.set()
             await stop.wait()
-        await foreign.stop()
+        await external.stop()
 
     loops: list[asyncio.AbstractEventLoop] = []
     thread = threading.Thread(target=asyncio.run, args=(serve(),))

@@ -117,6 +117,7 @@ class OpenAiServer:
         self.play: AnswerScript = five_tokens
         self.health_status = 200
         self.health_seconds = 0.0  # delay of a health answer
+        self.may_join: Callable[[], bool] = lambda: True  # health answers wait until this is true
         self.tokenise: Callable[[str], list[int]] | None = None  # None: the server has no such path
         self.seen: list[ReceivedRequest] = []
         self.connections = 0  # ever opened, without those of health checks
@@ -150,6 +151,7 @@ class OpenAiServer:
                 if seen.start.startswith("GET"):
                     self.health_checks += 1
                     await asyncio.sleep(self.health_seconds)
+                    await until(self.may_join)
                     await ServerExchange(seen, writer).respond(self.health_status, b"{}", "connection: close")
                     break
                 if seen.start.startswith("POST /tokenize "):
@@ -276,7 +278,7 @@ async def a_relay(
     seconds: float = 100.0,
     **worker: object,
 ) -> AsyncIterator[RelaySetup]:
-    """Run a router in front of servers `w0`, `w1` and so on, which have all joined, for `seconds` at most."""
+    """Run a router in front of servers `w0`, `w1` and so on, which have all joined in order, for `seconds` at most."""
     clock = SystemClock()
     fields = {"model": MODEL, "probe_seconds": 0.1, "tokenizer": str(model_dir or ""), **worker}
     settings = RouterSettings(
@@ -319,9 +321,13 @@ async def a_relay(
         async with open_http_frontend(
             "127.0.0.1:0", http or HttpSettings(), generation, registry, clock, relay
         ) as front:
-            running = [tasks.create_task(router.run()), tasks.create_task(workers.run(router.hear))]
             world = RelaySetup(front, router, machine, workers, registry, reader, shared)
+            for index, server in enumerate(servers):
+                server.may_join = lambda before=index: world.serving() >= before
+            running = [tasks.create_task(router.run()), tasks.create_task(workers.run(router.hear))]
             await until(lambda: world.serving() == len(servers))
+            for server in servers:
+                server.may_join = lambda: True
             yield world
         for task in running:
             task.cancel()

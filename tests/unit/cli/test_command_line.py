@@ -1,6 +1,7 @@
 """The command line of `fleet`, before anything runs."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -31,6 +32,30 @@ def test_help_loads_no_part_of_the_system():
     assert "usage: fleet" in out
     for heavy in ("'grpc'", "'numpy'", "'msgspec'", "'asyncio'", "'torch'"):
         assert heavy not in out
+
+
+def help_of(capsys, *command):
+    with pytest.raises(SystemExit) as ended:
+        run([*command, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def sub_commands(text):
+    """Return the names under COMMAND in a help text."""
+    return re.findall(r"^    ([a-z-]+)(?: |$)", text.partition("COMMAND\n")[2].partition("\n\n")[0], re.MULTILINE)
+
+
+def test_help_of_every_command_says_what_it_does(capsys):
+    waiting, seen = [()], 0
+    while waiting:
+        command = waiting.pop()
+        text = help_of(capsys, *command)
+        sentence = text.partition("\n\n")[2].partition("\n\n")[0]
+        assert sentence.endswith("."), (command, sentence)
+        waiting += [(*command, name) for name in sub_commands(text)]
+        seen += 1
+    assert seen > 20
 
 
 @pytest.mark.parametrize(

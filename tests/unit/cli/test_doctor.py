@@ -1,5 +1,7 @@
 """`fleet doctor`: findings and fixes."""
 
+import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +13,10 @@ from fleet.cli.doctor import PROBES, DoctorVerdict, examine
 from fleet.cli.main import run
 
 NEEDS_AN_ENGINE_PROCESS = {"engine vllm", "nixl"}  # seconds each; the integration tests have them
+
+
+def light_probes():
+    return [probe for probe in PROBES if probe[0] not in NEEDS_AN_ENGINE_PROCESS]
 
 
 def test_every_part_that_is_optional_has_a_line():
@@ -32,17 +38,51 @@ def test_every_part_that_is_optional_has_a_line():
         "ray",
         "parquet",
         "kubernetes",
+        "s3",
+        "codecs",
+        "kv events",
     ]
     assert names >= {*wanted, "shared memory"}
     assert names >= {f"engine {engine}" for engine in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "simulated")}
 
 
 def test_unusable_parts_come_with_a_fix():
-    findings = list(examine([probe for probe in PROBES if probe[0] not in NEEDS_AN_ENGINE_PROCESS]))
+    findings = list(examine(light_probes()))
 
     assert [finding.name for finding in findings if not finding.usable and not finding.fix] == []
     assert [finding.name for finding in findings if not finding.detail] == []
     assert [finding.name for finding in findings if "cannot be examined" in finding.detail] == []
+
+
+def test_extras_of_fleet_have_the_packages_that_it_probes():
+    """Compare the probes with the extras, so that a line names what a user can install."""
+    extras = {*importlib.metadata.metadata("fleet-serving").get_all("Provides-Extra")}
+    findings = {finding.name: finding for finding in examine(light_probes())}
+
+    for name in ("etcd", "redis", "s3", "codecs", "kv events", "ray", "parquet", "kubernetes"):
+        assert name.replace(" ", "-") in extras
+        assert "makes no use of it" not in findings[name].detail
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lz4" else real(name))
+
+    verdict = dict(PROBES)["codecs"]()
+
+    assert not verdict.usable
+    assert "lz4 is not installed" in verdict.detail
+    assert "cryptography " in verdict.detail
+    assert verdict.fix == "pip install 'fleet-serving[codecs]'"
+
+
+def test_missing_server_on_this_host_is_no_fault(monkeypatch):
+    monkeypatch.setattr(doctor, "_listens", lambda port: False)
+
+    verdict = dict(PROBES)["etcd"]()
+
+    assert verdict.usable
+    assert "no server at 127.0.0.1:2379" in verdict.detail
 
 
 def test_failed_probe_is_a_finding_and_others_go_on():

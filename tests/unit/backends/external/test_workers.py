@@ -9,11 +9,11 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 from tests.support.builders import a_description, a_load
 from tests.support.router.fake_workers import FakeWorkers
 
-FOREIGN = OpenAiWorkerSettings(worker_id="w0", url="http://127.0.0.1:1", model="mock")
+EXTERNAL = OpenAiWorkerSettings(worker_id="w0", url="http://127.0.0.1:1", model="mock")
 
 
 def heard(*events: WorkerEvent) -> list[WorkerEvent]:
-    workers = CombinedBackends(FakeWorkers(), ExternalBackends((FOREIGN,), 1.0, SystemClock()))  # type: ignore[arg-type]
+    workers = CombinedBackends(FakeWorkers(), ExternalBackends((EXTERNAL,), 1.0, SystemClock()))  # type: ignore[arg-type]
     heard: list[WorkerEvent] = []
     hear = workers.only_acceptable(heard.append)
     for event in events:

@@ -6,7 +6,10 @@ from contextlib import closing
 
 import pytest
 
+from fleet.cli.generate import summary
 from fleet.cli.main import run
+from fleet.client import Result
+from fleet.core.requests import Finish, Usage
 
 OPERATING = (["status"], ["explain", "x"], ["router", "thresholds"])
 
@@ -56,6 +59,20 @@ def test_an_unreadable_control_secret_is_refused(tmp_path, capsys):
     assert run(["status", "--control-address", "127.0.0.1:9", "--control-secret-file", str(gone)]) == 3
 
     assert f"control_credentials.secret_file: {gone} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "option"), [("127.0.0.1:50051", ""), ("h:1", " --address h:1"), ("[::1]:9", " --address '[::1]:9'")]
+)
+def test_hint_names_an_address_that_is_not_the_default(address, option):
+    usage = Usage(prompt_tokens=1, cached_tokens=0, completion_tokens=2)
+    result = Result(
+        request_id="x", model="m", text="", token_ids=(), logprobs=(), finish=Finish.LENGTH, usage=usage, kv=()
+    )
+
+    *_, hint = summary(result, address)
+
+    assert hint == f"fleet explain x{option} says why there"
 
 
 def test_unreachable_address_is_reported_with_advice(nobody, capsys):

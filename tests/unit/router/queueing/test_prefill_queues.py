@@ -15,67 +15,67 @@ ONE = (("d1", Role.DECODE),)
 WINDOW = 100
 
 
-def enter(lanes: PrefillQueues, name: str, tokens: int, rank: int = 0, worker: WorkerId = W1) -> bool:
-    if lanes.enter(RequestId(name), worker, tokens):
+def enter(queues: PrefillQueues, name: str, tokens: int, rank: int = 0, worker: WorkerId = W1) -> bool:
+    if queues.enter(RequestId(name), worker, tokens):
         return True
-    lanes.wait(RequestId(name), worker, tokens, rank=rank, seq=int(name.strip("r")))
+    queues.wait(RequestId(name), worker, tokens, rank=rank, seq=int(name.strip("r")))
     return False
 
 
 def test_worker_gets_prompts_up_to_the_window():
-    lanes = PrefillQueues(WINDOW)
+    queues = PrefillQueues(WINDOW)
 
-    went = [enter(lanes, name, 60) for name in ("r1", "r2", "r3")]
+    went = [enter(queues, name, 60) for name in ("r1", "r2", "r3")]
 
     assert went == [True, True, False]
-    assert lanes.next() is None
-    lanes.check()
+    assert queues.next() is None
+    queues.check()
 
 
 def test_lowest_position_goes_first():
-    lanes = PrefillQueues(WINDOW)
-    enter(lanes, "r1", 500)
-    enter(lanes, "r2", 80, rank=9)
-    enter(lanes, "r3", 80, rank=5)
-    enter(lanes, "r4", 80, rank=7)
+    queues = PrefillQueues(WINDOW)
+    enter(queues, "r1", 500)
+    enter(queues, "r2", 80, rank=9)
+    enter(queues, "r3", 80, rank=5)
+    enter(queues, "r4", 80, rank=7)
 
-    lanes.leave(RequestId("r1"))
-    went = [lanes.next(), lanes.next(), lanes.next()]
+    queues.leave(RequestId("r1"))
+    went = [queues.next(), queues.next(), queues.next()]
 
     assert went == ["r3", "r4", None]
-    lanes.check()
+    queues.check()
 
 
 def test_prefill_queues_of_workers_are_independent():
-    lanes = PrefillQueues(WINDOW)
-    enter(lanes, "r1", 500, worker=W1)
-    enter(lanes, "r2", 500, worker=W1)
+    queues = PrefillQueues(WINDOW)
+    enter(queues, "r1", 500, worker=W1)
+    enter(queues, "r2", 500, worker=W1)
 
-    assert enter(lanes, "r3", 500, worker=W2)
-    lanes.leave(RequestId("r3"))
-    assert lanes.next() is None
+    assert enter(queues, "r3", 500, worker=W2)
+    queues.leave(RequestId("r3"))
+    assert queues.next() is None
 
 
 def test_zero_window_sends_all_prompts_at_once():
-    lanes = PrefillQueues(0)
+    queues = PrefillQueues(0)
 
-    assert all(enter(lanes, f"r{number}", 10_000) for number in range(1, 9))
-    lanes.leave(RequestId("r1"))
-    lanes.check()
+    assert all(enter(queues, f"r{number}", 10_000) for number in range(1, 9))
+    queues.leave(RequestId("r1"))
+    queues.check()
 
 
 def test_unsent_prompt_frees_no_window_tokens():
-    lanes = PrefillQueues(WINDOW)
-    enter(lanes, "r1", 500)
-    enter(lanes, "r2", 10)
-    enter(lanes, "r3", 10, rank=1)
+    queues = PrefillQueues(WINDOW)
+    enter(queues, "r1", 500)
+    enter(queues, "r2", 10)
+    enter(queues, "r3", 10, rank=1)
 
-    lanes.leave(RequestId("r2"))
+    queues.leave(RequestId("r2"))
 
-    assert lanes.next() is None
-    assert lanes.holds(RequestId("r3"))
-    lanes.leave(RequestId("r1"))
-    assert lanes.next() == "r3"
+    assert queues.next() is None
+    assert queues.holds(RequestId("r3"))
+    queues.leave(RequestId("r1"))
+    assert queues.next() == "r3"
 
 
 def a_router(**settings):

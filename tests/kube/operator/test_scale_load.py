@@ -1,0 +1,21 @@
+"""Load test of the operator with few deployments: it runs to its end, and reports every figure."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_load_test_of_the_operator_reports_its_figures():
+    command = [sys.executable, "-m", "loadtests.kube.operator_scale", "--deployments", "2"]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["deployments"] == 2
+    assert found["made"]["writes"]["children"] > 0
+    assert found["changed"]["most_writes_of_a_child"] >= 1
+    assert found["scale_change_ms"] > 0

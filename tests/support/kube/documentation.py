@@ -1,4 +1,4 @@
-"""Chart values and manifests that `docs/kubernetes/` and `deploy/samples` show as examples.
+"""Chart values and manifests that the pages and `deploy/samples` show as examples.
 
 A manifest that shows only a part of an object is completed.
 """
@@ -9,27 +9,22 @@ from typing import Any
 import yaml
 
 from fleet.net.kubernetes.kinds import GROUP, VERSION
+from tests.support.documents import all_blocks
 from tests.support.kube.charts import CHART, Document
 
 DEPLOY = CHART.parents[1]
-PAGES = sorted((DEPLOY.parent / "docs" / "kubernetes").glob("*.md"))
-BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHELL = re.compile(r"<<END\n(.*?)^END", re.DOTALL | re.MULTILINE)
 """A command of the pages that reads Helm values from its standard input."""
 
 
-def _text() -> str:
-    return "\n".join(page.read_text() for page in PAGES)
-
-
 def shown_values() -> list[Document]:
-    text = _text()
-    return [each for each in _blocks(text) if _is_values(each)] + [yaml.safe_load(each) for each in SHELL.findall(text)]
+    commands = (each for block in all_blocks() if block.language == "sh" for each in SHELL.findall(block.text))
+    return [each for each in _examples() if _is_values(each)] + [yaml.safe_load(each) for each in commands]
 
 
 def shown_manifests() -> list[Document]:
     """Return the manifests of the pages, then those of the samples."""
-    shown = [_whole(each) for each in _blocks(_text()) if not _is_values(each)]
+    shown = [_whole(each) for each in _examples() if not _is_values(each)]
     for path in sorted((DEPLOY / "samples").rglob("*.yaml")):
         shown += yaml.safe_load_all(path.read_text())
     return shown
@@ -39,8 +34,10 @@ def is_ours(manifest: Document) -> bool:
     return bool(manifest["apiVersion"].startswith(f"{GROUP}/"))
 
 
-def _blocks(text: str) -> list[Any]:
-    return [yaml.safe_load(each) for each in BLOCK.findall(text)]
+def _examples() -> list[Any]:
+    return [
+        yaml.safe_load(block.text) for block in all_blocks() if block.language == "yaml" and "skip" not in block.clauses
+    ]
 
 
 def _is_values(block: Any) -> bool:
@@ -58,7 +55,7 @@ def _whole(block: Any) -> Document:
             return _deployment(roles=[{"name": "prefill", "type": "prefill"}, *block])
         case {"kvTransfer": _} | {"model": _}:
             return _deployment(roles=[{"name": "workers", "type": "aggregated"}], **block)
-    raise AssertionError(f"nobody knows what this block of docs/kubernetes is a part of: {str(block)[:80]}")
+    raise AssertionError(f"nobody knows what this block of the pages is a part of: {str(block)[:80]}")
 
 
 def _deployment(**spec: Any) -> Document:

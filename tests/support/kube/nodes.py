@@ -220,7 +220,7 @@ class Nodes:
             if _gpus(pod):
                 used = sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName"))
                 self.most_gpus = max(self.most_gpus, used)
-        [main] = [each for each in pod["spec"]["containers"] if each["name"] == "main"]
+        main = _main(pod)
         status = {
             "phase": "Running",
             "podIP": address(metadata["name"]),
@@ -303,6 +303,12 @@ def _cost(pod):
     return int((pod["metadata"].get("annotations") or {}).get(COST, 0))
 
 
+def _main(pod):
+    """Return the container of the engine or router; a pod of the chart has one container with a name of its own."""
+    containers = pod["spec"]["containers"]
+    return next((each for each in containers if each["name"] == "main"), containers[0])
+
+
 def _gpus(pod):
-    [main] = [each for each in pod["spec"]["containers"] if each["name"] == "main"]
+    main = _main(pod)
     return int((main.get("resources", {}).get("limits") or {}).get("nvidia.com/gpu", 0))

@@ -1,0 +1,122 @@
+"""Fenced blocks of the README and the documents, and what each page's source says about testing them.
+
+Rules:
+
+1. A block is a test. A comment on the line before its fence, `<!-- docs-test: CLAUSE; CLAUSE -->`, says how it is tested.
+2. Commands and Python need no comment: they run in the order of the page (`shell_session`). YAML needs none either: the tests of
+   Kubernetes apply it. Every other block has a comment.
+3. A block that no test can run has `skip, REASON`, with one of `SKIP_REASONS`.
+4. A comment that no block follows is a step of its own: `cluster` starts a cluster for the rest of the page.
+"""
+
+import re
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+SKIP_REASONS = frozenset(
+    {
+        "is a diagram",
+        "shows the form only",
+        "differs from run to run",
+        "installs packages",
+        "downloads a model or data",
+        "builds images",
+        "runs the tests",
+        "takes minutes",
+        "needs a GPU",
+        "needs nodes and pods of a real cluster",
+        "needs servers that are not part of Fleet",
+    }
+)
+
+LANGUAGES = frozenset({"sh", "python", "toml", "yaml", "json", "text"})
+
+CLAUSES = frozenset({"skip", "settings", "file", "background", "until", "kube", "output", "needs", "cluster"})
+"""What comments may say.
+
+skip, REASON: no test runs the block. settings KIND: the block loads as settings of that kind. file PATH: the block is that file.
+background: each command of the block keeps running until the page ends. until TEXT: wait for this expression in the output, and
+repeat commands that end before. kube: the tests of Kubernetes run the commands. output: the block is output of the commands
+before it. needs PACKAGE: the block runs where this package is installed. cluster: start a cluster here, with these options.
+"""
+
+_COMMENT = re.compile(r"^<!-- docs-test: (?P<clauses>.*?) -->$")
+_FENCE = re.compile(r"^```(?P<language>\S*)$")
+
+
+class Block(NamedTuple):
+    """A fenced block, or a step that only the source of its page shows."""
+
+    page: Path
+    line: int
+    language: str
+    """Empty for a comment without a block."""
+
+    text: str
+    clauses: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the blocks of a page in their order.
+
+    Raises:
+        ValueError: A block does not end.
+    """
+    found: list[Block] = []
+    said: tuple[int, dict[str, str]] | None = None
+    lines = iter(enumerate(page.read_text().splitlines(), 1))
+    for number, line in lines:
+        if comment := _COMMENT.match(line.strip()):
+            said = number, _clauses(comment["clauses"])
+            if "cluster" in said[1]:
+                found.append(Block(page, number, "", "", said[1]))
+                said = None
+        elif fence := _FENCE.match(line.strip()):
+            inner: list[str] = []
+            for _, each in lines:
+                if each.strip() == "```":
+                    break
+                inner.append(each)
+            else:
+                raise ValueError(f"{page}:{number}: the block does not end")
+            text = textwrap.dedent("\n".join(inner) + "\n")
+            found.append(Block(page, number, fence["language"], text, said[1] if said else {}))
+            said = None
+        elif said:
+            raise ValueError(f"{page}:{said[0]}: no block follows the comment")
+    return found
+
+
+def _clauses(text: str) -> dict[str, str]:
+    parts = (each.strip() for each in text.split(";"))
+    return {verb.rstrip(","): rest.strip() for verb, _, rest in (each.partition(" ") for each in parts)}
+
+
+def all_blocks() -> list[Block]:
+    return [block for page in PAGES for block in blocks(page)]
+
+
+def complaint(block: Block) -> str:
+    """Return why a block is neither tested nor skipped for a known reason, or an empty string."""
+    clauses = block.clauses
+    if unknown := block.clauses.keys() - CLAUSES:
+        return f"{', '.join(sorted(unknown))}: no such clause; tests/support/documents.py lists them"
+    if "skip" in clauses:
+        return "" if clauses["skip"] in SKIP_REASONS else f"{clauses['skip']!r} is not one of SKIP_REASONS"
+    match block.language:
+        case "" if "cluster" in clauses:
+            return ""
+        case "sh" | "python" | "yaml":
+            return ""
+        case "toml" | "json":
+            return "" if clauses.keys() & {"settings", "file"} else "say of what these are settings: `settings KIND`"
+        case "text":
+            return "" if "output" in clauses else "say `output`, or `skip` with a reason"
+    return f"{block.language!r} is not one of {', '.join(sorted(LANGUAGES))}"

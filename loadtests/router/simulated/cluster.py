@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from fleet.batching.attempts import EngineLimits
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.roles import Role
 from fleet.hardware.latency.linear import EngineLatency
 from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.results.outcomes import EndedRequest, Slo
 from fleet.sim.run import RunPlan, simulate
 from fleet.sim.workload.clients import SessionClients
@@ -35,7 +35,7 @@ PATIENT = RouterSettings(explained_requests=1, max_queued=1_000_000, max_queue_s
 
 
 class LatencyStepTimes(Struct, frozen=True):
-    """Step times by straight lines; implements `fleet.sim.engine.attempts.StepTimes`."""
+    """Step times by straight lines; implements `fleet.batching.attempts.StepTimes`."""
 
     latency: EngineLatency
 

@@ -77,7 +77,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The probability that a token ends the sequence; answers commonly have 500 tokens."""
 
     max_batched_tokens: Positive = 2048
-    """The most prompt tokens in one step; longer prompts take several steps (chunked prefill)."""
+    """The most tokens in one step, answers and prompts together; long prompts take several steps (chunked prefill)."""
 
     load_timeout_ms: Positive = 2000
     """How long admission waits for blocks from elsewhere before it computes them."""

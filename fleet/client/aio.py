@@ -1,4 +1,4 @@
-"""Asynchronous client: like `fleet.client.sync`, for one event loop."""
+"""Asynchronous client: like `fleet.client.sync`, where arguments and errors are described, for one event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,28 +7,27 @@ from typing import Self, Unpack
 
 import grpc
 
-from fleet.client.control import ControlPort, control_error
+from fleet.client.control import ControlPort, control_errors
 from fleet.client.errors import Cancelled, error_of
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
-    Collected,
     PlacementExplained,
     RemotePrefill,
     Result,
+    StreamedAnswer,
     decode_explanation,
     decode_status,
     remote_prefill_of,
     thresholds_of,
 )
+from fleet.client.sync import CALL_SECONDS
 from fleet.core.errors import Reason
 from fleet.core.requests import Delta, ModelCard
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from fleet.wire.inference import decode_model
 from kvstore.security.credentials import Credentials
-
-CALL_SECONDS = 10.0  # for calls without generation
 
 
 class AsyncClient:
@@ -50,18 +49,7 @@ class AsyncClient:
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - frozen
     ) -> None:
-        """Connect to a router.
-
-        Args:
-            address: Its gRPC address for clients, ``host:port`` or ``unix:/path``.
-            api_key: Needed if the cluster has tenants.
-            control: Its control address, for `status`, `explain`, `tune` and `remote_prefill`; empty: that of this
-                user's router on this machine.
-            control_credentials: Credentials for a control port over TCP.
-
-        Raises:
-            ConfigurationRefused: A credentials file cannot be used.
-        """
+        """Connect to a router; the arguments are those of `fleet.client.Client`."""
         self._metadata = api_key_metadata(api_key)
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
@@ -83,34 +71,21 @@ class AsyncClient:
             await self._control_channel.close()
 
     def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> "AsyncStream":
-        """Send a request with a streamed answer; arguments as for `fleet.client.Client.generate`.
-
-        Raises:
-            InvalidRequest: A value does not fit its field; nothing was sent.
-        """
+        """Send a request with a streamed answer; arguments as for `fleet.client.Client.generate`."""
         message = build_message(prompt, options)
         return AsyncStream(
             self._inference.Generate(message, timeout=options.get("timeout_seconds"), metadata=self._metadata)
         )
 
     async def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
-        """Send a request and wait for the complete answer; arguments as for `generate`.
-
-        Raises:
-            FleetError: It failed; see the subclasses in `fleet.client.errors`.
-        """
+        """Send a request and wait for the complete answer; arguments as for `generate`."""
         async with self.generate(prompt, **options) as stream:
             async for _ in stream:
                 pass
             return stream.result
 
     async def models(self) -> tuple[ModelCard, ...]:
-        """Return the models that at least one live worker serves.
-
-        Raises:
-            Unauthenticated: The cluster has tenants, and this client has no valid key.
-            FleetError: The call failed.
-        """
+        """Return the models that at least one live worker serves."""
         try:
             response = await self._inference.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS, metadata=self._metadata
@@ -120,55 +95,26 @@ class AsyncClient:
         return tuple(decode_model(model) for model in response.models)
 
     async def status(self) -> ClusterStatus:
-        """Return pools, workers, load and caches.
-
-        Raises:
-            FleetError: The call failed.
-        """
-        try:
+        """Return pools, workers, load and caches."""
+        with control_errors():
             return decode_status(await self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
-        except grpc.aio.AioRpcError as error:
-            raise control_error(error) from error
 
     async def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
-        """Return the placements of a request, the first one first.
-
-        Raises:
-            RequestNotFound: This router has not placed it, or has placed too many others since.
-            FleetError: The call failed.
-        """
-        try:
+        """Return the placements of a request, the first one first."""
+        with control_errors():
             request = control_pb2.ExplainRequest(request_id=request_id)
             return decode_explanation(await self._cluster.Explain(request, timeout=CALL_SECONDS))
-        except grpc.aio.AioRpcError as error:
-            raise control_error(error) from error
 
     async def tune(self, **thresholds: float) -> dict[str, float]:
-        """Set thresholds of the router for later requests; return all thresholds.
-
-        Args:
-            thresholds: Values by name; see ``fleet.router.settings.router.Thresholds``. None: only return them.
-
-        Raises:
-            InvalidRequest: A name or value is invalid; nothing was changed.
-            FleetError: The call failed.
-        """
+        """Set thresholds of the router for later requests; return all thresholds."""
         request = tune_request(thresholds)
-        try:
+        with control_errors():
             return thresholds_of(await self._cluster.Tune(request, timeout=CALL_SECONDS))
-        except grpc.aio.AioRpcError as error:
-            raise control_error(error) from error
 
     async def remote_prefill(self) -> RemotePrefill:
-        """Return what the router has measured for the threshold `remote_prefill_min_tokens`.
-
-        Raises:
-            FleetError: The call failed.
-        """
-        try:
+        """Return what the router has measured for the threshold `remote_prefill_min_tokens`."""
+        with control_errors():
             answer = await self._cluster.Tune(control_pb2.TuneRequest(), timeout=CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise control_error(error) from error
         return remote_prefill_of(answer.remote_prefill)
 
     @property
@@ -178,7 +124,7 @@ class AsyncClient:
         return control_pb2_grpc.ClusterStub(self._control_channel)
 
 
-class AsyncStream:
+class AsyncStream(StreamedAnswer):
     """One streamed answer, to be iterated. Leaving its context, or `cancel`, stops the engine."""
 
     def __init__(
@@ -186,22 +132,8 @@ class AsyncStream:
     ) -> None:
         self._call = call
         self._messages = aiter(call)
-        self._collected = Collected()
+        super().__init__()
         self._cancelled = False  # by `cancel`, not because the task was cancelled
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request in logs and traces; empty until the server has admitted the request."""
-        return self._collected.request_id
-
-    @property
-    def result(self) -> Result:
-        """The complete answer, available after the last delta.
-
-        Raises:
-            RuntimeError: The stream has not ended.
-        """
-        return self._collected.result
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -216,7 +148,7 @@ class AsyncStream:
             try:
                 message = await anext(self._messages)
             except StopAsyncIteration:
-                self._collected.end()
+                self._end()
                 raise
             except grpc.aio.AioRpcError as error:
                 raise error_of(error) from error
@@ -225,7 +157,7 @@ class AsyncStream:
                 if not self._cancelled or (task is not None and task.cancelling()):
                     raise
                 raise Cancelled("the stream was cancelled", Reason.CANCELLED) from error
-            if (delta := self._collected.take(message)) is not None:
+            if (delta := self._take(message)) is not None:
                 return delta
 
     def cancel(self) -> None:

@@ -1,5 +1,7 @@
 """Control port of a client: the router's control address and the credentials for it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import grpc
@@ -84,8 +86,20 @@ class ControlPort:
         )
 
 
-def control_error(error: grpc.RpcError) -> FleetError:
-    """Translate a failed call to a control port."""
+@contextmanager
+def control_errors() -> Iterator[None]:
+    """Translate failed calls to a control port.
+
+    Raises:
+        FleetError: The call failed.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _control_error(error) from error
+
+
+def _control_error(error: grpc.RpcError) -> FleetError:
     if isinstance(error, UnprovenAnswer):
         return Unauthenticated(UNPROVEN)
     assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError)), error

@@ -23,8 +23,8 @@ class Result(Struct, frozen=True, kw_only=True):
     kv: tuple[KvPhase, ...]  # sources of the prompt's KV blocks, by phase
 
 
-class Collected:
-    """Collects the messages of an answer."""
+class StreamedAnswer:
+    """An answer whose messages are collected while it streams."""
 
     def __init__(self) -> None:
         self._admitted: Admitted | None = None
@@ -33,12 +33,12 @@ class Collected:
 
     @property
     def request_id(self) -> str:
-        """Id of the request; empty until the server has admitted it."""
+        """Id of the request in logs and traces; empty until the server has admitted the request."""
         return "" if self._admitted is None else self._admitted.request_id
 
     @property
     def result(self) -> Result:
-        """The complete answer.
+        """The complete answer, available after the last delta.
 
         Raises:
             RuntimeError: The stream has not ended.
@@ -47,7 +47,7 @@ class Collected:
             raise RuntimeError("the stream has not ended; iterate it first")
         return self._result
 
-    def take(self, message: inference_pb2.GenerateResponse) -> Delta | None:
+    def _take(self, message: inference_pb2.GenerateResponse) -> Delta | None:
         """Add a message; return its delta for the caller, if any.
 
         Raises:
@@ -73,7 +73,7 @@ class Collected:
             case None:
                 return None
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Record the end of the stream.
 
         Raises:

@@ -6,15 +6,15 @@ from typing import Self, Unpack
 
 import grpc
 
-from fleet.client.control import ControlPort, control_error
+from fleet.client.control import ControlPort, control_errors
 from fleet.client.errors import error_of
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
-    Collected,
     PlacementExplained,
     RemotePrefill,
     Result,
+    StreamedAnswer,
     decode_explanation,
     decode_status,
     remote_prefill_of,
@@ -131,10 +131,8 @@ class Client:
         Raises:
             FleetError: The call failed.
         """
-        try:
+        with control_errors():
             return decode_status(self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
-        except grpc.RpcError as error:
-            raise control_error(error) from error
 
     def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
         """Return the placements of a request, the first one first.
@@ -143,11 +141,9 @@ class Client:
             RequestNotFound: This router has not placed it, or has placed too many others since.
             FleetError: The call failed.
         """
-        try:
+        with control_errors():
             request = control_pb2.ExplainRequest(request_id=request_id)
             return decode_explanation(self._cluster.Explain(request, timeout=CALL_SECONDS))
-        except grpc.RpcError as error:
-            raise control_error(error) from error
 
     def tune(self, **thresholds: float) -> dict[str, float]:
         """Set thresholds of the router for later requests; return all thresholds.
@@ -160,10 +156,8 @@ class Client:
             FleetError: The call failed.
         """
         request = tune_request(thresholds)
-        try:
+        with control_errors():
             return thresholds_of(self._cluster.Tune(request, timeout=CALL_SECONDS))
-        except grpc.RpcError as error:
-            raise control_error(error) from error
 
     def remote_prefill(self) -> RemotePrefill:
         """Return what the router has measured for the threshold `remote_prefill_min_tokens`.
@@ -171,10 +165,8 @@ class Client:
         Raises:
             FleetError: The call failed.
         """
-        try:
+        with control_errors():
             answer = self._cluster.Tune(control_pb2.TuneRequest(), timeout=CALL_SECONDS)
-        except grpc.RpcError as error:
-            raise control_error(error) from error
         return remote_prefill_of(answer.remote_prefill)
 
     @property
@@ -184,26 +176,12 @@ class Client:
         return control_pb2_grpc.ClusterStub(self._control_channel)
 
 
-class Stream:
+class Stream(StreamedAnswer):
     """One streamed answer, to be iterated. Leaving its context, or `cancel`, stops the engine."""
 
     def __init__(self, call: "grpc._CallIterator[inference_pb2.GenerateResponse]") -> None:
         self._call = call
-        self._collected = Collected()
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request in logs and traces; empty until the server has admitted the request."""
-        return self._collected.request_id
-
-    @property
-    def result(self) -> Result:
-        """The complete answer, available after the last delta.
-
-        Raises:
-            RuntimeError: The stream has not ended.
-        """
-        return self._collected.result
+        super().__init__()
 
     def __iter__(self) -> Iterator[Delta]:
         return self
@@ -218,11 +196,11 @@ class Stream:
             try:
                 message = next(self._call)
             except StopIteration:
-                self._collected.end()
+                self._end()
                 raise
             except grpc.RpcError as error:
                 raise error_of(error) from error
-            if (delta := self._collected.take(message)) is not None:
+            if (delta := self._take(message)) is not None:
                 return delta
 
     def cancel(self) -> None:

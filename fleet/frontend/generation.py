@@ -13,11 +13,11 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from itertools import chain
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from msgspec import structs
 
@@ -44,7 +44,6 @@ from fleet.core.requests import (
 )
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
-from fleet.core.work import Progress
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.api import RouterApi
@@ -56,13 +55,6 @@ from kvstore.block import tenant_salt
 
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
 RETRY_AFTER_MS = 1000
-
-
-class SubmittedRequest(AsyncIterable[Progress | StartedOver | Complete], Protocol):
-    """The part of `fleet.router.server.RequestStream` that is needed here."""
-
-    kv: tuple[KvPhase, ...]
-    cached_tokens: int
 
 
 class Generation:

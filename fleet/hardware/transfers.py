@@ -1,4 +1,4 @@
-"""Transfer times: how long KV takes from one engine to another.
+"""Transfers: links and bytes of KV that moves from one engine to another.
 
 Rules:
 
@@ -8,21 +8,11 @@ Rules:
 3. Transfers on one link share it evenly; those that come and go in between are `fleet.sim.cluster.network`'s.
 """
 
-from fleet.core.clock import SECOND, Nanos
 from fleet.hardware.gpus import Gpu, GpuLink
 from fleet.hardware.sharding import ShardedModel
 
 REACHED = 0.8
 """Share of a link's bandwidth. aiconfigurator 0.12 has 75 to 85 % for large NCCL messages on NVLink; 400 Gb/s NICs reach more."""
-
-
-def transfer_time(num_bytes: float, link: GpuLink, sharers: int = 1) -> Nanos:
-    """Return the time of one transfer while `sharers` transfers, itself included, share the link."""
-    assert num_bytes >= 0, num_bytes
-    assert sharers >= 1, sharers
-    if not num_bytes:
-        return Nanos(0)
-    return Nanos(int(link.latency_us * 1000 + num_bytes * sharers / (link.bandwidth * REACHED) * SECOND))
 
 
 def link_between(gpu: Gpu, *, same_node: bool) -> GpuLink:

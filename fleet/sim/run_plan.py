@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from fleet.batching.attempts import EngineLimits
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import StoreId, WorkerId
@@ -18,7 +19,6 @@ from fleet.sim.cluster.faults import Fault, NetworkCut, NodeLost, RoleFlip, Stor
 from fleet.sim.cluster.node_store import StoreProfile
 from fleet.sim.cluster.pools import PoolProfile, node_of
 from fleet.sim.cluster.store_tiers import TierProfile
-from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.results.outcomes import EndedRequest, PredictionQuality
 from fleet.sim.run import RunPlan, RunResult, simulate
 from fleet.sim.scenario import (

@@ -16,8 +16,8 @@ from math import ceil
 
 from msgspec import Struct
 
+from fleet.batching.attempts import StepTimes
 from fleet.core.clock import SECOND
-from fleet.sim.engine.attempts import StepTimes
 from fleet.sim.run import RunPlan
 from kvstore.eviction.trace_replay import TraceRequest
 

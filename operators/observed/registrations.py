@@ -21,7 +21,6 @@ from datetime import datetime, timedelta
 from msgspec import Struct
 
 from fleet.net.kubernetes.kinds import GROUP
-from operators.manifests.names import INSTANCE, REVISION, ROLE
 
 REGISTRATION = f"{GROUP}/registration"
 """Label of a worker's Lease, with the value `worker`; the operator watches it."""
@@ -51,11 +50,6 @@ class WorkerLease(Struct, frozen=True, kw_only=True):
     renewed: datetime
     duration_seconds: int
     annotations: Mapping[str, str] = {}
-
-
-def lease_labels(deployment: str, role: str, revision: str) -> dict[str, str]:
-    """Return the labels that a worker puts on its Lease."""
-    return {REGISTRATION: WORKER, INSTANCE: deployment, ROLE: role, REVISION: revision}
 
 
 def registered(

@@ -4,10 +4,11 @@ A prefill costs a constant and a time per token, to which attention adds a time 
 a time per sequence and a time per token of context. A transfer costs a constant and a time per byte.
 """
 
-from collections.abc import Iterable
 from typing import Annotated
 
 from msgspec import Meta, Struct
+
+from fleet.core.clock import MILLISECOND, SECOND
 
 Milliseconds = Annotated[float, Meta(ge=0)]
 
@@ -28,31 +29,16 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     transfer_base_ms: Milliseconds = 0.5
     transfer_ms_per_mib: Milliseconds = 0.3  # 3.4 GB/s, as measured on a loopback socket of the same machine
 
-    def prefill_ms(self, new_tokens: int, context_tokens: int = 0) -> float:
-        """Return the time to compute `new_tokens` after `context_tokens` whose KV exists; 0 if there is nothing to compute."""
-        assert new_tokens >= 0, new_tokens
-        assert context_tokens >= 0, context_tokens
-        if not new_tokens:
-            return 0.0
-        attended = context_tokens + new_tokens / 2  # mean context of the new tokens
-        per_token = self.prefill_ms_per_token + self.prefill_ms_per_token_and_context * attended
-        return self.prefill_base_ms + per_token * new_tokens
-
-    def decode_ms(self, sequences: int, context_tokens: int = 0) -> float:
-        """Return the time of a decode step of `sequences` whose contexts add up to `context_tokens`; 0 for an empty batch."""
-        assert sequences >= 0, sequences
-        assert context_tokens >= 0, context_tokens
-        if not sequences:
-            return 0.0
-        return (
-            self.step_base_ms + self.step_ms_per_sequence * sequences + self.step_ms_per_context_token * context_tokens
-        )
-
-    def step_ms(self, prefills: Iterable[tuple[int, int]], sequences: int, context_tokens: int = 0) -> float:
-        """Return the time of a mixed step: prompt chunks as (new tokens, context tokens), and a decode batch."""
-        chunks = [self.prefill_ms(new, context) for new, context in prefills]
-        shared_base = self.prefill_base_ms * max(0, len(chunks) - 1)  # one launch for all chunks
-        return sum(chunks) - shared_base + self.decode_ms(sequences, context_tokens)
+    def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
+        """Return the time of a step; `fleet.batching.attempts.StepTimes` names the arguments."""
+        milliseconds = 0.0
+        if prefill_tokens:
+            milliseconds += self.prefill_base_ms + self.prefill_ms_per_token * prefill_tokens
+            milliseconds += self.prefill_ms_per_token_and_context * prefill_pairs
+        if decodes:
+            milliseconds += self.step_base_ms + self.step_ms_per_sequence * decodes
+            milliseconds += self.step_ms_per_context_token * decode_context
+        return milliseconds * MILLISECOND / SECOND
 
     def transfer_ms(self, num_bytes: int) -> float:
         """Return the time to move `num_bytes` of blocks; 0 if nothing moves."""

@@ -17,7 +17,6 @@ from math import log2
 
 from msgspec import Struct
 
-from fleet.core.clock import SECOND, Nanos
 from fleet.hardware.gpus import Gpu, GpuLink, Number
 from fleet.hardware.models import Attention, stored_bytes
 from fleet.hardware.sharding import ShardedModel
@@ -103,10 +102,6 @@ class StepModel(Struct, frozen=True, kw_only=True):
             + self.context * context_attended
         )
         return time
-
-    def step_time(self, prefill_tokens: int, prefill_pairs: float, decodes: int, decode_context: int) -> Nanos:
-        """Return `seconds` in whole nanoseconds."""
-        return Nanos(int(self.seconds(prefill_tokens, prefill_pairs, decodes, decode_context) * SECOND))
 
 
 def pairs(new_tokens: float, context_tokens: float) -> float:

@@ -14,11 +14,11 @@ from functools import partial
 import msgspec
 from msgspec import Struct
 
+from fleet.batching.attempts import Job
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.work import Handoff
 from fleet.sim.cluster.network import Network
-from fleet.sim.engine.attempts import Job
 from fleet.sim.engine.virtual_engine import VirtualEngine
 from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 from kvstore.block import blocks_for
@@ -90,7 +90,7 @@ class Handoffs:
         release = partial(self._release, worker, attempt_id)
         self._leases[worker, attempt_id] = self._kernel.after(LEASE, release)
 
-    def take(self, worker: WorkerId, job: Job, handoff: Handoff) -> None:
+    def take(self, worker: WorkerId, job: Job[int], handoff: Handoff) -> None:
         """Give a decode attempt to a worker; its blocks are fetched if they are still kept."""
         kept = msgspec.json.decode(handoff.params, type=HandoffParams).attempt_id
         engine = self._endpoints[worker].engine
@@ -101,7 +101,7 @@ class Handoffs:
         if (blocks := engine.fetch(job)) is not None:
             self._move(job.attempt_id, blocks)
 
-    def offered(self, job: Job) -> int:
+    def offered(self, job: Job[int]) -> int:
         """Return the prompt tokens that can still be fetched for an attempt that waited for room."""
         if (source := self._sources.get(job.attempt_id)) is None:
             return 0
@@ -110,7 +110,7 @@ class Handoffs:
         del self._sources[job.attempt_id]
         return 0
 
-    def fetch(self, job: Job, here: int) -> None:
+    def fetch(self, job: Job[int], here: int) -> None:
         """Fetch the blocks of a handoff except for the first `here`, which the engine has."""
         self._move(job.attempt_id, blocks_for(job.fetched_tokens, self._block_tokens) - here)
 

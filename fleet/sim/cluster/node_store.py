@@ -18,12 +18,12 @@ from itertools import groupby
 
 from msgspec import Struct
 
+from fleet.batching.attempts import StepTimes
 from fleet.core.clock import Nanos
 from fleet.core.ids import StoreId
 from fleet.hardware.latency.step_model import pairs
 from fleet.sim.cluster.network import LinkName, Network
 from fleet.sim.cluster.store_tiers import SimulatedTier, TierProfile
-from fleet.sim.engine.attempts import StepTimes
 from fleet.sim.kernel import Kernel
 from kvstore.messages import POOL_TIER
 

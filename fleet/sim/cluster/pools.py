@@ -2,10 +2,10 @@
 
 from msgspec import Struct
 
+from fleet.batching.attempts import EngineLimits, StepTimes
 from fleet.core.clock import Nanos
 from fleet.core.ids import StoreId
 from fleet.core.roles import Role
-from fleet.sim.engine.attempts import EngineLimits, StepTimes
 from fleet.sim.results.outcomes import PredictionQuality
 
 

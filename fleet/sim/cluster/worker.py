@@ -15,6 +15,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from fleet.batching.attempts import Job
 from fleet.core.clock import Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
@@ -35,8 +36,7 @@ from fleet.sim.cluster.channels import Channel
 from fleet.sim.cluster.handoffs import Handoffs, handoff_params
 from fleet.sim.cluster.node_store import AttachedWorker, NodeStore
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.engine.attempts import Job, StepProgress
-from fleet.sim.engine.virtual_engine import VirtualEngine
+from fleet.sim.engine.virtual_engine import StepProgress, VirtualEngine
 from fleet.sim.kernel import Kernel
 
 MODEL = ModelName("model")
@@ -266,7 +266,7 @@ class _WorkerBlockSupply:
         self._handoffs, self._requests, self._worker, self._store = handoffs, requests, worker, store
         self._block_tokens = worker.profile.limits.block_tokens
 
-    def offer(self, job: Job, here: int) -> int:
+    def offer(self, job: Job[int], here: int) -> int:
         if job.fetched_tokens and (tokens := self._handoffs.offered(job)):
             return tokens
         attached_worker = self._worker.attached_worker
@@ -274,7 +274,7 @@ class _WorkerBlockSupply:
             return 0
         return self._store.offer(attached_worker, self._loadable(job), here) * self._block_tokens
 
-    def fetch(self, job: Job, here: int) -> None:
+    def fetch(self, job: Job[int], here: int) -> None:
         if job.fetched_tokens and self._handoffs.offered(job):
             self._handoffs.fetch(job, here)
             return
@@ -291,7 +291,7 @@ class _WorkerBlockSupply:
 
         self._store.load(attached_worker, self._loadable(job), here, ended)
 
-    def _loadable(self, job: Job) -> Sequence[int]:
+    def _loadable(self, job: Job[int]) -> Sequence[int]:
         """Return the prompt blocks that need not be computed; one token has to be, for its logits."""
         return job.keys[: (job.prompt_tokens - 1) // self._block_tokens]
 

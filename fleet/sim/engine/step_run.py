@@ -4,26 +4,20 @@ While no prompt is computed, steps differ only by the length of their contexts, 
 Closed forms then give the instant at which a number of steps is done, and the number of steps that are done at an instant.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from fleet.batching.scheduler import StepPlan
 from fleet.core.clock import SECOND
-from fleet.sim.engine.attempts import SimulatedAttempt
 from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
-
-PromptChunk = tuple[SimulatedAttempt, int]
-"""An attempt, and the number of its prompt tokens that a step computes."""
 
 
 class StepRun:
     """Steps of which number n (from 0) lasts `first + n * slope` seconds. A step that computes prompts is a run of one."""
 
-    __slots__ = ("began", "chunks", "end", "first", "prompt_tokens", "slope", "steps")
+    __slots__ = ("began", "end", "first", "plan", "slope", "steps")
 
-    def __init__(
-        self, began: int, first: float, slope: float, steps: int, chunks: Sequence[PromptChunk], prompt_tokens: int
-    ):
-        self.began, self.first, self.slope, self.steps, self.chunks = began, first, slope, steps, chunks
-        self.prompt_tokens = prompt_tokens  # sum over the chunks
+    def __init__(self, began: int, first: float, slope: float, steps: int, plan: StepPlan[int]):
+        self.began, self.first, self.slope, self.steps, self.plan = began, first, slope, steps, plan
         self.end: ScheduledEvent | None = None
 
     def until(self, steps: int) -> int:

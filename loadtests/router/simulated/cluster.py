@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.batching.attempts import EngineLimits
+from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
 from fleet.hardware.latency.linear import EngineLatency
 from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.results.outcomes import EndedRequest, Slo
 from fleet.sim.run import RunPlan, simulate
 from fleet.sim.workload.clients import SessionClients
@@ -32,22 +32,6 @@ PERCENTILE = 99
 NEVER = Nanos(10**9 * SECOND)  # between two samples of a timeline, which is not used
 PATIENT = RouterSettings(explained_requests=1, max_queued=1_000_000, max_queue_seconds=1e9)
 """Settings with which no request is rejected for waiting, so that overload shows in the latencies."""
-
-
-class LatencyStepTimes(Struct, frozen=True):
-    """Step times by straight lines; implements `fleet.sim.engine.attempts.StepTimes`."""
-
-    latency: EngineLatency
-
-    def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
-        lines, milliseconds = self.latency, 0.0
-        if prefill_tokens:
-            milliseconds += lines.prefill_base_ms + lines.prefill_ms_per_token * prefill_tokens
-            milliseconds += lines.prefill_ms_per_token_and_context * prefill_pairs
-        if decodes:
-            milliseconds += lines.step_base_ms + lines.step_ms_per_sequence * decodes
-            milliseconds += lines.step_ms_per_context_token * decode_context
-        return milliseconds * MILLISECOND / SECOND
 
 
 class SimulatedDevice(Struct, frozen=True, kw_only=True):
@@ -133,7 +117,7 @@ def plan_of(
         name="both",
         role=Role.BOTH,
         workers=workers,
-        times=LatencyStepTimes(device.latency),
+        times=device.latency,
         limits=limits,
         gpus=1,
         dollars_per_hour=0.0,

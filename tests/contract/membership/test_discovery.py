@@ -1,4 +1,4 @@
-"""Contract tests of worker directories: in memory, in a folder, in a real etcd. The Kubernetes directory is in tests/kube."""
+"""Contract tests of worker directories: in a folder, in a real etcd. The Kubernetes directory is in tests/kube."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 from fleet.core.clock import SECOND
 from fleet.core.discovery import EtcdDiscovery, FileDiscovery
 from fleet.core.errors import ConfigurationRefused
-from fleet.membership.discovery.memory import MemoryDirectory
 from fleet.membership.discovery.open import open_directory
 from fleet.membership.ports import RegistryUnreachable
 from kvstore.security.credentials import Credentials
@@ -20,36 +19,6 @@ from tests.support.servers.processes import a_free_port
 from tests.support.servers.severable_proxy import SeverableProxy
 
 LEASE_SECONDS = 2
-
-
-class MemoryDirectorySetup:
-    lease = LEASE_SECONDS * SECOND
-
-    def __init__(self) -> None:
-        self.near = MemoryDirectory(LEASE_SECONDS)
-        self.far = self.near.beside()
-
-    def open(self):
-        return self.near
-
-    def open_far(self):
-        return self.far
-
-    async def cut(self) -> None:
-        self.far.cut()
-
-    async def mend(self) -> None:
-        self.far.mend()
-
-    async def lose(self, worker_id) -> None:
-        await self.near.deregister(worker_id, self.near._content.seen[worker_id].record.incarnation)
-
-    async def half_a_lease(self, *clocks) -> None:
-        for clock in clocks:
-            clock.move(self.lease // 2)
-
-    async def shows(self, addresses) -> None:
-        pass
 
 
 class FileDirectorySetup:
@@ -193,11 +162,9 @@ def test_invalid_file_is_skipped_and_logged_once(tmp_path, caplog):
     assert [Path(each.path).name.partition(".")[0] for each in caplog.records] == ["huge", "torn", "huge"]
 
 
-@pytest.fixture(params=["memory", "file", "etcd"])
+@pytest.fixture(params=["file", "etcd"])
 async def a_world(request, tmp_path):
     match request.param:
-        case "memory":
-            yield MemoryDirectorySetup()
         case "file":
             yield FileDirectorySetup(tmp_path)
         case _:

@@ -194,7 +194,7 @@ async def test_missing_store_block_is_computed_with_its_successors(node):
     async with an_engine(settings()) as alone:  # without a store
         expected, _ = await alone.do(an_attempt(prompt, ANSWER))
         assert isinstance(alone.engine, SimulatedEngine)
-        blocks = [bytes(alone.engine.memory.view(index)) for index in alone.engine.memory.find(names)]
+        blocks = [bytes(content) for content in alone.engine.memory.find(names)]
     async with a_client(node.address, settings(node.address)) as client:
         assert client.write([*names[:3], *names[4:]], [*blocks[:3], *blocks[4:]]) == 5
 
@@ -217,8 +217,7 @@ async def test_block_damaged_after_lending_is_computed_by_borrower():
         expected, _ = await other.do(an_attempt(prompt, ANSWER))
 
         def damage(handoff):
-            memory = prefill.engine.memory
-            memory.view(memory.find(chain(prompt, BLOCK_TOKENS))[4])[0] ^= 1
+            prefill.engine.memory.find(chain(prompt, BLOCK_TOKENS))[4][0] ^= 1
             return handoff
 
         tokens, _, end = await run_disaggregated(prefill, decode, prompt, ANSWER, KvPath.DIRECT, between=damage)

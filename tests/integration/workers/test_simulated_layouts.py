@@ -69,8 +69,7 @@ async def alone(prompt: bytes) -> tuple[int, ...]:
 
 
 def held(one: EngineDriver, prompt: bytes) -> list[bytes]:
-    memory = one.engine.memory
-    return [bytes(memory.view(index)) for index in memory.find(chain(prompt, BLOCK_TOKENS))]
+    return [bytes(content) for content in one.engine.memory.find(chain(prompt, BLOCK_TOKENS))]
 
 
 @pytest.mark.parametrize(("tp", "other_tp"), [*TP_PAIRS, (1, 1)])

@@ -1,12 +1,12 @@
 """Small clusters in virtual time with the router's own machine, and their workloads."""
 
+from fleet.batching.attempts import EngineLimits
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.cluster.faults import Fault
 from fleet.sim.cluster.node_store import StoreProfile
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import EndedRequest, Slo
 from fleet.sim.run import RunPlan, RunResult, simulate

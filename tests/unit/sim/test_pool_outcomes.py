@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from fleet.batching.attempts import EngineLimits
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.roles import Role
 from fleet.hardware.power import power_share
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.results.outcomes import Slo
 from fleet.sim.run import RunPlan, simulate
 from fleet.sim.workload.drawn import DrawnWorkload

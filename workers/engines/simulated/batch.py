@@ -1,152 +1,183 @@
-"""Continuous batching without time: which request gets a place, what the next step computes, and what it yields.
+"""Batch with real KV bytes: drives `fleet.batching.scheduler` step by step, without time.
 
 Rules:
 
-1. Waiting requests are taken in order of priority, then arrival. A request is taken when the batch has a place and
-   the pool has every block that the request may ever need, so that no request has to be preempted. While the first
-   one cannot be taken, no other overtakes it.
-2. A step decodes one token for each decoding request, and computes prompt tokens up to `max_batched_tokens`, in order
-   of arrival in the batch (chunked prefill). A complete prompt yields its first token in that step.
-3. A request holds its place, and the slot of its LoRA adapter, from admission to its end, loading and publishing
-   included.
+1. The scheduler decides who is admitted, what a step computes, and who is preempted. This module computes the bytes and the
+   tokens that follow from its decisions. A preempted sequence loses its bytes and computes them again.
+2. A sequence may wait for blocks from elsewhere after its admission; `take_loads` returns such sequences.
+3. A sequence holds the slot of its LoRA adapter from its first admission until it is removed, preemption and publishing included.
+4. A prefill keeps its blocks after its end, until `remove`.
 """
 
-from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
 
 from msgspec import Struct
 
+from fleet.batching.attempts import BatchedAttempt, EngineLimits, Job
+from fleet.batching.scheduler import BatchScheduler, StepPlan
 from fleet.core.ids import RequestId
+from fleet.core.requests import Source
 from fleet.core.work import LoadReport
 from kvstore.block import BlockHash
 from workers.engines.simulated.lora_slots import LoraSlots
-from workers.engines.simulated.memory import BlockIndex, BlockMemory
-from workers.engines.simulated.sequence import Sequence, SequenceSample, SequenceStage
-
-
-class Chunk(Struct, frozen=True, kw_only=True):
-    sequence: Sequence
-    tokens: int
-
-
-class StepPlan(Struct, frozen=True, kw_only=True):
-    """The work of one step."""
-
-    prefills: tuple[Chunk, ...]
-    decodes: tuple[Sequence, ...]
-
-    @property
-    def empty(self) -> bool:
-        return not self.prefills and not self.decodes
+from workers.engines.simulated.memory import BlockMemory
+from workers.engines.simulated.sequence import Sequence, SequenceSample
 
 
 class StepOutcome(Struct, frozen=True, kw_only=True):
     """The result of a step for one request."""
 
     sequence: Sequence
-    filled: list[tuple[BlockHash, BlockIndex]]
+    filled: list[BlockHash]
     sampled: SequenceSample | None
 
 
 class Batch:
-    """All requests of one engine."""
+    """All requests of one engine. It is the scheduler's block supply."""
 
     def __init__(
-        self, memory: BlockMemory, *, max_running: int, max_batched_tokens: int, adapters: LoraSlots | None = None
+        self,
+        limits: EngineLimits,
+        *,
+        adapters: LoraSlots | None = None,
+        loads: Callable[[Sequence], bool] = lambda _: False,
     ) -> None:
-        self._memory = memory
+        """Begin without requests; `loads` returns whether a sequence waits for blocks or an adapter after its admission."""
+        self._scheduler: BatchScheduler[BlockHash] = BatchScheduler(limits, self, self._has_slot)
+        self._loads = loads
+        self._loading: list[Sequence] = []
         self.adapters = adapters or LoraSlots(0)
-        self._max_running = max_running
-        self._max_batched_tokens = max_batched_tokens
-        self._arrivals = 0
-        self._waiting: list[tuple[int, int, Sequence]] = []  # (-priority, arrival, …), in order
-        self._placed: dict[RequestId, Sequence] = {}
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._placed or any(
-            queued.start.request_id == request_id for _, _, queued in self._waiting
-        )
+        self.blocks = self._scheduler.blocks
+        self.memory = BlockMemory(self.blocks)
+        self.sequences: dict[RequestId, Sequence] = {}
+        """Sequences that are not removed; read-only for others."""
 
     @property
     def load(self) -> LoadReport:
         return LoadReport(
-            running=len(self._placed),
-            waiting=len(self._waiting),
-            kv_blocks_used=self._memory.held,
+            running=len(self._scheduler.attempts) - self._scheduler.waiting,
+            waiting=self._scheduler.waiting,
+            kv_blocks_used=self.blocks.used,
             adapters=self.adapters.loaded,
         )
 
+    @property
+    def preempted(self) -> int:
+        return self._scheduler.preempted
+
     def add(self, sequence: Sequence) -> None:
-        insort(self._waiting, (-sequence.start.priority, self._arrivals, sequence))
-        self._arrivals += 1
+        job = sequence.job
+        self.sequences[job.attempt_id] = sequence
+        self._scheduler.submit(job)
 
     def remove(self, request_id: RequestId) -> Sequence | None:
         """Remove a request in any stage and free what it holds; return None if it is unknown."""
-        sequence = self._placed.pop(request_id, None)
-        if sequence is not None:
-            sequence.release()
-            if sequence.start.adapter:
-                self.adapters.release(sequence.start.adapter)
-            return sequence
-        for position, (_, _, queued) in enumerate(self._waiting):
-            if queued.start.request_id == request_id:
-                del self._waiting[position]
-                queued.stage = SequenceStage.ENDED
-                return queued
-        return None
+        if (sequence := self.sequences.pop(request_id, None)) is None:
+            return None
+        if not self._scheduler.cancel(request_id):
+            self._scheduler.release(request_id)
+        if sequence.has_slot:
+            self.adapters.release(sequence.start.adapter)
+        return sequence
 
-    def admit(self) -> Iterator[Sequence]:
-        """Give places to the next requests; they hold the cached part of their prompt, and load next."""
-        while self._waiting and len(self._placed) < self._max_running:
-            _, _, sequence = self._waiting[0]
-            adapter = sequence.start.adapter
-            if adapter and not self.adapters.takes(adapter):
-                return
-            hits = self._memory.find(sequence.reusable_names)
-            promised = sum(placed.reserve for placed in self._placed.values())
-            room = self._memory.available - self._memory.idle_among(hits) - promised
-            if sequence.most_blocks - len(hits) > room:
-                return
-            del self._waiting[0]
-            self._memory.hold(hits)
-            sequence.loads_adapter = bool(adapter) and self.adapters.hold(adapter)
-            sequence.begin(hits)
-            sequence.stage = SequenceStage.LOADING
-            self._placed[sequence.start.request_id] = sequence
-            yield sequence
+    # Loads after admission.
 
-    def plan(self) -> StepPlan:
-        """Return the next step."""
-        budget = self._max_batched_tokens
-        prefills = []
-        for sequence in self._placed.values():
-            if sequence.stage is SequenceStage.PREFILLING and budget > 0:
-                tokens = min(budget, sequence.missing_tokens)
-                budget -= tokens
-                prefills.append(Chunk(sequence=sequence, tokens=tokens))
-        decodes = tuple(sequence for sequence in self._placed.values() if sequence.stage is SequenceStage.DECODING)
-        return StepPlan(prefills=tuple(prefills), decodes=decodes)
+    def offer(self, job: Job[BlockHash], here: int) -> int:  # noqa: ARG002 - what the engine has is no reason to wait
+        """Implement `BlockSupply`; it is asked once, when a sequence is admitted."""
+        sequence = self.sequences[job.attempt_id]
+        if sequence.start.adapter:
+            sequence.loads_adapter = self.adapters.hold(sequence.start.adapter)
+            sequence.has_slot = True
+        return job.prompt_tokens if self._loads(sequence) else 0
 
-    def perform(self, plan: StepPlan) -> Iterator[StepOutcome]:
+    def fetch(self, job: Job[BlockHash], here: int) -> None:
+        """Implement `BlockSupply`."""
+        sequence = self.sequences[job.attempt_id]
+        sequence.begin(self.memory.find(job.keys[:here]))
+        self._loading.append(sequence)
+
+    def take_loads(self) -> list[Sequence]:
+        """Return the sequences that were admitted since the last call and wait for `accept`."""
+        loading, self._loading = self._loading, []
+        return loading
+
+    def accept(
+        self, sequence: Sequence, contents: Many[bytes], source: Source, origin: str, tiers: Mapping[str, int]
+    ) -> bool:
+        """Give a sequence the blocks that came from elsewhere; return False if it was removed meanwhile."""
+        if self.sequences.get(sequence.start.request_id) is not sequence:
+            return False
+        attempt = self._scheduler.fetched(sequence.start.request_id)
+        assert attempt is not None
+        sequence.accept(contents, source, origin, tiers)
+        attempt.computed = max(attempt.computed, sequence.computed)
+        self._name(attempt, sequence)
+        return True
+
+    def name(self, sequence: Sequence) -> None:
+        """Give names to all full blocks of a sequence that has ended and whose blocks are kept."""
+        self._name(self._scheduler.kept[sequence.start.request_id], sequence)
+
+    # Steps.
+
+    def plan(self) -> StepPlan[BlockHash] | None:
+        """Return the next step, or None if there is nothing to compute."""
+        return self._scheduler.plan()
+
+    def perform(self, plan: StepPlan[BlockHash]) -> Iterator[StepOutcome]:
         """Perform a planned step for the requests that have not been removed."""
-        for sequence in plan.decodes:
-            if sequence.stage is SequenceStage.DECODING:
-                filled = sequence.compute(1)
-                yield StepOutcome(sequence=sequence, filled=filled, sampled=sequence.sample())
-        for chunk in plan.prefills:
-            sequence = chunk.sequence
-            if sequence.stage is SequenceStage.PREFILLING:
-                filled = sequence.compute(chunk.tokens)
-                done = not sequence.missing_tokens
-                if done:
-                    sequence.stage = SequenceStage.DECODING
-                yield StepOutcome(sequence=sequence, filled=filled, sampled=sequence.sample() if done else None)
+        scheduler = self._scheduler
+        self._grow()
+        scheduler.advance(1)
+        for attempt in list(scheduler.running):
+            sequence = self.sequences[attempt.job.attempt_id]
+            if filled := sequence.compute(1):
+                self._name(attempt, sequence)
+            drawn = sequence.sample()
+            if drawn.finish is not None:
+                self._end(attempt)
+            yield StepOutcome(sequence=sequence, filled=filled, sampled=drawn)
+        self._grow()
+        for attempt, tokens in plan.chunks:
+            if scheduler.attempts.get(attempt.job.attempt_id) is not attempt:
+                continue  # it was removed meanwhile
+            sequence = self.sequences[attempt.job.attempt_id]
+            if not sequence.computed:
+                sequence.begin(self.memory.find(attempt.held))
+            whole = scheduler.computed(attempt, tokens)
+            if filled := sequence.compute(tokens):
+                self._name(attempt, sequence)
+            sampled = sequence.sample() if whole else None
+            if sampled is not None and sampled.finish is None:
+                scheduler.join(attempt)
+            elif sampled is not None:
+                self._end(attempt)
+            yield StepOutcome(sequence=sequence, filled=filled, sampled=sampled)
+
+    def _grow(self) -> None:
+        for attempt in self._scheduler.grow():
+            self.sequences[attempt.job.attempt_id].reset()
+
+    def _end(self, attempt: BatchedAttempt[BlockHash]) -> None:
+        self._scheduler.end(attempt)
+        if not attempt.job.handed_off:
+            self.remove(attempt.job.attempt_id)
+
+    def _name(self, attempt: BatchedAttempt[BlockHash], sequence: Sequence) -> None:
+        """Name the full blocks of a sequence, so that they can be found."""
+        known = len(attempt.held)
+        self.blocks.name(attempt, list(sequence.blocks), sequence.computed)
+        self.memory.publish(attempt.held[known:], sequence.blocks)
+
+    def _has_slot(self, job: Job[BlockHash]) -> bool:
+        """Return whether a LoRA slot is there for an attempt."""
+        sequence = self.sequences[job.attempt_id]
+        return not sequence.start.adapter or sequence.has_slot or self.adapters.takes(sequence.start.adapter)
 
     def check(self) -> None:
         """Assert the invariants that hold between two calls."""
-        self._memory.check()
+        self._scheduler.check()
+        self.memory.check()
         self.adapters.check()
-        assert len(self._placed) <= self._max_running
-        assert sum(placed.reserve for placed in self._placed.values()) <= self._memory.available
-        assert all(placed.stage not in (SequenceStage.WAITING, SequenceStage.ENDED) for placed in self._placed.values())
-        assert all(queued.stage is SequenceStage.WAITING for _, _, queued in self._waiting)
+        assert self.sequences.keys() == self._scheduler.attempts.keys() | self._scheduler.kept.keys()

@@ -23,10 +23,10 @@ import google_crc32c
 import msgspec
 from msgspec import Struct
 
+from fleet.batching.kv_blocks import KvBlocks
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from kvstore.block import BlockHash
-from workers.engines.simulated.memory import BlockIndex, BlockMemory
 
 log = logging.getLogger(__name__)
 
@@ -68,16 +68,16 @@ class BlockLoan(Struct, frozen=True, kw_only=True):
 
 
 class _BlockLease(Struct, frozen=True, kw_only=True):
-    blocks: Mapping[BlockHash, tuple[BlockIndex, int]]
+    blocks: Mapping[BlockHash, tuple[bytearray, int]]  # content and checksum
     timer: asyncio.TimerHandle
 
 
 class BlockLender:
     """The prefill engine's side."""
 
-    def __init__(self, memory: BlockMemory, lease: Nanos, *, on_end: Callable[[], None]) -> None:
+    def __init__(self, blocks: KvBlocks[BlockHash], lease: Nanos, *, on_end: Callable[[], None]) -> None:
         self.address = ""  # set by `listen`
-        self._memory = memory
+        self._blocks = blocks
         self._on_end = on_end  # called when blocks may have become available
         self._lease_seconds = lease / SECOND
         self._leases: dict[str, _BlockLease] = {}
@@ -89,12 +89,12 @@ class BlockLender:
         """The number of leases that hold blocks now."""
         return len(self._leases)
 
-    def lend(self, blocks: Mapping[BlockHash, BlockIndex]) -> str:
-        """Hold blocks for a borrower; return the lease."""
-        self._memory.hold(blocks.values())
+    def lend(self, blocks: Mapping[BlockHash, bytearray]) -> str:
+        """Hold named blocks for a borrower; return the lease."""
+        self._blocks.hold(list(blocks))
         lease = secrets.token_hex(16)
         self._leases[lease] = _BlockLease(
-            blocks={name: (index, _crc32c(self._memory.view(index))) for name, index in blocks.items()},
+            blocks={name: (content, _crc32c(content)) for name, content in blocks.items()},
             timer=asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, lease),
         )
         return lease
@@ -103,7 +103,7 @@ class BlockLender:
         """End a lease and release its blocks; an ended lease is ignored."""
         if (ended := self._leases.pop(lease, None)) is not None:
             ended.timer.cancel()
-            self._memory.release([index for index, _ in ended.blocks.values()])
+            self._blocks.release(list(ended.blocks))
             self._on_end()
 
     def answer(self, request: BlockRequest) -> BlockLoan | None:
@@ -121,11 +121,8 @@ class BlockLender:
         for connection in list(self.connections):
             connection.abort()
 
-    def _lent(self, known: tuple[BlockIndex, int] | None) -> LentBlock | None:
-        if known is None:
-            return None
-        index, crc32c = known
-        return LentBlock(crc32c=crc32c, content=bytes(self._memory.view(index)))
+    def _lent(self, known: tuple[bytearray, int] | None) -> LentBlock | None:
+        return None if known is None else LentBlock(crc32c=known[1], content=bytes(known[0]))
 
     def _expire(self, lease: str) -> None:
         self.expired += 1
@@ -257,5 +254,5 @@ def _frame(message: Struct) -> bytes:
     return _LENGTH.pack(len(encoded)) + encoded
 
 
-def _crc32c(content: bytes | memoryview) -> int:
+def _crc32c(content: bytes | bytearray) -> int:
     return int(google_crc32c.value(bytes(content)))

@@ -1,7 +1,7 @@
 """Simulated engine: its loop, and the engine port.
 
 Flow: `submit` -> waiting -> (place and blocks) -> load from the store or the prefill engine -> prefill -> decode ->
-end. One loop runs the steps. Loads and publications are separate tasks, so that no other request waits for them.
+end. One loop drives the batch in real time. Loads and publications are separate tasks, so that no other request waits for them.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Never, assert_never
 import msgspec
 import numpy as np
 
+from fleet.batching.attempts import EngineLimits
 from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId, WorkerId
@@ -26,10 +27,9 @@ from workers.engines.simulated.batch import Batch, StepOutcome
 from workers.engines.simulated.direct_transfer import BlockLender, DirectParams, borrow
 from workers.engines.simulated.layout import EngineLayout
 from workers.engines.simulated.lora_slots import LoraSlots
-from workers.engines.simulated.memory import BlockMemory
 from workers.engines.simulated.model import SimulatedModel
 from workers.engines.simulated.sequence import Sequence as Running
-from workers.engines.simulated.sequence import SequenceContext, SequenceStage
+from workers.engines.simulated.sequence import SequenceContext
 from workers.engines.simulated.store import SimulatedStore
 from workers.ports import EngineDied, EngineFacts, EngineOutput, Pulse, facts_with_store
 from workers.settings import WorkerSettings
@@ -58,24 +58,26 @@ class SimulatedEngine:
         self._settings = simulated
         self._facts = facts if store is None else facts_with_store(facts, settings.kv_paths, store.store_id)
         self._kv_paths = settings.kv_paths
-        self.memory = BlockMemory(facts.kv_blocks, model.block_bytes)
         self.store = store
         self._wake = asyncio.Event()
-        self.lender = BlockLender(self.memory, Nanos(simulated.direct_lease_ms * MILLISECOND), on_end=self._wake.set)
         self._shape = SequenceContext(
             model=model,
             layout=layout,
-            memory=self.memory,
             block_tokens=facts.block_tokens,
             max_model_len=facts.max_model_len,
             adapters={adapter.name: adapter.identity for adapter in facts.adapters},
         )
-        self._batch = Batch(
-            self.memory,
+        limits = EngineLimits(
+            kv_blocks=facts.kv_blocks,
+            block_tokens=facts.block_tokens,
             max_running=facts.max_running,
-            max_batched_tokens=simulated.max_batched_tokens,
-            adapters=LoraSlots(facts.adapter_slots),
+            step_tokens=simulated.max_batched_tokens,
         )
+        self._batch = Batch(limits, adapters=LoraSlots(facts.adapter_slots), loads=self._loads)
+        self.memory = self._batch.memory
+        lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
+        self.lender = BlockLender(self._batch.blocks, lease, on_end=self._wake.set)
+        self._transfers = asyncio.Semaphore(facts.max_running)  # so that a load's deadline covers no queue of loads
         self._adapters_loading: dict[str, asyncio.Event] = {}
         self._ended: list[Progress | Rejected] = []  # outputs since the last step
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
@@ -99,8 +101,8 @@ class SimulatedEngine:
             self._reject(start, Reason.INVALID_ARGUMENT, *field_and_fault)
             return
         sequence = Running(start, self._shape)
-        if (needed := sequence.most_blocks) > self.memory.num_blocks:
-            fault = f"needs {needed} blocks of KV, this engine has {self.memory.num_blocks}"
+        if (needed := sequence.most_blocks) > self._facts.kv_blocks:
+            fault = f"needs {needed} blocks of KV, this engine has {self._facts.kv_blocks}"
             self._reject(start, Reason.TOO_LARGE, "tokens", fault)
             return
         self._batch.add(sequence)
@@ -145,8 +147,7 @@ class SimulatedEngine:
         """Implement `workers.ports.BlockSaver`."""
         if self.store is None:
             return 0
-        here = {name: found for name in names if (found := self.memory.find([name]))}
-        blocks = {name: bytes(self.memory.view(index)) for name, (index,) in here.items()}
+        blocks = {name: bytes(found[0]) for name in names if (found := self.memory.find([name]))}
         return await self.store.publish(blocks, within)
 
     def check(self) -> None:
@@ -171,25 +172,26 @@ class SimulatedEngine:
 
     async def _loop(self, tasks: asyncio.TaskGroup) -> Never:
         clock = asyncio.get_running_loop()
+        self._due, self._waits = clock.time(), False
         while True:
-            for sequence in self._batch.admit():
-                tasks.create_task(self._fetch(sequence), name=f"fetch {sequence.start.request_id}")
             plan = self._batch.plan()
-            if not plan.empty:
-                prefills = [(chunk.tokens, chunk.sequence.computed) for chunk in plan.prefills]
-                context = sum(sequence.computed for sequence in plan.decodes)
+            for sequence in self._batch.take_loads():
+                tasks.create_task(self._fetch(sequence), name=f"fetch {sequence.start.request_id}")
+            if plan is not None:
                 self._steps += 1
-                self._step_tokens = sum(tokens for tokens, _ in prefills) + len(plan.decodes)
+                self._step_tokens = plan.prompt_tokens + plan.decodes
                 await self._hang()
-                await self._wait_for_step(self._settings.latency.step_ms(prefills, len(plan.decodes), context))
+                await self._wait_for_step(
+                    self._settings.latency.seconds(plan.prompt_tokens, plan.prompt_pairs, plan.decodes, plan.context)
+                )
                 for advanced in self._batch.perform(plan):
                     self._conclude(advanced, tasks)
-            if self.memory.changed:
+            if self.memory.changed():
                 self._cache_changed.set()
             if self._ended:
                 ended, self._ended = self._ended, []
                 await self._outputs.put(ended)
-            elif plan.empty:
+            elif plan is None:
                 self._wake.clear()
                 self._waits = True
                 await self._wake.wait()
@@ -204,10 +206,10 @@ class SimulatedEngine:
         while await asyncio.to_thread(fault.exists):  # noqa: ASYNC110 - a removed file sends no signal
             await asyncio.sleep(HANG_SECONDS)
 
-    async def _wait_for_step(self, milliseconds: float) -> None:
+    async def _wait_for_step(self, seconds: float) -> None:
         """Wait for a step's duration, minus the delay of earlier steps."""
         clock = asyncio.get_running_loop()
-        self._due = max(self._due, clock.time() - CATCH_UP_SECONDS) + milliseconds / 1000 / self._settings.speedup
+        self._due = max(self._due, clock.time() - CATCH_UP_SECONDS) + seconds / self._settings.speedup
         await asyncio.sleep(max(0.0, self._due - clock.time()))
 
     def _conclude(self, advanced: StepOutcome, tasks: asyncio.TaskGroup) -> None:
@@ -225,37 +227,42 @@ class SimulatedEngine:
                 finish=sampled.finish,
                 kv=sequence.report(),
             )
-            sequence.stage = SequenceStage.PUBLISHING
             tasks.create_task(self._hand_off(sequence, last), name=f"hand off {request_id}")
             return
-        finished = sampled.finish is not None
         self._ended.append(
             Progress(
                 request_id=request_id,
                 token_ids=(sampled.token,),
                 logprobs=sampled.logprobs,
                 finish=sampled.finish,
-                kv=sequence.report() if finished or sequence.generated == 1 else None,
+                kv=sequence.report() if sampled.finish is not None or sequence.generated == 1 else None,
             )
         )
-        if finished:
-            self._batch.remove(request_id)
 
     # Blocks from and to elsewhere.
 
+    def _loads(self, sequence: Running) -> bool:
+        """Return whether a sequence waits for a LoRA adapter or may have blocks elsewhere."""
+        start = sequence.start
+        return bool(start.adapter) or self.store is not None or _is_direct(start.handoff)
+
     async def _fetch(self, sequence: Running) -> None:
         """Fetch the prompt's blocks that others have; missing blocks are computed."""
+        if sequence.start.adapter:
+            await self._load_adapter(sequence.start.adapter, first=sequence.loads_adapter)
+        async with self._transfers:
+            await self._fetch_blocks(sequence)
+
+    async def _fetch_blocks(self, sequence: Running) -> None:
         start = sequence.start
-        if start.adapter:
-            await self._load_adapter(start.adapter, first=sequence.loads_adapter)
-        names = sequence.reusable_names[len(sequence.names) :]
+        names = sequence.reusable_names[len(sequence.blocks) :]
         clock = asyncio.get_running_loop()
         began = clock.time()
         blocks: list[bytes] = []
         tiers: dict[str, int] = {}
         source, origin = Source.STORE, ""
         deadline = Nanos(self._settings.load_timeout_ms * MILLISECOND)
-        if start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT:
+        if start.handoff is not None and _is_direct(start.handoff):
             source, origin = Source.DIRECT, start.handoff.prefill_worker
             blocks = await self._borrow(start.handoff, names, deadline)
         elif self.store is not None:
@@ -265,9 +272,7 @@ class SimulatedEngine:
         if blocks:  # no faster than the latency model
             modelled = self._settings.latency.transfer_ms(sum(map(len, blocks))) / 1000 / self._settings.speedup
             await asyncio.sleep(max(0.0, began + modelled - clock.time()))
-        if sequence.stage is SequenceStage.LOADING:  # otherwise it was cancelled meanwhile
-            sequence.accept(blocks, source, origin, tiers)
-            sequence.stage = SequenceStage.PREFILLING
+        if self._batch.accept(sequence, blocks, source, origin, tiers):
             self._wake.set()
 
     async def _load_adapter(self, name: str, *, first: bool) -> None:
@@ -289,30 +294,30 @@ class SimulatedEngine:
             return []
         if not params.lease:
             return []
-        return await borrow(params, names, block_bytes=self.memory.block_bytes, deadline=deadline)
+        return await borrow(params, names, block_bytes=self._shape.model.block_bytes, deadline=deadline)
 
     async def _hand_off(self, sequence: Running, last: Progress) -> None:
         """Put the prompt's blocks where the decode side finds them, then end the prefill."""
         start = sequence.start
-        blocks = dict(zip(sequence.names, sequence.blocks, strict=False))
         assert start.kv_path is not None, "the worker refuses prefill work without a path"
         match start.kv_path:
             case KvPath.STORE:
                 params = b"{}"
-                await self._publish(sequence, {name: bytes(self.memory.view(index)) for name, index in blocks.items()})
+                await self._publish(sequence, {name: bytes(content) for name, content in sequence.blocks.items()})
             case KvPath.DIRECT:
-                lease = self.lender.lend(blocks) if blocks else ""
+                self._batch.name(sequence)
+                lease = self.lender.lend(sequence.blocks) if sequence.blocks else ""
                 params = msgspec.json.encode(DirectParams(address=self.lender.address, lease=lease))
             case _:
                 assert_never(start.kv_path)
-        if sequence.stage is not SequenceStage.PUBLISHING:
+        if self._batch.sequences.get(start.request_id) is not sequence:
             return  # it was cancelled meanwhile
         self._batch.remove(start.request_id)
         handoff = Handoff(
             kv_path=start.kv_path,
             prefill_worker=NO_WORKER,
             fingerprint=self._facts.fingerprint,
-            num_tokens=len(blocks) * self._facts.block_tokens,
+            num_tokens=len(sequence.blocks) * self._facts.block_tokens,
             params=params,
             kv=self._facts.kv,
         )
@@ -330,14 +335,14 @@ class SimulatedEngine:
         start = advanced.sequence.start
         if self.store is None or (start.phase is Phase.PREFILL and start.kv_path is KvPath.STORE):
             return
-        for name, index in advanced.filled:
-            self.store.offer(name, bytes(self.memory.view(index)))
+        for name in advanced.filled:
+            self.store.offer(name, bytes(advanced.sequence.blocks[name]))
 
     def _fault(self, start: Start) -> tuple[str, str] | None:
         """Return the field and the fault of an attempt that this engine cannot run."""
         if start.adapter and start.adapter not in self._shape.adapters:
             return "adapter", f"this engine does not have {start.adapter!r}"
-        if start.request_id in self._batch:
+        if start.request_id in self._batch.sequences:
             return "request_id", f"{start.request_id} runs already"
         if not start.tokens or len(start.tokens) % TOKEN_BYTES:
             return "tokens", f"{len(start.tokens)} bytes; at least one id of {TOKEN_BYTES} bytes is needed"
@@ -355,3 +360,7 @@ class SimulatedEngine:
             Rejected(request_id=start.request_id, reason=reason, message=f"{field}: {fault}", field=field)
         )
         self._wake.set()
+
+
+def _is_direct(handoff: Handoff | None) -> bool:
+    return handoff is not None and handoff.kv_path is KvPath.DIRECT

@@ -34,13 +34,13 @@ class EngineLayout(Struct, frozen=True, kw_only=True):
         share = self.kv_heads // self.tensor_parallel
         return self._swapped(values, (self.layers, self.tensor_parallel, share, self.block_tokens, self.head_bytes))
 
-    def values(self, held: bytes | memoryview) -> bytes:
+    def values(self, held: bytes | bytearray) -> bytes:
         """Convert a block in the engine's layout back to values."""
         share = self.kv_heads // self.tensor_parallel
         inner = (share, self.block_tokens) if self.kv_layout == "HND" else (self.block_tokens, share)
         return self._swapped(held, (self.tensor_parallel, self.layers, *inner, self.head_bytes))
 
-    def _swapped(self, block: bytes | memoryview, shape: tuple[int, ...]) -> bytes:
+    def _swapped(self, block: bytes | bytearray, shape: tuple[int, ...]) -> bytes:
         """Swap layers and ranks, and heads and tokens if tokens come first."""
         axes = (1, 0, 2, 3, 4) if self.kv_layout == "HND" else (1, 0, 3, 2, 4)
         return np.frombuffer(block, np.uint8).reshape(shape).transpose(axes).tobytes()

@@ -2,27 +2,17 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from enum import StrEnum
 
 from msgspec import Struct
 
+from fleet.batching.attempts import Job
 from fleet.core.requests import TOKEN_BYTES, Finish, KvOrigin, KvReport, Logprobs, Source
 from fleet.core.roles import Phase
 from fleet.core.work import Start
 from kvstore import block
 from kvstore.block import BlockHash
 from workers.engines.simulated.layout import EngineLayout
-from workers.engines.simulated.memory import BlockIndex, BlockMemory
 from workers.engines.simulated.model import Digest, SimulatedModel
-
-
-class SequenceStage(StrEnum):
-    WAITING = "waiting"  # for a place in the batch and for blocks
-    LOADING = "loading"  # its blocks are being fetched
-    PREFILLING = "prefilling"  # the prompt is being computed, chunk by chunk
-    DECODING = "decoding"
-    PUBLISHING = "publishing"  # computed, but the decode side cannot find its blocks yet
-    ENDED = "ended"
 
 
 class SequenceContext(Struct, frozen=True, kw_only=True):
@@ -30,7 +20,6 @@ class SequenceContext(Struct, frozen=True, kw_only=True):
 
     model: SimulatedModel
     layout: EngineLayout
-    memory: BlockMemory
     block_tokens: int
     max_model_len: int
     adapters: Mapping[str, str] = {}  # identity by name
@@ -46,20 +35,18 @@ class SequenceSample(Struct, frozen=True, kw_only=True):
 
 
 class Sequence:
-    """A request that holds blocks from `begin` until `release`. KV exists for its first `computed` tokens."""
+    """A request with its tokens and the bytes of its blocks. KV exists for its first `computed` tokens."""
 
     def __init__(self, start: Start, shape: SequenceContext) -> None:
         self.start = start
-        self.stage = SequenceStage.WAITING
         self.prompt_tokens = len(start.tokens) // TOKEN_BYTES
         self.computed = 0
-        self.blocks: list[BlockIndex] = []
-        self.names: list[BlockHash] = []  # names of the full blocks that are computed or fetched
-        self.reserve = 0  # blocks that are reserved for it and not yet taken
+        self.blocks: dict[BlockHash, bytearray] = {}  # full blocks that are computed or fetched, in order
         self.fetched: tuple[KvOrigin, ...] = ()  # origins of the blocks that came from elsewhere
         self.generated = 0  # tokens
-        self.loads_adapter = False  # true if a LoRA adapter has to be loaded first
-        self._hits = 0
+        self.has_slot = False  # true while it holds the slot of its LoRA adapter
+        self.loads_adapter = False  # true if its LoRA adapter has to be loaded first
+        self._hits: int | None = None
         self._tokens = bytearray(start.tokens)
         self._digest: Digest = shape.beginning(start.adapter)
         self._shape = shape
@@ -75,9 +62,20 @@ class Sequence:
         return min(self.start.sampling.max_tokens, self._shape.max_model_len - self.prompt_tokens)
 
     @property
+    def job(self) -> Job[BlockHash]:
+        return Job(
+            attempt_id=self.start.request_id,
+            prompt_tokens=self.prompt_tokens,
+            answer_tokens=self.answer_tokens,
+            keys=self.prompt_names,
+            handed_off=self.start.phase is Phase.PREFILL,
+            priority=self.start.priority,
+        )
+
+    @property
     def most_blocks(self) -> int:
-        """The most blocks that it can hold: the last generated token needs no KV."""
-        return block.blocks_for(self.prompt_tokens + self.answer_tokens - 1, self._shape.block_tokens)
+        """The most blocks that the scheduler takes for it."""
+        return block.blocks_for(self.prompt_tokens + self.answer_tokens, self._shape.block_tokens)
 
     @property
     def reusable_names(self) -> list[BlockHash]:
@@ -88,20 +86,18 @@ class Sequence:
         """
         return self.prompt_names[: (self.prompt_tokens - 1) // self._shape.block_tokens]
 
-    @property
-    def missing_tokens(self) -> int:
-        """The number of prompt tokens without KV."""
-        return max(0, self.prompt_tokens - self.computed)
-
     # Progress.
-    def begin(self, hits: Many[BlockIndex]) -> None:
-        """Take a place: the cached blocks are already held for the sequence, and the rest is reserved."""
-        self._hits = len(hits)
-        self.blocks = list(hits)
-        self.reserve = self.most_blocks - len(hits)
-        for name, index in zip(self.reusable_names, hits, strict=False):
-            self._complete(name, index)
-        self.computed = len(hits) * self._shape.block_tokens
+    def begin(self, cached: Many[bytearray]) -> None:
+        """Start with the first blocks of the prompt, which the cache has."""
+        if self._hits is None:
+            self._hits = len(cached)
+        for name, content in zip(self.prompt_names, cached, strict=False):
+            self._complete(name, content)
+        self.computed = len(cached) * self._shape.block_tokens
+
+    def reset(self) -> None:
+        """Lose all blocks, as after a preemption; the tokens stay."""
+        self.blocks, self.computed, self._digest = {}, 0, self._shape.beginning(self.start.adapter)
 
     def accept(self, contents: Many[bytes], source: Source, origin: str, tiers: Mapping[str, int]) -> None:
         """Take blocks of the prompt from elsewhere, those after the blocks that it has.
@@ -113,12 +109,8 @@ class Sequence:
             tiers: The number of blocks by tier of the store; empty: no tiers.
         """
         for content in contents:
-            name = self.reusable_names[len(self.names)]
-            index = self._take_block()
-            self._shape.memory.view(index)[:] = content
-            self._shape.memory.publish(index, name)
-            self._complete(name, index)
-        self.computed = len(self.names) * self._shape.block_tokens
+            self._complete(self.reusable_names[len(self.blocks)], bytearray(content))
+        self.computed = len(self.blocks) * self._shape.block_tokens
         if contents:
             size = len(contents[0])
             self.fetched = tuple(
@@ -126,14 +118,12 @@ class Sequence:
                 for tier, blocks in (tiers or {"": len(contents)}).items()
             )
 
-    def compute(self, num_tokens: int) -> list[tuple[BlockHash, BlockIndex]]:
-        """Compute KV of the next tokens; return the blocks that became full."""
+    def compute(self, num_tokens: int) -> list[BlockHash]:
+        """Compute KV of the next tokens; return the names of the blocks that became full."""
         assert self.computed + num_tokens <= len(self._tokens) // TOKEN_BYTES
         self.computed += num_tokens
-        while len(self.blocks) < block.blocks_for(self.computed, self._shape.block_tokens):
-            self._take_block()
         filled = []
-        while (len(self.names) + 1) * self._shape.block_tokens <= self.computed:
+        while (len(self.blocks) + 1) * self._shape.block_tokens <= self.computed:
             filled.append(self._fill())
         return filled
 
@@ -143,7 +133,7 @@ class Sequence:
         assert self.computed == len(self._tokens) // TOKEN_BYTES
         may_end = not sampling.ignore_eos and self.generated >= sampling.min_tokens
         drawn = self._shape.model.draw(
-            self._digest, self._tokens[len(self.names) * self._block_bytes :], sampling, may_end=may_end
+            self._digest, self._tokens[len(self.blocks) * self._block_bytes :], sampling, may_end=may_end
         )
         self._tokens += drawn.token.to_bytes(TOKEN_BYTES, "little")
         self.generated += 1
@@ -158,53 +148,35 @@ class Sequence:
             finish = Finish.LENGTH
         return SequenceSample(token=drawn.token, logprobs=logprobs, finish=finish)
 
-    def release(self) -> None:
-        """Release its blocks and its reservation."""
-        self.stage = SequenceStage.ENDED
-        self._shape.memory.release(self.blocks)
-        self.blocks = []
-        self.reserve = 0
-
     def report(self) -> KvReport:
         """Return where the prompt's blocks came from."""
         total = block.blocks_for(self.prompt_tokens, self._shape.block_tokens)
-        fetched = sum(origin.blocks for origin in self.fetched)
+        hits, fetched = self._hits or 0, sum(origin.blocks for origin in self.fetched)
         origins = [
-            KvOrigin(source=Source.ENGINE, blocks=self._hits),
+            KvOrigin(source=Source.ENGINE, blocks=hits),
             *self.fetched,
-            KvOrigin(source=Source.COMPUTED, blocks=total - self._hits - fetched),
+            KvOrigin(source=Source.COMPUTED, blocks=total - hits - fetched),
         ]
         return KvReport(
             prompt_blocks=total,
             origins=tuple(origin for origin in origins if origin.blocks),
-            cached_tokens=(self._hits + fetched) * self._shape.block_tokens,
+            cached_tokens=(hits + fetched) * self._shape.block_tokens,
         )
 
-    def _fill(self) -> tuple[BlockHash, BlockIndex]:
+    def _fill(self) -> BlockHash:
         """Compute the bytes of the next full block."""
         shape = self._shape
-        position = len(self.names)
+        position = len(self.blocks)
         tokens = self._tokens[position * self._block_bytes : (position + 1) * self._block_bytes]
         if position < len(self.prompt_names):
             name = self.prompt_names[position]
         else:
-            parent = self.names[-1] if self.names else block.root(self.start.salt)
+            parent = next(reversed(self.blocks), None) or block.root(self.start.salt)
             (name,) = block.extend(parent, bytes(tokens), shape.block_tokens)
-        index = self.blocks[position]
-        shape.memory.view(index)[:] = shape.layout.lay_out(shape.model.compute(self._digest, tokens))
-        shape.memory.publish(index, name)
-        self._complete(name, index)
-        return name, index
+        self._complete(name, bytearray(shape.layout.lay_out(shape.model.compute(self._digest, tokens))))
+        return name
 
-    def _complete(self, name: BlockHash, index: BlockIndex) -> None:
+    def _complete(self, name: BlockHash, content: bytearray) -> None:
         """Add a block to the context; the bytes that it really holds decide what follows."""
-        self.names.append(name)
-        values = self._shape.layout.values(self._shape.memory.view(index))
-        self._digest = self._shape.model.read(self._digest, values)
-
-    def _take_block(self) -> BlockIndex:
-        assert self.reserve > 0, "admission reserved enough"
-        self.reserve -= 1
-        index = self._shape.memory.allocate()
-        self.blocks.append(index)
-        return index
+        self.blocks[name] = content
+        self._digest = self._shape.model.read(self._digest, self._shape.layout.values(content))

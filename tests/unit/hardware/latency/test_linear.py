@@ -13,31 +13,43 @@ TOKENS = st.integers(0, 100_000)
 
 @pytest.mark.parametrize(("batch", "measured_ms"), [(1, 2.4), (8, 3.8), (32, 8.75)])
 def test_decode_steps_are_within_3_percent_of_measurements(batch, measured_ms):
-    assert TINY.decode_ms(batch) == pytest.approx(measured_ms, rel=0.03)
+    assert TINY.seconds(0, 0, batch, 0) == pytest.approx(measured_ms / 1000, rel=0.03)
 
 
 def test_prefill_of_3000_tokens_is_within_5_percent():
-    assert TINY.prefill_ms(3000) == pytest.approx(210, rel=0.05)
+    assert TINY.seconds(3000, 0, 0, 0) == pytest.approx(0.210, rel=0.05)
 
 
 @given(TOKENS, TOKENS)
 def test_more_tokens_never_take_less_time(tokens, more):
     costly = EngineLatency(prefill_ms_per_token_and_context=0.001, step_ms_per_context_token=0.001)
 
-    assert costly.prefill_ms(tokens + more) >= costly.prefill_ms(tokens)
-    assert costly.prefill_ms(tokens, more) >= costly.prefill_ms(tokens)
-    assert costly.decode_ms(tokens + more) >= costly.decode_ms(tokens)
+    assert costly.seconds(tokens + more, 0, 0, 0) >= costly.seconds(tokens, 0, 0, 0)
+    assert costly.seconds(tokens, more, 0, 0) >= costly.seconds(tokens, 0, 0, 0)
+    assert costly.seconds(0, 0, tokens + more, 0) >= costly.seconds(0, 0, tokens, 0)
+    assert costly.seconds(0, 0, tokens, more) >= costly.seconds(0, 0, tokens, 0)
     assert costly.transfer_ms(tokens + more) >= costly.transfer_ms(tokens)
 
 
 def test_empty_work_takes_no_time():
-    assert TINY.prefill_ms(0) == TINY.decode_ms(0) == TINY.transfer_ms(0) == TINY.step_ms([], 0) == 0
+    assert TINY.seconds(0, 0, 0, 0) == TINY.transfer_ms(0) == 0
 
 
-def test_chunks_of_one_step_share_one_launch():
-    apart = TINY.prefill_ms(100) + TINY.prefill_ms(200)
+def test_step_of_prompts_and_answers_adds_straight_lines():
+    """Two prompts of 100 tokens, the second after a context of 50, and three sequences with a total context of 1,000 tokens."""
+    lines = EngineLatency(
+        prefill_base_ms=2.0,
+        prefill_ms_per_token=0.1,
+        prefill_ms_per_token_and_context=0.001,
+        step_base_ms=8.0,
+        step_ms_per_sequence=0.5,
+        step_ms_per_context_token=0.01,
+    )
+    attended = 100 * 50 + 100 * (50 + 50)
 
-    assert TINY.step_ms([(100, 0), (200, 0)], 0) == pytest.approx(apart - TINY.prefill_base_ms)
+    prompts, answers = 2.0 + 0.1 * 200 + 0.001 * attended, 8.0 + 0.5 * 3 + 0.01 * 1000
+    assert 1000 * lines.seconds(200, attended, 3, 1000) == pytest.approx(prompts + answers)
+    assert 1000 * lines.seconds(0, 0, 3, 1000) == pytest.approx(answers)
 
 
 def test_negative_coefficient_is_refused():

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.core.clock import SECOND
 from fleet.hardware.latency.step_model import Efficiency, pairs, step_model, work
 from tests.support.sim.model_configs import DEEPSEEK_V3, GPT_OSS, LLAMA_70B, MIXTRAL, a_placement
 
@@ -119,15 +118,6 @@ def test_more_gpus_never_take_longer_at_large_batches():
     assert times == sorted(times, reverse=True)
 
 
-def test_nanoseconds_are_whole_and_reproducible():
-    step = MODELS[0]
-
-    nanos = step.step_time(2048, pairs(2048, 0), 32, 64_000)
-    assert isinstance(nanos, int)
-    assert nanos == step.step_time(2048, pairs(2048, 0), 32, 64_000)
-    assert nanos / SECOND == pytest.approx(step.seconds(2048, pairs(2048, 0), 32, 64_000), abs=1e-9)
-
-
 def test_arrays_give_same_results_as_numbers():
     step = MODELS[3]
     prefill, decodes = np.array([0.0, 512.0, 8192.0]), np.array([1.0, 64.0, 0.0])
@@ -151,5 +141,5 @@ def test_call_takes_microseconds():
 def _seconds(step, calls):
     begun = time.perf_counter()
     for _ in range(calls):
-        step.step_time(512, 131_072.0, 32, 64_000)
+        step.seconds(512, 131_072.0, 32, 64_000)
     return time.perf_counter() - begun

@@ -11,7 +11,7 @@ from fleet.router.placement.policies.built_in import BUILT_IN, policy
 from fleet.sim.results.outcomes import EndedRequest
 from kvstore.eviction.trace_replay import TraceRequest
 from loadtests.router import leaderboard
-from loadtests.router.simulated.cluster import AnswerGoals, LatencyStepTimes, SimulatedDevice, ideal_rate, outcome, run
+from loadtests.router.simulated.cluster import AnswerGoals, SimulatedDevice, ideal_rate, outcome, run
 from loadtests.router.simulated.traffic import (
     BLOCK_TOKENS,
     conversations,
@@ -119,22 +119,6 @@ def test_goodput_counts_over_time_of_arrivals():
     assert found.goodput == pytest.approx(1.0)
     assert (found.requests, found.refused, found.hit_rate) == (3, 1, 0.25)
     assert (found.ttft_mean, found.tpot_mean, found.seconds) == pytest.approx((2.0, 0.1, 4.1))
-
-
-def test_engine_steps_follow_straight_lines():
-    """Two prompts of 100 tokens, the second after a context of 50, and three sequences with a total context of 1,000 tokens."""
-    lines = EngineLatency(
-        prefill_base_ms=2.0,
-        prefill_ms_per_token=0.1,
-        prefill_ms_per_token_and_context=0.001,
-        step_base_ms=8.0,
-        step_ms_per_sequence=0.5,
-        step_ms_per_context_token=0.01,
-    )
-    seconds = LatencyStepTimes(lines).seconds
-    attended = 100 * 50 + 100 * (50 + 50)
-    assert 1000 * seconds(200, attended, 3, 1000) == pytest.approx(lines.step_ms([(100, 0), (100, 50)], 3, 1000))
-    assert 1000 * seconds(0, 0, 3, 1000) == pytest.approx(lines.decode_ms(3, 1000))
 
 
 def test_command_pairs_seeds_names_best_and_writes_rows(tmp_path, capsys):

@@ -11,7 +11,6 @@ from loadtests.router.soak.answers import AnswerDifference, AnswerOracle, differ
 from loadtests.router.soak.requests import ANSWER_TOKENS, soak_requests
 from loadtests.router.soak.trend import FLAT_MB_PER_HOUR, MEBIBYTE, TrendSample, grows, slope_mb_per_hour
 from workers.engines.simulated.layout import EngineLayout
-from workers.engines.simulated.memory import BlockMemory
 from workers.engines.simulated.model import SimulatedModel
 from workers.engines.simulated.sequence import Sequence, SequenceContext
 
@@ -27,13 +26,12 @@ def computed(prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
     shape = SequenceContext(
         model=MODEL,
         layout=layout,
-        memory=BlockMemory(64, BLOCK_BYTES),
         block_tokens=BLOCK_TOKENS,
         max_model_len=4096,
     )
     sequence = Sequence(Start(request_id="r", phase=Phase.AGGREGATED, tokens=prompt, sampling=sampling), shape)
     sequence.begin([])
-    sequence.compute(sequence.missing_tokens)
+    sequence.compute(sequence.prompt_tokens)
     found = [sequence.sample().token]
     while len(found) < sampling.max_tokens:
         sequence.compute(1)

@@ -2,13 +2,13 @@
 
 import pytest
 
+from fleet.batching.attempts import EngineLimits, Job
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.roles import KvPath
 from fleet.core.work import Handoff
 from fleet.sim.cluster.handoffs import LEASE, Handoffs, TransferEndpoint, handoff_params
 from fleet.sim.cluster.network import Network
-from fleet.sim.engine.attempts import EngineLimits, Job
 from fleet.sim.engine.virtual_engine import VirtualEngine
 from fleet.sim.kernel import Kernel
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet.batching.attempts import EngineLimits, Job
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.ids import RequestId
-from fleet.sim.engine.attempts import EngineLimits, Job, StepProgress
-from fleet.sim.engine.virtual_engine import VirtualEngine
+from fleet.sim.engine.virtual_engine import StepProgress, VirtualEngine
 from fleet.sim.kernel import Kernel
 
 BLOCK = 16

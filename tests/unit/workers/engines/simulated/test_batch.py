@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet.batching.attempts import EngineLimits
 from fleet.core.requests import Finish, KvOrigin, Sampling, Source
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import LoadReport, Start
 from tests.support.builders import a_prompt, a_start
 from workers.engines.simulated.batch import Batch
 from workers.engines.simulated.layout import EngineLayout
-from workers.engines.simulated.memory import BlockMemory
 from workers.engines.simulated.model import SimulatedModel
-from workers.engines.simulated.sequence import Sequence, SequenceContext, SequenceStage
+from workers.engines.simulated.sequence import Sequence, SequenceContext
 
 BLOCK_TOKENS = 4
 MODEL = SimulatedModel(seed=0, vocab_size=512, eos_token_ids=(2,), eos_probability=0.02, block_bytes=BLOCK_TOKENS * 8)
@@ -23,11 +23,12 @@ class Engine:
     """A batch that the test steps, without time and without loads."""
 
     def __init__(self, *, blocks: int = 64, max_running: int = 4, max_batched_tokens: int = 16) -> None:
-        self.memory = BlockMemory(blocks, MODEL.block_bytes)
-        self.shape = SequenceContext(
-            model=MODEL, layout=LAYOUT, memory=self.memory, block_tokens=BLOCK_TOKENS, max_model_len=64
+        self.shape = SequenceContext(model=MODEL, layout=LAYOUT, block_tokens=BLOCK_TOKENS, max_model_len=64)
+        self.step_tokens = max_batched_tokens
+        limits = EngineLimits(
+            kv_blocks=blocks, block_tokens=BLOCK_TOKENS, max_running=max_running, step_tokens=max_batched_tokens
         )
-        self.batch = Batch(self.memory, max_running=max_running, max_batched_tokens=max_batched_tokens)
+        self.batch = Batch(limits)
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, Finish] = {}
         self.order: list[str] = []
@@ -38,21 +39,22 @@ class Engine:
             self.batch.add(Sequence(start, self.shape))
 
     def step(self) -> bool:
-        for sequence in self.batch.admit():
-            self.order.append(sequence.start.request_id)
-            sequence.stage = SequenceStage.PREFILLING
-        plan = self.batch.plan()
-        assert sum(chunk.tokens for chunk in plan.prefills) <= 16
+        if (plan := self.batch.plan()) is None:
+            return False
+        assert plan.prompt_tokens + plan.decodes <= max(self.step_tokens, plan.decodes)
         for advanced in self.batch.perform(plan):
+            request_id = advanced.sequence.start.request_id
+            if request_id not in self.order:
+                self.order.append(request_id)
             if advanced.sampled is not None:
-                request_id = advanced.sequence.start.request_id
                 self.tokens.setdefault(request_id, []).append(advanced.sampled.token)
                 if advanced.sampled.finish is not None:
                     self.finish[request_id] = advanced.sampled.finish
                     self.reports[request_id] = advanced.sequence.report()
                     self.batch.remove(request_id)
+        self.batch.memory.changed()
         self.batch.check()
-        return not plan.empty
+        return True
 
     def run(self, *starts: Start) -> None:
         self.add(*starts)
@@ -98,6 +100,24 @@ def test_tokens_do_not_depend_on_batch_chunks_cache_or_pool(starts, blocks, plac
         assert report.prompt_blocks == -(-len(start.tokens) // 4 // BLOCK_TOKENS)
 
 
+def test_preempted_request_is_computed_again_with_same_tokens():
+    engine = Engine(blocks=10)
+    starts = [
+        a_start(
+            request_id=name,
+            tokens=a_prompt(12, first=first),
+            sampling=Sampling(max_tokens=20, temperature=0, ignore_eos=True),
+        )
+        for name, first in (("first", 1), ("second", 200))
+    ]
+
+    engine.run(*starts)
+
+    assert engine.batch.preempted >= 1
+    for start in starts:
+        assert (engine.tokens[start.request_id], engine.finish[start.request_id]) == alone(start)
+
+
 @settings(deadline=None)
 @given(some_starts, st.data())
 def test_removing_at_any_time_frees_everything(starts, data):
@@ -109,7 +129,7 @@ def test_removing_at_any_time_frees_everything(starts, data):
         removed = left.pop(data.draw(st.integers(0, len(left) - 1)))
         engine.batch.remove(removed)
         engine.batch.check()
-        assert removed not in engine.batch
+        assert removed not in engine.batch.sequences
 
     assert engine.batch.load == LoadReport(running=0, waiting=0, kv_blocks_used=0)
 
@@ -141,8 +161,8 @@ def test_one_wrong_byte_in_the_cache_changes_the_output():
     engine = Engine()
     start = a_start(request_id="first", tokens=16, sampling=Sampling(temperature=0, max_tokens=8))
     engine.run(start)
-    (block, *_) = engine.memory.find(Sequence(start, engine.shape).reusable_names)
-    engine.memory.view(block)[5] ^= 1
+    (block, *_) = engine.batch.memory.find(Sequence(start, engine.shape).reusable_names)
+    block[5] ^= 1
 
     engine.run(a_start(request_id="second", tokens=16, sampling=start.sampling))
 
@@ -179,7 +199,7 @@ def test_no_request_overtakes_one_that_waits_for_blocks():
     )
     engine.step()
     engine.add(
-        a_start(request_id="large", tokens=20, sampling=Sampling(max_tokens=8)),
+        a_start(request_id="large", tokens=a_prompt(20, first=300), sampling=Sampling(max_tokens=8)),
         a_start(request_id="small", tokens=1, sampling=Sampling(max_tokens=1)),
     )
 

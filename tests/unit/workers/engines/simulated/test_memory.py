@@ -1,14 +1,18 @@
-"""The simulated engine's pool against a model of two dictionaries."""
+"""KV blocks with their bytes: attempts come and go, share blocks and name them."""
 
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from fleet.batching.attempts import BatchedAttempt, Job
+from fleet.batching.kv_blocks import KvBlocks
+from fleet.core.ids import RequestId
 from fleet.core.work import KvCleared, KvRemoved, KvStored
 from workers.engines.simulated.memory import BlockMemory
 
-BLOCKS = 6
-NAMES = [bytes([number]) * 16 for number in range(9)]
+BLOCKS, BLOCK_TOKENS = 8, 4
+CHAINS = [[bytes([family, index]) * 8 for index in range(5)] for family in (1, 2)]
+CHAINS.append([*CHAINS[0][:2], *CHAINS[1][2:]])  # it shares a prefix with the first
 
 
 class Heard:
@@ -21,106 +25,135 @@ class Heard:
         for event in events:
             match event:
                 case KvStored(hashes=hashes):
-                    assert not self.names & set(hashes), "stored twice"
                     self.names |= set(hashes)
                 case KvRemoved(hashes=hashes):
-                    assert self.names >= set(hashes), "removed without having been stored"
                     self.names -= set(hashes)
                 case KvCleared():
                     self.names = set()
 
 
+def an_attempt(keys: list[bytes], prompt_tokens: int) -> BatchedAttempt[bytes]:
+    return BatchedAttempt(Job(attempt_id=RequestId("a"), prompt_tokens=prompt_tokens, answer_tokens=9, keys=keys))
+
+
 class Pool(RuleBasedStateMachine):
-    """Sequences come and go, share blocks and publish them; the pool never loses a block and never gives one twice."""
+    """The pool never loses a block, never gives one twice, and has the bytes of exactly the named blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = BlockMemory(BLOCKS, 8)
-        self.held: list[list[int]] = []
-        self.content: dict[bytes, bytes] = {}
+        self.blocks: KvBlocks[bytes] = KvBlocks(BLOCKS, BLOCK_TOKENS)
+        self.memory = BlockMemory(self.blocks)
+        self.attempts: list[BatchedAttempt[bytes]] = []
+        self.leases: list[list[bytes]] = []
         self.heard = Heard()
-        self.written = 0
 
-    @precondition(lambda self: self.memory.available)
-    @rule(count=st.integers(1, 3))
-    def allocate(self, count):
-        blocks = [self.memory.allocate() for _ in range(min(count, self.memory.available))]
-        assert not set(blocks) & {block for held in self.held for block in held}, "given twice"
-        for block in blocks:
-            self.written += 1
-            self.memory.view(block)[:] = self.written.to_bytes(8, "little")
-        self.held.append(blocks)
+    @rule(chain=st.sampled_from(CHAINS), tokens=st.integers(1, 20))
+    def admit(self, chain, tokens):
+        keys = chain[: tokens // BLOCK_TOKENS]
+        attempt = an_attempt(keys, tokens)
+        here, before = self.blocks.leading(keys), self.blocks.used
+        if self.blocks.reserve(attempt, here):
+            assert attempt.held == keys[:here]
+            assert self.blocks.room(attempt) > tokens
+            self.attempts.append(attempt)
+        else:
+            assert (self.blocks.used, attempt.held, attempt.own) == (before, [], 0)
 
-    @precondition(lambda self: any(self.held))
-    @rule(data=st.data(), name=st.sampled_from(NAMES))
-    def publish(self, data, name):
-        block = data.draw(st.sampled_from(sorted({block for held in self.held for block in held})))
-        if block in self.memory._names:
-            return
-        known = bool(self.memory.find([name]))
-        self.memory.publish(block, name)
-        if not known:
-            self.content[name] = bytes(self.memory.view(block))
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data(), tokens=st.integers(1, 20))
+    def compute(self, data, tokens):
+        attempt = data.draw(st.sampled_from(self.attempts))
+        attempt.computed = min(attempt.computed + tokens, attempt.prompt_tokens)
+        known = len(attempt.held)
+        self.blocks.name(attempt, attempt.job.keys, attempt.computed)
+        self.memory.publish(attempt.held[known:], {key: bytearray(key) for key in attempt.job.keys})
+        full = attempt.job.keys[: attempt.computed // BLOCK_TOKENS]
+        assert self.memory.find(full) == full, "every computed block is found, whoever named it"
 
-    @rule(names=st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
-    def share(self, names):
-        found = self.memory.find(names)
-        assert [bytes(self.memory.view(block)) for block in found] == [
-            self.content[name] for name in names[: len(found)]
-        ]
-        before = self.memory.available
-        idle = self.memory.idle_among(found)
-        self.memory.hold(found)
-        assert self.memory.available == before - idle
-        self.held.append(found)
-
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.attempts and self.blocks.available)
     @rule(data=st.data())
-    def release(self, data):
-        self.memory.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+    def grow(self, data):
+        self.blocks.grow(data.draw(st.sampled_from(self.attempts)))
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data())
+    def end(self, data):
+        self.blocks.free(self.attempts.pop(data.draw(st.integers(0, len(self.attempts) - 1))))
+
+    @rule(chain=st.sampled_from(CHAINS))
+    def lend(self, chain):
+        names = chain[: self.blocks.leading(chain)]
+        self.blocks.hold(names)
+        self.leases.append(names)
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def end_lease(self):
+        self.blocks.release(self.leases.pop())
 
     @rule()
     def listen(self):
         self.heard.hear(self.memory.take_events())
-        assert self.heard.names == {name for name in NAMES if self.memory.find([name])}
-        assert not self.memory.changed
+        assert self.heard.names == set(self.blocks.names())
+        assert not self.memory.changed()
 
     @invariant()
     def nothing_is_lost(self):
+        self.blocks.check(sum(attempt.own for attempt in self.attempts))
         self.memory.check()
-        assert self.memory.held == len({block for held in self.held for block in held})
+        named = {key for held in (*self.leases, *(attempt.held for attempt in self.attempts)) for key in held}
+        assert self.blocks.used == len(named) + sum(attempt.own for attempt in self.attempts)
 
     def teardown(self):
-        for held in self.held:
-            self.memory.release(held)
-        assert (self.memory.held, self.memory.available) == (0, BLOCKS)
+        for attempt in self.attempts:
+            self.blocks.free(attempt)
+        for names in self.leases:
+            self.blocks.release(names)
+        assert (self.blocks.used, self.blocks.available) == (0, BLOCKS)
         self.listen()
+        self.memory.check()
 
 
 TestPool = Pool.TestCase
 TestPool.settings = hypothesis_settings(deadline=None, stateful_step_count=50)
 
 
-def test_idle_block_released_first_is_evicted_tail_before_head():
-    memory = BlockMemory(3, 8)
-    chain = [memory.allocate() for _ in range(3)]
-    for block, name in zip(chain, NAMES, strict=False):
-        memory.publish(block, name)
-    memory.release(chain)
+def compute_and_end(blocks: KvBlocks[bytes], memory: BlockMemory, keys: list[bytes]) -> None:
+    attempt = an_attempt(keys, len(keys) * BLOCK_TOKENS)
+    assert blocks.reserve(attempt, 0)
+    blocks.name(attempt, keys, attempt.prompt_tokens)
+    memory.publish(attempt.held, {key: bytearray(key) for key in keys})
+    blocks.free(attempt)
 
-    memory.allocate()
 
-    assert memory.find(NAMES[:3]) == chain[:2]
+def test_tail_of_idle_chain_is_evicted_before_its_head():
+    blocks: KvBlocks[bytes] = KvBlocks(4, BLOCK_TOKENS)
+    memory = BlockMemory(blocks)
+    chain = CHAINS[0][:3]
+    compute_and_end(blocks, memory, chain)
+
+    assert blocks.reserve(an_attempt([], 7), 0)
+
+    assert memory.find(chain) == chain[:2]
+
+
+def test_bytes_of_evicted_blocks_are_dropped():
+    blocks: KvBlocks[bytes] = KvBlocks(2, BLOCK_TOKENS)
+    memory = BlockMemory(blocks)
+    for number in range(100):
+        compute_and_end(blocks, memory, [number.to_bytes(16, "big")])
+        memory.changed()
+        memory.check()
 
 
 def test_unfetched_events_become_a_dump():
-    memory = BlockMemory(2, 8)
+    blocks: KvBlocks[bytes] = KvBlocks(2, BLOCK_TOKENS)
+    memory = BlockMemory(blocks)
     for number in range(100):
-        block = memory.allocate()
-        memory.publish(block, number.to_bytes(16, "big"))
-        memory.release([block])
+        compute_and_end(blocks, memory, [number.to_bytes(16, "big")])
+        assert memory.changed()
 
     events = memory.take_events()
 
-    assert events == (KvCleared(), KvStored(tuple(number.to_bytes(16, "big") for number in (98, 99))))
+    assert events == (KvCleared(), KvStored((number.to_bytes(16, "big"),)))
     assert memory.take_events() == ()

@@ -1,0 +1,163 @@
+"""KV blocks of a modelled engine: a prefix cache that counts blocks and knows their names, and stores no bytes.
+
+Rules:
+
+1. A block is free, held by attempts, or idle. An idle block is held by nobody, but has a name and can be found again.
+2. Blocks without a name are a number that each attempt owns: prompts that are not computed yet, partly filled blocks, answers.
+   They get their names when they are computed, so that others find them. If a block of that name is here already, the owned
+   block stays without a name until its attempt ends.
+3. A prompt is admitted with blocks for all its tokens and one more. Blocks that are in the cache are held, the others are taken.
+4. If no block is free, the idle block that was released first loses its name. An attempt releases its last block first, so the
+   tail of a chain is evicted before its head.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic
+
+from fleet.batching.attempts import BatchedAttempt, Name
+from kvstore.block import blocks_for
+
+
+class KvBlocks(Generic[Name]):
+    """The blocks of one engine."""
+
+    def __init__(self, blocks: int, block_tokens: int):
+        assert blocks >= 1, blocks
+        self._free = blocks
+        self._users: dict[Name, int] = {}  # named block -> attempts that hold it; 0 if it is idle
+        self._idle: OrderedDict[Name, None] = OrderedDict()  # in the order of release
+        self._stored: list[Name] = []
+        self._removed: list[Name] = []
+        self._block_tokens = block_tokens
+        self.blocks = blocks
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._users
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be taken."""
+        return self._free + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Blocks that are held."""
+        return self.blocks - self.available
+
+    def leading(self, keys: Sequence[Name]) -> int:
+        """Return the number of leading blocks of a chain that are here."""
+        users = self._users
+        if not keys or keys[0] not in users:
+            return 0
+        here = list(map(users.__contains__, keys))
+        return here.index(False) if False in here else len(here)
+
+    def names(self) -> list[Name]:
+        """Return the names of all blocks that can be found here."""
+        return list(self._users)
+
+    @property
+    def changed(self) -> int:
+        """Number of names that came or went since the last call of `changes`."""
+        return len(self._stored) + len(self._removed)
+
+    def changes(self) -> tuple[list[Name], list[Name]]:
+        """Return the names stored and removed since the last call. A name in both was removed first."""
+        stored, removed = self._stored, self._removed
+        if removed:
+            users = self._users
+            stored = [key for key in stored if key in users]
+        self._stored, self._removed = [], []
+        return stored, removed
+
+    # Named blocks.
+
+    def hold(self, keys: Sequence[Name]) -> None:
+        """Hold named blocks, which must be here."""
+        users, idle = self._users, self._idle
+        for key in keys:
+            if not (before := users[key]):
+                del idle[key]
+            users[key] = before + 1
+
+    def release(self, keys: Sequence[Name]) -> None:
+        """Stop holding named blocks."""
+        users, idle = self._users, self._idle
+        for key in reversed(keys):
+            left = users[key] - 1
+            users[key] = left
+            if not left:
+                idle[key] = None
+
+    # Blocks of attempts.
+
+    def reserve(self, attempt: BatchedAttempt[Name], here: int) -> bool:
+        """Take the blocks of a prompt whose first `here` blocks are in the cache; return False if there are not enough."""
+        cached = attempt.job.keys[:here]
+        wanted = attempt.prompt_tokens // self._block_tokens + 1 - here
+        if wanted > self.available - (sum(map(self._idle.__contains__, cached)) if here else 0):
+            return False
+        attempt.held = list(cached)
+        self.hold(cached)
+        self._take(wanted)
+        attempt.own = wanted
+        attempt.computed = here * self._block_tokens
+        return True
+
+    def room(self, attempt: BatchedAttempt[Name]) -> int:
+        """Return the tokens of prompt and answer that the attempt's blocks can hold."""
+        return (len(attempt.held) + attempt.own) * self._block_tokens
+
+    def missing(self, attempt: BatchedAttempt[Name]) -> int:
+        """Return the blocks that have to be fetched, beyond those that the attempt holds."""
+        return max(0, blocks_for(attempt.coming, self._block_tokens) - len(attempt.held))
+
+    def grow(self, attempt: BatchedAttempt[Name]) -> None:
+        """Take one more block, which must be available."""
+        self._take(1)
+        attempt.own += 1
+
+    def name(self, attempt: BatchedAttempt[Name], keys: Sequence[Name], computed: int) -> None:
+        """Name the blocks that `computed` tokens fill, beyond those that have names."""
+        full, known = min(computed // self._block_tokens, len(keys)), len(attempt.held)
+        if full <= known:
+            return
+        fresh: Sequence[Name]
+        if not known or keys[known - 1] == attempt.held[-1]:  # no other attempt named one of these blocks first
+            fresh = keys[known:full]
+        else:
+            held = set(attempt.held)
+            fresh = [key for key in keys[:full] if key not in held]
+        users = self._users
+        named = [key for key in fresh if key not in users]
+        users.update(dict.fromkeys(named, 1))
+        self._stored += named
+        attempt.held += named
+        attempt.own -= len(named)
+
+    def free(self, attempt: BatchedAttempt[Name]) -> None:
+        """Release all blocks of an attempt that has ended or was preempted."""
+        self.release(attempt.held)
+        self._free += attempt.own
+        attempt.held, attempt.own, attempt.computed = [], 0, 0
+
+    def _take(self, blocks: int) -> None:
+        """Take blocks without a name; as many must be `available`."""
+        assert blocks <= self.available, (blocks, self.available)
+        if (missing := blocks - self._free) > 0:
+            forget, users = self._idle.popitem, self._users
+            gone = [forget(False)[0] for _ in range(missing)]
+            for key in gone:
+                del users[key]
+            self._removed += gone
+            self._free = 0
+        else:
+            self._free -= blocks
+
+    def check(self, owned: int) -> None:
+        """Assert rule 1, with so many blocks that attempts own."""
+        assert self._free >= 0
+        assert self._free + len(self._users) + owned == self.blocks
+        assert all(users >= 0 for users in self._users.values())
+        assert {key for key, users in self._users.items() if not users} == self._idle.keys()

@@ -1,0 +1,319 @@
+"""Continuous batching with chunked prefill over a budget of KV blocks: which attempt is admitted, and what a step computes.
+
+It owns no time and no bytes. `fleet.sim.engine.virtual_engine` drives it in virtual time, `workers.engines.simulated.engine` in
+real time with real KV bytes.
+
+Rules:
+
+1. Attempts are admitted in order of priority, then arrival, if there is room for the prompt and one more token. Preempted ones
+   go first within their priority. While the first one cannot be admitted, no other overtakes it.
+2. The block supply is asked once, when there is room. Fetched blocks come into blocks that are taken for them, and meanwhile
+   others are admitted. After the fetch, whether it succeeded or not, the attempt goes before all that wait for room.
+3. A step gives one token to each running attempt, and the rest of `step_tokens` to prompts, in the order of admission. A prompt
+   may take several steps. At least one token of each is computed, for its logits; its last step brings its first token.
+4. Each decode step gives one token to every running attempt, so the step at which an attempt needs its next block is known when
+   it joins. Due steps lie in heaps. An entry of an attempt that has left stays in its heap and is skipped later; an attempt that
+   left and joined again is told apart by its number in the order of admission.
+5. If an attempt needs a block and none is left, the attempt that was admitted last is preempted. It starts again from its prompt
+   and the tokens that it has generated (vLLM's recomputation).
+6. An attempt that is handed off keeps its blocks after its end, until `release`.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Generic
+
+from msgspec import Struct
+
+from fleet.batching.attempts import BatchedAttempt, BlockSupply, EngineLimits, Job, Name
+from fleet.batching.kv_blocks import KvBlocks
+from fleet.core.ids import RequestId
+
+PromptChunk = tuple[BatchedAttempt[Name], int]
+"""An attempt, and the number of its prompt tokens that a step computes."""
+
+DueHeap = list[tuple[int, int, BatchedAttempt[Name]]]
+"""Heap of (decode step, number in the order of admission, attempt)."""
+
+
+class StepPlan(Struct, Generic[Name], frozen=True):
+    """The work of one step."""
+
+    chunks: Sequence[PromptChunk[Name]]
+    prompt_tokens: int  # sum over the chunks
+    prompt_pairs: float  # pairs of a prompt token and a token before it, over the chunks
+    decodes: int  # running attempts
+    context: int  # tokens of all running attempts
+
+
+class BatchScheduler(Generic[Name]):
+    """The queues, the batch and the KV blocks of one engine."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        supply: BlockSupply[Name] | None = None,
+        may_admit: Callable[[Job[Name]], bool] | None = None,
+    ):
+        """Begin without attempts; `may_admit` may make the first waiting attempt wait longer."""
+        self._limits = limits
+        self._supply = supply
+        self._may_admit = may_admit
+        self._waiting: list[tuple[int, int, BatchedAttempt[Name]]] = []  # (-priority, arrival, attempt), in order
+        self._ready: deque[BatchedAttempt[Name]] = (
+            deque()
+        )  # fetched; these hold blocks, so they must not wait for blocks
+        self._fetching: dict[RequestId, BatchedAttempt[Name]] = {}
+        self._computing: deque[BatchedAttempt[Name]] = deque()  # attempts whose prompts are computed
+        self._grows: DueHeap[Name] = []
+        self._arrivals = 0
+        self._admitted = 0
+        self.blocks: KvBlocks[Name] = KvBlocks(limits.kv_blocks, limits.block_tokens)
+        self.attempts: dict[RequestId, BatchedAttempt[Name]] = {}
+        """Attempts that have not ended, in the order of arrival; read-only for others."""
+        self.running: dict[BatchedAttempt[Name], None] = {}
+        """Attempts that generate tokens; read-only for others."""
+        self.kept: dict[RequestId, BatchedAttempt[Name]] = {}
+        """Ended attempts whose blocks are not released yet; read-only for others."""
+        self.context = 0  # tokens of all running attempts
+        self.steps = 0  # decode steps done
+        self.preempted = 0
+
+    @property
+    def waiting(self) -> int:
+        """Attempts that are not admitted yet."""
+        return len(self._waiting) + len(self._ready) + len(self._fetching)
+
+    @property
+    def wanted(self) -> bool:
+        """True if an attempt waits for room."""
+        return bool(self._waiting)
+
+    # Arrivals and ends.
+
+    def submit(self, job: Job[Name]) -> None:
+        """Queue an attempt; it is admitted as soon as there is room."""
+        self.attempts[job.attempt_id] = attempt = BatchedAttempt(job)
+        self._arrivals += 1
+        insort(self._waiting, (-job.priority, self._arrivals, attempt))
+
+    def fetch(self, job: Job[Name]) -> int | None:
+        """Take an attempt whose prompt blocks come from a prefill worker, and make room for them.
+
+        Returns:
+            The number of blocks to fetch; `fetched` has to follow. None if there is no room now.
+        """
+        attempt = BatchedAttempt(job, job.fetched_tokens, asked=True)
+        if not self.blocks.reserve(attempt, self.blocks.leading(job.keys)):
+            return None
+        self.attempts[job.attempt_id] = self._fetching[job.attempt_id] = attempt
+        return self.blocks.missing(attempt)
+
+    def fetched(self, attempt_id: RequestId) -> BatchedAttempt[Name] | None:
+        """Note that a fetch has ended and return its attempt; None if the attempt was cancelled.
+
+        The caller sets `computed` and names the blocks that have come; the rest of the prompt is computed.
+        """
+        if (attempt := self._fetching.pop(attempt_id, None)) is not None:
+            self._ready.append(attempt)
+        return attempt
+
+    def end(self, attempt: BatchedAttempt[Name]) -> None:
+        """End an attempt that has generated all its tokens."""
+        attempt_id = attempt.job.attempt_id
+        del self.attempts[attempt_id]
+        if attempt.job.handed_off:
+            self.kept[attempt_id] = attempt
+            self._leave_batch(attempt)
+        else:
+            self._stop(attempt)
+
+    def release(self, attempt_id: RequestId) -> bool:
+        """Free the blocks of a handed-off attempt; return False if none are kept."""
+        if (attempt := self.kept.pop(attempt_id, None)) is None:
+            return False
+        self.blocks.free(attempt)
+        return True
+
+    def cancel(self, attempt_id: RequestId) -> bool:
+        """Forget an attempt that has not ended; return False if it is unknown."""
+        if (attempt := self.attempts.pop(attempt_id, None)) is None:
+            return False
+        self._stop(attempt)
+        self._fetching.pop(attempt_id, None)
+        for queue in (self._ready, self._computing):
+            if attempt in queue:
+                queue.remove(attempt)
+        self._waiting = [queued for queued in self._waiting if queued[2] is not attempt]
+        return True
+
+    def clear(self) -> None:
+        """Forget all attempts and kept blocks, as when the process dies; the counts are wrong from then on."""
+        for queue in (self.attempts, self.kept, self._fetching, self._waiting, self._ready, self._computing):
+            queue.clear()
+
+    # Steps.
+
+    def plan(self) -> StepPlan[Name] | None:
+        """Admit all attempts that there is room for and return the next step; None if there is nothing to compute."""
+        self._admit()
+        decodes = len(self.running)
+        chunks: list[PromptChunk[Name]] = []
+        tokens, pairs = 0, 0.0
+        if self._computing:
+            room = self._limits.step_tokens - decodes
+            for attempt in self._computing:
+                if room <= 0:
+                    break
+                count = min(room, attempt.prompt_tokens - attempt.computed)
+                chunks.append((attempt, count))
+                room -= count
+                tokens += count
+                pairs += count * (attempt.computed + 0.5 * count)
+        return StepPlan(chunks, tokens, pairs, decodes, self.context) if chunks or decodes else None
+
+    def advance(self, steps: int) -> int:
+        """Count decode steps as done and return the tokens that they generated."""
+        self.steps += steps
+        tokens = len(self.running) * steps
+        self.context += tokens
+        return tokens
+
+    def grow(self) -> Sequence[BatchedAttempt[Name]]:
+        """Take blocks for the tokens of the next decode step; return the attempts that were preempted for them."""
+        if not self._grows or self._grows[0][0] > self.steps:
+            return ()
+        preempted = []
+        for attempt in self.due(self._grows):
+            while not self.blocks.available:
+                preempted.append(self._preempt())
+                if preempted[-1] is attempt:
+                    break
+            else:
+                self.blocks.grow(attempt)
+                self._grow_later(attempt)
+        return preempted
+
+    def computed(self, attempt: BatchedAttempt[Name], tokens: int) -> bool:
+        """Count prompt tokens as computed; return True if they complete the prompt, which brings a token.
+
+        The caller then has to call `join` or `end`.
+        """
+        attempt.computed += tokens
+        if attempt.computed < attempt.prompt_tokens:
+            return False
+        self._computing.remove(attempt)
+        attempt.generated += 1
+        return True
+
+    def join(self, attempt: BatchedAttempt[Name]) -> None:
+        """Let an attempt whose prompt is complete run."""
+        self.running[attempt] = None
+        attempt.begun_at = self.steps - attempt.generated
+        self.context += attempt.job.prompt_tokens + attempt.generated
+        self._grow_later(attempt)
+
+    def generated(self, attempt: BatchedAttempt[Name]) -> int:
+        """Return the tokens of its answer so far, whether it is running or not."""
+        return self.steps - attempt.begun_at if attempt in self.running else attempt.generated
+
+    def schedule(self, heap: DueHeap[Name], attempt: BatchedAttempt[Name], generated: int) -> None:
+        """Add a running attempt to a heap, due at this answer length."""
+        heappush(heap, (attempt.begun_at + generated, attempt.admitted, attempt))
+
+    def due(self, heap: DueHeap[Name]) -> Iterator[BatchedAttempt[Name]]:
+        """Remove and yield the running attempts of a heap whose step has come."""
+        while heap and heap[0][0] <= self.steps:
+            _, admitted, attempt = heappop(heap)
+            if attempt in self.running and attempt.admitted == admitted:
+                yield attempt
+
+    def steps_to(self, heap: DueHeap[Name]) -> int | None:
+        """Return the steps until an attempt of a heap is due (0 or less if it is due now), or None if all have left."""
+        while heap:
+            due, admitted, attempt = heap[0]
+            if attempt in self.running and attempt.admitted == admitted:
+                return due - self.steps
+            heappop(heap)
+        return None
+
+    def steps_to_growth(self) -> int | None:
+        """Return the steps until an attempt needs a block, or None if all end before."""
+        return self.steps_to(self._grows)
+
+    def _admit(self) -> None:
+        """Admit all attempts that there is room for."""
+        waiting, ready, computing = self._waiting, self._ready, self._computing
+        if not waiting and not ready:
+            return
+        most = self._limits.max_running - len(self.running)
+        while ready and len(computing) < most:
+            self._begin(ready.popleft())
+        while waiting and len(computing) < most:
+            attempt = waiting[0][2]
+            if self._may_admit is not None and not self._may_admit(attempt.job):
+                return
+            reusable = (attempt.prompt_tokens - 1) // self._limits.block_tokens  # one token has to be computed
+            if not self.blocks.reserve(attempt, min(self.blocks.leading(attempt.job.keys), reusable)):
+                return
+            del waiting[0]
+            if self._supply is None or attempt.asked or not self._ask(attempt, self._supply):
+                self._begin(attempt)
+
+    def _begin(self, attempt: BatchedAttempt[Name]) -> None:
+        attempt.computed = min(attempt.computed, attempt.prompt_tokens - 1)
+        if attempt.cached is None:
+            attempt.cached = attempt.computed
+        self._admitted += 1
+        attempt.admitted = self._admitted
+        self._computing.append(attempt)
+
+    def _ask(self, attempt: BatchedAttempt[Name], supply: BlockSupply[Name]) -> bool:
+        """Ask the block supply and begin a fetch; return False if there is nothing worth fetching."""
+        attempt.asked = True
+        here = len(attempt.held)
+        coming = supply.offer(attempt.job, here)
+        if coming <= here * self._limits.block_tokens:
+            return False
+        attempt.coming = coming
+        self._fetching[attempt.job.attempt_id] = attempt
+        supply.fetch(attempt.job, here)
+        return True
+
+    def _grow_later(self, attempt: BatchedAttempt[Name]) -> None:
+        """Schedule the next growth, when the next token has no room in the attempt's blocks, unless it ends by then."""
+        generated = self.blocks.room(attempt) - attempt.job.prompt_tokens
+        if generated < attempt.job.answer_tokens:
+            self.schedule(self._grows, attempt, generated)
+
+    def _preempt(self) -> BatchedAttempt[Name]:
+        """Preempt the running attempt that was admitted last, and return it."""
+        attempt = max(self.running, key=lambda each: each.admitted)
+        self._stop(attempt)
+        attempt.prompt_tokens = attempt.job.prompt_tokens + attempt.generated
+        self.preempted += 1
+        insort(self._waiting, (-attempt.job.priority, -self.preempted, attempt))
+        return attempt
+
+    def _leave_batch(self, attempt: BatchedAttempt[Name]) -> None:
+        if attempt in self.running:
+            attempt.generated = self.steps - attempt.begun_at
+            del self.running[attempt]
+            self.context -= attempt.job.prompt_tokens + attempt.generated
+
+    def _stop(self, attempt: BatchedAttempt[Name]) -> None:
+        """Remove an attempt from the batch and free its blocks."""
+        self._leave_batch(attempt)
+        self.blocks.free(attempt)
+
+    def check(self) -> None:
+        """Assert that the sums are those of the attempts, and that all tokens have room."""
+        self.blocks.check(sum(attempt.own for attempt in (*self.attempts.values(), *self.kept.values())))
+        assert self.waiting + len(self._computing) + len(self.running) == len(self.attempts)
+        assert len(self._computing) + len(self.running) <= self._limits.max_running
+        assert not self.kept.keys() & self.attempts.keys()
+        assert sum(attempt.job.prompt_tokens + self.generated(attempt) for attempt in self.running) == self.context
+        for attempt in self.running:
+            assert self.blocks.room(attempt) >= attempt.job.prompt_tokens + self.generated(attempt), attempt.job

@@ -47,7 +47,16 @@ from fleet.planner.messages import Observation, PoolGapReason, PoolName, PoolObs
 from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.sizing.capacity import CapacityModel, OfferedLoad
 from fleet.planner.sizing.corrected import CorrectedCapacity
-from fleet.planner.sizing.solver import Candidate, Mix, replica_dollars, replica_gpus, served, solve, within_budget
+from fleet.planner.sizing.solver import (
+    Candidate,
+    Mix,
+    replica_dollars,
+    replica_gpus,
+    served,
+    solve,
+    within_budget,
+    within_ratio,
+)
 
 ENOUGH_SERVED = 1.0 - 1e-6
 """Share of a rate that counts as all of it."""
@@ -267,6 +276,9 @@ class PlannerMachine:
             least, most = self._bounds(each)
             if not least <= each.seen.wanted <= most:
                 return True
+        candidates = [each.candidate(0, each.seen.wanted) for each in view.pools]
+        if not within_ratio(candidates, [each.seen.wanted for each in view.pools], self._budget):
+            return True
         return self._served(view, view.wanted, view.rate) < view.rate * ENOUGH_SERVED
 
     def _more(self, view: "_View") -> tuple[dict[PoolName, int], DecisionReason]:

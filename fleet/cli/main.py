@@ -27,6 +27,7 @@ SUMMARIES = {  # of our own sub-commands, in the order of the help
     "generate": "stream an answer from a running cluster",
     "status": "show pools, workers, load and caches of a running cluster",
     "scale": "show how large the pools of a cluster are, or have them made larger and smaller",
+    "plan": "size pools for a load, and show what the planner decides",
     "explain": "say why a request went where it went",
     "doctor": "say which optional parts are usable on this machine, and what to do about the others",
     "kv": "measure the KV store, or replay recorded traffic through its policies",

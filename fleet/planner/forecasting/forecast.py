@@ -6,7 +6,7 @@ Rules:
 2. The methods: last value; exponentially weighted mean (Brown, 1956); local linear trend by a Kalman filter (Harvey, 1989, chapter 4), with
    a damped slope (Gardner and McKenzie, 1985); additive seasons of a fixed length (Holt, 1957; Winters, 1960).
 3. `ChosenForecaster` makes all of their forecasts and later compares each with what came (a rolling back-test at the horizon that is
-   used). It takes the method with the least squared error, which must beat the present one by `MARGIN`. Its error is a number.
+   used). It takes the method with the least absolute error, which must beat the present one by `MARGIN`. Its error is a number.
 """
 
 from collections import deque
@@ -16,11 +16,17 @@ from typing import Protocol
 
 from msgspec import Struct
 
-MARGIN = 0.1
+MARGIN = 0.05
 """A method replaces the present one if its error is smaller by this share."""
 
 MEMORY = 240
 """Steps after which a back-test weighs 1/e."""
+
+UNSEASONAL = 4
+"""Last values whose mean is the forecast before the first season is over."""
+
+NORMAL = 1.2533
+"""Standard deviation of a normal distribution divided by its mean absolute deviation; unlike squares, a single step hardly moves the latter."""
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
@@ -81,7 +87,7 @@ class LocalTrend:
     """Kalman filter of a level and its slope, which is damped: far ahead a slope says little."""
 
     def __init__(
-        self, step_seconds: float, *, level_noise: float = 0.05, slope_noise: float = 0.002, damping: float = 0.98
+        self, step_seconds: float, *, level_noise: float = 0.05, slope_noise: float = 0.002, damping: float = 0.99
     ) -> None:
         """Create a filter without samples.
 
@@ -122,7 +128,7 @@ class LocalTrend:
 
 
 class Seasonal:
-    """Additive seasons of Holt and Winters, without a trend. Until one season is over, it forecasts its level."""
+    """Additive seasons of Holt and Winters, without a trend. Until one season is over, it forecasts the mean of its last values."""
 
     def __init__(
         self, step_seconds: float, season_seconds: float, *, level_weight: float = 0.05, season_weight: float = 0.3
@@ -139,7 +145,8 @@ class Seasonal:
     def update(self, value: float) -> None:
         if not self._seasons:
             self._first.append(value)
-            self._level = sum(self._first[-MEMORY:]) / len(self._first[-MEMORY:])
+            last = self._first[-UNSEASONAL:]
+            self._level = sum(last) / len(last)
             if len(self._first) == self._length:
                 self._level = sum(self._first) / self._length
                 self._seasons = [each - self._level for each in self._first]
@@ -164,7 +171,6 @@ class BacktestScore(Struct, frozen=True, kw_only=True):
     """Errors of one method in the back-test."""
 
     method: str
-    squared: float
     relative: float
     """Mean absolute error, divided by the mean value."""
 
@@ -179,7 +185,6 @@ class ChosenForecaster:
         self._methods = dict(methods)
         self._step = step_seconds
         self._steps = 1
-        self._squared = {name: _Mean() for name in methods}
         self._absolute = {name: _Mean() for name in methods}
         self._mean = _Mean()
         self._made: dict[str, deque[float]] = {}
@@ -203,7 +208,6 @@ class ChosenForecaster:
         for name, method in self._methods.items():
             made = self._made[name]
             if len(made) == self._steps:
-                self._squared[name].add((value - made[0]) ** 2)
                 self._absolute[name].add(abs(value - made[0]))
             method.update(value)
             made.append(method.forecast(self._steps * self._step).mean)
@@ -211,8 +215,8 @@ class ChosenForecaster:
 
     def forecast(self, horizon_seconds: float) -> Forecast:
         mean = self._methods[self.chosen].forecast(horizon_seconds)
-        tested = self._squared[self.chosen]
-        return _forecast(mean.mean, sqrt(tested.value)) if tested.count else mean
+        tested = self._absolute[self.chosen]
+        return _forecast(mean.mean, NORMAL * tested.value) if tested.count else mean
 
     @property
     def error(self) -> float:
@@ -224,9 +228,8 @@ class ChosenForecaster:
         return [
             BacktestScore(
                 method=name,
-                squared=self._squared[name].value,
                 relative=self._relative(name),
-                samples=self._squared[name].count,
+                samples=self._absolute[name].count,
             )
             for name in self._methods
         ]
@@ -235,10 +238,9 @@ class ChosenForecaster:
         return self._absolute[name].value / self._mean.value if self._mean.value else 0.0
 
     def _choose(self) -> None:
-        best = min(self._methods, key=lambda name: self._squared[name].value)
-        if not self._squared[best].count or self._squared[best].count < self._steps:
-            return
-        if self._squared[best].value < (1.0 - MARGIN) * self._squared[self.chosen].value:
+        best = min(self._methods, key=lambda name: self._absolute[name].value)
+        tested = self._absolute[best]
+        if tested.count >= self._steps and tested.value < (1.0 - MARGIN) * self._absolute[self.chosen].value:
             self.chosen = best
 
 

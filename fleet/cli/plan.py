@@ -1,0 +1,19 @@
+"""`fleet plan`: what the planner would do, and what a load needs."""
+
+import argparse
+
+from fleet.cli import plan_size
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=type(parser))
+    summary = "size pools for a load that is described, and price them"
+    plan_size.configure(actions.add_parser("size", help=summary, description=f"{summary[0].upper()}{summary[1:]}."))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    match arguments.action:
+        case "size":
+            return plan_size.run(arguments)
+        case _:
+            raise AssertionError(arguments.action)

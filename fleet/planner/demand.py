@@ -19,6 +19,9 @@ from fleet.planner.messages import PoolName
 EDGES = tuple(0.001 * 10 ** (step / 8) for step in range(8 * 6 + 1))
 """Upper edges of the buckets in seconds: eight per decade from 1 ms to 1,000 s. One more bucket holds what is longer."""
 
+STEP: float = 10 ** (1 / 8)
+"""Ratio of an edge to the edge before it."""
+
 Counts = tuple[int, ...]
 """Number of values in each bucket: `len(EDGES) + 1` numbers, or none at all if nothing was counted."""
 
@@ -43,6 +46,21 @@ def percentile(counts: Counts, share: float) -> float | None:
     for index, below in enumerate(accumulate(counts)):
         if below >= share * total:
             return EDGES[min(index, len(EDGES) - 1)]
+    raise AssertionError("the last bucket completes the sum")
+
+
+def interpolated(counts: Counts, share: float) -> float | None:
+    """Return the estimated percentile in seconds, as if the values of a bucket were spread evenly on a logarithmic scale."""
+    wanted = share * sum(counts)
+    if not wanted:
+        return None
+    below = 0
+    for index, count in enumerate(counts):
+        if below + count >= wanted:
+            upper = EDGES[min(index, len(EDGES) - 1)]
+            share_of_bucket = (wanted - below) / count
+            return float(upper * STEP ** (share_of_bucket - 1.0))
+        below += count
     raise AssertionError("the last bucket completes the sum")
 
 
@@ -95,11 +113,17 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Prompt tokens that workers had in a cache."""
 
+    prompt_squares: float = 0.0
+    """Sum of the squares of the arrivals' prompt lengths, which shows how much lengths differ; 0: unknown."""
+
     finished: int = 0
     """Answers that ended in the window."""
 
     answer_tokens: int = 0
     """Tokens of the answers that ended in the window."""
+
+    answer_squares: float = 0.0
+    """Sum of the squares of the lengths of these answers; 0: unknown."""
 
     ttft: Counts = ()
     tpot: Counts = ()

@@ -56,6 +56,7 @@ class _Counters:
     def __init__(self) -> None:
         self.arrivals = self.refused = self.abandoned = 0
         self.prompt_tokens = self.cached_tokens = self.finished = self.answer_tokens = 0
+        self.prompt_squares = self.answer_squares = 0.0
         self.ttft, self.tpot, self.queue_wait = ([0] * (len(EDGES) + 1) for _ in range(3))
 
 
@@ -124,6 +125,7 @@ class DemandCollector:
         self._waiting[event.request_id] = now
         self._counters.arrivals += 1
         self._counters.prompt_tokens += prompt_tokens
+        self._counters.prompt_squares += prompt_tokens**2
 
     def _dispatched(self, request_id: RequestId, now: Nanos) -> None:
         request = self._live.get(request_id)
@@ -145,6 +147,7 @@ class DemandCollector:
         counters = self._counters
         counters.finished += 1
         counters.answer_tokens += request.tokens
+        counters.answer_squares += request.tokens**2
         counters.cached_tokens += complete.cached_tokens
         if request.first_token is not None and request.tokens > 1:
             counters.tpot[bucket_of((now - request.first_token) / SECOND / (request.tokens - 1))] += 1
@@ -176,8 +179,10 @@ class DemandCollector:
                 abandoned=counters.abandoned,
                 prompt_tokens=counters.prompt_tokens,
                 cached_tokens=counters.cached_tokens,
+                prompt_squares=counters.prompt_squares,
                 finished=counters.finished,
                 answer_tokens=counters.answer_tokens,
+                answer_squares=counters.answer_squares,
                 ttft=tuple(counters.ttft),
                 tpot=tuple(counters.tpot),
                 queue_wait=tuple(counters.queue_wait),
@@ -254,8 +259,10 @@ def summed(records: Sequence[DemandWindow]) -> DemandWindow:
         abandoned=abandoned,
         prompt_tokens=sum(each.prompt_tokens for each in records),
         cached_tokens=sum(each.cached_tokens for each in records),
+        prompt_squares=sum(each.prompt_squares for each in records),
         finished=sum(each.finished for each in records),
         answer_tokens=sum(each.answer_tokens for each in records),
+        answer_squares=sum(each.answer_squares for each in records),
         ttft=ttft,
         tpot=tpot,
         queue_wait=queue_wait,

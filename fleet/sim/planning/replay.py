@@ -95,6 +95,11 @@ class Replay:
         )
 
     @property
+    def replica_prices(self) -> dict[str, float]:
+        """Dollars per hour of one replica, by pool."""
+        return {profile.name: profile.gpus * profile.dollars_per_hour for profile in self._plan.pools}
+
+    @property
     def goals(self) -> PlanGoals:
         slo, percentile = self.scenario.slo, self.scenario.planner.percentile
         return PlanGoals(ttft_seconds=slo.ttft_ms / 1000, tpot_seconds=slo.tpot_ms / 1000, percentile=percentile)
@@ -107,6 +112,7 @@ class Replay:
             attainment=self.scenario.planner.attainment,
             budget=self.scenario.planner.budget,
             pools=tuple(self._planned(profile) for profile in profiles),
+            profiles={PoolName(profile.name): profile for profile in profiles},
             capacities={PoolName(profile.name): capacity_of(profile) for profile in profiles},
             future=self._requests,
             attempt=lambda rule: self.run("trial", rule).outcome,

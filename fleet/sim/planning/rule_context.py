@@ -10,6 +10,7 @@ from fleet.core.roles import Role
 from fleet.planner.decisions import Decision, DecisionReason, PlanBudget, PlanGoals, PlannedPool, ScalingRule
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
+from fleet.sim.cluster.pools import PoolProfile
 from fleet.sim.planning.capacity import ReplicaCapacity, TrafficShape
 from fleet.sim.planning.outcome import ReplayOutcome
 from kvstore.eviction.trace_replay import TraceRequest
@@ -24,6 +25,7 @@ class RuleContext(Struct, frozen=True, kw_only=True):
 
     budget: PlanBudget
     pools: tuple[PlannedPool, ...]
+    profiles: Mapping[PoolName, PoolProfile]
     capacities: Mapping[PoolName, ReplicaCapacity]
     future: Sequence[TraceRequest] = ()
     """All requests that will arrive; only for rules with hindsight."""

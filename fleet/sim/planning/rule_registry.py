@@ -8,6 +8,7 @@ from fleet.core.errors import ConfigurationRefused, split_validation_error
 from fleet.sim.planning.rule_context import SimulatedRule
 from fleet.sim.planning.rules.chiron import ChironRule
 from fleet.sim.planning.rules.dynamo import DynamoRule
+from fleet.sim.planning.rules.fleet import FleetRule
 from fleet.sim.planning.rules.heteroscale import HeteroScaleRule
 from fleet.sim.planning.rules.hpa import HpaRule
 from fleet.sim.planning.rules.kpa import KpaRule
@@ -21,6 +22,7 @@ from fleet.sim.planning.rules.tokenscale import TokenScaleRule
 from fleet.sim.planning.scenario import Number
 
 RULES: Mapping[str, type[SimulatedRule]] = {
+    "fleet": FleetRule,
     "hpa": HpaRule,
     "kpa": KpaRule,
     "dynamo": DynamoRule,

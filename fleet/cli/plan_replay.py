@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _line(result: "ReplayResult") -> str:
     figures = result.outcome
-    error = "" if figures.predicted_error is None else f", predicted within {figures.predicted_error:.1%}"
+    error = "" if figures.predicted_error is None else f", load forecast within {figures.predicted_error:.1%}"
     return (
         f"{figures.rule:<15} {figures.attainment:7.2%} in time, {figures.gpu_hours:8.2f} GPU-hours, ${figures.dollars:,.2f}, "
         f"{figures.direction_changes} turns, at most {figures.most_replicas} replicas{error}"

@@ -15,7 +15,7 @@ class ReplayOutcome(Struct, frozen=True, kw_only=True):
     """Most replicas that held GPUs at one instant, of all pools together."""
 
     predicted_error: float | None
-    """Mean distance of the attainment from what the rule predicted; None if it predicts none."""
+    """Mean distance of the forecast rate of arrivals from the rate that came, over the mean rate; None if the rule forecasts none."""
 
     requests: int
     refused: int

@@ -13,6 +13,7 @@ Rules:
 
 import asyncio
 import gc
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
@@ -43,8 +44,11 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 HOUR = 3600.0
 PLAN_WITHIN = Nanos(600 * SECOND)
-PREDICTED = "predicted_attainment"
-"""Name under which a rule states the attainment that it expects until its next decision (`Decision.numbers`)."""
+FORECAST, HORIZON = "forecast", "horizon_seconds"
+"""Names under which a rule states the rate that it expects, and how many seconds ahead (`Decision.numbers`)."""
+
+AROUND = Nanos(30 * SECOND)
+"""Time before and after the instant of a forecast in which arrivals are counted to judge it."""
 
 
 class ReplayStep(Struct, frozen=True, kw_only=True):
@@ -307,8 +311,8 @@ class _Score:
         self.history = History(slo)
         self.requests = self.refused = self._good = 0
         self._prompt_tokens = self._cached_tokens = 0
-        self._arrivals: list[tuple[Nanos, bool]] = []
-        self._predictions: list[tuple[Nanos, float]] = []
+        self._arrivals: list[Nanos] = []
+        self._forecasts: list[tuple[Nanos, float]] = []
 
     def add(self, ended: EndedRequest) -> None:
         self.history.add(ended)
@@ -322,11 +326,12 @@ class _Score:
         if answered:
             self._prompt_tokens += ended.prompt_tokens
             self._cached_tokens += ended.cached_tokens
-        self._arrivals.append((ended.arrival, good))
+        self._arrivals.append(ended.arrival)
 
     def decided(self, decision: Decision) -> None:
-        if (predicted := decision.numbers.get(PREDICTED)) is not None:
-            self._predictions.append((decision.at, predicted))
+        if (rate := decision.numbers.get(FORECAST)) is not None:
+            at = Nanos(decision.at + round(decision.numbers.get(HORIZON, 0.0) * SECOND))
+            self._forecasts.append((at, rate))
 
     @property
     def attainment(self) -> float:
@@ -337,23 +342,17 @@ class _Score:
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def predicted_error(self) -> float | None:
-        """Return the mean distance of predictions from the attainment of the requests that arrived until the next prediction."""
-        if not self._predictions:
-            return None
+        """Return the mean distance of the forecasts from the rates that came, over the mean of these rates."""
         arrivals = sorted(self._arrivals)
-        ends = [*(at for at, _ in self._predictions[1:]), self._end]
-        place, weighted, counted = 0, 0.0, 0
-        for (at, predicted), end in zip(self._predictions, ends, strict=True):
-            good = requests = 0
-            while place < len(arrivals) and arrivals[place][0] < end:
-                if arrivals[place][0] >= at:
-                    requests += 1
-                    good += arrivals[place][1]
-                place += 1
-            if requests:
-                weighted += abs(good / requests - predicted) * requests
-                counted += requests
-        return round(weighted / counted, 5) if counted else None
+        distance = came = 0.0
+        for at, forecast in self._forecasts:
+            if not self._begin + AROUND <= at <= self._end - AROUND:
+                continue
+            count = bisect(arrivals, at + AROUND) - bisect(arrivals, at - AROUND)
+            rate = count * SECOND / (2 * AROUND)
+            distance += abs(forecast - rate)
+            came += rate
+        return round(distance / came, 5) if came else None
 
 
 def direction_changes(numbers: Iterable[int]) -> int:

@@ -70,7 +70,7 @@ def _comparison(results: Sequence[ReplayResult]) -> ReportSection:
     return ReportSection(
         title="Rules",
         said="Turns are changes of a pool's wanted number against the direction of the change before. "
-        "The error is the mean distance of the predicted attainment.",
+        "The error is the mean distance of the forecast rate from the rate that came.",
         tables=(ReportTable(name="rules", head=head, rows=rows),),
     )
 

@@ -1,19 +1,19 @@
-"""`fleet plan`: what the planner would do, and what a load needs."""
+"""`fleet plan`: what sizes of pools a planner decides, would decide, or would have decided."""
 
 import argparse
 
-from fleet.cli import plan_size
+from fleet.cli import plan_replay
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=type(parser))
-    summary = "size pools for a load that is described, and price them"
-    plan_size.configure(actions.add_parser("size", help=summary, description=f"{summary[0].upper()}{summary[1:]}."))
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    replay = actions.add_parser(
+        "replay",
+        help="replay a load with scaling rules on simulated pools",
+        description="Replay a load with scaling rules on simulated pools, and compare goals kept, GPU-hours and turns.",
+    )
+    plan_replay.configure(replay)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    match arguments.action:
-        case "size":
-            return plan_size.run(arguments)
-        case _:
-            raise AssertionError(arguments.action)
+    return plan_replay.run(arguments)

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from fleet.app.freed_memory import map_large_allocations, trim_heaps
 from fleet.app.hub import fetch_router_models
+from fleet.app.native_modules import warn_of_missing_modules
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.backends.combined import CombinedBackends
 from fleet.backends.external.workers import ExternalBackends
@@ -80,6 +81,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         ConfigurationRefused: An address is in use, a model folder is invalid, or a model cannot be fetched.
     """
     map_large_allocations()
+    warn_of_missing_modules()
     async with cancelled_by_signals():
         settings = within_descriptors(settings, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         settings = await fetch_router_models(settings, SystemClock())

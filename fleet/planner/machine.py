@@ -33,11 +33,11 @@ from msgspec import Struct, structs
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
 from fleet.planner.decisions import (
-    Decision,
     DecisionReason,
     PlanBudget,
     PlanCondition,
     PlanConditionType,
+    PlanDecision,
     PlanGoals,
     PlannedPool,
 )
@@ -102,13 +102,13 @@ class PlannerMachine:
         self._latency_growth = -1e9
         self._shape_changes = 0
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         wanted = {name: pool.wanted for name in self._pools if (pool := seen.pool(name)) is not None}
         doubts = list(self._doubts(now, demand, seen))
         self._advance(now)
         self._model.advance(self._elapsed)
         if doubts:
-            return Decision(
+            return PlanDecision(
                 at=now,
                 replicas=wanted,
                 reason=DecisionReason.NO_SIGNAL,
@@ -169,7 +169,7 @@ class PlannerMachine:
 
     # Rules 2 and 3.
 
-    def _view(self, demand: DemandWindow, seen: Observation) -> "_View":
+    def _view(self, demand: DemandWindow, seen: Observation) -> "_PoolState":
         """Return what all further rules look at."""
         load, level = self._demand.load, self._demand.rate
         pools = [_SeenPool(self._pools[name], pool) for name in self._pools if (pool := seen.pool(name)) is not None]
@@ -187,7 +187,7 @@ class PlannerMachine:
         while self._needs[0][0] < self._elapsed - self._settings.cool_down_seconds:
             self._needs.popleft()
         highest = 0.0 if quiet else max(rate for _, rate in self._needs)
-        return _View(
+        return _PoolState(
             pools=tuple(pools),
             load=load,
             level=level,
@@ -198,7 +198,7 @@ class PlannerMachine:
             quiet=quiet,
         )
 
-    def _learn(self, view: "_View") -> Iterator[PlanCondition]:
+    def _learn(self, view: "_PoolState") -> Iterator[PlanCondition]:
         """Correct the predictions by what was measured, and yield the conditions of drift. A change of the pools tells nothing."""
         if view.under_way or self._elapsed - self._pool_history.last_change < view.horizon:
             return
@@ -211,7 +211,7 @@ class PlannerMachine:
                 message=f"{field}: measured and predicted latencies differ more than before; the predictions are learnt anew",
             )
 
-    def _pins(self, view: "_View") -> Iterator[PlanCondition]:
+    def _pins(self, view: "_PoolState") -> Iterator[PlanCondition]:
         for each in view.pools:
             if each.seen.pinned:
                 yield PlanCondition(
@@ -220,7 +220,7 @@ class PlannerMachine:
 
     # Rules 4 to 10.
 
-    def _decide(self, now: Nanos, demand: DemandWindow, view: "_View") -> Decision:
+    def _decide(self, now: Nanos, demand: DemandWindow, view: "_PoolState") -> PlanDecision:
         conditions = list(self._model.out_of_reach(view.load))
         wanted = view.wanted
         needed = self._solve(view, view.rate)
@@ -243,7 +243,7 @@ class PlannerMachine:
                 return _decision(now, view, replicas, DecisionReason.LOAD_UP, said, conditions)
         return self._fewer(now, view, conditions)
 
-    def _too_few(self, view: "_View") -> bool:
+    def _too_few(self, view: "_PoolState") -> bool:
         """Return whether the replicas that serve or start do not suffice, or are out of their bounds."""
         for each in view.pools:
             least, most = self._bounds(each)
@@ -251,7 +251,7 @@ class PlannerMachine:
                 return True
         return self._served(view, view.wanted, view.rate) < view.rate * ENOUGH_SERVED
 
-    def _more(self, view: "_View") -> tuple[dict[PoolName, int], DecisionReason]:
+    def _more(self, view: "_PoolState") -> tuple[dict[PoolName, int], DecisionReason]:
         """Return numbers that serve the present rate, by growth alone if that is possible."""
         rate = view.rate * (1.0 + self._settings.margin)
         wanted = view.wanted
@@ -272,7 +272,7 @@ class PlannerMachine:
         by_level = self._served(view, wanted, view.level) < view.level * ENOUGH_SERVED
         return replicas, DecisionReason.LOAD_UP if by_level else DecisionReason.FORECAST_UP
 
-    def _late(self, demand: DemandWindow, view: "_View") -> Role | None:
+    def _late(self, demand: DemandWindow, view: "_PoolState") -> Role | None:
         """Return the phase that misses its goal although its replicas should suffice, or None."""
         rested = self._elapsed - max(self._latency_growth, self._pool_history.last_change)
         if view.under_way or view.quiet or rested < view.horizon:
@@ -286,7 +286,7 @@ class PlannerMachine:
             return None
         return phase if self._load_share(view, phase) >= LATE_SHARE else None
 
-    def _one_more(self, view: "_View", phase: Role) -> dict[PoolName, int]:
+    def _one_more(self, view: "_PoolState", phase: Role) -> dict[PoolName, int]:
         """Return the numbers with one more replica of the cheapest pool of a phase that has one and may grow."""
         replicas = dict(view.wanted)
         able = [
@@ -302,7 +302,7 @@ class PlannerMachine:
                 return grown
         return replicas
 
-    def _fewer(self, now: Nanos, view: "_View", conditions: list[PlanCondition]) -> Decision:
+    def _fewer(self, now: Nanos, view: "_PoolState", conditions: list[PlanCondition]) -> PlanDecision:
         """Return the decision if nothing has to grow: fewer replicas, a cheaper mix, or the same."""
         wanted = view.wanted
         rate = view.highest * (1.0 + self._settings.deadband)
@@ -326,7 +326,7 @@ class PlannerMachine:
             return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, "a goal is out of reach", conditions)
         return _decision(now, view, replicas, reason, "", conditions)
 
-    def _cheaper(self, view: "_View", target: Mix) -> dict[PoolName, int]:
+    def _cheaper(self, view: "_PoolState", target: Mix) -> dict[PoolName, int]:
         """Return the first part of a change to a cheaper mix, which only grows, if it saves enough and fits beside what there is."""
         wanted = view.wanted
         dollars = sum(replica_dollars(each.pool) * each.seen.wanted for each in view.pools)
@@ -347,7 +347,7 @@ class PlannerMachine:
 
     def _solve(
         self,
-        view: "_View",
+        view: "_PoolState",
         rate: float,
         least: Mapping[PoolName, int] | None = None,
         most: Mapping[PoolName, int] | None = None,
@@ -363,19 +363,19 @@ class PlannerMachine:
             candidates.append(each.candidate(low, high))
         return solve(candidates, rate, lambda pool, count: self._rate(view, pool, count), self._budget)
 
-    def _rate(self, view: "_View", pool: PlannedPool, replicas: int) -> float:
+    def _rate(self, view: "_PoolState", pool: PlannedPool, replicas: int) -> float:
         return self._model.highest_rate(pool, view.load, replicas)
 
-    def _served(self, view: "_View", replicas: Mapping[PoolName, int], rate: float) -> float:
+    def _served(self, view: "_PoolState", replicas: Mapping[PoolName, int], rate: float) -> float:
         candidates = [each.candidate(0, each.seen.wanted) for each in view.pools]
         counts = [replicas[each.pool.name] for each in view.pools]
         return served(candidates, counts, rate, lambda pool, count: self._rate(view, pool, count))
 
-    def _fits(self, view: "_View", replicas: Mapping[PoolName, int]) -> bool:
+    def _fits(self, view: "_PoolState", replicas: Mapping[PoolName, int]) -> bool:
         candidates = [each.candidate(0, each.seen.wanted) for each in view.pools]
         return within_budget(candidates, [replicas[each.pool.name] for each in view.pools], self._budget)
 
-    def _load_share(self, view: "_View", phase: Role) -> float:
+    def _load_share(self, view: "_PoolState", phase: Role) -> float:
         """Return the level of the rate as a share of what the phase can serve by the model."""
         most = sum(
             self._rate(view, each.pool, each.seen.ready)
@@ -384,7 +384,7 @@ class PlannerMachine:
         )
         return view.level / most if most else 0.0
 
-    def _shortage(self, view: "_View", needed: Mix) -> PlanCondition:
+    def _shortage(self, view: "_PoolState", needed: Mix) -> PlanCondition:
         """Return why the rate cannot be served: a budget, or the most replicas of the pools."""
         unlimited = solve(
             [each.candidate(*self._bounds(each)) for each in view.pools],
@@ -425,7 +425,7 @@ class _SeenPool(Struct, frozen=True):
         )
 
 
-class _View(Struct, frozen=True, kw_only=True):
+class _PoolState(Struct, frozen=True, kw_only=True):
     """State of the pools and the load that one decision rests on."""
 
     pools: tuple[_SeenPool, ...]
@@ -460,18 +460,18 @@ class _View(Struct, frozen=True, kw_only=True):
 
 def _decision(
     now: Nanos,
-    view: _View,
+    view: _PoolState,
     replicas: Mapping[PoolName, int],
     reason: DecisionReason,
     said: str,
     conditions: Sequence[PlanCondition],
-) -> Decision:
+) -> PlanDecision:
     shape = view.load.shape
     message = (
         f"{view.level:.3g} requests a second, {view.forecast:.3g} expected in {view.horizon:.0f} s, of "
         f"{shape.prompt_tokens:.0f} prompt and {shape.answer_tokens:.0f} answer tokens"
     )
-    return Decision(
+    return PlanDecision(
         at=now,
         replicas=dict(replicas),
         reason=reason,

@@ -7,8 +7,6 @@ is never a port for clients: it is a Unix socket of the router's user, or requir
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -16,12 +14,12 @@ from fleet.frontend.control.cluster import ClusterService, store_status_call
 from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.control.access import ControlAccess
-from fleet.net.control.address import control_socket, private_folder, private_umask, remove_stale_socket
+from fleet.net.control.address import control_socket, private_folder
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.net.grpc.port import GrpcServerApi, open_port
 from fleet.router.api import RouterApi
 from kvstore.net.addresses import unix_path
-from kvstore.net.unix_sockets import identity, remove
+from kvstore.net.socket_guard import SocketGuard
 from kvstore.security.channels import OPEN, LoadedCredentials
 from kvstore.v1 import blocks_pb2_grpc
 
@@ -71,20 +69,12 @@ async def open_control_port(
         if store:
             channel = await held.enter_async_context(store_access.aio_channel(store, CHANNEL_OPTIONS))
             ask_store = store_status_call(blocks_pb2_grpc.BlockStoreStub(channel))
-        server = access.server(shared=shared)
+        guard = None if unix_path(listen) else SocketGuard()
+        server = access.server(guard, shared=shared)
         methods = ClusterService(router, ask_store, others).methods() | (demand.methods() if demand else {})
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CLUSTER, methods),))
         for add in services.values():
             add(server)
 
-        def bind(server: Any, address: str) -> int:
-            if not (path := unix_path(address)):
-                return access.bind(server, address)
-            remove_stale_socket(address)
-            with private_umask():
-                port = access.bind(server, address)
-            Path(path).chmod(0o600)
-            held.callback(remove, path, identity(path))  # removes the socket unless a successor has replaced it
-            return port
-
-        yield await held.enter_async_context(open_port(server, listen, (CLUSTER, *services), serving, bind=bind))
+        port = open_port(server, listen, (CLUSTER, *services), serving, bind=access.binder(held), guard=guard)
+        yield await held.enter_async_context(port)

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.core.clock import SECOND, Clock, Nanos
-from fleet.core.ids import Incarnation, WorkerId
+from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
 from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.demand import EDGES, DemandWindow, RecentRequest

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, PlannedPool, ScalingRule
+from fleet.planner.decisions import PlanDecision, PlannedPool, ScalingRule
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolGapReason, PoolName, PoolObservation
 
@@ -84,7 +84,7 @@ class World:
             for each in pools
         }
         self.now = 0.0
-        self.decisions: list[Decision] = []
+        self.decisions: list[PlanDecision] = []
         self.history: list[dict[PoolName, int]] = []
         self.prompt, self.answer = PROMPT, ANSWER
         self._chance = random.Random(seed)
@@ -97,7 +97,7 @@ class World:
             at = self.now + step / 2
             self.tick(self.arrivals((rate(at) if callable(rate) else rate) * step), **fields)
 
-    def tick(self, arrivals: int, **fields: object) -> Decision:
+    def tick(self, arrivals: int, **fields: object) -> PlanDecision:
         began = self.now
         self.now += self.rule.interval / SECOND
         for each in self.pools.values():

@@ -33,6 +33,7 @@ SUMMARIES = {  # of our own sub-commands, in the order of the help
     "hardware": "list accelerators, estimate models on them, and say how good estimates are",
     "router": "list placement policies, or set the thresholds of a running router",
     "sim": "run the router and a workload on simulated GPUs, or search the rate that they can take",
+    "plan": "replay loads with rules that size pools",
     "kube": "print what Fleet is on Kubernetes: custom resource definitions, and the objects of a deployment",
     "serve": "run one process of a cluster: router, worker, kvstore or operator",
 }

@@ -16,11 +16,11 @@ from math import ceil
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
 from fleet.planner.decisions import (
-    Decision,
     DecisionReason,
     PlanBudget,
     PlanCondition,
     PlanConditionType,
+    PlanDecision,
     PlannedPool,
 )
 from fleet.planner.demand import DemandWindow
@@ -39,7 +39,7 @@ class LoadRule:
         self._budget = budget
         self._needs: dict[PoolName, deque[tuple[Nanos, int]]] = {each.name: deque() for each in pools}
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         observed = {pool.name: found for pool in self._pools if (found := seen.pool(pool.name)) is not None}
         wanted = {name: found.wanted for name, found in observed.items()}
         doubts = [
@@ -57,7 +57,7 @@ class LoadRule:
         ]
         if doubts:
             message = f"hold: {doubts[0].message}"
-            return Decision(
+            return PlanDecision(
                 at=now, replicas=wanted, reason=DecisionReason.NO_SIGNAL, message=message, conditions=tuple(doubts)
             )
         conditions: list[PlanCondition] = []
@@ -69,7 +69,7 @@ class LoadRule:
         reason = DecisionReason.LOAD_UP if grown else DecisionReason.LOAD_DOWN if shrunk else DecisionReason.WITHIN_BAND
         changes = ", ".join(f"{name} {wanted[name]} to {replicas[name]}" for name in (*grown, *shrunk))
         message = f"{changes}: {self._target:g} requests a replica" if changes else "every pool has what it needs"
-        return Decision(
+        return PlanDecision(
             at=now,
             replicas=replicas,
             reason=reason,

@@ -21,10 +21,10 @@ from msgspec import Struct, structs
 
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.planner.decisions import (
-    Decision,
     DecisionReason,
     PlanCondition,
     PlanConditionType,
+    PlanDecision,
     PlannedPool,
     ScalingRule,
 )
@@ -126,7 +126,7 @@ class PlannerLoop:
         self._shadowed: Mapping[PoolName, int] = {}
         self._scored: deque[_ScoredPlan] = deque(maxlen=8)
         self._numbered = 0
-        self._decision: Decision | None = None
+        self._decision: PlanDecision | None = None
         self._window: DemandWindow | None = None
         self._seen: Observation | None = None
         self._trouble: PlanCondition | None = None
@@ -208,7 +208,7 @@ class PlannerLoop:
     def _planned(self, seen: Observation) -> Observation:
         return Observation(tuple(each for each in seen.pools if each.name in self._pools))
 
-    def _bounded(self, decision: Decision) -> Decision:
+    def _bounded(self, decision: PlanDecision) -> PlanDecision:
         """Keep the numbers of a decision within the bounds of the pools."""
         replicas = {
             name: min(max(count, self._pools[name].least), self._pools[name].most)
@@ -217,7 +217,7 @@ class PlannerLoop:
         }
         return decision if replicas == decision.replicas else structs.replace(decision, replicas=replicas)
 
-    def _changes(self, decision: Decision, seen: Observation) -> dict[PoolName, int]:
+    def _changes(self, decision: PlanDecision, seen: Observation) -> dict[PoolName, int]:
         """Return what a decision changes; a hold changes nothing, not even a number outside the bounds."""
         if decision.reason is DecisionReason.NO_SIGNAL:
             return {}
@@ -227,7 +227,9 @@ class PlannerLoop:
             if not each.pinned and each.name in decision.replicas and decision.replicas[each.name] != each.wanted
         }
 
-    def _shadow(self, decision: Decision, window: DemandWindow, seen: Observation, tasks: asyncio.TaskGroup) -> None:
+    def _shadow(
+        self, decision: PlanDecision, window: DemandWindow, seen: Observation, tasks: asyncio.TaskGroup
+    ) -> None:
         changes = self._changes(decision, seen)
         if changes == self._shadowed or (self._in_flight is not None and not self._in_flight.task.done()):
             return
@@ -244,7 +246,7 @@ class PlannerLoop:
 
         self._in_flight = _PlanInFlight(record, plan, tasks.create_task(rehearse()))
 
-    def _act(self, decision: Decision, window: DemandWindow, seen: Observation, tasks: asyncio.TaskGroup) -> None:
+    def _act(self, decision: PlanDecision, window: DemandWindow, seen: Observation, tasks: asyncio.TaskGroup) -> None:
         if self._in_flight is not None and self._in_flight.task.done():
             self._in_flight = None
         if self._in_flight is None and not self._adopted:
@@ -391,7 +393,7 @@ class PlannerLoop:
             self._scored.append(_ScoredPlan(record, until))
 
     def _new_record(
-        self, decision: Decision, changes: Mapping[PoolName, int], seen: Observation, state: PlanState
+        self, decision: PlanDecision, changes: Mapping[PoolName, int], seen: Observation, state: PlanState
     ) -> PlanRecord:
         self._numbered += 1
         wall = self._wall_ms()

@@ -26,7 +26,7 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 
 from msgspec import Struct, structs
 
@@ -42,18 +42,33 @@ from fleet.planner.decisions import (
     PlannedPool,
 )
 from fleet.planner.demand import DemandWindow
-from fleet.planner.forecasting.history import DemandHistory, PoolHistory
+from fleet.planner.forecasting.history import RECENT_SECONDS, DemandHistory, PoolHistory
 from fleet.planner.messages import Observation, PoolGapReason, PoolName, PoolObservation
 from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.sizing.capacity import CapacityModel, OfferedLoad
 from fleet.planner.sizing.corrected import CorrectedCapacity
-from fleet.planner.sizing.solver import Candidate, Mix, replica_dollars, replica_gpus, served, solve, within_budget
+from fleet.planner.sizing.solver import (
+    Candidate,
+    Mix,
+    replica_dollars,
+    replica_gpus,
+    served,
+    solve,
+    within_budget,
+    within_ratio,
+)
 
 ENOUGH_SERVED = 1.0 - 1e-6
 """Share of a rate that counts as all of it."""
 
 LATE_SHARE = 0.5
 """Share of the capacity below which a missed goal is not the fault of the load, so that replicas would not help."""
+
+LATE_SECONDS = 30.0
+"""Time over which latencies are compared with the goals."""
+
+RATIO_GAIN = 1.05
+"""Factor on the served rate for which replicas of one pool are exchanged for those of another one under a budget."""
 
 COUNTED = (
     "arrivals",
@@ -99,7 +114,8 @@ class PlannerMachine:
         self._now: Nanos | None = None
         self._elapsed = 0.0
         self._needs: deque[tuple[float, float]] = deque()  # instant and rate, over the last cool-down
-        self._latency_growth = -1e9
+        self._latency_growth = self._learned = -inf
+        self._drifted: dict[str, float] = {}
         self._shape_changes = 0
 
     def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
@@ -118,7 +134,8 @@ class PlannerMachine:
         self._demand.absorb(demand)
         self._pool_history.absorb(self._elapsed, seen)
         view = self._view(demand, seen)
-        conditions = [*self._pins(view), *self._learn(view)]
+        self._learn(view)
+        conditions = [*self._pins(view), *self._drifts()]
         decision = self._decide(now, demand, view)
         self._pool_history.decided(decision.replicas)
         return structs.replace(decision, conditions=(*decision.conditions, *conditions))
@@ -173,8 +190,11 @@ class PlannerMachine:
         """Return what all further rules look at."""
         load, level = self._demand.load, self._demand.rate
         pools = [_SeenPool(self._pools[name], pool) for name in self._pools if (pool := seen.pool(name)) is not None]
-        horizon = self._settings.interval_seconds + max(
-            (self._pool_history.start_seconds(each.pool) for each in pools if not each.seen.pinned), default=0.0
+        late = max(0.0, (self._now - demand.ended) / SECOND) if self._now is not None else 0.0
+        horizon = (
+            late
+            + self._settings.interval_seconds
+            + max((self._pool_history.start_seconds(each.pool) for each in pools if not each.seen.pinned), default=0.0)
         )
         self._demand.forecaster.aim(horizon)
         ahead = self._demand.forecaster.forecast(horizon)
@@ -198,18 +218,25 @@ class PlannerMachine:
             quiet=quiet,
         )
 
-    def _learn(self, view: "_PoolState") -> Iterator[PlanCondition]:
-        """Correct the predictions by what was measured, and yield the conditions of drift. A change of the pools tells nothing."""
-        if view.under_way or self._elapsed - self._pool_history.last_change < view.horizon:
+    def _learn(self, view: "_PoolState") -> None:
+        """Correct the predictions by what was measured. While pools change, and until their queues are empty again, latencies say little."""
+        rested = self._elapsed - max(self._learned, self._pool_history.last_change)
+        if view.under_way or rested < max(view.horizon, RECENT_SECONDS):
             return
+        self._learned = self._elapsed
         ttft, tpot = self._demand.latencies(self._goals.percentile)
         ready = {each.pool: each.seen.ready for each in view.pools if each.seen.ready}
         for field in self._model.learn(view.load, view.level, ready, ttft, tpot):
-            yield PlanCondition(
-                type=PlanConditionType.MODEL_DRIFT,
-                field=field,
-                message=f"{field}: measured and predicted latencies differ more than before; the predictions are learnt anew",
-            )
+            self._drifted[field] = self._elapsed
+
+    def _drifts(self) -> Iterator[PlanCondition]:
+        for field, since in self._drifted.items():
+            if self._elapsed - since < self._settings.retry_seconds:
+                yield PlanCondition(
+                    type=PlanConditionType.MODEL_DRIFT,
+                    field=field,
+                    message=f"{field}: predictions have become wrong, and are learnt anew; their error is {self.model_error[field]:.0%}",
+                )
 
     def _pins(self, view: "_PoolState") -> Iterator[PlanCondition]:
         for each in view.pools:
@@ -249,6 +276,9 @@ class PlannerMachine:
             least, most = self._bounds(each)
             if not least <= each.seen.wanted <= most:
                 return True
+        candidates = [each.candidate(0, each.seen.wanted) for each in view.pools]
+        if not within_ratio(candidates, [each.seen.wanted for each in view.pools], self._budget):
+            return True
         return self._served(view, view.wanted, view.rate) < view.rate * ENOUGH_SERVED
 
     def _more(self, view: "_PoolState") -> tuple[dict[PoolName, int], DecisionReason]:
@@ -257,9 +287,10 @@ class PlannerMachine:
         wanted = view.wanted
         changed = self._demand.shape_changes != self._shape_changes and not view.under_way
         grown = self._solve(view, rate, least=wanted)
-        free = self._solve(view, rate)
-        if grown is None or (free is not None and grown.served < free.served * ENOUGH_SERVED):
-            return (view.named(free) if free is not None else wanted), DecisionReason.RATIO
+        if (exchanged := self._exchange(view, rate, grown)) is not None:
+            return exchanged, DecisionReason.RATIO
+        if grown is None:
+            return wanted, DecisionReason.BOUNDS
         replicas = view.named(grown)
         grows = {name for name, count in replicas.items() if count > wanted[name]}
         if not grows:
@@ -272,12 +303,27 @@ class PlannerMachine:
         by_level = self._served(view, wanted, view.level) < view.level * ENOUGH_SERVED
         return replicas, DecisionReason.LOAD_UP if by_level else DecisionReason.FORECAST_UP
 
+    def _exchange(self, view: "_PoolState", rate: float, grown: Mix | None) -> dict[PoolName, int] | None:
+        """Return numbers by which some pools shrink so that others may grow, or None if growth alone does as well.
+
+        Replicas that drain still hold what the others are to get, so these grow when the drains have ended.
+        """
+        final = self._solve(view, rate, drained=True)
+        if final is None or (grown is not None and final.served < grown.served * RATIO_GAIN):
+            return None
+        wanted, most = view.wanted, view.named(final)
+        least = {name: min(count, wanted[name]) for name, count in most.items()}
+        if grown is not None and self._served(view, least, rate) < self._served(view, wanted, rate) * ENOUGH_SERVED:
+            return None
+        first = self._solve(view, rate, least=least, most=most)
+        return view.named(first) if first is not None else None
+
     def _late(self, demand: DemandWindow, view: "_PoolState") -> Role | None:
         """Return the phase that misses its goal although its replicas should suffice, or None."""
         rested = self._elapsed - max(self._latency_growth, self._pool_history.last_change)
         if view.under_way or view.quiet or rested < view.horizon:
             return None
-        ttft, tpot = self._demand.latencies(self._goals.percentile)
+        ttft, tpot = self._demand.latencies(self._goals.percentile, LATE_SECONDS)
         if tpot is not None and tpot > self._goals.tpot_seconds:
             phase = Role.DECODE
         elif (ttft is not None and ttft > self._goals.ttft_seconds) or demand.oldest_seconds > self._goals.ttft_seconds:
@@ -351,8 +397,13 @@ class PlannerMachine:
         rate: float,
         least: Mapping[PoolName, int] | None = None,
         most: Mapping[PoolName, int] | None = None,
+        *,
+        drained: bool = False,
     ) -> Mix | None:
-        """Return the cheapest mix within the bounds, of which `least` and `most` may be narrower."""
+        """Return the cheapest mix within the bounds, of which `least` and `most` may be narrower.
+
+        If `drained` is set, it is the mix that budgets allow after all drains.
+        """
         candidates = []
         for each in view.pools:
             low, high = self._bounds(each)
@@ -360,7 +411,7 @@ class PlannerMachine:
                 high = max(low, min(high, most[each.pool.name]))
             if least is not None:
                 low = min(high, max(low, least[each.pool.name]))
-            candidates.append(each.candidate(low, high))
+            candidates.append(each.candidate(low, high, drained=drained))
         return solve(candidates, rate, lambda pool, count: self._rate(view, pool, count), self._budget)
 
     def _rate(self, view: "_PoolState", pool: PlannedPool, replicas: int) -> float:
@@ -405,14 +456,14 @@ class _SeenPool(Struct, frozen=True):
     pool: PlannedPool
     seen: PoolObservation
 
-    def candidate(self, least: int, most: int) -> Candidate:
+    def candidate(self, least: int, most: int, *, drained: bool = False) -> Candidate:
         return Candidate(
             pool=self.pool,
             least=least,
             most=max(least, most),
             now=self.seen.wanted,
-            held=max(self.seen.wanted, self.seen.ready),
-            draining=self.seen.draining,
+            held=0 if drained else max(self.seen.wanted, self.seen.ready),
+            draining=0 if drained else self.seen.draining,
         )
 
     @property

@@ -279,6 +279,10 @@ class World:
         return self._digest.hexdigest()
 
     @property
+    def cluster(self) -> SimulatedCluster:
+        return self._cluster
+
+    @property
     def moved_bytes(self) -> float:
         return self._cluster.moved_bytes
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any, Never, Protocol
 
 import grpc
@@ -12,14 +11,14 @@ from google.protobuf.message import Message
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.net.control.access import ControlAccess
-from fleet.net.control.address import control_folder, private_folder, private_umask, remove_stale_socket
+from fleet.net.control.address import control_folder, private_folder
 from fleet.net.grpc.calls import Context, answer_call, parse_message, send_message, serialize, unary_handler
 from fleet.net.grpc.port import open_port
 from fleet.planner.messages import PlanId
 from fleet.planner.records import PlannerStatus, PlanRecord
 from fleet.v1 import planner_pb2 as pb
 from kvstore.net.addresses import unix_path
-from kvstore.net.unix_sockets import identity, remove
+from kvstore.net.socket_guard import SocketGuard
 
 PLANNER = "fleet.v1.Planner"
 MOST_WATCHERS = 16
@@ -97,17 +96,9 @@ async def open_planner_port(listen: str, access: ControlAccess, planner: ShownPl
         private_folder()
         listen = default_address()
     async with AsyncExitStack() as held:
-        server = access.server()
+        guard = None if unix_path(listen) else SocketGuard()
+        server = access.server(guard)
         server.add_generic_rpc_handlers((PlannerService(planner).handler(),))
 
-        def bind(server: Any, address: str) -> int:
-            if not (path := unix_path(address)):
-                return access.bind(server, address)
-            remove_stale_socket(address)
-            with private_umask():
-                port = access.bind(server, address)
-            Path(path).chmod(0o600)
-            held.callback(remove, path, identity(path))
-            return port
-
-        yield await held.enter_async_context(open_port(server, listen, (PLANNER,), lambda: True, bind=bind))
+        port = open_port(server, listen, (PLANNER,), lambda: True, bind=access.binder(held), guard=guard)
+        yield await held.enter_async_context(port)

@@ -22,6 +22,12 @@ MARGIN = 0.1
 MEMORY = 240
 """Steps after which a back-test weighs 1/e."""
 
+UNSEASONAL = 4
+"""Last values whose mean is the forecast before the first season is over."""
+
+NORMAL = 1.2533
+"""Standard deviation of a normal distribution divided by its mean absolute deviation; unlike squares, a single step hardly moves the latter."""
+
 
 class Forecast(Struct, frozen=True, kw_only=True):
     mean: float
@@ -122,7 +128,7 @@ class LocalTrend:
 
 
 class Seasonal:
-    """Additive seasons of Holt and Winters, without a trend. Until one season is over, it forecasts its level."""
+    """Additive seasons of Holt and Winters, without a trend. Until one season is over, it forecasts the mean of its last values."""
 
     def __init__(
         self, step_seconds: float, season_seconds: float, *, level_weight: float = 0.05, season_weight: float = 0.3
@@ -139,7 +145,8 @@ class Seasonal:
     def update(self, value: float) -> None:
         if not self._seasons:
             self._first.append(value)
-            self._level = sum(self._first[-MEMORY:]) / len(self._first[-MEMORY:])
+            last = self._first[-UNSEASONAL:]
+            self._level = sum(last) / len(last)
             if len(self._first) == self._length:
                 self._level = sum(self._first) / self._length
                 self._seasons = [each - self._level for each in self._first]
@@ -211,8 +218,8 @@ class ChosenForecaster:
 
     def forecast(self, horizon_seconds: float) -> Forecast:
         mean = self._methods[self.chosen].forecast(horizon_seconds)
-        tested = self._squared[self.chosen]
-        return _forecast(mean.mean, sqrt(tested.value)) if tested.count else mean
+        tested = self._absolute[self.chosen]
+        return _forecast(mean.mean, NORMAL * tested.value) if tested.count else mean
 
     @property
     def error(self) -> float:

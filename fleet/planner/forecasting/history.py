@@ -24,8 +24,8 @@ from fleet.planner.sizing.capacity import OfferedLoad
 QUIET_GAPS = 8.0
 """Mean gaps between arrivals without an arrival after which the load has ended; chance makes such a gap once in 3,000."""
 
-RECENT_SECONDS = 30.0
-"""Windows over which percentiles of latencies are taken."""
+RECENT_SECONDS = 60.0
+"""Time for which windows are kept, from which percentiles of latencies are taken."""
 
 ENOUGH = 20
 """Fewest requests whose percentile is compared with a goal or a prediction."""
@@ -119,13 +119,14 @@ class DemandHistory:
         while self._recent[0].ended < demand.ended - RECENT_SECONDS * SECOND:
             self._recent.popleft()
 
-    def latencies(self, share: float) -> tuple[float | None, float | None]:
-        """Return the percentiles of TTFT and TPOT in recent windows, or None where too few requests were measured."""
+    def latencies(self, share: float, seconds: float = RECENT_SECONDS) -> tuple[float | None, float | None]:
+        """Return the percentiles of TTFT and TPOT in the last seconds, or None where too few requests were measured."""
         found: list[float | None] = []
         for field in ("ttft", "tpot"):
             counts: Counts = ()
             for each in self._recent:
-                counts = added(counts, getattr(each, field))
+                if self.ended is not None and each.ended > self.ended - seconds * SECOND:
+                    counts = added(counts, getattr(each, field))
             found.append(interpolated(counts, share) if sum(counts) >= ENOUGH else None)
         return found[0], found[1]
 

@@ -29,25 +29,17 @@ class Level:
         """
         self._variance = variance
         self._threshold = threshold
-        self._samples: deque[tuple[float, float]] = deque(maxlen=LONGEST)
+        self._samples: deque[tuple[float, float]] = deque()
+        self.weight = 0.0
+        """Weight of the samples since the last change."""
+
+        self._amount = 0.0
         self.changes = 0
         """Number of changes that were seen."""
 
     @property
-    def weight(self) -> float:
-        """Weight of the samples since the last change."""
-        return sum(weight for weight, _ in self._samples)
-
-    @property
     def mean(self) -> float:
-        weight = self.weight
-        return sum(amount for _, amount in self._samples) / weight if weight else 0.0
-
-    @property
-    def error(self) -> float:
-        """Standard error of the mean."""
-        weight = self.weight
-        return sqrt(self._variance(self.mean) / weight) if weight else 0.0
+        return self._amount / self.weight if self.weight else 0.0
 
     def add(self, weight: float, amount: float) -> bool:
         """Add a sample; return True if the measure has changed."""
@@ -55,30 +47,32 @@ class Level:
             return False
         self._samples.append((weight, amount))
         kept = self._changed()
+        while len(self._samples) > (LONGEST if kept is None else kept):
+            self._samples.popleft()
+        self.weight = sum(weight for weight, _ in self._samples)  # summed anew, so that rounding errors do not add up
+        self._amount = sum(amount for _, amount in self._samples)
         if kept is None:
             return False
-        while len(self._samples) > kept:
-            self._samples.popleft()
         self.changes += 1
         return True
 
     def _changed(self) -> int | None:
         """Return the number of last samples that differ most from those before, or None."""
-        all_weight, all_amount = self.weight, sum(amount for _, amount in self._samples)
+        samples = self._samples
+        all_weight, all_amount = self.weight + samples[-1][0], self._amount + samples[-1][1]
         weight = amount = 0.0
-        most, found = self._threshold, None
-        for count, (one_weight, one_amount) in enumerate(reversed(self._samples), start=1):
-            if count == len(self._samples):
+        most, found, summed = self._threshold, None, 0
+        for scale in SCALES:
+            if scale >= len(samples):
                 break
-            weight, amount = weight + one_weight, amount + one_amount
-            if count not in SCALES:
-                continue
-            before = all_weight - weight
+            for index in range(summed + 1, scale + 1):
+                weight, amount = weight + samples[-index][0], amount + samples[-index][1]
+            summed, before = scale, all_weight - weight
             now_mean, was_mean = amount / weight, (all_amount - amount) / before
             variance = self._variance(max(now_mean, was_mean))
             if variance <= 0.0:
                 continue
             distance = abs(now_mean - was_mean) / sqrt(variance * (1.0 / weight + 1.0 / before))
             if distance > most:
-                most, found = distance, count
+                most, found = distance, scale
         return found

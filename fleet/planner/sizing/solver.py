@@ -130,13 +130,19 @@ def within_budget(candidates: Sequence[Candidate], replicas: Sequence[int], budg
         held = max(count, each.held) + each.draining
         gpus += held * replica_gpus(each.pool)
         dollars += held * each.dollars
-    prefill = sum(count for each, count in zip(candidates, replicas, strict=True) if each.pool.role is Role.PREFILL)
-    decode = sum(count for each, count in zip(candidates, replicas, strict=True) if each.pool.role is Role.DECODE)
     return (
         (budget.gpus is None or gpus <= budget.gpus)
         and (budget.dollars_per_hour is None or dollars <= budget.dollars_per_hour + ROUNDING)
-        and (budget.least_ratio is None or prefill >= budget.least_ratio * decode - ROUNDING)
-        and (budget.most_ratio is None or prefill <= budget.most_ratio * decode + ROUNDING)
+        and within_ratio(candidates, replicas, budget)
+    )
+
+
+def within_ratio(candidates: Sequence[Candidate], replicas: Sequence[int], budget: PlanBudget) -> bool:
+    """Return whether the replicas for prefill and those for decode keep the ratio."""
+    prefill = sum(count for each, count in zip(candidates, replicas, strict=True) if each.pool.role is Role.PREFILL)
+    decode = sum(count for each, count in zip(candidates, replicas, strict=True) if each.pool.role is Role.DECODE)
+    return (budget.least_ratio is None or prefill >= budget.least_ratio * decode - ROUNDING) and (
+        budget.most_ratio is None or prefill <= budget.most_ratio * decode + ROUNDING
     )
 
 

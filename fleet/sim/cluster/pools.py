@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from fleet.core.clock import Nanos
-from fleet.core.ids import StoreId
+from fleet.core.ids import StoreId, WorkerId
 from fleet.core.roles import Role
 from fleet.sim.engine.attempts import EngineLimits, StepTimes
 from fleet.sim.results.outcomes import PredictionQuality
@@ -33,6 +33,10 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     quality: PredictionQuality = PredictionQuality()
     front: Nanos = Nanos(0)  # time of one request outside the engine: HTTP, tokenizer, scheduling
     front_per_token: float = 0.0  # additional nanoseconds for each prompt token
+
+
+def worker_id_of(profile: PoolProfile, number: int) -> WorkerId:
+    return WorkerId(f"{profile.name}-{number}")
 
 
 def node_of(profile: PoolProfile, number: int) -> StoreId:

@@ -8,7 +8,8 @@ Rules:
    cache, and announces the content when it is back.
 3. A worker that is to change its role drains, leaves when it is idle, and joins again with its cache. Until then the role may be
    changed again; the last one counts. The router learns of a worker that starts, anew or in another role, `JOIN_MESSAGES` later.
-4. `fleet.sim.cluster.faults` lists what else can happen. No fault loses a request.
+4. A worker that is to leave drains, and leaves when it is idle. If it dies before, it has no successor.
+5. `fleet.sim.cluster.faults` lists what else can happen. No fault loses a request.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +26,10 @@ from fleet.sim.cluster.faults import Fault, NetworkCut, NodeLost, RoleFlip, Stor
 from fleet.sim.cluster.handoffs import Handoffs, TransferEndpoint
 from fleet.sim.cluster.network import LinkName, Network
 from fleet.sim.cluster.node_store import AttachedWorker, NodeStore, StoreProfile, TierChange
-from fleet.sim.cluster.pools import PoolProfile, node_of
+from fleet.sim.cluster.pools import PoolProfile, node_of, worker_id_of
 from fleet.sim.cluster.store_tiers import SimulatedTier
 from fleet.sim.cluster.worker import FINGERPRINT, SimulatedRequests, SimulatedWorker, WorkerEnvironment
-from fleet.sim.kernel import Kernel
+from fleet.sim.kernel import Kernel, ScheduledEvent
 from fleet.sim.results.outcomes import PoolSample
 
 JUST_BEFORE = 1000  # nanoseconds before a fault, at which workers send their progress
@@ -79,13 +80,15 @@ class SimulatedCluster:
         self._stores_to_router: Channel[RouterEvent] = Channel(kernel, message_delay, to_router)
         self.cut = self._cut
         """Cuts the network of a worker for a time; `fleet.app.agreement.production_world` replaces it."""
+        self.left: Callable[[WorkerId], None] = _ignore
+        """Called with a worker that has left for good."""
 
     # Joining.
 
     def begin(self, profile: PoolProfile) -> None:
         """Add all workers of a pool now."""
         for number in range(profile.workers):
-            worker_id = WorkerId(f"{profile.name}-{number}")
+            worker_id = worker_id_of(profile, number)
             self._join(profile, worker_id, node_of(profile, number), profile.role, 1, self._kernel.now())
 
     def _join(
@@ -137,6 +140,44 @@ class SimulatedCluster:
                 )
             )
 
+    # Pools that grow and shrink.
+
+    def start(
+        self, profile: PoolProfile, number: int, start: Nanos, joined: Callable[[WorkerId], None]
+    ) -> ScheduledEvent:
+        """Start one worker now; `joined` is called when the router knows it.
+
+        This takes the time `start` and the messages of joining. The returned event can be cancelled until then.
+        """
+        worker_id, node, since = worker_id_of(profile, number), node_of(profile, number), self._kernel.now()
+
+        def join() -> None:
+            self._join(profile, worker_id, node, profile.role, 1, since)
+            joined(worker_id)
+
+        return self._kernel.after(start + JOIN_MESSAGES * self._delay, join)
+
+    def drain(self, worker_id: WorkerId) -> None:
+        """Let a worker that is up finish its attempts and leave. It takes no new ones from now on."""
+        worker = self._workers[worker_id]
+        if worker.leaves:
+            return
+        worker.leaves = True
+        if worker.away:
+            self._remove(worker)
+            return
+        if worker.flips_to is None:
+            worker.to_router.send(WorkerDraining(worker_id=worker.id))
+        self._leave_if_idle(worker.id)
+
+    def end(self, worker_id: WorkerId) -> None:
+        """Let a worker leave at once, if it is up; its attempts are repeated elsewhere."""
+        if (worker := self._workers.get(worker_id)) is not None:
+            worker.leaves = True
+            worker.report_progress()
+            if worker.until is None:
+                self._remove(worker)
+
     # Faults.
 
     def fail(self, fault: Fault) -> None:
@@ -169,6 +210,8 @@ class SimulatedCluster:
                 self._kernel.after(fault.lasting, partial(worker.engine.recover, fault.factor))
             case NetworkCut():
                 self.cut(worker, fault.lasting)
+            case RoleFlip() if worker.leaves:
+                pass
             case RoleFlip() if worker.flips_to is not None:
                 worker.flips_to = fault.role  # it drains already
             case RoleFlip() if fault.role is worker.role:
@@ -181,8 +224,20 @@ class SimulatedCluster:
                 assert_never(fault)
 
     def _die(self, worker: SimulatedWorker, down: Nanos, start: Nanos) -> None:
+        gone = self._kernel.now()
+        self._remove(worker)
+        if worker.leaves:
+            return
+        begun = Nanos(gone + down)
+        known = gone + self._delay + 1  # the router knows workers by name, so the successor must come after WorkerLeft
+        role = worker.flips_to or worker.role
+        successor = partial(self._join, worker.profile, worker.id, worker.node, role, worker.incarnation + 1, begun)
+        self._kernel.at(max(begun + start + JOIN_MESSAGES * self._delay, known), successor)
+
+    def _remove(self, worker: SimulatedWorker) -> None:
+        """Remove a worker with everything that it holds, and let the router know."""
         del self._workers[worker.id]
-        gone = worker.until = self._kernel.now()
+        worker.until = self._kernel.now()
         worker.engine.stop()
         self._left.append(worker)
         self._network.leave(worker.id)
@@ -194,11 +249,8 @@ class SimulatedCluster:
         worker.to_router.restore()
         if not worker.away:
             worker.to_router.send(WorkerLeft(worker_id=worker.id))
-        begun = Nanos(gone + down)
-        known = gone + self._delay + 1  # the router knows workers by name, so the successor must come after WorkerLeft
-        role = worker.flips_to or worker.role
-        successor = partial(self._join, worker.profile, worker.id, worker.node, role, worker.incarnation + 1, begun)
-        self._kernel.at(max(begun + start + JOIN_MESSAGES * self._delay, known), successor)
+        if worker.leaves:
+            self.left(worker.id)
 
     def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:
         if worker.to_router.is_cut:
@@ -227,9 +279,12 @@ class SimulatedCluster:
             self._leave_if_idle(worker.id)
 
     def _leave_if_idle(self, worker_id: WorkerId) -> None:
-        """Let a worker that changes its role leave as soon as it is idle."""
+        """Let a worker that drains leave as soon as it is idle."""
         worker = self._workers.get(worker_id)
-        if worker is None or worker.flips_to is None or worker.away or not worker.engine.idle:
+        if worker is None or not worker.draining or worker.away or not worker.engine.idle:
+            return
+        if worker.leaves:
+            self._remove(worker)
             return
         worker.away = True
         worker.to_router.send(WorkerLeft(worker_id=worker.id))
@@ -301,3 +356,7 @@ class SimulatedCluster:
                 assert not worker.engine.kv_blocks_used, worker.id
         for store in self._stores.values():
             store.check()
+
+
+def _ignore(_: WorkerId) -> None:
+    """Do nothing about a worker that has left."""

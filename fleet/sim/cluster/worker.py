@@ -71,7 +71,7 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     to_router: Callable[[RouterEvent], None]
     handoffs: Handoffs
     requests: SimulatedRequests
-    attempts_ended: Callable[[WorkerId], None]  # called when attempts of a worker that changes its role have ended
+    attempts_ended: Callable[[WorkerId], None]  # called when attempts of a worker that drains have ended
 
 
 class _Prefill(Struct, frozen=True):
@@ -109,6 +109,7 @@ class SimulatedWorker:
         self.role = role
         self.flips_to: Role | None = None  # the next role; until then the worker drains
         self.away = False  # between two roles
+        self.leaves = False  # it drains, and leaves for good when it is idle
         self.incarnation = incarnation
         self.since = since
         self.until: Nanos | None = None  # instant of its death
@@ -124,6 +125,11 @@ class SimulatedWorker:
         kernel, delay = environment.kernel, environment.message_delay
         self.to_router: Channel[RouterEvent] = Channel(kernel, delay, environment.to_router)
         self.from_router: Channel[Dispatch | CancelAttempt] = Channel(kernel, delay, self.execute)
+
+    @property
+    def draining(self) -> bool:
+        """True if it takes no new attempts, because it leaves or changes its role."""
+        return self.leaves or self.flips_to is not None
 
     # Events to the router.
 
@@ -161,7 +167,7 @@ class SimulatedWorker:
         if reports:
             progress = tuple([self._progress(each) for each in reports])
             self.to_router.send(WorkerStepped(worker_id=self.id, progress=progress))
-        if self.flips_to is not None:
+        if self.draining:
             self._attempts_ended(self.id)
 
     def _reported_when_saved(self, report: StepProgress) -> bool:
@@ -209,15 +215,15 @@ class SimulatedWorker:
         if self.until is not None or self.away:
             return
         if isinstance(command, Dispatch):
-            if self.flips_to is None:
-                self._start(command.start)
-            else:
+            if self.draining:
                 self._reject(command.start)
+            else:
+                self._start(command.start)
         else:
             self._prefills.pop(command.request_id, None)
             self.engine.cancel(command.request_id)
             self._handoffs.cancel(command.request_id)
-            if self.flips_to is not None:
+            if self.draining:
                 self._attempts_ended(self.id)
 
     def _start(self, start: Start) -> None:

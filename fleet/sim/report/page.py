@@ -86,20 +86,21 @@ def write_report(
         report_sections.trust(pools),
     )
     file.write(
-        _template().render(
+        report_template().render(
             name=name,
             what=_what(scenario, outcome),
             when=_when(scenario, outcome),
             tiles=_tiles(outcome),
             sections=[section for section in sections if section.charts or section.tables],
-            scenario=msgspec.json.format(msgspec.json.encode(_chosen(scenario))).decode(),
+            scenario=msgspec.json.format(msgspec.json.encode(chosen_settings(scenario))).decode(),
             digest=outcome.digest,
         )
     )
 
 
 @cache
-def _template() -> jinja2.Template:
+def report_template() -> jinja2.Template:
+    """Return the template of a page."""
     text = resources.files(__package__).joinpath("report.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(text)
@@ -146,7 +147,7 @@ def _tiles(outcome: RunOutcome) -> list[SummaryTile]:
     ]
 
 
-def _chosen(settings: Struct) -> dict[str, Any]:
+def chosen_settings(settings: Struct) -> dict[str, Any]:
     """Return the settings that differ from their defaults, without those that may be secret."""
     chosen: dict[str, Any] = {}
     for field in structs.fields(settings):
@@ -154,8 +155,8 @@ def _chosen(settings: Struct) -> dict[str, Any]:
         if value == field.default or field.name in SECRET:
             continue
         if isinstance(value, Struct):
-            value = _chosen(value)
+            value = chosen_settings(value)
         elif isinstance(value, tuple):
-            value = [_chosen(each) if isinstance(each, Struct) else each for each in value]
+            value = [chosen_settings(each) if isinstance(each, Struct) else each for each in value]
         chosen[field.name] = value
     return chosen

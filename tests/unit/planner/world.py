@@ -9,9 +9,12 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
 from fleet.planner.decisions import PlanDecision, PlannedPool, ScalingRule
 from fleet.planner.demand import DemandWindow
-from fleet.planner.messages import Observation, PoolGapReason, PoolName, PoolObservation
+from fleet.planner.execution import PlanOutcome, rollback, settled
+from fleet.planner.messages import Observation, Plan, PlanId, PoolGapReason, PoolName, PoolObservation
 
 PROMPT, ANSWER = 2000, 200
+PLAN_SECONDS = 300.0
+NO_PLAN = PlanId("")
 
 
 def seconds(value: float) -> Nanos:
@@ -32,6 +35,7 @@ class PoolState:
     """Instants at which drains end."""
 
     why: PoolGapReason | None = None
+    plan: PlanId = NO_PLAN
     pinned: str = ""
     stuck: bool = False
     """New replicas find no room."""
@@ -65,9 +69,20 @@ class PoolState:
             wanted=self.wanted,
             ready=self.ready,
             draining=len(self.draining),
+            plan=self.plan,
             pinned=self.pinned,
             why=self.why or waits or busy,
         )
+
+
+@dataclass
+class PlanRecord:
+    """A plan and how it ended."""
+
+    plan: Plan
+    before: Observation
+    deadline: float
+    outcome: str | None = None
 
 
 class World:
@@ -87,6 +102,7 @@ class World:
         self.decisions: list[PlanDecision] = []
         self.history: list[dict[PoolName, int]] = []
         self.prompt, self.answer = PROMPT, ANSWER
+        self.plans: list[PlanRecord] = []
         self._chance = random.Random(seed)
 
     def run(self, duration: float, rate: Callable[[float], float] | float, **fields: object) -> None:
@@ -102,14 +118,40 @@ class World:
         self.now += self.rule.interval / SECOND
         for each in self.pools.values():
             each.advance(self.now)
+        self.end_plan()
         window = self.window(began, arrivals, **fields)
         decision = self.rule.decide(seconds(self.now), window, self.observation)
-        for name, count in decision.replicas.items():
-            if count != self.pools[name].wanted:
-                self.pools[name].want(count, self.now)
+        if any(count != self.pools[name].wanted for name, count in decision.replicas.items()):
+            self.begin_plan(decision)
         self.decisions.append(decision)
         self.history.append(self.wanted)
         return decision
+
+    def begin_plan(self, decision: PlanDecision) -> None:
+        """Write a decision; the plan before it is superseded unless it has ended."""
+        if self.plans and self.plans[-1].outcome is None:
+            self.plans[-1].outcome = "superseded"
+        plan = Plan(
+            id=PlanId(f"plan-{len(self.plans)}"), replicas=dict(decision.replicas), within=seconds(PLAN_SECONDS)
+        )
+        self.plans.append(PlanRecord(plan=plan, before=self.observation, deadline=self.now + PLAN_SECONDS))
+        for name, count in plan.replicas.items():
+            self.pools[name].plan = plan.id
+            if count != self.pools[name].wanted:
+                self.pools[name].want(count, self.now)
+
+    def end_plan(self) -> None:
+        """End the plan if it is settled, or roll its rest back at its deadline, as the planner's server does."""
+        if not self.plans or self.plans[-1].outcome is not None:
+            return
+        record, seen = self.plans[-1], self.observation
+        if settled(record.plan, seen):
+            record.outcome = PlanOutcome.SETTLED
+        elif self.now >= record.deadline:
+            rest = rollback(record.plan, record.before, seen)
+            for name, count in (rest.replicas if rest is not None else {}).items():
+                self.pools[name].want(count, self.now)
+            record.outcome = PlanOutcome.ROLLED_BACK if rest is not None else PlanOutcome.UNSETTLED
 
     def window(self, began: float, arrivals: int, **fields: object) -> DemandWindow:
         given: dict[str, object] = {

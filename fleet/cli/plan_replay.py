@@ -1,0 +1,70 @@
+"""`fleet plan replay`: replays a load with scaling rules, and compares what they would have cost and kept."""
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fleet.cli.console.exits import DONE
+from fleet.cli.simulator.outputs import SimulationOutputs, say
+from fleet.core.errors import ConfigurationRefused
+
+if TYPE_CHECKING:
+    from fleet.sim.planning.replay import ReplayResult
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("scenario", type=Path, help="TOML file with a section [planner]: see docs/simulator.md")
+    parser.add_argument(
+        "--rules", default="", metavar="R1,R2", help="rules to compare (default: the one that the scenario names)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="change a field, such as planner.metric_delay_seconds=0",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="seed instead of the scenario's")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures there, one object for each rule; - for standard output"
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with the course of each rule")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from fleet.config import parse_changes  # noqa: PLC0415 - help needs none of it
+    from fleet.sim.planning.replay import Replay  # noqa: PLC0415
+    from fleet.sim.planning.rule_registry import rule_settings  # noqa: PLC0415
+    from fleet.sim.planning.scenario import read_replay  # noqa: PLC0415
+    from fleet.sim.report.planner_page import write_planner_report  # noqa: PLC0415
+
+    changes = parse_changes(arguments.set)
+    if arguments.seed is not None:
+        changes["seed"] = arguments.seed
+    scenario = read_replay(arguments.scenario, changes)
+    names = [name.strip() for name in (arguments.rules or scenario.planner.rule).split(",")]
+    if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+        raise ConfigurationRefused(f"--rules: {twice!r} is named twice")
+    parameters = scenario.planner.parameters
+    rules = {name: rule_settings(name, parameters.get(name)) for name in names}
+    replay = Replay(scenario, arguments.scenario.parent)
+    with ExitStack() as files:
+        outputs = SimulationOutputs(arguments, files)
+        results = [replay.run_rule(name, settings) for name, settings in rules.items()]
+        outcomes = [each.outcome for each in results]
+        if outputs.report is not None:
+            with outputs.report.open("w", encoding="utf-8", errors="replace") as file:
+                write_planner_report(file, arguments.scenario.name, scenario, results, replay.replica_prices)
+        outputs.write_json(outcomes)
+    say(arguments, outcomes, [_line(each) for each in results])
+    return DONE
+
+
+def _line(result: "ReplayResult") -> str:
+    figures = result.outcome
+    error = "" if figures.predicted_error is None else f", load forecast within {figures.predicted_error:.1%}"
+    return (
+        f"{figures.rule:<15} {figures.attainment:7.2%} in time, {figures.gpu_hours:8.2f} GPU-hours, ${figures.dollars:,.2f}, "
+        f"{figures.direction_changes} turns, at most {figures.most_replicas} replicas{error}"
+    )

@@ -1,0 +1,113 @@
+"""Replica capacity: what one replica of a simulated pool can do, as a profiling run of an operator would find it.
+
+Baselines that rest on profiles (throughput per replica, tokens a second within a goal, KV tokens) take their numbers from here, so all of
+them know the hardware equally well.
+"""
+
+from functools import cached_property
+
+from msgspec import Struct
+
+from fleet.core.roles import Role
+from fleet.sim.cluster.pools import PoolProfile
+from fleet.sim.engine.attempts import EngineLimits, StepTimes
+
+HALVINGS = 24
+
+
+class TrafficShape(Struct, frozen=True, kw_only=True):
+    """Mean lengths of requests in tokens."""
+
+    prompt_tokens: float
+    answer_tokens: float
+    cached_share: float = 0.0
+    """Share of prompt tokens that need not be computed."""
+
+    @property
+    def new_tokens(self) -> float:
+        return max(1.0, self.prompt_tokens * (1.0 - self.cached_share))
+
+    @property
+    def context(self) -> float:
+        """Mean context of a running sequence."""
+        return self.prompt_tokens + 0.5 * self.answer_tokens
+
+
+class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
+    """Capacity of one replica."""
+
+    role: Role
+    times: StepTimes
+    limits: EngineLimits
+
+    @cached_property
+    def kv_tokens(self) -> int:
+        return self.limits.kv_blocks * self.limits.block_tokens
+
+    def prefill_seconds(self, shape: TrafficShape) -> float:
+        """Return the seconds of an engine's time that one prompt takes."""
+        tokens, step = shape.new_tokens, self.limits.step_tokens
+        cached = shape.prompt_tokens - tokens
+        seconds = 0.0
+        done = 0.0
+        while done < tokens:
+            chunk = min(float(step), tokens - done)
+            pairs = chunk * (cached + done + 0.5 * chunk)
+            filled = chunk / step  # other prompts fill the rest of the step
+            seconds += filled * self.times.seconds(step, pairs / filled, 0, 0)
+            done += chunk
+        return seconds
+
+    def most_running(self, shape: TrafficShape) -> int:
+        """Return the sequences that one replica has room for."""
+        return max(1, min(self.limits.max_running, int(self.kv_tokens / (shape.prompt_tokens + shape.answer_tokens))))
+
+    def running_within(self, shape: TrafficShape, tpot_seconds: float) -> int:
+        """Return the most sequences that decode together within a time per token; at least 1."""
+        low, high = 1, self.most_running(shape)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.step_seconds(shape, middle) <= tpot_seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def step_seconds(self, shape: TrafficShape, running: float) -> float:
+        """Return the duration of a decode step."""
+        return self.times.seconds(0, 0, running, running * shape.context)
+
+    def decode_tokens(self, shape: TrafficShape, tpot_seconds: float) -> float:
+        """Return the tokens per second that one replica generates within a time per token."""
+        running = self.running_within(shape, tpot_seconds)
+        return running / self.step_seconds(shape, running)
+
+    def rate(self, shape: TrafficShape, tpot_seconds: float) -> float:
+        """Return the requests per second of one replica, at which it is busy all the time and keeps the time per token."""
+        prefill = 0.0 if self.role is Role.DECODE else self.prefill_seconds(shape)
+        if self.role is Role.PREFILL:
+            return 1.0 / prefill
+        if self.role is Role.DECODE:
+            return self.decode_tokens(shape, tpot_seconds) / max(1.0, shape.answer_tokens)
+        return self._mixed_rate(shape, tpot_seconds, prefill)
+
+    def _mixed_rate(self, shape: TrafficShape, tpot_seconds: float, prefill: float) -> float:
+        """Return the rate of a replica that prefills and decodes: prompts delay the steps of all running sequences."""
+
+        def tpot(running: float) -> float:
+            step = self.step_seconds(shape, running)
+            return step + running * prefill / max(1.0, shape.answer_tokens)
+
+        low, high = 1.0, float(self.most_running(shape))
+        if tpot(high) > tpot_seconds:
+            for _ in range(HALVINGS):
+                middle = 0.5 * (low + high)
+                low, high = (middle, high) if tpot(middle) <= tpot_seconds else (low, middle)
+        else:
+            low = high
+        return low / (max(1.0, shape.answer_tokens) * tpot(low))
+
+
+def capacity_of(profile: PoolProfile) -> ReplicaCapacity:
+    """Return the capacity of a pool's replicas."""
+    return ReplicaCapacity(role=profile.role, times=profile.times, limits=profile.limits)

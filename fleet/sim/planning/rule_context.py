@@ -1,0 +1,85 @@
+"""Rule context: what a scaling rule is given before a replay begins."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.planner.decisions import DecisionReason, PlanBudget, PlanDecision, PlanGoals, PlannedPool, ScalingRule
+from fleet.planner.demand import DemandWindow
+from fleet.planner.messages import Observation, PoolName
+from fleet.sim.cluster.pools import PoolProfile
+from fleet.sim.planning.capacity import ReplicaCapacity, TrafficShape
+from fleet.sim.planning.outcome import ReplayOutcome
+from kvstore.eviction.trace_replay import TraceRequest
+
+
+class RuleContext(Struct, frozen=True, kw_only=True):
+    """Goals, pools and hardware of a replay."""
+
+    goals: PlanGoals
+    attainment: float
+    """Share of requests that rules with hindsight keep in time."""
+
+    budget: PlanBudget
+    pools: tuple[PlannedPool, ...]
+    profiles: Mapping[PoolName, PoolProfile]
+    capacities: Mapping[PoolName, ReplicaCapacity]
+    future: Sequence[TraceRequest] = ()
+    """All requests that will arrive; only for rules with hindsight."""
+
+    attempt: Callable[[ScalingRule], ReplayOutcome]
+    """Runs the replay with another rule; only for rules with hindsight."""
+
+    def pool(self, name: PoolName) -> PlannedPool:
+        return next(each for each in self.pools if each.name == name)
+
+    def by_role(self, role: Role) -> tuple[PlannedPool, ...]:
+        return tuple(each for each in self.pools if each.role is role)
+
+    def bounded(self, name: PoolName, replicas: float) -> int:
+        """Return a number of replicas within the bounds of a pool."""
+        pool = self.pool(name)
+        return min(max(int(replicas), pool.least), pool.most)
+
+    def rate(self, name: PoolName, shape: TrafficShape) -> float:
+        """Return the requests per second that a replica of a pool serves within the goal for the TPOT."""
+        return self.capacities[name].rate(shape, self.goals.tpot_seconds)
+
+
+class SimulatedRule(Protocol):
+    """Parameters of a rule, from which the rule is made."""
+
+    def open(self, context: RuleContext) -> ScalingRule:
+        """Return the rule for a replay."""
+        ...
+
+
+class ScheduledReplicas:
+    """A rule that follows a timetable: the replicas of each pool from given instants on. Static pools have one entry."""
+
+    def __init__(self, timetable: Sequence[tuple[Nanos, Mapping[PoolName, int]]], interval: Nanos) -> None:
+        """Take a timetable in the order of time; its first entry holds from the beginning."""
+        assert timetable, "a timetable has an entry for the beginning"
+        self.interval = interval
+        self._timetable = [(at, dict(replicas)) for at, replicas in timetable]
+        self._next = 0
+
+    @property
+    def begin(self) -> dict[PoolName, int]:
+        """Replicas that serve from the beginning."""
+        return self._timetable[0][1]
+
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:  # noqa: ARG002 - the port
+        """Return the replicas of the present entry."""
+        while self._next + 1 < len(self._timetable) and self._timetable[self._next + 1][0] <= now:
+            self._next += 1
+        at, replicas = self._timetable[self._next]
+        return PlanDecision(
+            at=now,
+            replicas=dict(replicas),
+            reason=DecisionReason.WITHIN_BAND,
+            message=f"The timetable says so from {at / SECOND:.0f} s on.",
+        )

@@ -1,0 +1,36 @@
+"""Fleet: the planner that runs in production, on the engines of the simulation."""
+
+from fleet.core.clock import SECOND
+from fleet.hardware.latency.closed_loop import BenchmarkClient
+from fleet.hardware.latency.open_loop import EngineReplica
+from fleet.hardware.latency.step_model import StepModel
+from fleet.planner.machine import PlannerMachine
+from fleet.planner.rule_settings import PlannerRuleSettings
+from fleet.planner.sizing.capacity import PoolEngine, StepCapacity
+from fleet.sim.cluster.pools import PoolProfile
+from fleet.sim.planning.rule_context import RuleContext
+
+
+class FleetRule(PlannerRuleSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the planner's rule."""
+
+    def open(self, context: RuleContext) -> PlannerMachine:
+        engines = {name: pool_engine(profile) for name, profile in context.profiles.items()}
+        return PlannerMachine(self, context.pools, context.goals, StepCapacity(engines), context.budget)
+
+
+def pool_engine(profile: PoolProfile) -> PoolEngine:
+    """Return the engine of a pool's replicas, as the sizing of pools sees it."""
+    assert isinstance(profile.times, StepModel), "pools of scenarios have step models"
+    limits = profile.limits
+    return PoolEngine(
+        engine=EngineReplica(
+            step=profile.times,
+            client=BenchmarkClient(front=profile.front / SECOND, front_token=profile.front_per_token / SECOND),
+            capacity_tokens=limits.kv_blocks * limits.block_tokens,
+            most_running=limits.max_running,
+            budget_tokens=limits.step_tokens,
+        ),
+        transfer_base=profile.link_latency / SECOND,
+        transfer_token=profile.kv_bytes_per_token / profile.bandwidth,
+    )

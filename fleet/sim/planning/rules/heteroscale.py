@@ -1,0 +1,92 @@
+"""HeteroScale: decode tokens per second drive both pools in a fixed ratio.
+
+Source: arXiv 2508.19559. The wanted number of decode replicas is the present one times the generated tokens per second of an instance over
+its target; prefill replicas follow in a ratio that is fixed for the service. Latency is only a negative feedback: above a share of a goal
+nothing shrinks, and above the goal a step is added. Pools that prefill and decode follow the same law without a ratio.
+"""
+
+from math import ceil
+
+from msgspec import Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.planner.decisions import DecisionReason, PlanDecision
+from fleet.planner.demand import DemandWindow
+from fleet.planner.messages import Observation, PoolName
+from fleet.sim.planning.rule_context import RuleContext
+from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, ready_of, wanted_of
+
+
+class HeteroScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of HeteroScale."""
+
+    target: float = 0.7
+    """Share of an instance's decode throughput within the goal that is aimed at."""
+
+    ratio: float = 0.0
+    """Prefill replicas for one decode replica; 0: the ratio of the first replicas."""
+
+    tolerance: float = 0.1
+    window_seconds: float = 60.0
+    latency_share: float = 0.8
+    """Share of a goal above which nothing shrinks."""
+
+    interval_seconds: float = 15.0
+    down_seconds: float = 120.0
+
+    def open(self, context: RuleContext) -> "_HeteroScale":
+        return _HeteroScale(self, context)
+
+
+class _HeteroScale:
+    def __init__(self, settings: HeteroScaleRule, context: RuleContext) -> None:
+        self.interval = Nanos(round(settings.interval_seconds * SECOND))
+        self._settings, self._context = settings, context
+        self._load = ObservedLoad()
+        drivers = [pool for pool in context.pools if pool.role is not Role.PREFILL]
+        self._down: dict[PoolName, Stabilised] = {pool.name: Stabilised(settings.down_seconds) for pool in drivers}
+        self._ratio = settings.ratio
+
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
+        before = wanted_of(seen)
+        if not self._ratio:
+            self._ratio = self._first_ratio(before)
+        if not self._load.add(demand):
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+        late = self._lateness()
+        replicas = {**before}
+        for name, down in self._down.items():
+            wanted = self._proportional(name, before[name], seen)
+            if late > 1 and wanted <= before[name] == ready_of(seen, name):
+                wanted = before[name] + 1
+            elif late > self._settings.latency_share:
+                wanted = max(wanted, before[name])
+            highest = down.highest(now, wanted)
+            replicas[name] = self._context.bounded(name, max(wanted, min(highest, before[name])))
+        decodes = sum(replicas[name] for name in self._down)
+        for pool in self._context.by_role(Role.PREFILL):
+            replicas[pool.name] = self._context.bounded(pool.name, ceil(self._ratio * decodes))
+        grows = any(replicas[name] > before[name] for name in replicas)
+        reason = DecisionReason.LOAD_UP if grows else DecisionReason.WITHIN_BAND
+        return PlanDecision(at=now, replicas=replicas, reason=reason, numbers={"late": late, "ratio": self._ratio})
+
+    def _first_ratio(self, wanted: dict[PoolName, int]) -> float:
+        decodes = sum(wanted[name] for name in self._down)
+        prefills = sum(wanted[pool.name] for pool in self._context.by_role(Role.PREFILL))
+        return prefills / max(1, decodes)
+
+    def _proportional(self, name: PoolName, before: int, seen: Observation) -> int:
+        settings, ready = self._settings, ready_of(seen, name)
+        windows = self._load.recent(settings.window_seconds)
+        span = sum(window.seconds for window in windows)
+        tokens = sum(window.answer_tokens for window in windows) / span / len(self._down)
+        most = self._context.rate(name, self._load.shape) * self._load.shape.answer_tokens
+        ratio = tokens / (ready * most * settings.target)
+        return before if abs(ratio - 1) <= settings.tolerance else ceil(ready * ratio)
+
+    def _lateness(self) -> float:
+        """Return the larger of both P90 latencies over their goals."""
+        ttft, tpot = self._load.latencies(self._settings.window_seconds, 0.9)
+        goals = self._context.goals
+        return max((ttft or 0.0) / goals.ttft_seconds, (tpot or 0.0) / goals.tpot_seconds)

@@ -1,0 +1,118 @@
+"""Observed load: sums of recent demand windows, on which the baselines rest."""
+
+from collections import deque
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.planner.demand import DemandWindow, WorkerDemand, added, percentile
+from fleet.planner.messages import Observation, PoolName
+from fleet.sim.planning.capacity import TrafficShape
+
+KEPT_SECONDS = 900.0
+"""Age of the oldest window; no baseline looks further back, except for its own forecasts."""
+
+FIRST_SHAPE = TrafficShape(prompt_tokens=1000, answer_tokens=200)
+"""Lengths that are assumed before the first request has ended."""
+
+
+class ObservedLoad:
+    """The demand windows of the last minutes."""
+
+    def __init__(self) -> None:
+        self._windows: deque[DemandWindow] = deque()
+        self._shape = FIRST_SHAPE
+        self.last: DemandWindow | None = None
+
+    def add(self, window: DemandWindow) -> bool:
+        """Add a window; return False if it has no news, because metrics are late or missing."""
+        if window.stale or window.ended <= window.began:
+            return False
+        self._windows.append(window)
+        self.last = window
+        oldest = window.ended - KEPT_SECONDS * SECOND
+        while self._windows[0].ended <= oldest:
+            self._windows.popleft()
+        self._note_lengths()
+        return True
+
+    def recent(self, seconds: float) -> list[DemandWindow]:
+        """Return the windows that ended within the last seconds, the newest one last."""
+        if self.last is None:
+            return []
+        since = self.last.ended - seconds * SECOND
+        return [window for window in self._windows if window.ended > since]
+
+    def rate(self, seconds: float) -> float:
+        """Return the requests per second that clients sent, whatever became of them."""
+        windows = self.recent(seconds)
+        span = sum(window.seconds for window in windows)
+        return sum(_sent(window) for window in windows) / span if span else 0.0
+
+    def served(self, seconds: float) -> float:
+        """Return the requests per second whose answers began."""
+        windows = self.recent(seconds)
+        span = sum(window.seconds for window in windows)
+        return sum(sum(window.ttft) for window in windows) / span if span else 0.0
+
+    def latencies(self, seconds: float, share: float) -> tuple[float | None, float | None]:
+        """Return percentiles of TTFT and TPOT in seconds; None without requests."""
+        ttft: tuple[int, ...] = ()
+        tpot: tuple[int, ...] = ()
+        for window in self.recent(seconds):
+            ttft, tpot = added(ttft, window.ttft), added(tpot, window.tpot)
+        return percentile(ttft, share), percentile(tpot, share)
+
+    @property
+    def shape(self) -> TrafficShape:
+        """Mean lengths of the last minutes."""
+        return self._shape
+
+    @property
+    def queued(self) -> int:
+        return 0 if self.last is None else self.last.queued
+
+    def workers(self, pool: PoolName) -> list[WorkerDemand]:
+        """Return the workers of a pool that serve, as of the last window."""
+        return [] if self.last is None else [each for each in self.last.workers if each.pool == pool]
+
+    def _note_lengths(self) -> None:
+        sent = sum(_sent(window) + window.abandoned for window in self._windows)
+        finished = sum(window.finished for window in self._windows)
+        prompt = sum(window.prompt_tokens for window in self._windows)
+        if not sent or not finished or not prompt:
+            return
+        mean_prompt = prompt / sent
+        cached = sum(window.cached_tokens for window in self._windows) / finished
+        self._shape = TrafficShape(
+            prompt_tokens=mean_prompt,
+            answer_tokens=sum(window.answer_tokens for window in self._windows) / finished,
+            cached_share=min(0.95, cached / mean_prompt),
+        )
+
+
+def _sent(window: DemandWindow) -> int:
+    return window.arrivals + window.abandoned
+
+
+def wanted_of(seen: Observation) -> dict[PoolName, int]:
+    """Return the wanted replicas of all pools."""
+    return {each.name: each.wanted for each in seen.pools}
+
+
+def ready_of(seen: Observation, name: PoolName) -> int:
+    """Return the replicas of a pool that serve; at least 1, because rules divide by it."""
+    pool = seen.pool(name)
+    return 1 if pool is None else max(1, pool.ready)
+
+
+class Stabilised:
+    """The highest of the numbers that were recommended in a window of time, which delays shrinking."""
+
+    def __init__(self, seconds: float) -> None:
+        self._span = Nanos(round(seconds * SECOND))
+        self._recommended: deque[tuple[Nanos, int]] = deque()
+
+    def highest(self, now: Nanos, recommended: int) -> int:
+        self._recommended.append((now, recommended))
+        while self._recommended[0][0] <= now - self._span and len(self._recommended) > 1:
+            self._recommended.popleft()
+        return max(number for _, number in self._recommended)

@@ -1,0 +1,125 @@
+"""Oracle: the cheapest timetable that a rule with hindsight finds.
+
+Source: a dynamic program over the future. Level k of a pool is needed while at least k replicas are. Levels are independent, and for each of
+them the only choice is whether a gap between two needs is bridged: it is if it is not longer than start-up and drain, because replicas hold
+their GPUs in both. Replicas start early enough to serve when they are needed. The needs are scaled, by halving over replays of these very
+requests, to the lowest cost that keeps the attainment. It bounds what a rule can reach on this workload from above, but it is no proof: the
+needs are fluid figures with one scale for each pool.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+
+from msgspec import Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.planner.decisions import PlannedPool
+from fleet.planner.messages import PoolName
+from fleet.sim.planning.capacity import TrafficShape
+from fleet.sim.planning.orchestrator import TAKES_UP
+from fleet.sim.planning.rule_context import RuleContext, ScheduledReplicas
+from fleet.sim.planning.rules.future_load import BIN_SECONDS, needs
+from fleet.sim.planning.rules.static import known_shape
+
+HIGHEST, LOWEST = 2.5, 0.5
+"""Scales of the needs between which the search begins."""
+
+
+class OracleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the search."""
+
+    span_seconds: float = 30.0
+    """Span over which a need is a mean."""
+
+    halvings: int = 5
+    refinements: int = 2
+    """Replays that search the common scale, and that search the scale of each pool."""
+
+    def open(self, context: RuleContext) -> ScheduledReplicas:
+        return _Search(self, context).best()
+
+
+class _Search:
+    def __init__(self, settings: OracleRule, context: RuleContext) -> None:
+        self._settings, self._context = settings, context
+        self._shape = known_shape(context)
+        self._needs = {
+            pool.name: needs(context, pool.name, self._shape, settings.span_seconds) for pool in context.pools
+        }
+
+    def best(self) -> ScheduledReplicas:
+        names = list(self._needs)
+        low, high = LOWEST, HIGHEST
+        for _ in range(self._settings.halvings):
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if self._keeps(dict.fromkeys(names, middle)) else (middle, high)
+        scales = dict.fromkeys(names, high)
+        for name in names:
+            low, high = LOWEST, scales[name]
+            for _ in range(self._settings.refinements):
+                middle = (low * high * high) ** (1 / 3)
+                low, high = (low, middle) if self._keeps(scales | {name: middle}) else (middle, high)
+            scales[name] = high
+        return self._timetable(scales)
+
+    def _keeps(self, scales: dict[PoolName, float]) -> bool:
+        return self._context.attempt(self._timetable(scales)).attainment >= self._context.attainment
+
+    def _timetable(self, scales: dict[PoolName, float]) -> ScheduledReplicas:
+        changes: list[tuple[float, PoolName, int]] = []
+        begin: dict[PoolName, int] = {}
+        for pool in self._context.pools:
+            levels = _levels(self._context, pool, self._needs[pool.name], scales[pool.name], self._shape)
+            begin[pool.name] = levels[0][1]
+            changes += [(at, pool.name, count) for at, count in levels[1:]]
+        timetable = [(Nanos(0), dict(begin))]
+        present = dict(begin)
+        for at, name, count in sorted(changes):
+            present[name] = count
+            timetable.append((Nanos(round(at * SECOND)), dict(present)))
+        return ScheduledReplicas(timetable, Nanos(round(BIN_SECONDS * SECOND)))
+
+
+def _levels(
+    context: RuleContext, pool: PlannedPool, need: Sequence[float], scale: float, shape: TrafficShape
+) -> list[tuple[float, int]]:
+    """Return the wanted replicas of a pool from given seconds on; the first entry is for the beginning."""
+    counts = [context.bounded(pool.name, ceil(each * scale)) for each in need]
+    early = pool.start_seconds + TAKES_UP / SECOND + BIN_SECONDS  # a decision falls on a bin
+    bridged = early + min(pool.drain_seconds, _stream_seconds(context, pool, shape))
+    changes: dict[float, int] = {}
+    begin = pool.least
+    for level in range(pool.least + 1, max(counts) + 1):
+        for first, end in _spans([count >= level for count in counts], bridged):
+            start = first * BIN_SECONDS - early
+            if start <= 0:
+                begin += 1
+            else:
+                changes[start] = changes.get(start, 0) + 1
+            stop = end * BIN_SECONDS
+            changes[stop] = changes.get(stop, 0) - 1
+    levels = [(0.0, begin)]
+    for at in sorted(changes):
+        levels.append((at, levels[-1][1] + changes[at]))
+    return levels
+
+
+def _spans(needed: Sequence[bool], bridged_seconds: float) -> list[tuple[int, int]]:
+    """Return the spans of bins in which a level is kept, where gaps that do not pay are bridged."""
+    spans: list[tuple[int, int]] = []
+    for place, needs_it in enumerate(needed):
+        if not needs_it:
+            continue
+        if spans and (place - spans[-1][1]) * BIN_SECONDS <= bridged_seconds:
+            spans[-1] = (spans[-1][0], place + 1)
+        else:
+            spans.append((place, place + 1))
+    return spans
+
+
+def _stream_seconds(context: RuleContext, pool: PlannedPool, shape: TrafficShape) -> float:
+    """Return how long a replica drains: as long as a stream, or a prompt."""
+    if pool.role is Role.PREFILL:
+        return context.capacities[pool.name].prefill_seconds(shape)
+    return shape.answer_tokens * context.goals.tpot_seconds

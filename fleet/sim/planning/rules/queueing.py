@@ -1,0 +1,106 @@
+"""WVA queueing: the queueing model of llm-d's Workload Variant Autoscaler, which sizes by means.
+
+Source: llm-d-workload-variant-autoscaler, queueing model analyzer. A replica is a state-dependent M/M/1/K queue: with b requests in the
+batch it completes b / (prefill(b) + O decode(b)) a second. The highest rate that keeps the mean TTFT and the mean TPOT is found by halving,
+and the wanted number is the observed rate over it. Here the step times come from the profile instead of a Kalman filter, which favours it.
+"""
+
+from math import ceil
+
+from msgspec import Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
+from fleet.planner.demand import DemandWindow
+from fleet.planner.messages import Observation
+from fleet.sim.planning.capacity import TrafficShape
+from fleet.sim.planning.rule_context import RuleContext
+from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wanted_of
+
+HALVINGS = 20
+QUEUE_FACTOR = 4
+"""Requests that may wait for each one in the batch; K of the queue."""
+
+
+class QueueingRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the analyzer."""
+
+    interval_seconds: float = 30.0
+    rate_seconds: float = 60.0
+    """Span over which the rate is measured."""
+
+    margin: float = 1.0
+    """Factor of the observed rate."""
+
+    down_seconds: float = 120.0
+
+    def open(self, context: RuleContext) -> "_Queueing":
+        return _Queueing(self, context)
+
+
+class _Queueing:
+    def __init__(self, settings: QueueingRule, context: RuleContext) -> None:
+        self.interval = Nanos(round(settings.interval_seconds * SECOND))
+        self._settings, self._context = settings, context
+        self._load = ObservedLoad()
+        self._down = {pool.name: Stabilised(settings.down_seconds) for pool in context.pools}
+
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
+        before = wanted_of(seen)
+        if not self._load.add(demand):
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+        rate = self._load.rate(self._settings.rate_seconds) * self._settings.margin
+        replicas, numbers = {**before}, {"rate": rate}
+        for pool in self._context.pools:
+            numbers[f"{pool.name} rate"] = most = self._highest_rate(pool)
+            wanted = ceil(rate / most)
+            highest = self._down[pool.name].highest(now, wanted)
+            replicas[pool.name] = self._context.bounded(pool.name, max(wanted, min(highest, before[pool.name])))
+        grows = any(replicas[name] > before[name] for name in replicas)
+        reason = DecisionReason.LOAD_UP if grows else DecisionReason.WITHIN_BAND
+        return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
+
+    def _highest_rate(self, pool: PlannedPool) -> float:
+        """Return the highest rate of one replica at which both means are kept."""
+        shape = self._load.shape
+        rates = self._completion_rates(pool, shape)
+        low, high = 0.0, max(rates)
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if self._keeps(pool, shape, rates, middle) else (low, middle)
+        return max(low, 1e-6)
+
+    def _completion_rates(self, pool: PlannedPool, shape: TrafficShape) -> list[float]:
+        """Return the completions per second with 1, 2, … requests in the batch."""
+        capacity = self._context.capacities[pool.name]
+        prefill = 0.0 if pool.role is Role.DECODE else capacity.prefill_seconds(shape)
+        if pool.role is Role.PREFILL:
+            return [1 / prefill]
+        answer = max(1.0, shape.answer_tokens)
+        most = capacity.most_running(shape)
+        return [
+            batch / (batch * prefill + answer * capacity.step_seconds(shape, batch)) for batch in range(1, most + 1)
+        ]
+
+    def _keeps(self, pool: PlannedPool, shape: TrafficShape, rates: list[float], rate: float) -> bool:
+        """Return whether a replica keeps the mean TTFT and TPOT at a rate."""
+        goals, capacity = self._context.goals, self._context.capacities[pool.name]
+        most = len(rates)
+        weight, total, in_batch, waiting = 1.0, 1.0, 0.0, 0.0
+        for count in range(1, most * (1 + QUEUE_FACTOR) + (QUEUE_FACTOR * 10 if most == 1 else 0) + 1):
+            weight *= rate / rates[min(count, most) - 1]
+            total += weight
+            in_batch += weight * min(count, most)
+            waiting += weight * max(0, count - most)
+            if total > 1e200:  # the queue is full all the time
+                return False
+        wait = waiting / total / rate
+        batch = max(1.0, in_batch / total)
+        prefill = 0.0 if pool.role is Role.DECODE else capacity.prefill_seconds(shape)
+        if wait + prefill > goals.ttft_seconds:
+            return False
+        if pool.role is Role.PREFILL:
+            return True
+        delays = batch * prefill / max(1.0, shape.answer_tokens)
+        return capacity.step_seconds(shape, batch) + delays <= goals.tpot_seconds

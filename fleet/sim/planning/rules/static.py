@@ -1,0 +1,95 @@
+"""Static pools: sized for the peak, the best in hindsight, and Mélange's.
+
+Sources: a pool for the peak is what most operators run, sized as `fleet.hardware.sizing` does it: the highest minute, with 0.8 of the
+throughput used. The best in hindsight is the cheapest fixed number that keeps the attainment on these very requests, found by replays.
+Mélange (arXiv 2404.14527) covers slices of the load by length with the cheapest replicas; with one GPU type for each role, as in these
+scenarios, its integer program is a sum over the slices, rounded up.
+"""
+
+from math import ceil
+
+from msgspec import Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.hardware.sizing import HEADROOM
+from fleet.planner.messages import PoolName
+from fleet.sim.planning.capacity import TrafficShape
+from fleet.sim.planning.rule_context import RuleContext, ScheduledReplicas
+from fleet.sim.planning.rules.future_load import mean_shape, needs, peak_replicas
+
+EVERY = Nanos(60 * SECOND)
+PEAK_SECONDS = 60.0
+HALVINGS = 4
+SLICES = (0, 1000, 4000, 16_000, 64_000)
+"""Prompt tokens at which Mélange's buckets begin."""
+
+
+def static(replicas: dict[PoolName, int]) -> ScheduledReplicas:
+    return ScheduledReplicas([(Nanos(0), replicas)], EVERY)
+
+
+def known_shape(context: RuleContext) -> TrafficShape:
+    """Return the lengths of all requests, with the cached share of a generous pool."""
+    lengths = mean_shape(context.future, 0.0)
+    generous = context.attempt(static(peak_replicas(context, lengths, PEAK_SECONDS, HEADROOM)))
+    return mean_shape(context.future, generous.cached_share)
+
+
+class StaticPeakRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pools that are sized for the highest load."""
+
+    use: float = HEADROOM
+    """Share of the throughput that is used at the peak."""
+
+    def open(self, context: RuleContext) -> ScheduledReplicas:
+        return static(peak_replicas(context, known_shape(context), PEAK_SECONDS, self.use))
+
+
+class StaticBestRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cheapest fixed numbers that keep the attainment."""
+
+    def open(self, context: RuleContext) -> ScheduledReplicas:
+        shape = known_shape(context)
+        peak = peak_replicas(context, shape, PEAK_SECONDS, 0.5)
+        low, high = 0.2, 1.0
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if _keeps(context, _scaled(context, peak, middle)) else (middle, high)
+        best = _scaled(context, peak, high)
+        for pool in sorted(context.pools, key=lambda each: -each.gpus * each.dollars_per_hour):
+            while best[pool.name] > pool.least and _keeps(context, less := best | {pool.name: best[pool.name] - 1}):
+                best = less
+        return static(best)
+
+
+def _scaled(context: RuleContext, replicas: dict[PoolName, int], factor: float) -> dict[PoolName, int]:
+    return {name: context.bounded(name, ceil(count * factor)) for name, count in replicas.items()}
+
+
+def _keeps(context: RuleContext, replicas: dict[PoolName, int]) -> bool:
+    return context.attempt(static(replicas)).attainment >= context.attainment
+
+
+class MelangeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Mélange's static mix."""
+
+    use: float = 1.0
+    """Share of the profiled throughput that is planned with; the paper uses all of it."""
+
+    def open(self, context: RuleContext) -> ScheduledReplicas:
+        whole = known_shape(context)
+        peak = {
+            pool.name: max(needs(context, pool.name, whole, PEAK_SECONDS)) * context.rate(pool.name, whole)
+            for pool in context.pools
+        }
+        wanted = dict.fromkeys(peak, 0.0)
+        for index, begin in enumerate(SLICES):
+            end = SLICES[index + 1] if index + 1 < len(SLICES) else float("inf")
+            slice_ = [each for each in context.future if begin <= each.prompt_tokens < end]
+            if not slice_:
+                continue
+            shape = mean_shape(slice_, whole.cached_share)
+            share = len(slice_) / len(context.future)
+            for name, rate in peak.items():
+                wanted[name] += share * rate / context.rate(name, shape)
+        return static({name: context.bounded(name, ceil(count / self.use)) for name, count in wanted.items()})

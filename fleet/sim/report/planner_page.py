@@ -1,0 +1,119 @@
+"""Report of a replayed planner: one HTML page with demand, replicas, goals, cost, and every decision with its reason."""
+
+from collections.abc import Sequence
+from typing import TextIO
+
+import msgspec
+from markupsafe import Markup
+
+from fleet.sim.planning.replay import ReplayResult, ReplayStep
+from fleet.sim.planning.scenario import ReplayScenario
+from fleet.sim.report.charts import LINES, ChartLine, LimitMark, chart, number
+from fleet.sim.report.page import SummaryTile, chosen_settings, report_template
+from fleet.sim.report.sections import TIME_UNITS, ReportSection, ReportTable
+from fleet.sim.scenario import pool_name
+
+MOST_DECISIONS = 200
+"""Decisions that a page lists for one rule."""
+
+POINTS = 400
+"""Most points of a line."""
+
+
+def write_planner_report(
+    file: TextIO, name: str, scenario: ReplayScenario, results: Sequence[ReplayResult], prices: dict[str, float]
+) -> None:
+    """Write the page; `prices` are the dollars per hour of one replica, by pool."""
+    assert results, "a page is about one rule at least"
+    first = results[0].outcome
+    file.write(
+        report_template().render(
+            name=name,
+            what=f"{first.requests:,} requests to {scenario.model} on pools that {len(results)} rules size.",
+            when=(
+                f"Figures are taken from {number(results[0].span[0])} s to {number(results[0].span[1])} s. A request is good if its "
+                f"first token comes within {number(scenario.slo.ttft_ms)} ms and the others within {number(scenario.slo.tpot_ms)} ms each."
+            ),
+            tiles=[
+                SummaryTile(
+                    f"{each.outcome.attainment:.1%}",
+                    f"good with {each.outcome.gpu_hours:,.1f} GPU-hours: {each.outcome.rule}",
+                )
+                for each in results
+            ],
+            sections=[_comparison(results), *(_course(each, scenario, prices) for each in results)],
+            scenario=msgspec.json.format(msgspec.json.encode(chosen_settings(scenario))).decode(),
+            digest="",
+        )
+    )
+
+
+def _comparison(results: Sequence[ReplayResult]) -> ReportSection:
+    rows = []
+    for each in results:
+        figures = each.outcome
+        error = "none" if figures.predicted_error is None else f"{figures.predicted_error:.1%}"
+        rows.append(
+            (
+                figures.rule,
+                f"{figures.attainment:.2%}",
+                f"{figures.gpu_hours:,.2f}",
+                f"{figures.dollars:,.2f}",
+                str(figures.direction_changes),
+                str(figures.most_replicas),
+                str(figures.plans),
+                f"{figures.refused:,}",
+                error,
+            )
+        )
+    head = ("rule", "attainment", "GPU-hours", "dollars", "turns", "most replicas", "plans", "refused", "error")
+    return ReportSection(
+        title="Rules",
+        said="Turns are changes of a pool's wanted number against the direction of the change before. "
+        "The error is the mean distance of the forecast rate from the rate that came.",
+        tables=(ReportTable(name="rules", head=head, rows=rows),),
+    )
+
+
+def _course(result: ReplayResult, scenario: ReplayScenario, prices: dict[str, float]) -> ReportSection:
+    last = result.steps[-1].at if result.steps else 0.0
+    unit, unit_name = next((seconds, name) for least, seconds, name in TIME_UNITS if last >= least)
+    x = f"simulated {unit_name}"
+    steps = result.steps[:: max(1, len(result.steps) // POINTS)]
+    names = [pool_name(pool) for pool in scenario.pools]
+
+    def line(name: str, points: Sequence[tuple[float, float]]) -> ChartLine:
+        return ChartLine(name=name, points=[(at / unit, value) for at, value in points])
+
+    replicas = [
+        line(f"{name} {kind}", [(step.at, float(getattr(step, kind)[name])) for step in steps])
+        for name in names
+        for kind in ("wanted", "ready")
+    ]
+    goal = LimitMark(at=scenario.planner.attainment, name=f"{scenario.planner.attainment:.0%}", upright=False)
+    good = [(window.middle, window.good / window.arrived) for window in result.windows if window.arrived]
+    cost = [(step.at, sum(count * prices[name] for name, count in step.held.items())) for step in steps]
+    charts: list[Markup] = [
+        chart("Demand", x, "requests a second", [line("arrivals", [(w.middle, w.rate) for w in result.windows])]),
+        chart("Replicas", x, "replicas", replicas[:LINES]),
+        chart("Goals kept", x, "good requests", [line("good", good)], shares=True, marks=[goal]),
+        chart("Cost", x, "dollars an hour", [line("cost", cost)]),
+    ]
+    return ReportSection(
+        title=f"Course of {result.outcome.rule}",
+        charts=charts,
+        tables=(
+            ReportTable(
+                name="decisions",
+                head=("second", "replicas", "reason", "message"),
+                rows=[_decision(step) for step in result.steps if step.changed][:MOST_DECISIONS],
+                words=True,
+            ),
+        ),
+    )
+
+
+def _decision(step: ReplayStep) -> tuple[str, str, str, str]:
+    wanted = ", ".join(f"{name} {count}" for name, count in step.wanted.items())
+    conditions = "".join(f" {each.type.value}: {each.message}" for each in step.conditions)
+    return f"{step.at:,.0f}", wanted, step.reason.value, step.message + conditions

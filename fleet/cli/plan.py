@@ -2,11 +2,14 @@
 
 import argparse
 
-from fleet.cli import plan_replay
+from fleet.cli import plan_replay, plan_show
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    plan_show.configure(parser)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    watch = actions.add_parser("watch", help="show each decision", description="Show a running planner's decisions.")
+    plan_show.configure(watch)
     replay = actions.add_parser(
         "replay",
         help="replay a load with scaling rules on simulated pools",
@@ -16,4 +19,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return plan_replay.run(arguments)
+    match arguments.action:
+        case "replay":
+            return plan_replay.run(arguments)
+        case "watch":
+            return plan_show.watch(arguments)
+        case _:
+            return plan_show.show(arguments)

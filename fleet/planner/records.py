@@ -10,8 +10,8 @@ Rules:
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import closing, suppress
 from enum import StrEnum
 from pathlib import Path
 
@@ -157,10 +157,10 @@ class PlanHistory:
 
     def find(self, plan: PlanId) -> PlanRecord | None:
         """Return a record from memory or the file; None if there is none."""
-        found = self._records.get(plan)
-        if found is None:
-            for record in self._in_file():
-                found = record if record.id == plan else found
+        if (found := self._records.get(plan)) is None:
+            with closing(self._in_file()) as records:
+                for record in records:
+                    found = record if record.id == plan else found
         return found
 
     def _keep(self, record: PlanRecord) -> None:
@@ -168,7 +168,7 @@ class PlanHistory:
         if len(self._records) > KEPT_RECORDS:
             self._records.popitem(last=False)
 
-    def _in_file(self) -> Iterator[PlanRecord]:
+    def _in_file(self) -> Generator[PlanRecord]:
         if self._path is None:
             return
         for path in (_older(self._path), self._path):

@@ -1,13 +1,17 @@
 """Tests of `WatchDemand` on the control port of a real router with simulated workers."""
 
+from urllib.request import urlopen
+
 import grpc
 import pytest
+from msgspec import structs
 
 from fleet.client import Client
 from fleet.core.clock import Nanos
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.planner.demand import percentile
-from fleet.planner.sources.wire import decode_report
+from fleet.planner.sources.metrics import parse_page
+from fleet.planner.sources.wire import BadDemandReport, decode_report
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc
 from tests.support.fleet_processes import fleet_up
@@ -48,7 +52,7 @@ def test_reports_count_what_clients_asked_for(cluster, reports):
     assert (sum(demand.tpot), sum(demand.queue_wait)) == (3, 3)
     assert after.incarnation == before.incarnation
     assert after.uptime > before.uptime
-    assert [(each.worker_id, str(each.role)) for each in after.workers] == [
+    assert sorted((each.worker_id, str(each.role)) for each in after.workers) == [
         ("decode-0", "decode"),
         ("prefill-0", "prefill"),
     ]
@@ -64,6 +68,27 @@ def test_sample_brings_each_request_once(cluster, reports):
 
     (asked,) = [each for each in recent if each.prompt_tokens == 100]
     assert (asked.answer_tokens, len(asked.block_keys)) == (5, 100 // asked.block_tokens)
+
+
+def test_page_of_metrics_says_the_same(cluster, reports):
+    with Client(cluster.grpc) as client:
+        client.complete(list(range(2000, 2100)), max_tokens=5, ignore_eos=True)
+    with urlopen(f"http://{cluster.endpoints['health'].removeprefix('http://')}/metrics", timeout=30) as page:
+        read = parse_page(page.read().decode(), Nanos(0))
+
+    next(reports)  # it may be older than the request
+    watched = next(reports)
+
+    assert read.incarnation == watched.incarnation
+    assert [structs.replace(each, oldest_seconds=0.0) for each in read.models] == [
+        structs.replace(each, oldest_seconds=0.0) for each in watched.models
+    ]
+    assert {each.worker_id for each in read.workers} == {each.worker_id for each in watched.workers}
+
+
+def test_other_page_is_refused():
+    with pytest.raises(BadDemandReport, match="fleet_demand_uptime_seconds"):
+        parse_page("# HELP x y\n# TYPE x gauge\nx 1.0\n", Nanos(0))
 
 
 def test_surplus_watcher_is_refused(cluster):

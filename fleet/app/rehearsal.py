@@ -53,7 +53,7 @@ class RehearsedPool(Struct, frozen=True, kw_only=True):
 
 
 class RehearsalTask(Struct, frozen=True, kw_only=True):
-    """What the process is told."""
+    """Task of the process."""
 
     pools: tuple[RehearsedPool, ...]
     goals: PlanGoals

@@ -8,8 +8,8 @@ import msgspec
 
 from fleet.cli.console.address import add_control, control_client, describe_control_error
 from fleet.cli.console.exits import DONE, FAILED
-from fleet.cli.plan_show import add_planner
-from fleet.cli.plan_show import explain as explain_plan
+from fleet.cli.planner.show import add_planner
+from fleet.cli.planner.show import explain as explain_plan
 from fleet.client import CandidateCost, FleetError, PlacementExplained
 from fleet.core.errors import ConfigurationRefused
 

@@ -2,14 +2,15 @@
 
 import argparse
 
-from fleet.cli import plan_replay, plan_show
+from fleet.cli import plan_replay
+from fleet.cli.planner import show
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    plan_show.configure(parser)
+    show.configure(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     watch = actions.add_parser("watch", help="show each decision", description="Show a running planner's decisions.")
-    plan_show.configure(watch)
+    show.configure(watch)
     replay = actions.add_parser(
         "replay",
         help="replay a load with scaling rules on simulated pools",
@@ -23,6 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
         case "replay":
             return plan_replay.run(arguments)
         case "watch":
-            return plan_show.watch(arguments)
+            return show.watch(arguments)
         case _:
-            return plan_show.show(arguments)
+            return show.show(arguments)

@@ -8,7 +8,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName
 from fleet.local.runs import PLANS
-from fleet.local.settings import SIMULATED, PlannerSection, PoolSection, Topology
+from fleet.local.settings import SIMULATED, LocalPlannerSection, PoolSection, Topology
 from fleet.planner.decisions import PlannedPool
 from fleet.planner.messages import PoolName
 from fleet.planner.settings import (
@@ -27,7 +27,7 @@ READY_WITHIN = Nanos(60 * SECOND)
 
 
 def planner_settings(
-    topology: Topology, section: PlannerSection, names: list[str], *, folder: Path, model: ModelName, control: str
+    topology: Topology, section: LocalPlannerSection, names: list[str], *, folder: Path, model: ModelName, control: str
 ) -> PlannerSettings:
     """Return the settings of the planner's process.
 
@@ -77,7 +77,7 @@ def planner_settings(
         raise ConfigurationRefused(f"planner.{error}") from error
 
 
-def _pool(topology: Topology, section: PlannerSection, name: str, pool: PoolSection) -> PlannedPool:
+def _pool(topology: Topology, section: LocalPlannerSection, name: str, pool: PoolSection) -> PlannedPool:
     bounds = section.pools.get(PoolName(name))
     most = topology.cluster.most_workers
     if bounds is None:

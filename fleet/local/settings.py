@@ -174,7 +174,7 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     drain_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
 
 
-class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The planner, which changes the sizes of the pools by demand. Without this section there is none."""
 
     mode: PlannerMode = PlannerMode.SHADOW
@@ -209,7 +209,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     store: StoreSection = StoreSection()
     supervision: SupervisionSettings = SupervisionSettings()
     pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))
-    planner: PlannerSection | None = None
+    planner: LocalPlannerSection | None = None
 
     def replicas(self, role: Role) -> int:
         return sum(pool.replicas for pool in self.pools if pool.role is role)

@@ -47,7 +47,7 @@ class PlanState(StrEnum):
 
 
 class PlanScore(Struct, frozen=True, kw_only=True):
-    """What happened after a plan."""
+    """Consequences of a plan."""
 
     ttft_seconds: float | None
     tpot_seconds: float | None
@@ -105,7 +105,7 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
 
     message: str = ""
     replicas: dict[PoolName, int] = {}
-    """What it would have now."""
+    """Replicas that it would have now."""
 
     numbers: dict[str, float] = {}
     conditions: tuple[PlanCondition, ...] = ()

@@ -10,7 +10,7 @@ from fleet.planner.messages import PoolName
 
 
 class PoolsPrediction(Struct, frozen=True, kw_only=True):
-    """What some numbers of replicas would give for the recent requests."""
+    """Prediction for some numbers of replicas and the recent requests."""
 
     ttft_seconds: float
     """Percentile of the goals."""

@@ -91,7 +91,7 @@ class RouterDemandSettings(
     """Router processes behind each address (`fleet serve router --processes N`); each gets a connection of its own."""
 
     credentials: Credentials = Credentials()
-    """What the planner proves to the routers over TCP, as in their `control_credentials`."""
+    """Proofs for the routers over TCP, as in their `control_credentials`."""
 
     stale_seconds: Seconds = 5.0
     """Longest silence of a router; then the planner holds."""
@@ -229,7 +229,7 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Address of the control port for `fleet plan`: host:port, or unix:/path; empty: a socket of this user on this machine."""
 
     control_credentials: Credentials = Credentials()
-    """What callers of a control port over TCP must prove."""
+    """Proofs that callers of a control port over TCP must give."""
 
     metrics_listen: str = ""
     """host:port of /metrics; empty: there is none."""

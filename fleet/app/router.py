@@ -30,6 +30,7 @@ from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
 from fleet.frontend.grpc.service import GrpcFrontend
+from fleet.frontend.metrics.demand import DemandMetrics
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
 from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
@@ -238,6 +239,13 @@ class _Core(Struct, frozen=True, kw_only=True):
                 directory=lambda: backends.registry.directory_reachable,
             )
         )
+        demand = DemandWatch(
+            server,
+            settings.router_id,
+            Incarnation(secrets.token_hex(8)),
+            dict if predictions is None else predictions.speeds,
+        )
+        shared.metrics.registry.register(DemandMetrics(demand))
         tenant_secret = settings.tenant_secret.encode()
         generation = Generation(
             server,
@@ -256,12 +264,7 @@ class _Core(Struct, frozen=True, kw_only=True):
             selection=SelectionService(
                 server, backends.selection_aware, settings.selection, tenant_secret=tenant_secret
             ),
-            demand=DemandWatch(
-                server,
-                settings.router_id,
-                Incarnation(secrets.token_hex(8)),
-                dict if predictions is None else predictions.speeds,
-            ),
+            demand=demand,
         )
 
 

@@ -17,14 +17,14 @@ from fleet.core.telemetry import configure_logging
 from kvstore.errors import NodeEnded
 from workers.ports import EngineDied, WorkerReplaced
 
-OWN_SERVICES = ("router", "worker", "kvstore", "operator")
+OWN_SERVICES = ("router", "worker", "kvstore", "operator", "planner")
 
 
 def serve(name: str, config: Path, announce: Announce, changes: Mapping[str, Any] | None = None) -> None:
     """Run one process of a cluster until a stop signal.
 
     Args:
-        name: Name of the service: router, worker, kvstore, operator, or one of another package.
+        name: Name of the service: router, worker, kvstore, operator, planner, or one of another package.
         config: Its settings file.
         announce: Called when it is ready.
         changes: Values that replace the file's, by path.

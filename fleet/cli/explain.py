@@ -1,4 +1,4 @@
-"""`fleet explain`: shows why a request was placed as it was."""
+"""`fleet explain`: shows why a request was placed as it was, or why a planner made a plan."""
 
 import argparse
 import sys
@@ -8,18 +8,30 @@ import msgspec
 
 from fleet.cli.console.address import add_control, control_client, describe_control_error
 from fleet.cli.console.exits import DONE, FAILED
+from fleet.cli.planner.show import add_planner
+from fleet.cli.planner.show import explain as explain_plan
 from fleet.client import CandidateCost, FleetError, PlacementExplained
+from fleet.core.errors import ConfigurationRefused
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "request", metavar="REQUEST", help="id of a recent request, from the header x-request-id or from --json"
+        "request",
+        nargs="?",
+        metavar="REQUEST",
+        help="id of a recent request, from the header x-request-id or from --json",
     )
+    parser.add_argument("--plan", metavar="ID", help="a plan instead of a request, as in fleet plan")
     add_control(parser)
+    add_planner(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if (arguments.request is None) == (arguments.plan is None):
+        raise ConfigurationRefused("REQUEST or --plan: give one of the two")
+    if arguments.plan is not None:
+        return explain_plan(arguments)
     try:
         with control_client(arguments) as client:
             placements = client.explain(arguments.request)

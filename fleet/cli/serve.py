@@ -17,7 +17,7 @@ from fleet.config import parse_changes, read_file_changes
 from fleet.core.errors import ConfigurationRefused
 from fleet.local.process_group import die_with_parent
 
-PARTS = ("router", "worker", "kvstore", "operator")
+PARTS = ("router", "worker", "kvstore", "operator", "planner")
 MAX_PROCESSES = 64
 
 

@@ -138,6 +138,7 @@ def _topology(arguments: argparse.Namespace) -> Topology:
         store=topology.store,
         supervision=topology.supervision,
         pools=pools,
+        planner=topology.planner,
     )
 
 

@@ -10,6 +10,16 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.hub import HubSettings
 from fleet.core.ids import ModelName
 from fleet.core.roles import KvPath, Role
+from fleet.planner.decisions import PlanBudget, PlanGoals
+from fleet.planner.messages import PoolName
+from fleet.planner.settings import (
+    FleetRuleSettings,
+    GpuEngineSettings,
+    LinearEngineSettings,
+    LoadRuleSettings,
+    PlannerMode,
+    RehearsalSettings,
+)
 from fleet.router.settings.router import RouterSettings
 from kvstore.eviction.policies import PolicyName
 from kvstore.service.settings import AnyTier
@@ -142,6 +152,54 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     watchdog: WatchdogSettings = WatchdogSettings()
 
 
+class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds and costs of a pool, for the planner."""
+
+    least: Annotated[int, Meta(ge=0, le=64)] = 1
+    most: Annotated[int, Meta(ge=0, le=64)] | None = None
+    """Most workers; by default `cluster.most_workers`."""
+
+    gpu: str = ""
+    """Short name of the GPU type; empty: no GPU."""
+
+    gpus: Positive = 1
+    """GPUs of one worker."""
+
+    dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
+    """Price of one GPU, or of one worker without a GPU."""
+
+    start_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
+    """Time until a new worker serves, before one was measured."""
+
+    drain_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+
+
+class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The planner, which changes the sizes of the pools by demand. Without this section there is none."""
+
+    mode: PlannerMode = PlannerMode.SHADOW
+    """`off`, `shadow` (plans are made and shown, not applied) or `active`."""
+
+    goals: PlanGoals
+    budget: PlanBudget = PlanBudget()
+    pools: dict[PoolName, PlannedPoolSection] = {}
+    """Bounds by pool, such as `decode`; pools that are not named have from 1 to `cluster.most_workers` workers."""
+
+    engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
+    """Engine by pool; for the simulated engine they follow from the pools."""
+
+    rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
+    rehearsal: RehearsalSettings = RehearsalSettings()
+    score_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
+    """Time after a plan over which its prediction is compared with what happened."""
+
+    metrics_listen: str = ""
+    """host:port of the planner's /metrics; empty: there is none."""
+
+    history: str = ""
+    """File for the records of plans; empty: a file in the runtime folder, which goes with the cluster."""
+
+
 class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole cluster on one machine, for `fleet up`."""
 
@@ -151,6 +209,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     store: StoreSection = StoreSection()
     supervision: SupervisionSettings = SupervisionSettings()
     pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))
+    planner: LocalPlannerSection | None = None
 
     def replicas(self, role: Role) -> int:
         return sum(pool.replicas for pool in self.pools if pool.role is role)

@@ -29,6 +29,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Role
 from fleet.local.liveness import LivenessLimits
+from fleet.local.planner import PLANNER, planner_settings
 from fleet.local.processes import LocalProcess
 from fleet.local.settings import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, SupervisionSettings, Topology
 from fleet.local.supervision import ChildProcess
@@ -47,7 +48,7 @@ WORKER_DRAIN = Nanos(5 * SECOND)  # people wait after Ctrl-C; the router has dra
 STOP_WITHIN = Nanos(20 * SECOND)  # vLLM takes a few seconds to end its processes
 
 # a router that cannot start must not see workers register elsewhere
-START_STORE, START_ROUTER, START_WORKERS = range(3)
+START_STORE, START_ROUTER, START_WORKERS, START_PLANNER = range(4)
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
 ANY_PORT = "127.0.0.1:0"
@@ -157,6 +158,18 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         embedded_store=node if is_embedded else None,
     )
     processes += [worker_process(pool, worker, folder) for pool in pools for worker in pool.workers]
+    if topology.planner is not None:
+        settings = planner_settings(
+            topology, topology.planner, pool_names(topology), folder=folder, model=model, control=_dialled(control)
+        )
+        child = ChildProcess(
+            name=PLANNER,
+            start_stage=START_PLANNER,
+            stop_stage=STOP_ROUTER,
+            ready_within=READY_WITHIN,
+            stop_within=STOP_WITHIN,
+        )
+        processes.append(_process(child, folder, settings, liveness_limits(topology.supervision, PLANNER)))
     return LocalPlan(
         processes=tuple(processes),
         model=model,
@@ -278,7 +291,7 @@ def liveness_limits(settings: SupervisionSettings, name: str) -> LivenessLimits:
 
 
 def _process(child: ChildProcess, folder: Path, settings: Struct, limits: LivenessLimits) -> LocalProcess:
-    part = child.name if child.name in (ROUTER, STORE) else "worker"
+    part = child.name if child.name in (ROUTER, STORE, PLANNER) else "worker"
     path = folder / f"{child.name}.json"
     save(settings, path)
     command = (sys.executable, "-m", "fleet.cli.main", "serve", part, "--config", str(path))

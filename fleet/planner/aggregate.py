@@ -13,6 +13,7 @@ Rules:
 
 from collections import deque
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from msgspec import Struct
 
@@ -29,7 +30,7 @@ SAMPLED = 512
 
 _COUNTERS = (
     *("arrivals", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens"),
-    *("cached_tokens", "finished", "answer_tokens"),
+    *("cached_tokens", "finished", "answer_tokens", "prompt_squares", "answer_squares"),
 )
 _HISTOGRAMS = ("ttft", "tpot", "queue_wait")
 
@@ -138,7 +139,7 @@ class DemandAggregator:
 
     def window(self, now: Nanos) -> DemandWindow:
         """Return the demand since the last window, and begin the next one."""
-        sums = dict.fromkeys(_COUNTERS, 0)
+        sums: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         histograms: dict[str, Counts] = dict.fromkeys(_HISTOGRAMS, ())
         queued, oldest, workers = 0, 0.0, dict[WorkerId, WorkerLoad]()
         for incarnation, process in sorted(self._processes.items(), key=lambda item: item[1].heard):
@@ -168,6 +169,8 @@ class DemandAggregator:
             refused=sums["refused"],
             abandoned=sums["abandoned"],
             prompt_tokens=tokens,
+            prompt_squares=sums["prompt_squares"] * tokens / max(1, sums["prompt_tokens"]),
+            answer_squares=sums["answer_squares"],
             cached_tokens=sums["cached_tokens"],
             finished=sums["finished"],
             answer_tokens=sums["answer_tokens"],

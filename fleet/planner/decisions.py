@@ -30,7 +30,7 @@ class PlanGoals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Share of requests that must keep each goal."""
 
 
-class PlannedPool(Struct, frozen=True, kw_only=True):
+class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A pool that a planner may size."""
 
     name: PoolName

@@ -41,9 +41,13 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     uncounted_tokens: int = 0
     """Prompt tokens of the abandoned and invalid arrivals."""
 
+    prompt_squares: float = 0.0
+    """Sum of the squares of the prompts' lengths, of all arrivals."""
+
     cached_tokens: int = 0
     finished: int = 0
     answer_tokens: int = 0
+    answer_squares: float = 0.0
     ttft: Counts = ()
     tpot: Counts = ()
     queue_wait: Counts = ()

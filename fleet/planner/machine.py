@@ -218,7 +218,11 @@ class PlannerMachine:
             quiet=quiet,
         )
 
+<<<<<<< HEAD
     def _learn(self, view: "_View") -> None:
+=======
+    def _learn(self, view: "_PoolState") -> None:
+>>>>>>> planproc
         """Correct the predictions by what was measured. While pools change, and until their queues are empty again, latencies say little."""
         rested = self._elapsed - max(self._learned, self._pool_history.last_change)
         if view.under_way or rested < max(view.horizon, RECENT_SECONDS):
@@ -303,7 +307,11 @@ class PlannerMachine:
         by_level = self._served(view, wanted, view.level) < view.level * ENOUGH_SERVED
         return replicas, DecisionReason.LOAD_UP if by_level else DecisionReason.FORECAST_UP
 
+<<<<<<< HEAD
     def _exchange(self, view: "_View", rate: float, grown: Mix | None) -> dict[PoolName, int] | None:
+=======
+    def _exchange(self, view: "_PoolState", rate: float, grown: Mix | None) -> dict[PoolName, int] | None:
+>>>>>>> planproc
         """Return numbers by which some pools shrink so that others may grow, or None if growth alone does as well.
 
         Replicas that drain still hold what the others are to get, so these grow when the drains have ended.
@@ -318,7 +326,11 @@ class PlannerMachine:
         first = self._solve(view, rate, least=least, most=most)
         return view.named(first) if first is not None else None
 
+<<<<<<< HEAD
     def _late(self, demand: DemandWindow, view: "_View") -> Role | None:
+=======
+    def _late(self, demand: DemandWindow, view: "_PoolState") -> Role | None:
+>>>>>>> planproc
         """Return the phase that misses its goal although its replicas should suffice, or None."""
         rested = self._elapsed - max(self._latency_growth, self._pool_history.last_change)
         if view.under_way or view.quiet or rested < view.horizon:

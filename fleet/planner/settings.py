@@ -1,9 +1,15 @@
-"""Settings of connectors: where plans are written."""
+"""Settings of a planner: its goals, pools and sources, and where its plans are written."""
 
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from fleet.core.ids import ModelName
+from fleet.hardware.latency.linear import EngineLatency
+from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool
+from fleet.planner.messages import PoolName
+from fleet.planner.rule_settings import PlannerRuleSettings
 from kvstore.net.addresses import host_port
 from kvstore.security.credentials import Credentials
 
@@ -54,3 +60,200 @@ class PlanConnectorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Content of a file that says where plans are written."""
 
     connector: Target
+
+
+Positive = Annotated[int, Meta(ge=1, le=1 << 31)]
+Seconds = Annotated[float, Meta(gt=0, le=1e6)]
+
+
+class PlannerMode(StrEnum):
+    """Effect of a planner's decisions."""
+
+    OFF = "off"
+    """No decision is made; demand is still collected."""
+
+    SHADOW = "shadow"
+    """Plans are made, shown and scored, but not applied."""
+
+    ACTIVE = "active"
+    """Plans are applied."""
+
+
+class RouterDemandSettings(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="routers"
+):
+    """Demand from the control ports of all routers of the model."""
+
+    addresses: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    """Control addresses: host:port, or unix:/path."""
+
+    connections: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Router processes behind each address (`fleet serve router --processes N`); each gets a connection of its own."""
+
+    credentials: Credentials = Credentials()
+    """Proofs for the routers over TCP, as in their `control_credentials`."""
+
+    stale_seconds: Seconds = 5.0
+    """Longest silence of a router; then the planner holds."""
+
+
+class MetricsDemandSettings(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="metrics"
+):
+    """Demand from the pages /metrics of all routers, where their control ports cannot be reached; it has no sample for rehearsals."""
+
+    urls: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    """Pages with metrics, such as http://router:8000/metrics."""
+
+    every_seconds: Seconds = 5.0
+    stale_seconds: Seconds = 15.0
+
+
+class FileElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="file"):
+    """Election by a lock on a file: for planners of one machine, or with a common file system that has locks (NFS 4)."""
+
+    path: Text
+
+
+class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
+    """Election by a key in etcd under a lease."""
+
+    endpoints: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    key: Text = "/fleet/planner/leader"
+    lease_seconds: Annotated[int, Meta(ge=2, le=3600)] = 10
+    """Time after which another planner leads if the leader was killed."""
+
+    credentials: Credentials = Credentials()
+
+
+class KubernetesElectionSettings(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="kubernetes"
+):
+    """Election by a Lease of Kubernetes. Needs the verbs get, create and update on leases."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-planner"
+    namespace: str = ""
+    """Namespace of the Lease; empty: the pod's."""
+
+    duration_seconds: Annotated[int, Meta(ge=3, le=3600)] = 15
+    kubeconfig: str = ""
+    """Kubeconfig file; empty: the service account of the pod."""
+
+
+class LinearEngineSettings(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
+):
+    """Engine of a pool with linear step times, such as the simulated engine."""
+
+    latency: EngineLatency = EngineLatency()
+    speedup: Annotated[float, Meta(gt=0)] = 1.0
+    """Divides every latency."""
+
+    max_running: Positive = 16
+    kv_tokens: Positive = 131_072
+    """Tokens of KV that one replica holds."""
+
+    step_tokens: Positive = 2048
+    """Most prompt tokens of one step."""
+
+    bytes_per_token: Annotated[float, Meta(ge=0)] = 64.0
+
+
+class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="gpu"):
+    """Engine of a pool on GPUs, whose step times are estimated from the model and the GPU (`fleet hardware`)."""
+
+    model: Text
+    """Folder with a Hugging Face config.json, or that file, or the repository of a model that Fleet knows."""
+
+    backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
+    tp: Positive = 1
+    pp: Positive = 1
+    dp: Positive = 1
+    ep: Positive = 1
+    max_running: Positive = 256
+    step_tokens: Positive = 8192
+
+
+class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
+    """A simple rule that needs no model of the engines: a number of requests for each replica, as with KEDA."""
+
+    requests_per_replica: Annotated[float, Meta(gt=0, le=1e6)]
+    """Running and waiting requests that one replica should have."""
+
+    interval_seconds: Seconds = 5.0
+    cool_down_seconds: Annotated[float, Meta(ge=0, le=1e6)] = 300.0
+    """Time for which a lower need must last before a pool shrinks."""
+
+
+class FleetRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="fleet"):
+    """Fleet's own rule (`fleet.planner.machine`), which sizes pools by the models of their engines."""
+
+    settings: PlannerRuleSettings = PlannerRuleSettings()
+
+
+class RehearsalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rehearsal of plans in the simulator."""
+
+    enabled: bool = True
+    limit_seconds: Annotated[float, Meta(gt=0, le=60)] = 10.0
+    """Longest rehearsal; then it is skipped, and the plan says so."""
+
+
+class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a planner process."""
+
+    model: ModelName
+    """Name under which the routers serve the model."""
+
+    mode: PlannerMode = PlannerMode.SHADOW
+    goals: PlanGoals
+    budget: PlanBudget = PlanBudget()
+    pools: Annotated[tuple[PlannedPool, ...], Meta(min_length=1)]
+    """The pools that the planner sizes. Others are left alone."""
+
+    engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
+    """Engine of each pool. The rule `fleet` and rehearsals need all of them."""
+
+    rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
+    source: RouterDemandSettings | MetricsDemandSettings
+    target: Target
+    """Where plans are written."""
+
+    election: FileElectionSettings | EtcdElectionSettings | KubernetesElectionSettings | None = None
+    """Election among several planners; without it this one always leads."""
+
+    identity: str = ""
+    """Name in the election; empty: host and process id."""
+
+    listen: str = ""
+    """Address of the control port for `fleet plan`: host:port, or unix:/path; empty: a socket of this user on this machine."""
+
+    control_credentials: Credentials = Credentials()
+    """Proofs that callers of a control port over TCP must give."""
+
+    metrics_listen: str = ""
+    """host:port of /metrics; empty: there is none."""
+
+    history: str = ""
+    """File for the records of plans as JSON lines; empty: none. It is rotated, so that two files remain."""
+
+    rehearsal: RehearsalSettings = RehearsalSettings()
+    score_seconds: Seconds = 60.0
+    """Time after a plan over which its prediction is compared with what happened."""
+
+    def __post_init__(self) -> None:
+        names = [pool.name for pool in self.pools]
+        for index, pool in enumerate(self.pools):
+            if pool.name in names[:index]:
+                raise ValueError(f"pools[{index}].name: {pool.name!r} is there twice")
+            if pool.least > pool.most:
+                raise ValueError(f"pools[{index}].least: {pool.least} is above `most`, {pool.most}")
+        for name in self.engines:
+            if name not in names:
+                raise ValueError(f"engines.{name}: `pools` has no such pool")
+        if isinstance(self.rule, FleetRuleSettings) and (
+            missing := [name for name in names if name not in self.engines]
+        ):
+            raise ValueError(
+                f'engines: has no engine of pool {missing[0]}, which the rule `fleet` needs; or use rule.kind "load"'
+            )

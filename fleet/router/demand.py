@@ -49,6 +49,8 @@ class _ModelCounters(Struct):
     invalid: int = 0
     prompt_tokens: int = 0
     uncounted_tokens: int = 0
+    prompt_squares: float = 0.0
+    answer_squares: float = 0.0
     cached_tokens: int = 0
     finished: int = 0
     answer_tokens: int = 0
@@ -78,6 +80,7 @@ class RouterDemand:
         counters = self._of(live.arrived.model)
         counters.arrivals += 1
         counters.prompt_tokens += live.own_tokens
+        counters.prompt_squares += live.own_tokens * live.own_tokens
 
     def turned_away(self, model: ModelName) -> None:
         """Count a request that was refused before its prompt was read, because the model has no worker."""
@@ -107,6 +110,7 @@ class RouterDemand:
         tokens = len(live.sent)
         counters.finished += 1
         counters.answer_tokens += tokens
+        counters.answer_squares += tokens * tokens
         if tokens > 1:
             counters.tpot[bucket_of((now - live.first_token_at) / SECOND / (tokens - 1))] += 1
         block_tokens, keys = next(iter(live.chains.items()), (0, ()))
@@ -155,6 +159,8 @@ class RouterDemand:
                 invalid=each.invalid,
                 prompt_tokens=each.prompt_tokens,
                 uncounted_tokens=each.uncounted_tokens,
+                prompt_squares=each.prompt_squares,
+                answer_squares=each.answer_squares,
                 cached_tokens=each.cached_tokens,
                 finished=each.finished,
                 answer_tokens=each.answer_tokens,

@@ -180,6 +180,8 @@ class ModelDemand(_message.Message):
     QUEUE_WAIT_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     OLDEST_SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_SQUARES_FIELD_NUMBER: _builtins.int
+    ANSWER_SQUARES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     arrivals: _builtins.int
     waited: _builtins.int
@@ -201,6 +203,10 @@ class ModelDemand(_message.Message):
     """now"""
     oldest_seconds: _builtins.float
     """age of the oldest request that waits"""
+    prompt_squares: _builtins.float
+    """sum of the squares of the prompts' lengths, of all arrivals"""
+    answer_squares: _builtins.float
+    """the same of the answers"""
     @_builtins.property
     def ttft(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -226,10 +232,12 @@ class ModelDemand(_message.Message):
         queue_wait: _abc.Iterable[_builtins.int] | None = ...,
         queued: _builtins.int = ...,
         oldest_seconds: _builtins.float = ...,
+        prompt_squares: _builtins.float = ...,
+        answer_squares: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "answer_tokens", b"answer_tokens", "arrivals", b"arrivals", "cached_tokens", b"cached_tokens", "finished", b"finished", "invalid", b"invalid", "model", b"model", "oldest_seconds", b"oldest_seconds", "prompt_tokens", b"prompt_tokens", "queue_wait", b"queue_wait", "queued", b"queued", "refused", b"refused", "tpot", b"tpot", "ttft", b"ttft", "uncounted_tokens", b"uncounted_tokens", "waited", b"waited"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "answer_squares", b"answer_squares", "answer_tokens", b"answer_tokens", "arrivals", b"arrivals", "cached_tokens", b"cached_tokens", "finished", b"finished", "invalid", b"invalid", "model", b"model", "oldest_seconds", b"oldest_seconds", "prompt_squares", b"prompt_squares", "prompt_tokens", b"prompt_tokens", "queue_wait", b"queue_wait", "queued", b"queued", "refused", b"refused", "tpot", b"tpot", "ttft", b"ttft", "uncounted_tokens", b"uncounted_tokens", "waited", b"waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -249,7 +249,7 @@ def _reference(topology: Topology) -> Topology:
     """Return the topology of one engine that does everything, set up like the topology's decode workers."""
     worker = structs.replace(_pool(topology, Role.DECODE), role=Role.BOTH)
     return structs.replace(
-        _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,)
+        _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,), planner=None
     )
 
 
@@ -257,7 +257,10 @@ def disaggregated(topology: Topology, path: KvPath) -> Topology:
     """Return the topology of one prefill and one decode worker that hand over blocks by one path."""
     pools = (_pool(topology, Role.PREFILL), _pool(topology, Role.DECODE))
     return structs.replace(
-        _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=(path,)), pools=pools
+        _with_own_ports(topology),
+        cluster=structs.replace(topology.cluster, kv_paths=(path,)),
+        pools=pools,
+        planner=None,
     )
 
 

@@ -17,8 +17,13 @@ from typing import Any
 import grpc
 
 from fleet.core.errors import ConfigurationRefused
+<<<<<<< HEAD
 from fleet.net.control.address import locked_folder, private_umask, remove_stale_socket
 from fleet.net.grpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS, SHARED_SERVER_OPTIONS
+=======
+from fleet.net.control.address import private_umask, remove_stale_socket
+from fleet.net.grpc.options import CHANNEL_OPTIONS, SEPARATE_CHANNEL_OPTIONS, SERVER_OPTIONS, SHARED_SERVER_OPTIONS
+>>>>>>> planproc
 from kvstore.errors import BadCredentials
 from kvstore.net.addresses import unix_path
 from kvstore.net.socket_guard import SocketGuard
@@ -84,9 +89,9 @@ class ControlAccess:
         """Return a channel for synchronous calls that carry the proofs."""
         return self._access.channel(address, CHANNEL_OPTIONS)
 
-    def aio_channel(self, address: str) -> grpc.aio.Channel:
-        """Return a channel for asyncio calls that carry the proofs."""
-        return self._access.aio_channel(address, CHANNEL_OPTIONS)
+    def aio_channel(self, address: str, *, separate: bool = False) -> grpc.aio.Channel:
+        """Return a channel for asyncio calls that carry the proofs; with `separate`, it shares its connection with no other one."""
+        return self._access.aio_channel(address, SEPARATE_CHANNEL_OPTIONS if separate else CHANNEL_OPTIONS)
 
     def diagnose(self, address: str, field: str) -> str:
         """Return why TLS to a control port fails; empty if TLS is not the cause. This takes some seconds at most.

@@ -1,0 +1,140 @@
+"""Planner process: builds the rule, the demand source, the connector and the election, and plans until a stop signal."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from fleet.app.planner_engines import pool_engine
+from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
+from fleet.app.rehearsal import rehearsal_of
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.system_clock import SystemClock, unix_milliseconds
+from fleet.net.control.access import load_control_access
+from fleet.planner.aggregate import DemandAggregator
+from fleet.planner.connectors.open import connector_of
+from fleet.planner.control.metrics import PlannerMetrics
+from fleet.planner.control.service import open_planner_port
+from fleet.planner.decisions import ScalingRule
+from fleet.planner.election.open import open_election
+from fleet.planner.load_rule import LoadRule
+from fleet.planner.loop import PlannerLoop
+from fleet.planner.machine import PlannerMachine
+from fleet.planner.messages import PlanWriter
+from fleet.planner.records import PlanHistory
+from fleet.planner.settings import (
+    LoadRuleSettings,
+    MetricsDemandSettings,
+    PlannerSettings,
+    RouterDemandSettings,
+)
+from fleet.planner.sizing.capacity import StepCapacity
+from fleet.planner.sources.metrics import MetricsDemandSource
+from fleet.planner.sources.ports import DemandSource
+from fleet.planner.sources.routers import RouterDemandSource, source_names
+from kvstore.net.addresses import host_port
+
+
+async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
+    """Run a planner until a stop signal.
+
+    Raises:
+        ConfigurationRefused: An address is in use, a model is unknown, or a package is not installed.
+    """
+    clock = SystemClock()
+    identity = settings.identity or f"{socket.gethostname()}-{os.getpid()}"
+    rule, demand = scaling_rule(settings), demand_source(settings, clock)
+    access = load_control_access("control_credentials", settings.control_credentials)
+    history = PlanHistory(Path(settings.history) if settings.history else None)
+    async with (
+        cancelled_by_signals(),
+        open_election(settings.election, identity, clock) as election,
+        connector_of(settings.target, PlanWriter.PLANNER) as connector,
+        stop_signal() as stop,
+    ):
+        loop = PlannerLoop(
+            settings,
+            rule,
+            demand,
+            connector,
+            election,
+            history,
+            clock,
+            unix_milliseconds,
+            identity=identity,
+            rehearsal=rehearsal_of(settings),
+        )
+        registry = CollectorRegistry()
+        registry.register(PlannerMetrics(loop))
+        with _metrics_port(settings.metrics_listen, registry) as metrics:
+            async with (
+                open_planner_port(settings.listen, access, loop) as listening,
+                asyncio.TaskGroup() as tasks,
+            ):
+                running = [tasks.create_task(each) for each in (election.run(), demand.run(), loop.run())]
+                announce({"control": listening} | ({"metrics": metrics} if metrics else {}))
+                await stop.wait()
+                for task in running:
+                    task.cancel()
+
+
+def scaling_rule(settings: PlannerSettings) -> ScalingRule:
+    """Build the rule of the settings.
+
+    Raises:
+        ConfigurationRefused: Bounds contradict each other, or an engine's model or GPU is not known.
+    """
+    if isinstance(settings.rule, LoadRuleSettings):
+        return LoadRule(settings.rule, settings.pools, settings.budget)
+    try:
+        capacity = StepCapacity({pool.name: pool_engine(settings, pool) for pool in settings.pools})
+        return PlannerMachine(settings.rule.settings, settings.pools, settings.goals, capacity, settings.budget)
+    except ValueError as error:
+        raise ConfigurationRefused(str(error)) from error
+
+
+def demand_source(settings: PlannerSettings, clock: Clock) -> DemandSource:
+    """Build the demand source of the settings; nothing is dialled yet.
+
+    Raises:
+        ConfigurationRefused: A credentials file cannot be used.
+    """
+    source = settings.source
+    pools = {pool.name: pool.role for pool in settings.pools}
+    stale_after = Nanos(round(source.stale_seconds * SECOND))
+    match source:
+        case RouterDemandSettings():
+            access = load_control_access("source.credentials", source.credentials)
+            names = source_names(source)
+            aggregator = DemandAggregator(settings.model, names, pools, clock.now(), stale_after)
+            return RouterDemandSource(source, access, aggregator, clock)
+        case MetricsDemandSettings():
+            aggregator = DemandAggregator(settings.model, source.urls, pools, clock.now(), stale_after)
+            return MetricsDemandSource(source, aggregator, clock)
+
+
+@contextmanager
+def _metrics_port(listen: str, registry: CollectorRegistry) -> Iterator[str]:
+    """Serve /metrics in a thread; yield the address, or nothing without one."""
+    if not listen:
+        yield ""
+        return
+    try:
+        host, port = host_port(listen)
+        server, thread = start_http_server(port, host, registry)
+    except (ValueError, OSError) as error:
+        raise ConfigurationRefused(f"metrics_listen: {listen}: {error}") from error
+    try:
+        with closing(server.socket):
+            yield f"{host}:{server.server_port}"
+            server.shutdown()
+    finally:
+        thread.join(1.0)
+
+
+SERVICE = ServiceDefinition(PlannerSettings, run_planner)

@@ -1,0 +1,225 @@
+"""Rehearsal of plans in the simulator, in a process of its own. `python -m fleet.app.rehearsal` is that process.
+
+Rules:
+
+1. The recent requests arrive at the rate that the plan is made for, with the gaps between them that they had. If they are too few for
+   `HORIZON` seconds, they come again, with other blocks, so that repetition is no cache hit.
+2. Prompts keep their shared blocks. The caches of the simulated workers are empty at the beginning, so TTFT is predicted rather too high.
+3. The process is killed when its caller does not wait any more. It runs with a lower priority than the planner.
+"""
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+from msgspec import Struct
+
+from fleet.app.planner_engines import pool_engine
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import Role
+from fleet.core.system_clock import SystemClock
+from fleet.planner.decisions import PlanGoals, PlannedPool
+from fleet.planner.demand import RecentRequest
+from fleet.planner.messages import PoolName
+from fleet.planner.rehearsal import PoolsPrediction, RehearsalResult, RehearsalSkipped
+from fleet.planner.settings import PlannerSettings
+from fleet.planner.sizing.capacity import PoolEngine
+from fleet.router.settings.router import RouterSettings
+from fleet.sim.cluster.pools import PoolProfile
+from fleet.sim.engine.attempts import EngineLimits
+from fleet.sim.results.outcomes import Slo
+from fleet.sim.run import RunPlan, simulate
+from kvstore.eviction.trace_replay import TraceRequest
+
+LEAST_REQUESTS = 20
+MOST_REQUESTS = 3000
+HORIZON = 60.0  # seconds
+BLOCK_TOKENS = 32
+NICE = 10
+LINK = 10e9
+"""Bytes a second between two workers; a rehearsal compares sizes, not networks."""
+
+
+class RehearsedPool(Struct, frozen=True, kw_only=True):
+    """One pool and its engine."""
+
+    pool: PlannedPool
+    engine: PoolEngine
+
+
+class RehearsalTask(Struct, frozen=True, kw_only=True):
+    """Task of the process."""
+
+    pools: tuple[RehearsedPool, ...]
+    goals: PlanGoals
+    sample: tuple[RecentRequest, ...]
+    rate: float
+    present: dict[PoolName, int]
+    planned: dict[PoolName, int]
+
+
+class SimulatedRehearsal:
+    """Implements `fleet.planner.rehearsal.Rehearsal`."""
+
+    def __init__(self, pools: tuple[RehearsedPool, ...], goals: PlanGoals) -> None:
+        self._pools = pools
+        self._goals = goals
+
+    async def rehearse(
+        self,
+        sample: Sequence[RecentRequest],
+        rate: float,
+        present: Mapping[PoolName, int],
+        planned: Mapping[PoolName, int],
+    ) -> RehearsalResult:
+        if len(sample) < LEAST_REQUESTS:
+            raise RehearsalSkipped(f"{len(sample)} recent requests are known, and it takes {LEAST_REQUESTS}")
+        if rate <= 0:
+            raise RehearsalSkipped("no requests arrive")
+        task = RehearsalTask(
+            pools=self._pools,
+            goals=self._goals,
+            sample=tuple(sample),
+            rate=rate,
+            present=dict(present),
+            planned=dict(planned),
+        )
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "fleet.app.rehearsal", stdin=PIPE, stdout=PIPE, stderr=PIPE
+        )
+        try:
+            told, errors = await child.communicate(msgspec.json.encode(task))
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+        try:
+            return msgspec.json.decode(told, type=RehearsalResult)
+        except msgspec.DecodeError as error:
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            raise RehearsalSkipped(f"the simulator failed: {last or f'status {child.returncode}'}") from error
+
+
+def rehearsal_of(settings: PlannerSettings) -> SimulatedRehearsal | None:
+    """Return the rehearsal for these settings; None if it is off or a pool has no engine.
+
+    Raises:
+        ConfigurationRefused: An engine's model or GPU is not known.
+    """
+    if not settings.rehearsal.enabled or any(pool.name not in settings.engines for pool in settings.pools):
+        return None
+    pools = tuple(RehearsedPool(pool=pool, engine=pool_engine(settings, pool)) for pool in settings.pools)
+    return SimulatedRehearsal(pools, settings.goals)
+
+
+def rehearsed(task: RehearsalTask) -> RehearsalResult:
+    """Simulate both sets of replicas."""
+    clock = SystemClock()
+    began = clock.now()
+    traffic = tuple(_traffic(task))
+    present = _predict(task, task.present, traffic)
+    planned = _predict(task, task.planned, traffic)
+    seconds = (clock.now() - began) / SECOND
+    return RehearsalResult(present=present, planned=planned, requests=len(traffic), seconds=seconds)
+
+
+def _traffic(task: RehearsalTask) -> Iterator[TraceRequest]:
+    """Yield the recent requests at the rate of the task (rule 1)."""
+    sample = task.sample
+    gaps = [max(0, later.arrived - earlier.arrived) for earlier, later in pairwise(sample)]
+    mean = sum(gaps) / max(1, len(gaps))
+    scale = SECOND / task.rate / mean if mean else 0.0
+    count = min(MOST_REQUESTS, max(len(sample), round(HORIZON * task.rate)))
+    at, fresh = 0.0, -1
+    for number in range(count):
+        again, index = divmod(number, len(sample))
+        request = sample[index]
+        blocks = max(1, -(-request.prompt_tokens // BLOCK_TOKENS))
+        shared = _shared(request, blocks, again)
+        unknown = tuple(range(fresh, fresh - (blocks - len(shared)), -1))
+        fresh -= len(unknown)
+        yield TraceRequest(Nanos(round(at)), request.prompt_tokens, shared + unknown, max(1, request.answer_tokens))
+        at += gaps[index] * scale if mean and index < len(gaps) else SECOND / task.rate
+
+
+def _shared(request: RecentRequest, blocks: int, again: int) -> tuple[int, ...]:
+    """Return the names of a prompt's known blocks, in the block size of the simulation."""
+    if not request.block_tokens:
+        return ()
+    each = max(1, request.block_tokens // BLOCK_TOKENS)
+    names = [(key ^ (again << 8)) * 64 + part for key in request.block_keys for part in range(each)]
+    return tuple(names[:blocks])
+
+
+def _predict(task: RehearsalTask, replicas: Mapping[PoolName, int], traffic: Sequence[TraceRequest]) -> PoolsPrediction:
+    held = [(each, replicas.get(each.pool.name, 0)) for each in task.pools]
+    gpus = float(sum(count * (each.pool.gpus if each.pool.gpu else 0) for each, count in held))
+    dollars = sum(count * each.pool.dollars_per_hour * (each.pool.gpus if each.pool.gpu else 1) for each, count in held)
+    if not any(count and each.pool.role is not Role.PREFILL for each, count in held):
+        longest = HORIZON
+        return PoolsPrediction(
+            ttft_seconds=longest, tpot_seconds=longest, attainment=0.0, gpu_hours=gpus, dollars=dollars
+        )
+    goals = task.goals
+    plan = RunPlan(
+        pools=tuple(_profile(each, count) for each, count in held if count),
+        router=RouterSettings(max_queue_seconds=1e6),
+        slo=Slo(ttft_ms=1000 * goals.ttft_seconds, tpot_ms=1000 * goals.tpot_seconds),
+        block_tokens=BLOCK_TOKENS,
+        message_delay=Nanos(MILLISECOND // 4),
+        seed=1,
+    )
+    tally = simulate(plan, iter(traffic)).tally
+    return PoolsPrediction(
+        ttft_seconds=tally.ttft.quantile(goals.percentile) / 1000 if tally.ttft.count else HORIZON,
+        tpot_seconds=tally.tpot.quantile(goals.percentile) / 1000 if tally.tpot.count else 0.0,
+        attainment=tally.attainment,
+        gpu_hours=gpus,
+        dollars=dollars,
+    )
+
+
+def _profile(each: RehearsedPool, workers: int) -> PoolProfile:
+    engine, pool = each.engine.engine, each.pool
+    return PoolProfile(
+        name=pool.name,
+        role=pool.role,
+        workers=workers,
+        times=engine.step,
+        limits=EngineLimits(
+            kv_blocks=max(1, int(engine.capacity_tokens // BLOCK_TOKENS)),
+            block_tokens=BLOCK_TOKENS,
+            max_running=int(engine.most_running),
+            step_tokens=int(engine.budget_tokens),
+        ),
+        gpus=pool.gpus,
+        dollars_per_hour=pool.dollars_per_hour,
+        busy_watts=0.0,
+        idle_watts=0.0,
+        kv_bytes_per_token=each.engine.transfer_token * LINK,
+        bandwidth=LINK,
+        link_latency=Nanos(round(each.engine.transfer_base * SECOND)),
+        start_time=Nanos(round(pool.start_seconds * SECOND)),
+        gpu=pool.gpu,
+    )
+
+
+def _main() -> int:
+    os.nice(NICE)
+    try:
+        task = msgspec.json.decode(sys.stdin.buffer.read(), type=RehearsalTask)
+        found = rehearsed(task)
+    except (msgspec.DecodeError, ConfigurationRefused) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,202 @@
+"""`fleet plan` and `fleet plan watch`: what a running planner would do now, and why."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from fleet.cli.console.address import router_address
+from fleet.cli.console.exits import DONE, FAILED
+from fleet.core.errors import ConfigurationRefused
+from fleet.local.planner import PLANNER_SOCKET
+from fleet.local.runs import local_plans
+from fleet.net.control.access import load_control_access
+from fleet.planner.control.service import default_address
+from fleet.planner.records import PlannerStatus, PlanRecord
+from fleet.v1 import planner_pb2 as pb
+from fleet.v1 import planner_pb2_grpc
+from kvstore.net.addresses import unix_path
+from kvstore.security.credentials import Credentials
+
+CALL_SECONDS = 10.0
+SHOWN_PLANS = 5
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines for people")
+    add_planner(parser)
+
+
+def add_planner(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the address of a planner."""
+    parser.add_argument(
+        "--planner",
+        type=router_address,
+        metavar="HOST:PORT",
+        help="the planner's control address, or unix:/path (default: that of this user's planner on this machine)",
+    )
+    files = {
+        "secret-file": "file with the secret of the planner's control port",
+        "authority": "certificates (PEM) that verify it",
+        "certificate": "certificate (PEM) for it",
+        "key": "private key (PEM) of that certificate",
+    }
+    for name, text in files.items():
+        parser.add_argument(f"--planner-{name}", default="", metavar="FILE", help=text)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Show the present state."""
+    try:
+        with planner(arguments) as stub:
+            status = _status(stub.ShowPlan(pb.ShowPlanRequest(), timeout=CALL_SECONDS))
+    except grpc.RpcError as error:
+        return _failed(error, arguments)
+    print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(status_lines(status)))
+    return DONE
+
+
+def watch(arguments: argparse.Namespace) -> int:
+    """Show each state that differs from the one before, until Ctrl-C."""
+    told: Any = None
+    try:
+        with planner(arguments) as stub, suppress(KeyboardInterrupt):
+            for document in stub.WatchPlan(pb.ShowPlanRequest()):
+                status = _status(document)
+                states = tuple((each.id, each.state) for each in status.plans[:SHOWN_PLANS])
+                heard = (status.leads, status.reason, status.replicas, status.conditions, status.pools, states)
+                if heard == told:
+                    continue
+                told = heard
+                if arguments.json:
+                    print(msgspec.json.encode(status).decode(), flush=True)
+                else:
+                    print("\n".join((*status_lines(status), "")), flush=True)
+    except grpc.RpcError as error:
+        return _failed(error, arguments)
+    return DONE
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """Show one plan: why it was made, what was expected of it, and what happened."""
+    try:
+        with planner(arguments) as stub:
+            document = stub.ExplainPlan(pb.ExplainPlanRequest(plan_id=arguments.plan), timeout=CALL_SECONDS)
+    except grpc.RpcError as error:
+        return _failed(error, arguments)
+    record = msgspec.json.decode(document.json, type=PlanRecord)
+    print(msgspec.json.encode(record).decode() if arguments.json else "\n".join(record_lines(record)))
+    return DONE
+
+
+@contextmanager
+def planner(arguments: argparse.Namespace) -> Iterator[Any]:
+    """Yield the stub of the planner that the options name.
+
+    Raises:
+        ConfigurationRefused: There is none, or there are several, or a credentials file cannot be used.
+    """
+    names = ("secret_file", "authority", "certificate", "key")
+    try:
+        credentials = Credentials(**{name: getattr(arguments, f"planner_{name}") for name in names})
+    except ValueError as error:
+        raise ConfigurationRefused("--planner-key: --planner-certificate and --planner-key go together") from error
+    arguments.planner = arguments.planner or _only_planner()
+    with load_control_access("--planner", credentials).channel(arguments.planner) as channel:
+        yield planner_pb2_grpc.PlannerStub(channel)
+
+
+def _only_planner() -> str:
+    sockets = [plans.parent / PLANNER_SOCKET for plans in local_plans()]
+    found = [f"unix:{path}" for path in sockets if path.is_socket()]
+    if Path(unix_path(default_address())).is_socket():
+        found.append(default_address())
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigurationRefused(f"several planners run on this machine: --planner names one of {', '.join(found)}")
+    raise ConfigurationRefused(
+        "no planner of this user runs on this machine: a section [planner] of fleet up, or fleet serve planner, starts one;"
+        " --planner names one elsewhere"
+    )
+
+
+def _failed(error: grpc.RpcError, arguments: argparse.Namespace) -> int:
+    call: Any = error
+    print(f"fleet: {arguments.planner}: {call.details()}", file=sys.stderr)
+    return FAILED
+
+
+def _status(document: pb.PlannerDocument) -> PlannerStatus:
+    return msgspec.json.decode(document.json, type=PlannerStatus)
+
+
+def status_lines(status: PlannerStatus) -> Iterator[str]:
+    leads = "leads" if status.leads else "another planner leads"
+    yield f"{status.model}  planner {status.planner}  mode {status.mode}  rule {status.rule}  {leads}"
+    if status.reason is None:
+        yield "no decision yet"
+    else:
+        yield f"{status.reason.replace('_', ' ')}: {status.message}"
+    for condition in status.conditions:
+        yield f"condition {condition.type} ({condition.field}): {condition.message}"
+    for pool in status.pools:
+        draining = f"  draining {pool.draining}" if pool.draining else ""
+        pinned = f"  {pool.pinned}" if pool.pinned else ""
+        planned = status.replicas.get(pool.name, pool.wanted)
+        yield f"  {pool.name:12} wanted {pool.wanted}  ready {pool.ready}{draining}  planned {planned}{pinned}"
+    known = {name: value for name, value in status.demand.items() if value is not None}
+    if known:
+        yield "demand   " + "  ".join(f"{name} {value:.4g}" for name, value in known.items())
+    if status.numbers:
+        yield "numbers  " + "  ".join(f"{name} {value:.4g}" for name, value in status.numbers.items())
+    if status.error is not None:
+        yield f"error of rehearsals  {status.error:.0%}"
+    for record in status.plans[:SHOWN_PLANS]:
+        yield f"plan {record.id}  {record.state.replace('_', ' ')}  {_sizes(record)}  {record.reason.replace('_', ' ')}"
+
+
+def record_lines(record: PlanRecord) -> Iterator[str]:
+    at = datetime.fromtimestamp(record.at_ms / 1000, UTC).isoformat(timespec="seconds")
+    yield f"plan {record.id}  {at}  by {record.planner}  mode {record.mode}"
+    yield f"{record.reason.replace('_', ' ')}: {record.message}"
+    yield f"sizes  {_sizes(record)}"
+    for name, value in record.numbers.items():
+        yield f"  {name:28} {value:.6g}"
+    for condition in record.conditions:
+        yield f"condition {condition.type} ({condition.field}): {condition.message}"
+    if record.rehearsal is not None:
+        tried = record.rehearsal
+        yield f"rehearsed with {tried.requests} requests in {tried.seconds:.1f} s"
+        for name, expected in (("present", tried.present), ("planned", tried.planned)):
+            yield (
+                f"  {name:8} TTFT {expected.ttft_seconds:.3f} s  TPOT {expected.tpot_seconds:.4f} s"
+                f"  attainment {expected.attainment:.1%}  GPU-hours/h {expected.gpu_hours:g}  $/h {expected.dollars:.2f}"
+            )
+    elif record.rehearsal_skipped:
+        yield f"not rehearsed: {record.rehearsal_skipped}"
+    lasted = f" after {(record.ended_ms - record.at_ms) / 1000:.1f} s" if record.ended_ms else ""
+    yield f"{record.state.replace('_', ' ')}{lasted}" + (f": {record.detail}" if record.detail else "")
+    if record.score is not None:
+        score = record.score
+        parts = {
+            "TTFT": (score.ttft_seconds, score.ttft_error),
+            "TPOT": (score.tpot_seconds, score.tpot_error),
+        }
+        for name, (seconds, error) in parts.items():
+            if seconds is not None:
+                wrong = "" if error is None else f", {error:.0%} off the prediction"
+                yield f"  {name} was {seconds:.4f} s{wrong}"
+        if score.attainment is not None:
+            yield f"  attainment was {score.attainment:.1%}"
+        yield f"  GPU-hours/h {score.gpu_hours:g}  $/h {score.dollars:.2f}"
+
+
+def _sizes(record: PlanRecord) -> str:
+    return ", ".join(f"{name} {record.before.get(name, '?')} to {count}" for name, count in record.replicas.items())

@@ -1,0 +1,107 @@
+"""Planner of a local cluster: the settings of its process, which follow from the topology."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fleet.config import build_settings
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import ModelName
+from fleet.local.runs import PLANS
+from fleet.local.settings import SIMULATED, LocalPlannerSection, PoolSection, Topology
+from fleet.planner.decisions import PlannedPool
+from fleet.planner.messages import PoolName
+from fleet.planner.settings import (
+    FolderTarget,
+    GpuEngineSettings,
+    LinearEngineSettings,
+    PlannerSettings,
+    RouterDemandSettings,
+)
+from kvstore.net.addresses import unix_path
+from kvstore.security.credentials import Credentials
+
+PLANNER = "planner"
+PLANNER_SOCKET = "planner.sock"
+READY_WITHIN = Nanos(60 * SECOND)
+
+
+def planner_settings(
+    topology: Topology, section: LocalPlannerSection, names: list[str], *, folder: Path, model: ModelName, control: str
+) -> PlannerSettings:
+    """Return the settings of the planner's process.
+
+    Args:
+        topology: The cluster.
+        section: Its planner.
+        names: Names of its pools.
+        folder: The runtime folder.
+        model: Name under which the model is served.
+        control: The router's control address.
+
+    Raises:
+        ConfigurationRefused: The section names a pool that does not exist, or its values contradict each other.
+    """
+    for name in (*section.pools, *section.engines):
+        if name not in names:
+            raise ConfigurationRefused(
+                f"planner.pools: {name!r} is not a pool of this cluster; there are {', '.join(names)}"
+            )
+    pools = dict(zip(names, topology.pools, strict=True))
+    engines: Mapping[PoolName, LinearEngineSettings | GpuEngineSettings] = section.engines
+    if topology.cluster.engine == SIMULATED:
+        simulated = {PoolName(name): _linear(topology, pool) for name, pool in pools.items()}
+        engines = simulated | section.engines
+    try:
+        return build_settings(
+            PlannerSettings,
+            model=model,
+            mode=section.mode,
+            goals=section.goals,
+            budget=section.budget,
+            pools=tuple(_pool(topology, section, name, pool) for name, pool in pools.items()),
+            engines=dict(engines),
+            rule=section.rule,
+            source=RouterDemandSettings(
+                addresses=(control,),
+                credentials=Credentials() if unix_path(control) else topology.router.control_credentials,
+            ),
+            target=FolderTarget(folder=str(folder / PLANS)),
+            listen=f"unix:{folder / PLANNER_SOCKET}",
+            metrics_listen=section.metrics_listen,
+            history=section.history or str(folder / "plans.jsonl"),
+            rehearsal=section.rehearsal,
+            score_seconds=section.score_seconds,
+        )
+    except ConfigurationRefused as error:
+        raise ConfigurationRefused(f"planner.{error}") from error
+
+
+def _pool(topology: Topology, section: LocalPlannerSection, name: str, pool: PoolSection) -> PlannedPool:
+    bounds = section.pools.get(PoolName(name))
+    most = topology.cluster.most_workers
+    if bounds is None:
+        return PlannedPool(name=PoolName(name), role=pool.role, least=1, most=most)
+    return PlannedPool(
+        name=PoolName(name),
+        role=pool.role,
+        gpu=bounds.gpu,
+        gpus=bounds.gpus,
+        least=bounds.least,
+        most=most if bounds.most is None else bounds.most,
+        dollars_per_hour=bounds.dollars_per_hour,
+        start_seconds=bounds.start_seconds,
+        drain_seconds=bounds.drain_seconds,
+    )
+
+
+def _linear(topology: Topology, pool: PoolSection) -> LinearEngineSettings:
+    engine = pool.simulated
+    return LinearEngineSettings(
+        latency=engine.latency,
+        speedup=engine.speedup,
+        max_running=pool.max_running,
+        kv_tokens=engine.kv_blocks * topology.cluster.block_tokens,
+        step_tokens=engine.max_batched_tokens,
+        bytes_per_token=float(engine.bytes_per_token),
+    )

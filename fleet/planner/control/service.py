@@ -1,0 +1,104 @@
+"""Control port of a planner: `fleet.v1.Planner`, health and reflection."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Never, Protocol
+
+import grpc
+import msgspec
+from google.protobuf.message import Message
+
+from fleet.core.errors import Reason, RequestRejected
+from fleet.net.control.access import ControlAccess
+from fleet.net.control.address import control_folder, private_folder
+from fleet.net.grpc.calls import Context, answer_call, parse_message, send_message, serialize, unary_handler
+from fleet.net.grpc.port import open_port
+from fleet.planner.messages import PlanId
+from fleet.planner.records import PlannerStatus, PlanRecord
+from fleet.v1 import planner_pb2 as pb
+from kvstore.net.addresses import unix_path
+from kvstore.net.socket_guard import SocketGuard
+
+PLANNER = "fleet.v1.Planner"
+MOST_WATCHERS = 16
+SHOW_SECONDS = 1.0
+
+
+class ShownPlanner(Protocol):
+    """The part of `fleet.planner.loop.PlannerLoop` that is shown."""
+
+    def status(self) -> PlannerStatus: ...
+
+    def explain(self, plan: PlanId) -> PlanRecord | None: ...
+
+
+def default_address() -> str:
+    """Return the control address of a planner of this user whose settings name none."""
+    return f"unix:{control_folder() / 'planner.sock'}"
+
+
+class PlannerService:
+    """Answers calls about one planner."""
+
+    def __init__(self, planner: ShownPlanner) -> None:
+        self._planner = planner
+        self._watchers = 0
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs know no coroutines
+        methods = {
+            "ShowPlan": unary_handler(self._show),
+            "WatchPlan": stream(self._watch, response_serializer=serialize),
+            "ExplainPlan": unary_handler(self._explain),
+        }
+        return grpc.method_handlers_generic_handler(PLANNER, methods)
+
+    async def _show(self, content: bytes) -> Message:
+        parse_message(pb.ShowPlanRequest, content)
+        return self._document()
+
+    async def _explain(self, content: bytes) -> Message:
+        plan = parse_message(pb.ExplainPlanRequest, content).plan_id
+        record = await asyncio.to_thread(self._planner.explain, PlanId(plan))
+        if record is None:
+            message = f"plan_id: {plan[:100]!r} is no plan of this planner, or its record was dropped for later ones"
+            raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="plan_id")
+        return pb.PlannerDocument(json=msgspec.json.encode(record))
+
+    async def _watch(self, content: bytes, context: Context) -> None:
+        async def follow() -> Never:
+            parse_message(pb.ShowPlanRequest, content)
+            if self._watchers >= MOST_WATCHERS:
+                raise RequestRejected(Reason.QUEUE_FULL, f"{MOST_WATCHERS} callers watch this planner already")
+            self._watchers += 1
+            try:
+                while True:
+                    await send_message(context, self._document())
+                    await asyncio.sleep(SHOW_SECONDS)
+            finally:
+                self._watchers -= 1
+
+        await answer_call(follow(), context)
+
+    def _document(self) -> pb.PlannerDocument:
+        return pb.PlannerDocument(json=msgspec.json.encode(self._planner.status()))
+
+
+@asynccontextmanager
+async def open_planner_port(listen: str, access: ControlAccess, planner: ShownPlanner) -> AsyncIterator[str]:
+    """Serve until the context ends. Yield the address.
+
+    Raises:
+        ConfigurationRefused: The address is malformed, in use, or open to other users.
+    """
+    if not listen:
+        private_folder()
+        listen = default_address()
+    async with AsyncExitStack() as held:
+        guard = None if unix_path(listen) else SocketGuard()
+        server = access.server(guard)
+        server.add_generic_rpc_handlers((PlannerService(planner).handler(),))
+
+        port = open_port(server, listen, (PLANNER,), lambda: True, bind=access.binder(held), guard=guard)
+        yield await held.enter_async_context(port)

@@ -1,0 +1,61 @@
+"""File election: whoever holds the lock of a file (flock) leads. The kernel releases the lock however its holder ends."""
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Never
+
+from fleet.core.errors import ConfigurationRefused
+
+log = logging.getLogger(__name__)
+
+TRY_EVERY = 0.5  # seconds
+
+
+class FileElection:
+    """One candidate. Implements `fleet.planner.election.ports.PlanElection`."""
+
+    def __init__(self, file: int, identity: str) -> None:
+        self._file = file
+        self._identity = identity
+        self._leads = False
+
+    def leads(self) -> bool:
+        return self._leads
+
+    async def run(self) -> Never:
+        while True:
+            if not self._leads:
+                self._try()
+            await asyncio.sleep(TRY_EVERY)
+
+    def _try(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        self._leads = True
+        log.info("leader election won", extra={"identity": self._identity})
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{self._identity}\n".encode(), 0)  # for people
+
+
+@contextmanager
+def open_file_election(path: Path, identity: str) -> Iterator[FileElection]:
+    """Open the candidate of a lock file; leaving the context gives the lead up.
+
+    Raises:
+        ConfigurationRefused: The file cannot be made.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationRefused(f"election.path: {path}: {error.strerror}") from error
+    try:
+        yield FileElection(file, identity)
+    finally:
+        os.close(file)

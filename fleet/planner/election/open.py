@@ -1,0 +1,79 @@
+"""Elections by their settings. The packages of etcd and Kubernetes are optional."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import assert_never
+
+from fleet.core.clock import Clock
+from fleet.core.errors import ConfigurationRefused, missing_package
+from fleet.core.system_clock import utc_now
+from fleet.planner.election.file import open_file_election
+from fleet.planner.election.ports import AlwaysLeads, PlanElection
+from fleet.planner.settings import EtcdElectionSettings, FileElectionSettings, KubernetesElectionSettings
+
+
+@asynccontextmanager
+async def open_election(
+    settings: FileElectionSettings | EtcdElectionSettings | KubernetesElectionSettings | None,
+    identity: str,
+    clock: Clock,
+) -> AsyncIterator[PlanElection]:
+    """Open the candidate of the settings for the length of the context.
+
+    Raises:
+        ConfigurationRefused: A package is not installed, a file cannot be used, or the API server is not known.
+    """
+    match settings:
+        case None:
+            yield AlwaysLeads()
+        case FileElectionSettings():
+            with open_file_election(Path(settings.path), identity) as file:
+                yield file
+        case EtcdElectionSettings():
+            try:
+                from fleet.planner.election.etcd import open_etcd_election  # noqa: PLC0415 - optional
+            except ImportError as error:
+                raise missing_package("election", "aetcd", "etcd") from error
+            async with open_etcd_election(settings, identity, clock) as etcd:
+                yield etcd
+        case KubernetesElectionSettings():
+            async with _kubernetes(settings, identity, clock) as lease:
+                yield lease
+        case _:
+            assert_never(settings)
+
+
+@asynccontextmanager
+async def _kubernetes(settings: KubernetesElectionSettings, identity: str, clock: Clock) -> AsyncIterator[PlanElection]:
+    try:
+        from fleet.net.kubernetes.client import open_api_client  # noqa: PLC0415 - optional
+        from fleet.net.kubernetes.leader import LeaseLeader, LeaseSettings  # noqa: PLC0415 - optional
+        from fleet.net.kubernetes.own_pod import own_namespace  # noqa: PLC0415 - optional
+        from fleet.net.kubernetes.ports import KubernetesError  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise missing_package("election", "kubernetes", "kubernetes") from error
+    namespace = settings.namespace or own_namespace()
+    if not namespace:
+        raise ConfigurationRefused("election.namespace: is needed outside of a pod")
+    duration = settings.duration_seconds
+    lease = LeaseSettings(
+        name=settings.name,
+        namespace=namespace,
+        duration_seconds=duration,
+        renew_within_seconds=duration * 2 / 3,
+        retry_seconds=duration * 2 / 15,
+    )
+    api = open_api_client(settings.kubeconfig, f"fleet-planner/{identity}", "fleet-planner")
+    try:
+        cluster = await api.__aenter__()
+    except KubernetesError as error:
+        raise ConfigurationRefused(f"election.{error}") from error
+    try:
+        leader = LeaseLeader(cluster, lease, namespace, identity, clock, utc_now)
+        try:
+            yield leader
+        finally:
+            await leader.give_back()
+    finally:
+        await api.__aexit__(None, None, None)

@@ -1,0 +1,131 @@
+"""Load rule: sizes each pool by the requests that it has, without a model of its engines. It implements `ScalingRule`.
+
+Rules:
+
+1. A pool needs its running and waiting requests, divided by the requests that one replica should have, rounded up. Requests that wait in
+   routers count for the pools that answer (decode, or both), and for prefill pools if there are any.
+2. A pool grows at once. It shrinks to the highest need of the cool-down, so that a short lull changes nothing.
+3. Bounds of pools, the GPU budget and the price limit hold: pools get less than they need in the order of their names.
+4. Stale demand, or a pool that is not reported, keeps all numbers.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from math import ceil
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.planner.decisions import (
+    DecisionReason,
+    PlanBudget,
+    PlanCondition,
+    PlanConditionType,
+    PlanDecision,
+    PlannedPool,
+)
+from fleet.planner.demand import DemandWindow
+from fleet.planner.messages import Observation, PoolName, PoolObservation
+from fleet.planner.settings import LoadRuleSettings
+
+
+class LoadRule:
+    """Keeps the requests of each replica at a number."""
+
+    def __init__(self, settings: LoadRuleSettings, pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
+        self.interval = Nanos(round(settings.interval_seconds * SECOND))
+        self._target = settings.requests_per_replica
+        self._cool_down = Nanos(round(settings.cool_down_seconds * SECOND))
+        self._pools = sorted(pools, key=lambda each: each.name)
+        self._budget = budget
+        self._needs: dict[PoolName, deque[tuple[Nanos, int]]] = {each.name: deque() for each in pools}
+
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
+        observed = {pool.name: found for pool in self._pools if (found := seen.pool(pool.name)) is not None}
+        wanted = {name: found.wanted for name, found in observed.items()}
+        doubts = [
+            PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field="source", message=each)
+            for each in demand.stale
+        ]
+        doubts += [
+            PlanCondition(
+                type=PlanConditionType.NO_DEMAND_SIGNAL,
+                field=f"pools.{pool.name}",
+                message="the target has no such pool",
+            )
+            for pool in self._pools
+            if pool.name not in observed
+        ]
+        if doubts:
+            message = f"hold: {doubts[0].message}"
+            return PlanDecision(
+                at=now, replicas=wanted, reason=DecisionReason.NO_SIGNAL, message=message, conditions=tuple(doubts)
+            )
+        conditions: list[PlanCondition] = []
+        numbers: dict[str, float] = {"rate": demand.rate, "queued": float(demand.queued)}
+        needs = {pool.name: self._need(pool, now, demand, observed[pool.name], numbers) for pool in self._pools}
+        replicas = self._within_budget(needs, observed, conditions)
+        grown = [name for name, count in replicas.items() if count > wanted[name]]
+        shrunk = [name for name, count in replicas.items() if count < wanted[name]]
+        reason = DecisionReason.LOAD_UP if grown else DecisionReason.LOAD_DOWN if shrunk else DecisionReason.WITHIN_BAND
+        changes = ", ".join(f"{name} {wanted[name]} to {replicas[name]}" for name in (*grown, *shrunk))
+        message = f"{changes}: {self._target:g} requests a replica" if changes else "every pool has what it needs"
+        return PlanDecision(
+            at=now,
+            replicas=replicas,
+            reason=reason,
+            message=message,
+            numbers=numbers,
+            conditions=tuple(conditions),
+        )
+
+    def _need(
+        self, pool: PlannedPool, now: Nanos, demand: DemandWindow, seen: PoolObservation, numbers: dict[str, float]
+    ) -> int:
+        """Return the replicas that a pool should have, by its load now and in the cool-down."""
+        load = sum(each.running + each.waiting for each in demand.workers if each.pool == pool.name)
+        alike = [each for each in self._pools if (each.role is Role.PREFILL) == (pool.role is Role.PREFILL)]
+        load += ceil(demand.queued / len(alike))
+        numbers[f"{pool.name}.load"] = float(load)
+        needed = min(max(ceil(load / self._target), pool.least), pool.most)
+        past = self._needs[pool.name]
+        past.append((now, needed))
+        while past[0][0] < now - self._cool_down or past[0][0] > now:
+            past.popleft()
+        highest = max(count for _, count in past)
+        numbers[f"{pool.name}.needed"] = float(needed)
+        if seen.pinned:
+            return seen.wanted
+        if needed >= seen.wanted:
+            return needed
+        return min(max(highest, pool.least), max(seen.wanted, pool.least), pool.most)
+
+    def _within_budget(
+        self, needs: dict[PoolName, int], observed: dict[PoolName, PoolObservation], conditions: list[PlanCondition]
+    ) -> dict[PoolName, int]:
+        """Return the numbers that the budget allows, with replicas that drain."""
+        budget = self._budget
+        gpus = sum(pool.gpus * observed[pool.name].draining for pool in self._pools if pool.gpu)
+        dollars = sum(_dollars(pool) * observed[pool.name].draining for pool in self._pools)
+        gpus += sum(pool.gpus * min(needs[pool.name], pool.least) for pool in self._pools if pool.gpu)
+        dollars += sum(_dollars(pool) * min(needs[pool.name], pool.least) for pool in self._pools)
+        replicas = {}
+        for pool in self._pools:
+            given = min(needs[pool.name], pool.least)
+            while given < needs[pool.name]:
+                own = pool.gpus if pool.gpu else 0
+                over = budget.gpus is not None and own and gpus + own > budget.gpus
+                dear = budget.dollars_per_hour is not None and dollars + _dollars(pool) > budget.dollars_per_hour
+                if over or dear:
+                    field = "budget.gpus" if over else "budget.dollars_per_hour"
+                    message = f"{pool.name} needs {needs[pool.name]} replicas, and {field} leaves {given}"
+                    conditions.append(
+                        PlanCondition(type=PlanConditionType.BUDGET_EXHAUSTED, field=field, message=message)
+                    )
+                    break
+                given, gpus, dollars = given + 1, gpus + own, dollars + _dollars(pool)
+            replicas[pool.name] = given
+        return replicas
+
+
+def _dollars(pool: PlannedPool) -> float:
+    return pool.dollars_per_hour * (pool.gpus if pool.gpu else 1)

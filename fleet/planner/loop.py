@@ -1,0 +1,515 @@
+"""Planner loop: observes, decides, rehearses and carries out plans. It is the async shell around a scaling rule.
+
+Rules:
+
+1. Every planner decides, so that a standby's history is warm when it begins to lead. Only the leader applies plans, and only in active mode.
+2. One plan is in flight at a time. A decision that wants more replicas of some pool than the plan in flight supersedes it; every other
+   decision waits until the plan has ended.
+3. A new leader goes on with an unfinished plan of its predecessor: it waits for it, and rolls back what does not come in time.
+4. Bounds of pools are checked here again, whatever the rule says. Pinned pools are left out of plans.
+5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep.
+6. If the orchestrator does not answer, nothing is decided; what was written last stays.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Never
+
+from msgspec import Struct, structs
+
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.planner.decisions import (
+    DecisionReason,
+    PlanCondition,
+    PlanConditionType,
+    PlanDecision,
+    PlannedPool,
+    ScalingRule,
+)
+from fleet.planner.demand import Counts, DemandWindow, added, bucket_of, interpolated
+from fleet.planner.election.ports import PlanElection
+from fleet.planner.execution import PlanOutcome
+from fleet.planner.messages import Observation, Plan, PlanId, PoolName
+from fleet.planner.ports import ConnectorError, OrchestratorGone, PlanConflict, PlanConnector, PlanRefused
+from fleet.planner.records import PlanHistory, PlannerStatus, PlanRecord, PlanScore, PlanState
+from fleet.planner.rehearsal import Rehearsal, RehearsalSkipped
+from fleet.planner.server import carry_out
+from fleet.planner.settings import PlannerMode, PlannerSettings
+from fleet.planner.sources.ports import DemandSource
+
+log = logging.getLogger(__name__)
+
+SHOWN_PLANS = 20
+LEARNING_SHARE = 0.2
+"""Weight of the latest plan in the running error."""
+
+EXTRA_SECONDS = 30.0
+"""Time for an orchestrator to take a plan up, on top of the starts and drains of its replicas."""
+
+RETRY_SECONDS = 10.0
+"""Pause after a plan that could not be carried out."""
+
+_ENDED = {
+    PlanOutcome.SETTLED: PlanState.SETTLED,
+    PlanOutcome.ROLLED_BACK: PlanState.ROLLED_BACK,
+    PlanOutcome.UNSETTLED: PlanState.UNSETTLED,
+}
+
+
+class _PlanInFlight(Struct):
+    """The plan that is being carried out."""
+
+    record: PlanRecord
+    plan: Plan
+    task: asyncio.Task[None]
+
+
+class _ScoredPlan(Struct):
+    """A plan whose consequences are being collected."""
+
+    record: PlanRecord
+    until: Nanos
+    ttft: Counts = ()
+    tpot: Counts = ()
+    held_seconds: float = 0.0  # GPU-seconds
+    dollars: float = 0.0
+    seconds: float = 0.0
+
+
+class PlannerLoop:
+    """One planner process of one model."""
+
+    def __init__(
+        self,
+        settings: PlannerSettings,
+        rule: ScalingRule,
+        demand: DemandSource,
+        connector: PlanConnector,
+        election: PlanElection,
+        history: PlanHistory,
+        clock: Clock,
+        wall_ms: Callable[[], int],
+        *,
+        identity: str,
+        rehearsal: Rehearsal | None = None,
+    ) -> None:
+        """Create the loop; `run` it.
+
+        Args:
+            settings: The settings of the planner.
+            rule: Decides the sizes of pools.
+            demand: Demand of the model; run by the caller.
+            connector: Connector to the orchestrator.
+            election: Says whether this planner leads; run by the caller.
+            history: Keeps the records of plans.
+            clock: The clock.
+            wall_ms: Returns the wall-clock time in milliseconds, for ids and people.
+            identity: Name of this planner.
+            rehearsal: Tries plans before they are applied; None: nothing is rehearsed.
+        """
+        self._settings = settings
+        self._rule = rule
+        self._demand = demand
+        self._connector = connector
+        self._election = election
+        self._history = history
+        self._clock = clock
+        self._wall_ms = wall_ms
+        self._identity = identity
+        self._rehearsal = rehearsal
+        self._pools = {pool.name: pool for pool in settings.pools}
+        self._in_flight: _PlanInFlight | None = None
+        self._adopted = False  # whether an unfinished plan of an earlier leader was looked for
+        self._retry_at = Nanos(0)
+        self._shadowed: Mapping[PoolName, int] = {}
+        self._scored: deque[_ScoredPlan] = deque(maxlen=8)
+        self._numbered = 0
+        self._decision: PlanDecision | None = None
+        self._window: DemandWindow | None = None
+        self._seen: Observation | None = None
+        self._trouble: PlanCondition | None = None
+        self.error: float | None = None
+        """Running relative error of predicted latencies; None: nothing was scored yet."""
+
+        self.ended: dict[PlanState, int] = dict.fromkeys(PlanState, 0)
+        """Number of plans by the state in which they ended."""
+
+        self.decided: dict[DecisionReason, int] = dict.fromkeys(DecisionReason, 0)
+        """Number of decisions by reason."""
+
+    async def run(self) -> Never:
+        """Plan until cancelled; then a plan in flight is left to the next leader."""
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while True:
+                    await self._round(tasks)
+                    await asyncio.sleep(self._rule.interval / SECOND)
+            finally:
+                self._stop_plan(PlanState.HANDED_OVER, "this planner ended")
+        raise AssertionError("the loop never ends")
+
+    def status(self) -> PlannerStatus:
+        """Return the present state."""
+        decision, window = self._decision, self._window
+        conditions = () if decision is None else decision.conditions
+        return PlannerStatus(
+            planner=self._identity,
+            model=self._settings.model,
+            mode=self._settings.mode,
+            leads=self._election.leads(),
+            rule=str(self._settings.rule.__struct_config__.tag),
+            at_ms=self._wall_ms(),
+            reason=None if decision is None else decision.reason,
+            message="" if decision is None else decision.message,
+            replicas={} if decision is None else decision.replicas,
+            numbers={} if decision is None else decision.numbers,
+            conditions=conditions if self._trouble is None else (self._trouble, *conditions),
+            pools=() if self._seen is None else self._planned(self._seen).pools,
+            demand={} if window is None else self._demand_numbers(window),
+            error=self.error,
+            plans=self._history.latest(SHOWN_PLANS),
+        )
+
+    def explain(self, plan: PlanId) -> PlanRecord | None:
+        """Return the record of a plan; None if there is none. It may read a file."""
+        return self._history.find(plan)
+
+    # Deciding.
+
+    async def _round(self, tasks: asyncio.TaskGroup) -> None:
+        if self._settings.mode is PlannerMode.OFF:
+            self._window = self._demand.window()
+            return
+        try:
+            seen = self._planned(await self._connector.observe())
+        except ConnectorError as error:
+            if self._trouble is None:
+                log.warning("pools not observed", extra={"cause": str(error)})
+            self._trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=str(error))
+            return
+        self._trouble = None
+        now, window = self._clock.now(), self._demand.window()
+        decision = self._bounded(self._rule.decide(now, window, seen))
+        if self._decision is None or self._decision.reason is not decision.reason:
+            log.info("decision", extra={"reason": decision.reason, "why": decision.message})
+        self._decision, self._window, self._seen = decision, window, seen
+        self.decided[decision.reason] += 1
+        self._collect_scores(now, window, seen)
+        if self._settings.mode is PlannerMode.SHADOW:
+            self._shadow(decision, window, seen, tasks)
+        elif self._election.leads():
+            self._act(decision, window, seen, tasks)
+        else:
+            self._adopted = False
+            self._stop_plan(PlanState.HANDED_OVER, "another planner leads")
+
+    def _planned(self, seen: Observation) -> Observation:
+        return Observation(tuple(each for each in seen.pools if each.name in self._pools))
+
+    def _bounded(self, decision: PlanDecision) -> PlanDecision:
+        """Keep the numbers of a decision within the bounds of the pools."""
+        replicas = {
+            name: min(max(count, self._pools[name].least), self._pools[name].most)
+            for name, count in decision.replicas.items()
+            if name in self._pools
+        }
+        return decision if replicas == decision.replicas else structs.replace(decision, replicas=replicas)
+
+    def _changes(self, decision: PlanDecision, seen: Observation) -> dict[PoolName, int]:
+        """Return what a decision changes; a hold changes nothing, not even a number outside the bounds."""
+        if decision.reason is DecisionReason.NO_SIGNAL:
+            return {}
+        return {
+            each.name: decision.replicas[each.name]
+            for each in seen.pools
+            if not each.pinned and each.name in decision.replicas and decision.replicas[each.name] != each.wanted
+        }
+
+    def _shadow(
+        self, decision: PlanDecision, window: DemandWindow, seen: Observation, tasks: asyncio.TaskGroup
+    ) -> None:
+        changes = self._changes(decision, seen)
+        if changes == self._shadowed or (self._in_flight is not None and not self._in_flight.task.done()):
+            return
+        self._shadowed = changes
+        if not changes:
+            return
+        record = self._new_record(decision, changes, seen, PlanState.SHADOW)
+        self._history.keep(record)
+        plan = self._plan_of(record, seen)
+
+        async def rehearse() -> None:
+            known = await self._rehearsed(record, window, seen)
+            self._finish(structs.replace(known, ended_ms=self._wall_ms()), score=True)
+
+        self._in_flight = _PlanInFlight(record, plan, tasks.create_task(rehearse()))
+
+    def _act(self, decision: PlanDecision, window: DemandWindow, seen: Observation, tasks: asyncio.TaskGroup) -> None:
+        if self._in_flight is not None and self._in_flight.task.done():
+            self._in_flight = None
+        if self._in_flight is None and not self._adopted:
+            self._adopted = True
+            self._adopt(seen, tasks)
+        changes = self._changes(decision, seen)
+        if (flying := self._in_flight) is not None:
+            aim = {each.name: each.wanted for each in seen.pools} | flying.plan.replicas
+            if decision.reason is DecisionReason.NO_SIGNAL or not any(
+                count > aim.get(name, 0) for name, count in decision.replicas.items() if not _pinned(seen, name)
+            ):
+                return
+            self._stop_plan(PlanState.SUPERSEDED, f"a higher need supersedes it: {decision.message}")
+            changes = self._changes(decision, seen)
+        if changes and self._clock.now() >= self._retry_at:
+            state = PlanState.UNDER_WAY if self._rehearsal is None else PlanState.REHEARSED
+            record = self._new_record(decision, changes, seen, state)
+            self._start(record, self._plan_of(record, seen), window, seen, tasks)
+
+    def _adopt(self, seen: Observation, tasks: asyncio.TaskGroup) -> None:
+        """Go on with an unfinished plan that an earlier leader has written."""
+        open_pools = [each for each in seen.pools if each.unfinished and not each.pinned]
+        if not open_pools:
+            return
+        plan_id = open_pools[0].plan
+        alike = [each for each in open_pools if each.plan == plan_id]
+        plan = Plan(
+            id=plan_id,
+            replicas={each.name: each.wanted for each in alike},
+            within=self._within({each.name: (each.ready, each.wanted) for each in alike}),
+        )
+        before = Observation(
+            tuple(
+                structs.replace(each, wanted=each.wanted if each.before is None else each.before)
+                if each in alike
+                else each
+                for each in seen.pools
+            )
+        )
+        record = self._history.find(plan_id) or PlanRecord(
+            id=plan_id,
+            at_ms=self._wall_ms(),
+            planner=self._identity,
+            mode=self._settings.mode,
+            state=PlanState.UNDER_WAY,
+            reason=DecisionReason.IN_FLIGHT,
+            message="an earlier leader wrote this plan",
+            before={each.name: each.wanted for each in before.pools if each.name in plan.replicas},
+            replicas=dict(plan.replicas),
+        )
+        log.info("plan adopted", extra={"plan": plan_id})
+        self._start(structs.replace(record, state=PlanState.UNDER_WAY, ended_ms=0), plan, None, before, tasks)
+
+    # Carrying out.
+
+    def _start(
+        self,
+        record: PlanRecord,
+        plan: Plan,
+        window: DemandWindow | None,
+        seen: Observation,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._history.keep(record)
+        log.info("plan begins", extra={"plan": plan.id, "replicas": dict(plan.replicas), "why": record.message})
+        self._in_flight = _PlanInFlight(record, plan, tasks.create_task(self._carry_out(record, plan, window, seen)))
+
+    async def _carry_out(self, record: PlanRecord, plan: Plan, window: DemandWindow | None, seen: Observation) -> None:
+        if window is not None:
+            record = await self._rehearsed(record, window, seen)
+            if self._held_back(record, seen):
+                detail = "the rehearsal misses a goal that the present pools keep"
+                self._retry_at = Nanos(self._clock.now() + round(RETRY_SECONDS * SECOND))
+                self._end(record, PlanState.HELD_BACK, detail)
+                return
+            if not self._election.leads():
+                self._end(record, PlanState.HANDED_OVER, "another planner leads")
+                return
+            record = structs.replace(record, state=PlanState.UNDER_WAY)
+            self._note(record)
+        state, detail = PlanState.FAILED, ""
+        try:
+            outcome, last = await carry_out(self._connector, plan, seen, self._clock, lambda _: None, self._warn)
+            state = _ENDED[outcome]
+            detail = "; ".join(each.message for each in last.pools if each.name in plan.replicas and each.message)
+        except PlanConflict as error:
+            state, detail = PlanState.CONFLICT, str(error)
+        except PlanRefused as error:
+            state, detail = PlanState.REFUSED, str(error)
+        except OrchestratorGone as error:
+            detail = str(error)
+        except ConnectorError as error:
+            detail = str(error)
+        if state is not PlanState.SETTLED:
+            self._retry_at = Nanos(self._clock.now() + round(RETRY_SECONDS * SECOND))
+        self._end(record, state, detail)
+
+    def _held_back(self, record: PlanRecord, seen: Observation) -> bool:
+        wanted = {each.name: each.wanted for each in seen.pools}
+        if record.rehearsal is None or any(count > wanted.get(name, 0) for name, count in record.replicas.items()):
+            return False
+        share, goals = self._settings.goals.percentile, record.rehearsal
+        return goals.planned.attainment < share <= goals.present.attainment
+
+    async def _rehearsed(self, record: PlanRecord, window: DemandWindow, seen: Observation) -> PlanRecord:
+        """Return the record with its rehearsal, or with the reason why there is none."""
+        if self._rehearsal is None:
+            return structs.replace(record, rehearsal_skipped="rehearsals are off")
+        present = {each.name: each.ready + each.pending for each in seen.pools}
+        rate = max(record.numbers.get("rate", 0.0), window.rate)
+        try:
+            async with asyncio.timeout(self._settings.rehearsal.limit_seconds):
+                found = await self._rehearsal.rehearse(self._demand.sample(), rate, present, present | record.replicas)
+        except TimeoutError:
+            why = f"it took longer than {self._settings.rehearsal.limit_seconds:g} s"
+        except RehearsalSkipped as error:
+            why = str(error)
+        else:
+            return structs.replace(record, rehearsal=found)
+        log.info("rehearsal skipped", extra={"plan": record.id, "cause": why})
+        return structs.replace(record, rehearsal_skipped=why)
+
+    def _stop_plan(self, state: PlanState, detail: str) -> None:
+        flying, self._in_flight = self._in_flight, None
+        if flying is not None and not flying.task.done():
+            flying.task.cancel()
+            self._end(flying.record, state, detail)
+
+    def _note(self, record: PlanRecord) -> None:
+        if self._in_flight is not None and self._in_flight.record.id == record.id:
+            self._in_flight.record = record
+        self._history.keep(record)
+
+    def _end(self, record: PlanRecord, state: PlanState, detail: str) -> None:
+        log.info("plan ended", extra={"plan": record.id, "state": state, "detail": detail})
+        ended = structs.replace(record, state=state, detail=detail, ended_ms=self._wall_ms())
+        self._finish(ended, score=state is PlanState.SETTLED)
+
+    def _finish(self, record: PlanRecord, *, score: bool) -> None:
+        self.ended[record.state] += 1
+        self._history.keep(record)
+        if score:
+            until = Nanos(self._clock.now() + round(self._settings.score_seconds * SECOND))
+            self._scored.append(_ScoredPlan(record, until))
+
+    def _new_record(
+        self, decision: PlanDecision, changes: Mapping[PoolName, int], seen: Observation, state: PlanState
+    ) -> PlanRecord:
+        self._numbered += 1
+        wall = self._wall_ms()
+        return PlanRecord(
+            id=PlanId(f"plan-{wall}-{self._numbered}"),
+            at_ms=wall,
+            planner=self._identity,
+            mode=self._settings.mode,
+            state=state,
+            reason=decision.reason,
+            message=decision.message,
+            before={each.name: each.wanted for each in seen.pools if each.name in changes},
+            replicas=dict(changes),
+            numbers=decision.numbers,
+            conditions=decision.conditions,
+        )
+
+    def _plan_of(self, record: PlanRecord, seen: Observation) -> Plan:
+        sizes = {
+            each.name: (each.wanted, record.replicas[each.name]) for each in seen.pools if each.name in record.replicas
+        }
+        return Plan(id=record.id, replicas=record.replicas, within=self._within(sizes))
+
+    def _within(self, sizes: Mapping[PoolName, tuple[int, int]]) -> Nanos:
+        """Return the time for changes of pools, from one number to another: twice the start of replicas, and their drain."""
+        longest = 0.0
+        for name, (before, after) in sizes.items():
+            pool = self._pools[name]
+            longest = max(longest, 2 * pool.start_seconds if after > before else pool.drain_seconds)
+        return Nanos(round((longest + EXTRA_SECONDS) * SECOND))
+
+    def _warn(self, cause: str) -> None:
+        log.warning("plan delayed", extra={"cause": cause})
+
+    # Scoring.
+
+    def _collect_scores(self, now: Nanos, window: DemandWindow, seen: Observation) -> None:
+        for scored in list(self._scored):
+            scored.ttft, scored.tpot = added(scored.ttft, window.ttft), added(scored.tpot, window.tpot)
+            held = {each.name: each.wanted + each.draining for each in seen.pools}
+            scored.held_seconds += window.seconds * sum(_gpus(self._pools[name]) * n for name, n in held.items())
+            scored.dollars += window.seconds / 3600 * sum(_dollars(self._pools[name]) * n for name, n in held.items())
+            scored.seconds += window.seconds
+            if now >= scored.until:
+                self._scored.remove(scored)
+                self._score(scored)
+
+    def _score(self, scored: _ScoredPlan) -> None:
+        goals, record = self._settings.goals, scored.record
+        ttft, tpot = interpolated(scored.ttft, goals.percentile), interpolated(scored.tpot, goals.percentile)
+        predicted = None
+        if record.rehearsal is not None:
+            predicted = record.rehearsal.present if record.mode is PlannerMode.SHADOW else record.rehearsal.planned
+        errors = (
+            _error(None if predicted is None else predicted.ttft_seconds, ttft),
+            _error(None if predicted is None else predicted.tpot_seconds, tpot),
+        )
+        shares = [
+            share
+            for counts, goal in ((scored.ttft, goals.ttft_seconds), (scored.tpot, goals.tpot_seconds))
+            if (share := _share_within(counts, goal)) is not None
+        ]
+        hours = max(scored.seconds, 1e-9) / 3600
+        score = PlanScore(
+            ttft_seconds=ttft,
+            tpot_seconds=tpot,
+            attainment=min(shares, default=None),
+            gpu_hours=scored.held_seconds / 3600 / hours,
+            dollars=scored.dollars / hours,
+            ttft_error=errors[0],
+            tpot_error=errors[1],
+        )
+        for error in errors:
+            if error is not None:
+                known = error if self.error is None else self.error
+                self.error = known + LEARNING_SHARE * (error - known)
+        self._history.keep(structs.replace(record, score=score))
+
+    def _demand_numbers(self, window: DemandWindow) -> dict[str, float | None]:
+        share = self._settings.goals.percentile
+        return {
+            "seconds": window.seconds,
+            "rate": window.rate,
+            "refused": float(window.refused),
+            "abandoned": float(window.abandoned),
+            "queued": float(window.queued),
+            "oldest_seconds": window.oldest_seconds,
+            "prompt_tokens": window.prompt_tokens / window.arrivals if window.arrivals else None,
+            "answer_tokens": window.answer_tokens / window.finished if window.finished else None,
+            "cached_share": window.cached_tokens / window.prompt_tokens if window.prompt_tokens else None,
+            "ttft_seconds": interpolated(window.ttft, share),
+            "tpot_seconds": interpolated(window.tpot, share),
+            "queue_wait_seconds": interpolated(window.queue_wait, share),
+        }
+
+
+def _pinned(seen: Observation, name: PoolName) -> bool:
+    pool = seen.pool(name)
+    return pool is None or bool(pool.pinned)
+
+
+def _gpus(pool: PlannedPool) -> int:
+    return pool.gpus if pool.gpu else 0
+
+
+def _dollars(pool: PlannedPool) -> float:
+    return pool.dollars_per_hour * (pool.gpus if pool.gpu else 1)
+
+
+def _error(predicted: float | None, observed: float | None) -> float | None:
+    if predicted is None or observed is None or observed <= 0:
+        return None
+    return abs(predicted - observed) / observed
+
+
+def _share_within(counts: Counts, seconds: float) -> float | None:
+    """Return the share of values up to a duration, by whole buckets; None without values."""
+    total = sum(counts)
+    return sum(counts[: bucket_of(seconds) + 1]) / total if total else None

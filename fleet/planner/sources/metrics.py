@@ -1,0 +1,136 @@
+"""Metrics demand source: reads the demand from the pages /metrics of routers (`fleet_demand_…`), in the Prometheus text format.
+
+The counters are those of `WatchDemand`, so both sources give the same windows. There is no sample of requests and no load of workers
+that another process cannot see on the page.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any, Never
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import msgspec
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.ids import Incarnation, ModelName, WorkerId
+from fleet.core.roles import Role
+from fleet.planner.aggregate import DemandAggregator
+from fleet.planner.demand import EDGES, DemandWindow, RecentRequest
+from fleet.planner.demand_reports import DemandReport, ModelDemand, WorkerLoad
+from fleet.planner.settings import MetricsDemandSettings
+from fleet.planner.sources.wire import BadDemandReport
+
+log = logging.getLogger(__name__)
+
+CALL_SECONDS = 5.0
+MOST_BYTES = 64 << 20
+COUNTERS = (
+    *("arrivals", "waited", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens", "prompt_squares"),
+    *("cached_tokens", "finished", "answer_tokens", "answer_squares"),
+)
+HISTOGRAMS = ("ttft", "tpot", "queue_wait")
+GAUGES = ("queued", "oldest_seconds")
+FLOATS = frozenset({"prompt_squares", "answer_squares", "oldest_seconds"})
+
+
+class MetricsDemandSource:
+    """Implements `fleet.planner.sources.ports.DemandSource`."""
+
+    def __init__(self, settings: MetricsDemandSettings, aggregator: DemandAggregator, clock: Clock) -> None:
+        self._settings = settings
+        self._aggregator = aggregator
+        self._clock = clock
+
+    def window(self) -> DemandWindow:
+        return self._aggregator.window(self._clock.now())
+
+    def sample(self) -> tuple[RecentRequest, ...]:
+        return ()
+
+    async def run(self) -> Never:
+        async with asyncio.TaskGroup() as tasks:
+            for url in self._settings.urls:
+                tasks.create_task(self._follow(url))
+        raise AssertionError("the tasks never end")
+
+    async def _follow(self, url: str) -> Never:
+        told = ""
+        while True:
+            try:
+                report = parse_page(await asyncio.to_thread(_page, url), self._clock.now())
+                self._aggregator.hear(url, report, self._clock.now())
+                told = ""
+            except (OSError, ValueError, BadDemandReport) as error:
+                cause = str(error.reason) if isinstance(error, URLError) else str(error)
+                self._aggregator.failed(url, cause)
+                if cause != told:
+                    told = cause
+                    log.warning("demand source lost", extra={"source": url, "cause": cause})
+            await asyncio.sleep(self._settings.every_seconds)
+
+
+def parse_page(page: str, now: Nanos) -> DemandReport:
+    """Return the demand on a page of metrics.
+
+    Raises:
+        BadDemandReport: The page is not that of a router that counts its demand.
+        ValueError: It is not in the Prometheus text format.
+    """
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    if (uptime := families.get("fleet_demand_uptime_seconds")) is None or not uptime.samples:
+        raise BadDemandReport("the page has no fleet_demand_uptime_seconds; is it that of a router of this version?")
+    labels = uptime.samples[0].labels
+    models: dict[str, dict[str, Any]] = {}
+    for name in (*COUNTERS, *GAUGES):
+        for sample in _samples(families, f"fleet_demand_{name}"):
+            value = sample.value if name in FLOATS else int(sample.value)
+            models.setdefault(sample.labels["model"], {})[name] = value
+    for name in HISTOGRAMS:
+        for sample in _samples(families, f"fleet_demand_{name}_seconds"):
+            counts = models.setdefault(sample.labels["model"], {}).setdefault(name, [0] * (len(EDGES) + 1))
+            bucket = int(sample.labels["bucket"])
+            if not 0 <= bucket < len(counts):
+                raise BadDemandReport(f"fleet_demand_{name}_seconds: bucket {bucket} is not known here")
+            counts[bucket] = int(sample.value)
+    return DemandReport(
+        router=labels["router"],
+        incarnation=Incarnation(labels["incarnation"]),
+        at=now,
+        uptime=Nanos(round(SECOND * uptime.samples[0].value)),
+        models=tuple(msgspec.convert({"model": model, **values}, ModelDemand) for model, values in models.items()),
+        workers=_workers(families),
+    )
+
+
+def _workers(families: dict[str, Metric]) -> tuple[WorkerLoad, ...]:
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for name in ("running", "waiting", "kv_blocks_used", "kv_blocks"):
+        for sample in _samples(families, f"fleet_worker_{name}"):
+            key = (sample.labels["worker"], sample.labels["model"], sample.labels["role"])
+            found.setdefault(key, {})[name] = sample.value
+    return tuple(
+        WorkerLoad(
+            worker_id=WorkerId(worker),
+            model=ModelName(model),
+            role=Role(role),
+            running=int(values.get("running", 0)),
+            waiting=int(values.get("waiting", 0)),
+            kv_used=min(1.0, values.get("kv_blocks_used", 0.0) / max(1.0, values.get("kv_blocks", 1.0))),
+        )
+        for (worker, model, role), values in found.items()
+    )
+
+
+def _samples(families: dict[str, Metric], name: str) -> Iterable[Any]:
+    family = families.get(name)
+    return () if family is None else (each for each in family.samples if not each.name.endswith("_created"))
+
+
+def _page(url: str) -> str:
+    with urlopen(url, timeout=CALL_SECONDS) as response:  # noqa: S310 - the address comes from the settings
+        content: bytes = response.read(MOST_BYTES)
+    return content.decode()

@@ -1,0 +1,94 @@
+"""Router demand source: watches the demand on the control ports of routers.
+
+Rules:
+
+1. Each connection is a source of its own, with a channel of its own. Its failure is reported, and it is opened again after a pause.
+2. Several connections to one address are for several processes behind it. Two of them that reach the same process are noticed, and one of
+   them is opened again: a relay passes connections on in turn.
+"""
+
+import asyncio
+import logging
+from typing import Any, Never
+
+import grpc
+
+from fleet.core.clock import Clock
+from fleet.core.ids import Incarnation
+from fleet.net.control.access import ControlAccess
+from fleet.planner.aggregate import DemandAggregator
+from fleet.planner.demand import DemandWindow, RecentRequest
+from fleet.planner.settings import RouterDemandSettings
+from fleet.planner.sources.wire import BadDemandReport, decode_report
+from fleet.v1 import control_pb2 as pb
+from fleet.v1 import control_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 1.0
+
+
+def source_names(settings: RouterDemandSettings) -> list[str]:
+    """Return the names of all sources: the addresses, numbered if each has several connections."""
+    if settings.connections == 1:
+        return list(settings.addresses)
+    return [f"{address}#{number}" for address in settings.addresses for number in range(settings.connections)]
+
+
+class RouterDemandSource:
+    """Implements `fleet.planner.sources.ports.DemandSource`."""
+
+    def __init__(
+        self, settings: RouterDemandSettings, access: ControlAccess, aggregator: DemandAggregator, clock: Clock
+    ) -> None:
+        self._settings = settings
+        self._access = access
+        self._aggregator = aggregator
+        self._clock = clock
+        self._reached: dict[str, Incarnation] = {}
+
+    def window(self) -> DemandWindow:
+        return self._aggregator.window(self._clock.now())
+
+    def sample(self) -> tuple[RecentRequest, ...]:
+        return self._aggregator.sample()
+
+    async def run(self) -> Never:
+        async with asyncio.TaskGroup() as tasks:
+            for name in source_names(self._settings):
+                tasks.create_task(self._follow(name, name.partition("#")[0]))
+        raise AssertionError("the tasks never end")
+
+    async def _follow(self, name: str, address: str) -> Never:
+        told = ""
+        while True:
+            trouble = await self._watch(name, address)
+            self._reached.pop(name, None)
+            self._aggregator.failed(name, trouble)
+            if trouble != told:
+                told = trouble
+                log.warning("demand source lost", extra={"source": name, "cause": trouble})
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _watch(self, name: str, address: str) -> str:
+        """Take reports until the connection fails; return why it did."""
+        try:
+            async with self._access.aio_channel(address, separate=True) as channel:
+                reports = control_pb2_grpc.ClusterStub(channel).WatchDemand(pb.WatchDemandRequest())
+                while True:
+                    async with asyncio.timeout(self._settings.stale_seconds):
+                        message: Any = await reports.read()
+                    if message is grpc.aio.EOF:
+                        return "the router ended the watch"
+                    report = decode_report(message, self._clock.now())
+                    if report.incarnation in (reached for each, reached in self._reached.items() if each != name):
+                        return "another connection has reached the same process"
+                    self._reached[name] = report.incarnation
+                    self._aggregator.hear(name, report, self._clock.now())
+        except grpc.aio.AioRpcError as error:
+            cause = await asyncio.to_thread(self._access.diagnose, address, "source.credentials")
+            return cause or f"{error.code().name}: {error.details()}"
+        except TimeoutError:
+            return f"no report for {self._settings.stale_seconds:g} s"
+        except BadDemandReport as error:
+            return str(error)

@@ -1,0 +1,111 @@
+"""Tests of `fleet up` with a planner: real processes start and end as the load rises and falls, and no request fails."""
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from fleet.client import AsyncClient
+from tests.support.fleet_processes import fleet_up, run_fleet
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.integration
+
+TOPOLOGY = """
+[[pools]]
+role = "decode"
+max_running = 8
+[pools.simulated.latency]
+step_base_ms = 20.0
+
+[planner]
+mode = "{mode}"
+goals = {{ttft_seconds = 1.0, tpot_seconds = 0.05}}
+rule = {{kind = "load", requests_per_replica = 3, interval_seconds = 0.5, cool_down_seconds = 3}}
+[planner.pools.decode]
+least = 1
+most = 3
+start_seconds = 30
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    topology = tmp_path / "topology.toml"
+    topology.write_text(TOPOLOGY.format(mode="active"))
+    with fleet_up(tmp_path, "--config", str(topology)) as up:
+        yield up
+
+
+def plans_of(cluster):
+    return cluster.runtime_folder() / "plans"
+
+
+def ready(cluster):
+    return json.loads((plans_of(cluster) / "report.json").read_text())["pools"]["decode"]["ready"]
+
+
+def decode_processes(cluster):
+    return [number for number in range(8) if cluster.pid_of(f"decode-{number}")]
+
+
+async def client_load(cluster, stopped):
+    """Send requests one after the other until told to stop; return how many were answered."""
+    answered = 0
+    async with AsyncClient(cluster.grpc) as client:
+        while not stopped.is_set():
+            prompt = [random.randrange(5, 4000) for _ in range(50)]
+            result = await client.complete(prompt, max_tokens=30, ignore_eos=True)
+            assert len(result.token_ids) == 30
+            answered += 1
+    return answered
+
+
+async def test_load_grows_and_shrinks_real_processes(cluster):
+    stopped = asyncio.Event()
+    assert decode_processes(cluster) == [0]
+    async with asyncio.TaskGroup() as tasks:
+        clients = [tasks.create_task(client_load(cluster, stopped)) for _ in range(9)]
+        await until(lambda: ready(cluster) == 3, 60.0)
+        grown = decode_processes(cluster)
+        stopped.set()
+    await until(lambda: ready(cluster) == 1, 60.0)
+    await until(lambda: len(decode_processes(cluster)) == 1, 60.0)
+
+    status = json.loads(
+        run_fleet("plan", "--json", "--planner", f"unix:{cluster.runtime_folder()}/planner.sock").stdout
+    )
+    assert len(grown) == 3
+    assert sum(each.result() for each in clients) > 20
+    assert {each["reason"] for each in status["plans"]} == {"load_up", "load_down"}
+
+
+async def test_pool_pinned_by_a_person_keeps_its_size(cluster):
+    pinned = run_fleet("scale", "decode=2", "--plans", str(plans_of(cluster)))
+    assert pinned.returncode == 0, pinned.stderr
+    stopped = asyncio.Event()
+    planner = f"unix:{cluster.runtime_folder()}/planner.sock"
+
+    async with asyncio.TaskGroup() as tasks:
+        clients = [tasks.create_task(client_load(cluster, stopped)) for _ in range(12)]
+        needed = 0.0
+        while needed < 3:
+            done = await asyncio.to_thread(run_fleet, "plan", "--json", "--planner", planner)
+            status = json.loads(done.stdout)
+            needed = status["numbers"].get("decode.needed", 0.0)
+        stopped.set()
+
+    assert [(each["wanted"], each["ready"]) for each in status["pools"]] == [(2, 2)]
+    assert "fleet-scale has set it to 2" in status["pools"][0]["pinned"]
+    assert all(each.result() for each in clients)
+
+
+def test_wrong_planner_section_names_the_field(tmp_path):
+    topology = tmp_path / "topology.toml"
+    topology.write_text(TOPOLOGY.format(mode="active").replace("planner.pools.decode", "planner.pools.decoder"))
+
+    done = run_fleet("up", "--engine", "simulated", "--http-port", "0", "--grpc-port", "0", "--config", str(topology))
+
+    assert done.returncode == 3
+    assert "planner.pools: 'decoder' is not a pool of this cluster; there are decode" in done.stderr

@@ -1,0 +1,91 @@
+"""Tests of the load rule: needs, cool-down, bounds, budgets, pins and missing demand."""
+
+import pytest
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.planner.decisions import DecisionReason, PlanBudget, PlanConditionType, PlannedPool
+from fleet.planner.demand import DemandWindow, WorkerDemand
+from fleet.planner.load_rule import LoadRule
+from fleet.planner.messages import Observation, PoolName, PoolObservation
+from fleet.planner.settings import LoadRuleSettings
+
+DECODE, PREFILL = PoolName("decode"), PoolName("prefill")
+
+
+def a_pool(name=DECODE, role=Role.DECODE, **fields):
+    return PlannedPool(name=name, role=role, **{"least": 1, "most": 5, **fields})
+
+
+def a_rule(*pools, budget=None):
+    settings = LoadRuleSettings(requests_per_replica=4, cool_down_seconds=60)
+    return LoadRule(settings, pools or (a_pool(),), budget or PlanBudget())
+
+
+def seen(**wanted):
+    return Observation(tuple(PoolObservation(name=PoolName(name), wanted=n, ready=n) for name, n in wanted.items()))
+
+
+def a_window(queued=0, stale=(), **running):
+    workers = tuple(
+        WorkerDemand(worker=f"{pool}-0", pool=PoolName(pool), running=count, waiting=0, kv_used=0.0)
+        for pool, count in running.items()
+    )
+    return DemandWindow(began=Nanos(0), ended=Nanos(SECOND), queued=queued, stale=stale, workers=workers)
+
+
+@pytest.mark.parametrize(("running", "queued", "wanted"), [(0, 0, 1), (4, 0, 1), (5, 0, 2), (5, 4, 3), (90, 0, 5)])
+def test_pool_gets_a_replica_for_each_share_of_requests(running, queued, wanted):
+    decision = a_rule().decide(Nanos(0), a_window(queued, decode=running), seen(decode=1))
+
+    assert decision.replicas == {DECODE: wanted}
+
+
+def test_shrink_waits_for_the_cool_down():
+    rule = a_rule()
+    rule.decide(Nanos(0), a_window(decode=12), seen(decode=1))
+
+    early = rule.decide(Nanos(59 * SECOND), a_window(), seen(decode=3))
+    late = rule.decide(Nanos(61 * SECOND), a_window(), seen(decode=3))
+
+    assert (early.replicas, early.reason) == ({DECODE: 3}, DecisionReason.WITHIN_BAND)
+    assert (late.replicas, late.reason) == ({DECODE: 1}, DecisionReason.LOAD_DOWN)
+
+
+def test_stale_demand_holds_and_names_the_source():
+    decision = a_rule().decide(Nanos(0), a_window(decode=50, stale=("a: silent",)), seen(decode=2))
+
+    assert (decision.replicas, decision.reason) == ({DECODE: 2}, DecisionReason.NO_SIGNAL)
+    assert [(each.type, each.message) for each in decision.conditions] == [
+        (PlanConditionType.NO_DEMAND_SIGNAL, "a: silent")
+    ]
+
+
+def test_missing_pool_holds_and_is_named():
+    decision = a_rule(a_pool(), a_pool(PREFILL, Role.PREFILL)).decide(Nanos(0), a_window(decode=50), seen(decode=2))
+
+    assert decision.replicas == {DECODE: 2}
+    assert decision.conditions[0].field == "pools.prefill"
+
+
+def test_budget_limits_growth_and_is_named():
+    pools = (a_pool(gpu="h100", gpus=2), a_pool(PREFILL, Role.PREFILL, gpu="h100"))
+    rule = a_rule(*pools, budget=PlanBudget(gpus=6))
+
+    decision = rule.decide(Nanos(0), a_window(decode=16, prefill=16), seen(decode=1, prefill=1))
+
+    assert decision.replicas == {DECODE: 2, PREFILL: 2}
+    assert {each.field for each in decision.conditions} == {"budget.gpus"}
+
+
+def test_draining_replicas_count_for_the_budget():
+    rule = a_rule(a_pool(gpu="h100"), budget=PlanBudget(gpus=4))
+    draining = Observation((PoolObservation(name=DECODE, wanted=1, ready=1, draining=2),))
+
+    assert rule.decide(Nanos(0), a_window(decode=16), draining).replicas == {DECODE: 2}
+
+
+def test_pinned_pool_keeps_its_number():
+    pinned = Observation((PoolObservation(name=DECODE, wanted=2, ready=2, pinned="a person did"),))
+
+    assert a_rule().decide(Nanos(0), a_window(decode=50), pinned).replicas == {DECODE: 2}

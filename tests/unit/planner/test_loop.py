@@ -1,0 +1,402 @@
+"""Tests of the planner loop: which decisions become plans, how plans end, and what a new leader does. Time is virtual."""
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from msgspec import structs
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecision, PlanGoals, PlannedPool
+from fleet.planner.demand import EDGES, DemandWindow, bucket_of
+from fleet.planner.loop import PlannerLoop
+from fleet.planner.messages import Observation, PlanId, PoolName, PoolObservation
+from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
+from fleet.planner.records import PlanHistory, PlanState
+from fleet.planner.rehearsal import PoolsPrediction, RehearsalResult, RehearsalSkipped
+from fleet.planner.settings import FolderTarget, LoadRuleSettings, PlannerMode, PlannerSettings, RouterDemandSettings
+from fleet.sim.kernel import Kernel
+from fleet.sim.virtual_loop import VirtualLoop
+
+DECODE, PREFILL = PoolName("decode"), PoolName("prefill")
+
+
+class LoopClock:
+    def now(self):
+        return Nanos(round(asyncio.get_running_loop().time() * SECOND))
+
+
+class Rule:
+    """A rule that decides what the test says."""
+
+    interval = Nanos(SECOND)
+
+    def __init__(self):
+        self.replicas = {DECODE: 1}
+        self.reason = DecisionReason.LOAD_UP
+        self.asked = 0
+
+    def decide(self, now, demand, seen):
+        self.asked += 1
+        return PlanDecision(
+            at=now, replicas=dict(self.replicas), reason=self.reason, message="said so", numbers={"rate": 3.0}
+        )
+
+
+class Demand:
+    def __init__(self):
+        self.counts = ()
+
+    def window(self):
+        return DemandWindow(began=Nanos(0), ended=Nanos(SECOND), ttft=self.counts, arrivals=3)
+
+    def sample(self):
+        return ()
+
+
+class Pools:
+    """An orchestrator whose replicas come after `start` seconds; None: never."""
+
+    def __init__(self, start=2.0, **wanted):
+        self.start = start
+        self.pools = {
+            PoolName(name): PoolObservation(name=PoolName(name), wanted=n, ready=n, version="0")
+            for name, n in (wanted or {"decode": 1}).items()
+        }
+        self.applied = []
+        self.fail = None
+        self._since = 0.0
+
+    async def observe(self):
+        if isinstance(self.fail, ConnectorUnreachable):
+            raise self.fail
+        due = self.start is not None and asyncio.get_running_loop().time() >= self._since + self.start
+        if due:
+            self.pools = {name: structs.replace(each, ready=each.wanted) for name, each in self.pools.items()}
+        return Observation(tuple(self.pools[name] for name in sorted(self.pools)))
+
+    async def apply(self, plan, seen):
+        if self.fail is not None:
+            raise self.fail
+        self._since = asyncio.get_running_loop().time()
+        self.applied.append((plan.id, dict(plan.replicas)))
+        for name, count in plan.replicas.items():
+            pool = self.pools[name]
+            if (pool.plan, pool.wanted) != (plan.id, count):
+                self.pools[name] = structs.replace(
+                    pool,
+                    wanted=count,
+                    ready=min(pool.ready, count),
+                    plan=plan.id,
+                    before=pool.wanted,
+                    version=f"{int(pool.version) + 1}",
+                )
+
+
+class Election:
+    def __init__(self):
+        self.lead = True
+
+    def leads(self):
+        return self.lead
+
+
+class FixedRehearsal:
+    def __init__(self, present=0.99, planned=0.99, ttft=0.2):
+        self.result = RehearsalResult(
+            present=_prediction(present, ttft), planned=_prediction(planned, ttft), requests=50, seconds=1.0
+        )
+        self.error = None
+        self.hangs = False
+
+    async def rehearse(self, sample, rate, present, planned):
+        if self.hangs:
+            await asyncio.sleep(1000)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+def _prediction(attainment, ttft):
+    return PoolsPrediction(ttft_seconds=ttft, tpot_seconds=0.01, attainment=attainment, gpu_hours=1.0, dollars=2.0)
+
+
+class World:
+    def __init__(self, mode=PlannerMode.ACTIVE, rehearsal=None, **wanted):
+        self.rule, self.demand, self.pools, self.election = Rule(), Demand(), Pools(**wanted), Election()
+        self.history = PlanHistory(None)
+        bounds = {"least": 0, "most": 6, "start_seconds": 10.0, "drain_seconds": 5.0}
+        roles = {DECODE: Role.DECODE, PREFILL: Role.PREFILL}
+        settings = PlannerSettings(
+            model="m",
+            mode=mode,
+            goals=PlanGoals(ttft_seconds=1.0, tpot_seconds=0.1),
+            pools=tuple(PlannedPool(name=name, role=roles[name], **bounds) for name in self.pools.pools),
+            rule=LoadRuleSettings(requests_per_replica=1),
+            source=RouterDemandSettings(addresses=("unix:/x",)),
+            target=FolderTarget(folder="x"),
+            score_seconds=5.0,
+        )
+        clock = LoopClock()
+        self.loop = PlannerLoop(
+            settings,
+            self.rule,
+            self.demand,
+            self.pools,
+            self.election,
+            self.history,
+            clock,
+            lambda: clock.now() // 1_000_000,
+            identity="me",
+            rehearsal=rehearsal,
+        )
+
+    @asynccontextmanager
+    async def running(self):
+        task = asyncio.get_running_loop().create_task(self.loop.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    def states(self):
+        return [each.state for each in reversed(self.history.latest(20))]
+
+
+def played(world, *steps):
+    """Run the loop; each step is a time to wait and what happens then."""
+
+    async def play():
+        async with world.running():
+            for seconds, action in steps:
+                await asyncio.sleep(seconds)
+                action()
+
+    VirtualLoop(Kernel(1), Nanos(0)).complete(play())
+
+
+def nothing():
+    pass
+
+
+def test_decision_becomes_a_plan_that_settles():
+    world = World()
+    world.rule.replicas = {DECODE: 3}
+
+    played(world, (6, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [{DECODE: 3}]
+    (record,) = world.history.latest(5)
+    assert (record.state, record.before, record.replicas) == (PlanState.SETTLED, {DECODE: 1}, {DECODE: 3})
+    assert record.rehearsal_skipped == "rehearsals are off"
+
+
+def test_higher_need_supersedes_and_lower_need_waits():
+    world = World()
+    world.pools.start = 8.0
+    world.rule.replicas = {DECODE: 3}
+
+    def lower():
+        world.rule.replicas = {DECODE: 2}
+
+    def higher():
+        world.rule.replicas = {DECODE: 5}
+
+    played(world, (2.5, lower), (2, higher), (10, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [{DECODE: 3}, {DECODE: 5}]
+    assert world.states() == [PlanState.SUPERSEDED, PlanState.SETTLED]
+
+
+def test_replicas_that_do_not_come_are_rolled_back():
+    world = World()
+    world.pools.start = None
+    world.rule.replicas = {DECODE: 3}
+
+    def content():
+        world.rule.replicas = {DECODE: 1}
+
+    played(world, (2, content), (60, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [{DECODE: 3}, {DECODE: 1}]
+    assert world.states() == [PlanState.ROLLED_BACK]
+
+
+def test_bounds_hold_whatever_the_rule_says():
+    world = World()
+    world.rule.replicas = {DECODE: 99, PREFILL: 3}
+
+    played(world, (3, nothing))
+
+    assert world.pools.applied[0][1] == {DECODE: 6}
+
+
+def test_hold_changes_nothing():
+    world = World()
+    world.rule.replicas, world.rule.reason = {DECODE: 4}, DecisionReason.NO_SIGNAL
+
+    played(world, (5, nothing))
+
+    assert world.pools.applied == []
+
+
+def test_pinned_pool_is_left_out_of_plans():
+    world = World(decode=1, prefill=1)
+    world.pools.pools[DECODE] = structs.replace(world.pools.pools[DECODE], pinned="a person did")
+    world.rule.replicas = {DECODE: 4, PREFILL: 2}
+
+    played(world, (6, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [{PREFILL: 2}]
+
+
+def test_standby_decides_and_writes_nothing():
+    world = World()
+    world.election.lead = False
+    world.rule.replicas = {DECODE: 3}
+
+    def lead():
+        assert world.rule.asked > 2
+        assert world.pools.applied == []
+        world.election.lead = True
+
+    played(world, (4, lead), (5, nothing))
+
+    assert len(world.pools.applied) == 1
+
+
+def test_lost_lead_hands_the_plan_over():
+    world = World()
+    world.pools.start = None
+    world.rule.replicas = {DECODE: 3}
+
+    def lose():
+        world.election.lead = False
+
+    played(world, (2, lose), (60, nothing))
+
+    assert len(world.pools.applied) == 1
+    assert world.states() == [PlanState.HANDED_OVER]
+
+
+@pytest.mark.parametrize(("start", "state", "last"), [(3.0, PlanState.SETTLED, 4), (None, PlanState.ROLLED_BACK, 2)])
+def test_new_leader_goes_on_with_an_unfinished_plan(start, state, last):
+    world = World()
+    unfinished = PoolObservation(name=DECODE, wanted=4, ready=2, plan=PlanId("old"), before=2, version="7")
+    world.pools.pools[DECODE] = unfinished
+    world.pools.start = start
+    world.rule.replicas = {DECODE: 4}
+
+    def content():
+        world.rule.replicas = {DECODE: last}
+
+    played(world, (2, content), (60, nothing))
+
+    assert world.history.latest(1)[0].id == "old"
+    assert world.states() == [state]
+    assert world.pools.pools[DECODE].wanted == last
+
+
+def test_unreachable_orchestrator_is_a_condition():
+    world = World()
+    world.pools.fail = ConnectorUnreachable("the API server does not answer")
+    told = []
+
+    played(world, (3, lambda: told.append(world.loop.status().conditions)))
+
+    ((condition,),) = told
+    assert (condition.type, condition.field) == (PlanConditionType.CONNECTOR_FAILED, "target")
+    assert world.rule.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(PlanConflict(DECODE), PlanState.CONFLICT), (PlanRefused(DECODE, "no right"), PlanState.REFUSED)],
+)
+def test_failed_plan_is_tried_again_after_a_pause(error, state):
+    world = World()
+    world.pools.fail = error
+    world.rule.replicas = {DECODE: 3}
+
+    def mend():
+        assert world.states() == [state]
+        world.pools.fail = None
+
+    played(world, (8, mend), (10, nothing))
+
+    assert world.states() == [state, PlanState.SETTLED]
+
+
+def test_shrink_that_misses_a_goal_in_rehearsal_is_held_back():
+    world = World(rehearsal=FixedRehearsal(present=0.99, planned=0.5), decode=3)
+    world.rule.replicas = {DECODE: 1}
+
+    played(world, (5, nothing))
+
+    assert world.pools.applied == []
+    assert world.states() == [PlanState.HELD_BACK]
+
+
+def test_growth_is_never_held_back():
+    world = World(rehearsal=FixedRehearsal(present=0.99, planned=0.5))
+    world.rule.replicas = {DECODE: 3}
+
+    played(world, (5, nothing))
+
+    assert len(world.pools.applied) == 1
+
+
+def test_hanging_or_failed_rehearsal_is_skipped_and_said():
+    hanging, broken = FixedRehearsal(), FixedRehearsal()
+    hanging.hangs = True
+    broken.error = RehearsalSkipped("the simulator failed")
+    for rehearsal, why in ((hanging, "it took longer than 10 s"), (broken, "the simulator failed")):
+        world = World(rehearsal=rehearsal)
+        world.rule.replicas = {DECODE: 3}
+
+        played(world, (20, nothing))
+
+        assert len(world.pools.applied) == 1
+        assert world.history.latest(1)[0].rehearsal_skipped == why
+
+
+def test_prediction_is_scored_against_what_happened():
+    world = World(rehearsal=FixedRehearsal(ttft=0.2))
+    world.rule.replicas = {DECODE: 2}
+    counts = [0] * (len(EDGES) + 1)
+    counts[bucket_of(0.4)] = 100
+    world.demand.counts = tuple(counts)
+
+    played(world, (15, nothing))
+
+    score = world.history.latest(1)[0].score
+    assert 0.3 < score.ttft_seconds < 0.45
+    assert score.ttft_error == pytest.approx((score.ttft_seconds - 0.2) / score.ttft_seconds)
+    assert score.attainment == 1.0
+    assert world.loop.error == pytest.approx(score.ttft_error)
+
+
+def test_shadow_mode_makes_one_record_for_each_change():
+    world = World(PlannerMode.SHADOW, rehearsal=FixedRehearsal())
+    world.rule.replicas = {DECODE: 3}
+
+    def more():
+        world.rule.replicas = {DECODE: 4}
+
+    played(world, (5, more), (5, nothing))
+
+    assert world.pools.applied == []
+    assert [each.replicas for each in reversed(world.history.latest(5))] == [{DECODE: 3}, {DECODE: 4}]
+    assert world.states() == [PlanState.SHADOW] * 2
+    assert all(each.rehearsal is not None for each in world.history.latest(5))
+
+
+def test_mode_off_decides_nothing():
+    world = World(PlannerMode.OFF)
+
+    played(world, (5, nothing))
+
+    assert world.rule.asked == 0

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.app.planner_engines import pool_engine
+from fleet.batching.attempts import EngineLimits
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import Role
@@ -31,7 +32,6 @@ from fleet.planner.settings import PlannerSettings
 from fleet.planner.sizing.capacity import PoolEngine
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.results.outcomes import Slo
 from fleet.sim.run import RunPlan, simulate
 from kvstore.eviction.trace_replay import TraceRequest

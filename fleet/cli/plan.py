@@ -2,8 +2,7 @@
 
 import argparse
 
-from fleet.cli import plan_replay, plan_size
-from fleet.cli.planner import show
+from fleet.cli.planner import replay, show, size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -11,26 +10,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=type(parser))
     watch = actions.add_parser("watch", help="show each decision", description="Show a running planner's decisions.")
     show.configure(watch)
-    replay = actions.add_parser(
+    replay_parser = actions.add_parser(
         "replay",
         help="replay a load with scaling rules on simulated pools",
         description="Replay a load with scaling rules on simulated pools, and compare goals kept, GPU-hours and turns.",
     )
-    plan_replay.configure(replay)
-    size = actions.add_parser(
+    replay.configure(replay_parser)
+    size_parser = actions.add_parser(
         "size",
         help="size pools for a load that is described, and price them",
         description="Size pools for a load that is described, and price them.",
     )
-    plan_size.configure(size)
+    size.configure(size_parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     match arguments.action:
         case "replay":
-            return plan_replay.run(arguments)
+            return replay.run(arguments)
         case "size":
-            return plan_size.run(arguments)
+            return size.run(arguments)
         case "watch":
             return show.watch(arguments)
         case _:

@@ -17,13 +17,8 @@ from typing import Any
 import grpc
 
 from fleet.core.errors import ConfigurationRefused
-<<<<<<< HEAD
 from fleet.net.control.address import locked_folder, private_umask, remove_stale_socket
-from fleet.net.grpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS, SHARED_SERVER_OPTIONS
-=======
-from fleet.net.control.address import private_umask, remove_stale_socket
 from fleet.net.grpc.options import CHANNEL_OPTIONS, SEPARATE_CHANNEL_OPTIONS, SERVER_OPTIONS, SHARED_SERVER_OPTIONS
->>>>>>> planproc
 from kvstore.errors import BadCredentials
 from kvstore.net.addresses import unix_path
 from kvstore.net.socket_guard import SocketGuard

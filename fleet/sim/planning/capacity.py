@@ -8,9 +8,9 @@ from functools import cached_property
 
 from msgspec import Struct
 
+from fleet.batching.attempts import EngineLimits, StepTimes
 from fleet.core.roles import Role
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.engine.attempts import EngineLimits, StepTimes
 
 HALVINGS = 24
 

@@ -23,7 +23,7 @@ from kvstore.hierarchy.machine import Hierarchy
 from kvstore.hierarchy.transfers import OPERATIONS, Confirm, Demote, Fetch, Find, TierTransfer
 from kvstore.messages import Address, BlockChanges, TierStatus
 from kvstore.ports import BackingTier, MemoryTier
-from kvstore.service.worker_threads import WorkerThreads
+from kvstore.tiers.daemon_threads import DaemonThreads
 
 THREADS_PER_TIER = 4  # threads for each tier
 LATE_SECONDS = 0.5  # a call that has not returned this long after its deadline is late
@@ -59,7 +59,7 @@ class TransferExecutor:
         self._tasks = tasks
         self._on_answer = on_answer
         self._on_moved = on_moved
-        self._threads_by_tier = [WorkerThreads(f"kvstore-{tier.name}", THREADS_PER_TIER) for tier in tiers]
+        self._threads_by_tier = [DaemonThreads(f"kvstore-{tier.name}", THREADS_PER_TIER) for tier in tiers]
         self._failing: set[tuple[int, bool]] = set()  # failing tiers, with whether writing fails, for the log
         self._running: set[asyncio.Task[None]] = set()
 
@@ -104,16 +104,17 @@ class TransferExecutor:
 
     async def _perform(self, transfer: TierTransfer) -> None:
         started = self._clock.now()
-        call = self._threads_by_tier[transfer.tier].call(partial(self._call, transfer))
+        call = self._threads_by_tier[transfer.tier].submit(self._call, transfer)
+        outcome = asyncio.wrap_future(call)
         try:
-            await asyncio.wait([call.outcome], timeout=seconds(max(transfer.deadline - started, 0)) + LATE_SECONDS)
-            if not call.outcome.done():
-                if call.withdraw():
+            await asyncio.wait([outcome], timeout=seconds(max(transfer.deadline - started, 0)) + LATE_SECONDS)
+            if not outcome.done():
+                if call.cancel():
                     raise TierFailed("all threads of the tier hang")
                 self._hierarchy.late(transfer, started, self._clock.now())
                 self._note_failure(transfer, "no answer in time")
                 self._on_answer()
-            tell = await call.outcome
+            tell = await outcome
             self._on_moved(
                 self._tiers[transfer.tier].name, OPERATIONS[type(transfer)], seconds(self._clock.now() - started)
             )
@@ -125,8 +126,8 @@ class TransferExecutor:
             log.exception("tier raised an unexpected error")
             self._hierarchy.failed(transfer, started, self._clock.now())
         finally:
-            call.withdraw()  # if the node stops
-            call.outcome.cancel()
+            call.cancel()  # if the node stops
+            outcome.cancel()
         self._on_answer()
 
     def _call(self, transfer: TierTransfer) -> Tell:

@@ -23,12 +23,12 @@ from kvstore.clock import Clock, Nanos, nanos, seconds
 from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
 from kvstore.ports import Codec
+from kvstore.tiers.daemon_threads import DaemonThreads
 from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTier
 from kvstore.tiers.remote_records import HEAD_BYTES, RecordFramer, RemoteKeyState
 from kvstore.tiers.s3.clients import S3Body, S3Clients, error_code
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.sightings import S3Sightings, leading
-from kvstore.tiers.s3.threads import S3Threads
 from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
 from kvstore.tiers.statistics import TierStatistics
 
@@ -82,7 +82,7 @@ class S3Backend:
         self._clock = clock
         self._seen = S3Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
         self._conditional = True
-        self._threads = S3Threads("kvstore-s3", settings.parallel)
+        self._threads = DaemonThreads("kvstore-s3", settings.parallel)
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
         return self._records.knows(key)

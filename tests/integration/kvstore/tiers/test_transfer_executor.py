@@ -19,8 +19,8 @@ from kvstore.hierarchy.tier_states import AdmitEverything, TierRule
 from kvstore.messages import BlockOutcome, FetchResult, TierStatus
 from kvstore.service import transfer_executor as executor
 from kvstore.service.transfer_executor import THREADS_PER_TIER, TransferExecutor
-from kvstore.service.worker_threads import WorkerThreads
 from kvstore.system_clock import MonotonicClock
+from kvstore.tiers.daemon_threads import DaemonThreads
 from tests.support.kvstore.builders import MachineDriver, a_chain
 from tests.support.waiting import until
 
@@ -136,7 +136,7 @@ async def test_tier_answer_after_the_node_stopped_is_ignored():
 
 
 async def test_loop_closed_during_a_call_keeps_the_thread(monkeypatch):
-    lanes, loop, told = WorkerThreads("lane", 1), asyncio.get_running_loop(), threading.Event()
+    threads, loop, told = DaemonThreads("lane", 1), asyncio.get_running_loop(), threading.Event()
 
     def closed(*_):
         told.set()
@@ -144,12 +144,12 @@ async def test_loop_closed_during_a_call_keeps_the_thread(monkeypatch):
 
     with monkeypatch.context() as closing:
         closing.setattr(loop, "call_soon_threadsafe", closed)
-        lanes.call(lambda: None)
+        asyncio.wrap_future(threads.submit(lambda: None))
         await until(told.is_set)
 
     async with asyncio.timeout(60):
-        assert await lanes.call(lambda: 7).outcome == 7
-    lanes.close()
+        assert await asyncio.wrap_future(threads.submit(lambda: 7)) == 7
+    threads.close()
 
 
 async def test_full_but_readable_disk_is_logged_once(caplog):

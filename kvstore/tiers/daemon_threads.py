@@ -1,7 +1,7 @@
-"""S3 threads: several daemon threads that make requests.
+"""Daemon threads: a fixed number of threads for calls that may hang.
 
-The client library limits the wait for each piece of a response head, but not for all of them. A server that sends bytes
-slowly can hold a thread for any time, so the threads must not keep the process from ending.
+A disk that hangs, or a server that sends the head of a response byte by byte, can hold a thread for any time. So the threads of one
+tier hold up no other tier, and they do not keep the process from ending, unlike those of `concurrent.futures`.
 """
 
 import queue
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-class S3Threads:
+class DaemonThreads:
     """The threads of one tier. Thread-safe."""
 
     def __init__(self, name: str, threads: int):

@@ -105,7 +105,7 @@ async def _demonstrate(cluster: LocalCluster, text: str) -> None:
         async for delta in stream:
             print(delta.text, end="", flush=True)
     print("\n")
-    for line in summary(stream.result):
+    for line in summary(stream.result, cluster.plan.grpc):
         print(line)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 from collections import Counter
@@ -190,6 +191,8 @@ def test_generate_streams_text_to_stdout_and_the_rest_to_stderr(cluster):
     assert done.returncode == 0
     assert done.stdout.strip()
     assert "5 tokens" in done.stderr
+    hint = done.stderr.splitlines()[-1].removesuffix(" says why there")
+    assert run_fleet(*shlex.split(hint)[1:]).returncode == 0, hint
 
 
 def test_generate_as_json_is_one_object(cluster):

@@ -303,7 +303,7 @@ class LocalProcesses:
         finally:
             os.close(write_fd)
         self._running[name] = running
-        self._tell_reaper("+", running.pid)
+        self.tell_reaper("+", running.pid)
         self._note_parts()
         if (unsent := self._unsent.pop(name, None)) is not None:
             self._send(name, unsent)
@@ -323,7 +323,7 @@ class LocalProcesses:
             end_group(running.pid)  # blocks for a moment: a cancelled run must not leave processes
             raise
         finally:
-            self._tell_reaper("-", running.pid)
+            self.tell_reaper("-", running.pid)
             del self._running[name]
         self._events.put_nowait(ChildExited(name, status))
 
@@ -389,7 +389,7 @@ class LocalProcesses:
                 note_parts(self._folder, parts)
                 self._noted = parts
 
-    def _tell_reaper(self, change: str, group: int) -> None:
+    def tell_reaper(self, change: str, group: int) -> None:
         assert self._reaper is not None
         assert self._reaper.stdin is not None
         self._reaper.stdin.write(f"{change}{group}\n".encode())

@@ -36,7 +36,7 @@ SKIP_REASONS = frozenset(
 LANGUAGES = frozenset({"sh", "python", "toml", "yaml", "json", "text"})
 
 CLAUSES = frozenset({"skip", "settings", "file", "background", "until", "kube", "output", "needs", "cluster"})
-"""What comments may say.
+"""Clauses of a comment.
 
 skip, REASON: no test runs the block. settings KIND: the block loads as settings of that kind. file PATH: the block is that file.
 background: each command of the block keeps running until the page ends. until TEXT: wait for this expression in the output, and

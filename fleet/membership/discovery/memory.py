@@ -29,14 +29,14 @@ class MemoryDirectory(StatelessDirectory):
 
     def __init__(self, lease_seconds: int = 9) -> None:
         self._lease_seconds = lease_seconds
-        self._content = _SharedRecords()
+        self.content = _SharedRecords()
         self._reachable = True
         self._watchers: set[asyncio.Queue[DirectoryReading | None]] = set()
 
     def beside(self) -> "MemoryDirectory":
         """Return another view of the same content, which can be cut off alone."""
         other = MemoryDirectory(self._lease_seconds)
-        other._content = self._content
+        other.content = self.content
         return other
 
     def cut(self) -> None:
@@ -74,18 +74,18 @@ class MemoryDirectory(StatelessDirectory):
         if not self._reachable:
             raise DirectoryUnreachable("it was cut off")
         watcher: asyncio.Queue[DirectoryReading | None] = asyncio.Queue()  # holds what this process itself writes
-        for watchers in (self._watchers, self._content.watchers):
+        for watchers in (self._watchers, self.content.watchers):
             watchers.add(watcher)
         try:
-            yield DirectoryListing(all=tuple(self._content.seen.values()))
+            yield DirectoryListing(all=tuple(self.content.seen.values()))
             while (sighting := await watcher.get()) is not None:
                 yield sighting
             raise DirectoryUnreachable("it was cut off")
         finally:
-            for watchers in (self._watchers, self._content.watchers):
+            for watchers in (self._watchers, self.content.watchers):
                 watchers.discard(watcher)
 
     def _reached(self) -> _SharedRecords:
         if not self._reachable:
             raise RegistryUnreachable("it was cut off")
-        return self._content
+        return self.content

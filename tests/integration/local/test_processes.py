@@ -301,7 +301,7 @@ async def test_child_that_ends_while_removed_affects_no_other(folder):
         return True
 
     processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
-    tell = processes._tell_reaper
+    tell = processes.tell_reaper
 
     def remove_when_it_ends(change, group):
         tell(change, group)
@@ -309,7 +309,7 @@ async def test_child_that_ends_while_removed_affects_no_other(folder):
             processes.remove("b", Nanos(300 * SECOND))  # before its end is noticed
 
     async def body():
-        processes._tell_reaper = remove_when_it_ends
+        processes.tell_reaper = remove_when_it_ends
         os.kill(processes.pids["b"], signal.SIGKILL)
         await until(lambda: processes.names == {"a"})
         await asyncio.sleep(0)

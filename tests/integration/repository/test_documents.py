@@ -38,7 +38,7 @@ SETTINGS = {
     "plan": (Intent, {}),
     "report": (PlanReport, {}),
 }
-"""What an example is settings of, and the required keys that it may leave out."""
+"""Kinds of settings, each with its Struct and the required keys that an example may leave out."""
 
 REPLACED = {
     r"\bmake up\b": "make up ENGINE=simulated DEV=README.md --old-file=README.md HTTP_PORT=$HTTP GRPC_PORT=$GRPC",
@@ -51,7 +51,7 @@ REPLACED = {
         r"pip install --quiet --no-deps --no-build-isolation --target packages \1; export PYTHONPATH=$PWD/packages"
     ),
 }
-"""What has other values in a test than on a page: folders, engines, and where packages go."""
+"""Values of a page that a test replaces: folders, engines, and where packages go."""
 
 SHORTER = {
     r"(fleet sim (?:run|sweep|compare|capacity) .*--(?:report|seeds|over|points) .*)": r"\1 --set workload.requests=300"

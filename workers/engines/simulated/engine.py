@@ -70,7 +70,7 @@ class SimulatedEngine:
             max_model_len=facts.max_model_len,
             adapters={adapter.name: adapter.identity for adapter in facts.adapters},
         )
-        self._batch = Batch(
+        self.batch = Batch(
             self.memory,
             max_running=facts.max_running,
             max_batched_tokens=simulated.max_batched_tokens,
@@ -103,11 +103,11 @@ class SimulatedEngine:
             fault = f"needs {needed} blocks of KV, this engine has {self.memory.num_blocks}"
             self._reject(start, Reason.TOO_LARGE, "tokens", fault)
             return
-        self._batch.add(sequence)
+        self.batch.add(sequence)
         self._wake.set()
 
     def cancel(self, request_id: RequestId) -> None:
-        if self._batch.remove(request_id) is not None:
+        if self.batch.remove(request_id) is not None:
             self._ended.append(Progress(request_id=request_id, finish=Finish.CANCELLED))
             self._wake.set()
 
@@ -126,7 +126,7 @@ class SimulatedEngine:
                 yield events
 
     def load(self) -> LoadReport:
-        return self._batch.load
+        return self.batch.load
 
     def pulses(self) -> Sequence[Pulse]:
         return (Pulse(steps=self._steps, tokens=self._step_tokens, working=not self._waits),)
@@ -151,7 +151,7 @@ class SimulatedEngine:
 
     def check(self) -> None:
         """Assert the invariants of the batch and the memory."""
-        self._batch.check()
+        self.batch.check()
 
     # The loop.
 
@@ -172,9 +172,9 @@ class SimulatedEngine:
     async def _loop(self, tasks: asyncio.TaskGroup) -> Never:
         clock = asyncio.get_running_loop()
         while True:
-            for sequence in self._batch.admit():
+            for sequence in self.batch.admit():
                 tasks.create_task(self._fetch(sequence), name=f"fetch {sequence.start.request_id}")
-            plan = self._batch.plan()
+            plan = self.batch.plan()
             if not plan.empty:
                 prefills = [(chunk.tokens, chunk.sequence.computed) for chunk in plan.prefills]
                 context = sum(sequence.computed for sequence in plan.decodes)
@@ -182,7 +182,7 @@ class SimulatedEngine:
                 self._step_tokens = sum(tokens for tokens, _ in prefills) + len(plan.decodes)
                 await self._hang()
                 await self._wait_for_step(self._settings.latency.step_ms(prefills, len(plan.decodes), context))
-                for advanced in self._batch.perform(plan):
+                for advanced in self.batch.perform(plan):
                     self._conclude(advanced, tasks)
             if self.memory.changed:
                 self._cache_changed.set()
@@ -239,7 +239,7 @@ class SimulatedEngine:
             )
         )
         if finished:
-            self._batch.remove(request_id)
+            self.batch.remove(request_id)
 
     # Blocks from and to elsewhere.
 
@@ -307,7 +307,7 @@ class SimulatedEngine:
                 assert_never(start.kv_path)
         if sequence.stage is not SequenceStage.PUBLISHING:
             return  # it was cancelled meanwhile
-        self._batch.remove(start.request_id)
+        self.batch.remove(start.request_id)
         handoff = Handoff(
             kv_path=start.kv_path,
             prefill_worker=NO_WORKER,
@@ -337,7 +337,7 @@ class SimulatedEngine:
         """Return the field and the fault of an attempt that this engine cannot run."""
         if start.adapter and start.adapter not in self._shape.adapters:
             return "adapter", f"this engine does not have {start.adapter!r}"
-        if start.request_id in self._batch:
+        if start.request_id in self.batch:
             return "request_id", f"{start.request_id} runs already"
         if not start.tokens or len(start.tokens) % TOKEN_BYTES:
             return "tokens", f"{len(start.tokens)} bytes; at least one id of {TOKEN_BYTES} bytes is needed"

@@ -31,7 +31,7 @@ class BlockMemory:
         self._idle: OrderedDict[BlockIndex, None] = OrderedDict()  # the first one was released first
         self._holders: Counter[BlockIndex] = Counter()
         self._by_name: dict[BlockHash, BlockIndex] = {}
-        self._names: dict[BlockIndex, BlockHash] = {}
+        self.names: dict[BlockIndex, BlockHash] = {}
         self._changes: list[tuple[bool, BlockHash]] = []  # (stored, name)
         self._folded = False  # true if the next events are a clear and a dump
         self.num_blocks = num_blocks
@@ -89,7 +89,7 @@ class BlockMemory:
             if self._holders[block]:
                 continue
             del self._holders[block]
-            if block in self._names:
+            if block in self.names:
                 self._idle[block] = None
             else:
                 self._free.append(block)
@@ -99,9 +99,9 @@ class BlockMemory:
         assert block in self._holders, block
         if name in self._by_name:
             return
-        assert block not in self._names, block
+        assert block not in self.names, block
         self._by_name[name] = block
-        self._names[block] = name
+        self.names[block] = name
         self._note(stored=True, name=name)
 
     @property
@@ -129,13 +129,13 @@ class BlockMemory:
         """Assert rule 1, and that names and blocks agree."""
         assert len(self._free) + len(self._idle) + len(self._holders) == self.num_blocks
         assert len({*self._free, *self._idle, *self._holders}) == self.num_blocks
-        assert {name: block for block, name in self._names.items()} == self._by_name
-        assert all(block in self._names for block in self._idle)
-        assert not any(block in self._names for block in self._free)
+        assert {name: block for block, name in self.names.items()} == self._by_name
+        assert all(block in self.names for block in self._idle)
+        assert not any(block in self.names for block in self._free)
         assert all(holders > 0 for holders in self._holders.values())
 
     def _forget(self, block: BlockIndex) -> None:
-        name = self._names.pop(block)
+        name = self.names.pop(block)
         del self._by_name[name]
         self._note(stored=False, name=name)
 

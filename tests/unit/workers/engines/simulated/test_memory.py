@@ -55,7 +55,7 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from(NAMES))
     def publish(self, data, name):
         block = data.draw(st.sampled_from(sorted({block for held in self.held for block in held})))
-        if block in self.memory._names:
+        if block in self.memory.names:
             return
         known = bool(self.memory.find([name]))
         self.memory.publish(block, name)

@@ -125,7 +125,7 @@ class KubernetesConnector:
     """Implements `fleet.planner.ports.PlanConnector`; the writer is the field manager of its writes."""
 
     def __init__(self, cluster: KubernetesApi, target: KubernetesTarget, writer: PlanWriter) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._target = target
         self._writer = writer
 
@@ -165,7 +165,7 @@ class KubernetesConnector:
             kind = kinds.ROLE_SCALER
             manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
             try:
-                await self._cluster.apply(kind, _Scaler, manifest | {"spec": {"replicas": plan.replicas[pool.name]}})
+                await self.cluster.apply(kind, _Scaler, manifest | {"spec": {"replicas": plan.replicas[pool.name]}})
             except ObjectConflict:
                 continue
             except RequestDenied as error:
@@ -176,7 +176,7 @@ class KubernetesConnector:
     async def _look(self) -> Observation:
         target = self._target
         try:
-            found = await self._cluster.get(kinds.DISAGG_DEPLOYMENT, CustomObject, target.namespace, target.deployment)
+            found = await self.cluster.get(kinds.DISAGG_DEPLOYMENT, CustomObject, target.namespace, target.deployment)
         except ObjectMissing as error:
             raise ports.ConnectorUnreachable(
                 f"there is no DisaggDeployment {target.deployment} in namespace {target.namespace}"
@@ -197,7 +197,7 @@ class KubernetesConnector:
         """Return the RoleScalers of the deployment by role; if a role has two, the one that the operator uses."""
         target = self._target
         found: dict[PoolName, _Scaler] = {}
-        listed = await self._cluster.list(kinds.ROLE_SCALER, _Scaler, target.namespace)
+        listed = await self.cluster.list(kinds.ROLE_SCALER, _Scaler, target.namespace)
         for each in sorted(listed.items, key=lambda each: each.metadata.name, reverse=True):
             role = PoolName(each.spec.target.role)
             if each.spec.target.deployment != target.deployment:

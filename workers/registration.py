@@ -115,7 +115,7 @@ class WorkerMembership:
     """A worker's entries in all of its registries; there may be none."""
 
     def __init__(self, registrations: Sequence[RegistryEntry]) -> None:
-        self._registrations = registrations
+        self.registrations = registrations
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
         self._when_replaced: Callable[[], None] = lambda: None
@@ -124,7 +124,7 @@ class WorkerMembership:
 
     @property
     def ready(self) -> bool:
-        return not self._leaving.is_set() and all(each.taken for each in self._registrations)
+        return not self._leaving.is_set() and all(each.taken for each in self.registrations)
 
     def when_replaced(self, tell: Callable[[], None]) -> None:
         """Call `tell` when another process has the worker's id for good, or at once if one has it already."""
@@ -151,12 +151,12 @@ class WorkerMembership:
     async def _keep(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._run(each)) for each in self._registrations]
+                running = [tasks.create_task(self._run(each)) for each in self.registrations]
                 await self._leaving.wait()
                 for each in running:
                     each.cancel()
             async with asyncio.TaskGroup() as tasks:
-                for registration in self._registrations:
+                for registration in self.registrations:
                     tasks.create_task(registration.leave())
         finally:
             self._left.set()

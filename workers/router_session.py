@@ -31,7 +31,7 @@ class RouterSession:
         self._absorb = absorb
         self._limit = limit
         self._introduction: deque[WorkerMessage] = deque([description])
-        self._waiting: deque[WorkerMessage] = deque()
+        self.waiting: deque[WorkerMessage] = deque()
         self._sequence = 0
         self._finished = False
         self._ended = False
@@ -48,10 +48,10 @@ class RouterSession:
 
     def offer(self, message: WorkerMessage) -> bool:
         """Send a message in order; return False if there is no room, so that the stream has to be cut."""
-        if not (self._introduction or self._waiting or self._outlet.full):
+        if not (self._introduction or self.waiting or self._outlet.full):
             self._outlet.put(message)
-        elif len(self._waiting) < self._limit:
-            self._waiting.append(message)
+        elif len(self.waiting) < self._limit:
+            self.waiting.append(message)
         else:
             return False
         return True
@@ -62,7 +62,7 @@ class RouterSession:
 
     def flow(self) -> None:
         """Send waiting messages while the outlet takes them; the outlet's owner calls it again when it takes more."""
-        while (queue := self._introduction or self._waiting) and not self._outlet.full:
+        while (queue := self._introduction or self.waiting) and not self._outlet.full:
             self._outlet.put(queue.popleft())
         if self._finished and not queue and not self._ended:
             self._ended = True
@@ -76,7 +76,7 @@ class RouterSession:
     def cut(self, why: str) -> None:
         """End the stream now and drop the waiting messages."""
         self._introduction.clear()
-        self._waiting.clear()
+        self.waiting.clear()
         self._ended = True
         self._outlet.end(why)
 

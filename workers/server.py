@@ -110,7 +110,7 @@ class WorkerServer:
             start_seconds=start_seconds,
         )
         self._settings = settings
-        self._engine = engine
+        self.engine = engine
         self._clock = clock
         self._machine = WorkerMachine(
             role=settings.role,
@@ -203,7 +203,7 @@ class WorkerServer:
             absorb=self._absorb,
         )
         self._sessions[stream] = session
-        session.offer(self._engine.load())
+        session.offer(self.engine.load())
         log.info("router connected", extra={"router": router_id, "stream": stream, "cached_blocks": len(self._cache)})
         self._absorb(RouterConnected(stream=stream, router_id=router_id))
         session.flow()
@@ -224,14 +224,14 @@ class WorkerServer:
         return self._cancelled_by_drain
 
     async def _pump_outputs(self) -> Never:
-        async for outputs in self._engine.outputs():
-            self._absorb(EngineStepped(outputs=self._with_worker_id(outputs), lent=self._engine.lent))
+        async for outputs in self.engine.outputs():
+            self._absorb(EngineStepped(outputs=self._with_worker_id(outputs), lent=self.engine.lent))
             if self._keeper is not None and self._pins is not None:
                 self._keeper.keep(self._pins.heard(outputs, self._clock.now()))
         raise EngineDied("its outputs ended")
 
     async def _pump_cache(self) -> Never:
-        async for events in self._engine.kv_events():
+        async for events in self.engine.kv_events():
             self._cache.apply(events)
             changes = tuple(events)
             for session in list(self._sessions.values()):
@@ -246,11 +246,11 @@ class WorkerServer:
         reported: LoadReport | None = None
         reported_at = Nanos(0)
         while True:
-            self._absorb(WorkerTicked(lent=self._engine.lent))
-            if (facts := self._engine.facts) != self._facts:
+            self._absorb(WorkerTicked(lent=self.engine.lent))
+            if (facts := self.engine.facts) != self._facts:
                 self._describe_anew(facts)
             self._watch_engine()
-            load, now = self._engine.load(), self._clock.now()
+            load, now = self.engine.load(), self._clock.now()
             if load != reported or now - reported_at >= heartbeat:
                 reported, reported_at = load, now
                 for session in list(self._sessions.values()):
@@ -276,13 +276,13 @@ class WorkerServer:
         """
         if self.phase is LifePhase.GONE:
             return
-        before, self._health = self._health, self._watchdog.look(self._engine.pulses(), self._clock.now())
+        before, self._health = self._health, self._watchdog.look(self.engine.pulses(), self._clock.now())
         if self._health is EngineHealth.HEALTHY:
             if before is not EngineHealth.HEALTHY:
                 log.info("engine makes progress again", extra={"worker": self.description.worker_id})
             return
         # `traced` looks at all processes, so it is not called at every tick.
-        if (self._health is EngineHealth.HUNG or before is EngineHealth.HEALTHY) and self._engine.traced():
+        if (self._health is EngineHealth.HUNG or before is EngineHealth.HEALTHY) and self.engine.traced():
             self._watchdog.excuse()
             self._health = EngineHealth.HEALTHY
             return
@@ -347,9 +347,9 @@ class WorkerServer:
                         self._pins.began(start, self._clock.now())
                     if self._evacuator is not None:
                         self._prompts.note(start.tokens, start.salt)
-                    self._engine.submit(start)
+                    self.engine.submit(start)
                 case CancelInEngine(request_id=request_id):
-                    self._engine.cancel(request_id)
+                    self.engine.cancel(request_id)
                 case CutStream(stream=stream):
                     if (cut := self._sessions.pop(stream, None)) is not None:
                         cut.cut("the router connected again")
@@ -372,7 +372,7 @@ class WorkerServer:
             session.cut("its engine hangs")
         self._sessions.clear()
         log.error("engine hangs and is killed", extra={"worker": self.description.worker_id, "requests": lost})
-        self._engine.kill()
+        self.engine.kill()
         self._cancelled_by_drain = lost
         self._gone.set()
 

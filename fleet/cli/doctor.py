@@ -134,7 +134,7 @@ def _cuda() -> DoctorVerdict:
         return DoctorVerdict(
             False, "no NVIDIA driver (nvidia-smi is missing)", "a machine with an NVIDIA GPU and its driver"
         )
-    listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    listed = probe_output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     if listed.usable and listed.detail:
         return DoctorVerdict(True, "; ".join(listed.detail.splitlines()))
     return DoctorVerdict(
@@ -317,10 +317,10 @@ PROBES: Sequence[tuple[str, Probe]] = (
 
 def _try_python(code: str) -> DoctorVerdict:
     """Run code in a new interpreter; the detail is its output, or the last line of its error."""
-    return _output(sys.executable, "-c", code)
+    return probe_output(sys.executable, "-c", code)
 
 
-def _output(*command: str) -> DoctorVerdict:
+def probe_output(*command: str) -> DoctorVerdict:
     try:
         result = subprocess.run(  # noqa: S603 - our own commands
             command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=child_environment()

@@ -77,12 +77,12 @@ def _tune(arguments: argparse.Namespace) -> int:
     width = max(map(len, in_force))
     for name, value in in_force.items():
         print(f"{name:{width}}  {value if isinstance(value, int) else f'{value:g}'}")
-    for line in _break_even_lines(measured):
+    for line in break_even_lines(measured):
         print(line)
     return DONE
 
 
-def _break_even_lines(found: RemotePrefill) -> Iterator[str]:
+def break_even_lines(found: RemotePrefill) -> Iterator[str]:
     """Yield lines about the prefill break-even that the router has measured."""
     if not found.handoffs_needed:
         return  # a router of an earlier version

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(wishes) != len(arguments.pools):
         raise ConfigurationRefused("POOL=N: a pool is named twice")
     try:
-        return asyncio.run(_scale(_target(arguments), wishes, arguments.within, _place(arguments)))
+        return asyncio.run(_scale(target_of(arguments), wishes, arguments.within, _place(arguments)))
     except ConnectorError as error:
         _say(str(error))
     except asyncio.CancelledError:
@@ -125,7 +125,7 @@ async def _change(
     return outcome, seen
 
 
-def _target(arguments: argparse.Namespace) -> Target:
+def target_of(arguments: argparse.Namespace) -> Target:
     if arguments.connector is not None:
         return load(arguments.connector, PlanConnectorSettings).connector
     if arguments.deployment is not None:

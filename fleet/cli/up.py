@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    topology = _topology(arguments)
+    topology = read_topology(arguments)
     if arguments.ready_file is not None and not arguments.ready_file.absolute().parent.is_dir():
         raise ConfigurationRefused(f"--ready-file: {arguments.ready_file}: its folder does not exist")
     if arguments.ready_file is not None and arguments.ready_file.is_dir():
@@ -109,7 +109,7 @@ async def _demonstrate(cluster: LocalCluster, text: str) -> None:
         print(line)
 
 
-def _topology(arguments: argparse.Namespace) -> Topology:
+def read_topology(arguments: argparse.Namespace) -> Topology:
     """Return the topology of the file, or the default, changed by the options."""
     topology = load(arguments.config, Topology) if arguments.config else Topology()
     cluster = topology.cluster

@@ -59,8 +59,8 @@ class Client:
             ConfigurationRefused: A credentials file cannot be used.
         """
         self._metadata = api_key_metadata(api_key)
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceStub(self.channel)
         self._control_port = ControlPort(address, control, control_credentials)
         self._control_channel: grpc.Channel | None = None
 
@@ -74,7 +74,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection and end all running streams."""
-        self._channel.close()
+        self.channel.close()
         if self._control_channel is not None:
             self._control_channel.close()
 

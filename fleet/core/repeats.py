@@ -17,17 +17,17 @@ class LogDeduplicator:
     """The latest logged cause of each subject."""
 
     def __init__(self) -> None:
-        self._logged: dict[Hashable, tuple[str, Nanos]] = {}
+        self.logged: dict[Hashable, tuple[str, Nanos]] = {}
 
     def is_new(self, subject: Hashable, cause: str, now: Nanos) -> bool:
         """Return True if the caller should log the event now."""
-        latest = self._logged.get(subject)
+        latest = self.logged.get(subject)
         if latest is not None and latest[0] == cause and now - latest[1] < REPEAT_AFTER:
             return False
-        self._logged = {each: (said, at) for each, (said, at) in self._logged.items() if now - at < REPEAT_AFTER}
-        self._logged[subject] = (cause, now)
+        self.logged = {each: (said, at) for each, (said, at) in self.logged.items() if now - at < REPEAT_AFTER}
+        self.logged[subject] = (cause, now)
         return True
 
     def forget(self, subject: Hashable) -> None:
         """Forget a subject whose cause has ended, so that its next event is logged."""
-        self._logged.pop(subject, None)
+        self.logged.pop(subject, None)

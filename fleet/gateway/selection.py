@@ -58,7 +58,7 @@ class SelectionService:
     ) -> None:
         self._router = router
         self._settings = settings
-        self._bookings = workers.bookings
+        self.bookings = workers.bookings
         self._held: Counter[Holder] = Counter()
         self._tenant_secret = tenant_secret
         self.others: PeerRoutersApi | None = None  # the other routers of the cluster
@@ -73,7 +73,7 @@ class SelectionService:
 
     def drain(self) -> None:
         """End all leases, because they end with this process."""
-        for booking in list(self._bookings.values()):
+        for booking in list(self.bookings.values()):
             if booking.placed.done():  # else its caller still waits
                 self.end(booking)
 
@@ -116,7 +116,7 @@ class SelectionService:
         return booking
 
     def _opened(self, arrived: Arrived, lease_seconds: float, holder: Holder | None = None) -> SelectedRequest:
-        if len(self._bookings) >= self._settings.max_leases:
+        if len(self.bookings) >= self._settings.max_leases:
             raise RequestRejected(
                 Reason.QUEUE_FULL, "too many requests are selected and not released", retry_after_ms=RETRY_AFTER_MS
             )
@@ -124,7 +124,7 @@ class SelectionService:
             self._check_share(holder)
             self._held[holder] += 1
         booking = SelectedRequest(arrived.request_id, lease_seconds, self.end, holder)
-        self._bookings[arrived.request_id] = booking
+        self.bookings[arrived.request_id] = booking
         try:
             self._router.open(arrived, booking)
         except RequestRejected:
@@ -161,7 +161,7 @@ class SelectionService:
             answer_tokens: Answer tokens since the last report.
         """
         decision = self._router.decision(booking.request_id)
-        if self._bookings.get(booking.request_id) is not booking or decision is None:
+        if self.bookings.get(booking.request_id) is not booking or decision is None:
             return False
         booking.renew()
         if (prefilled or answer_tokens) and (done := booking.prefilled(decision)) is not None:
@@ -174,7 +174,7 @@ class SelectionService:
         """End a lease and release its reservation; ending it again is no error."""
         booking.stop_lease()
         self._router.close(booking.request_id, booking)
-        ended = self._bookings.pop(booking.request_id, None)
+        ended = self.bookings.pop(booking.request_id, None)
         if ended is None or (holder := booking.holder) is None:
             return
         self._held[holder] -= 1
@@ -183,14 +183,14 @@ class SelectionService:
 
     def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None:
         """Return the answer to a report; None if this router has no such lease."""
-        booking = self._bookings.get(RequestId(report.lease_id))
+        booking = self.bookings.get(RequestId(report.lease_id))
         if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
             return None
         return pb.ReportResponse(lease_ms=int(booking.lease_seconds * SECOND / MILLISECOND))
 
     def released(self, release: pb.ReleaseRequest) -> bool:
         """End a lease; return False if this router has no such lease."""
-        if (booking := self._bookings.get(RequestId(release.lease_id))) is None:
+        if (booking := self.bookings.get(RequestId(release.lease_id))) is None:
             return False
         self.end(booking)
         return True

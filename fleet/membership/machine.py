@@ -118,6 +118,10 @@ class Membership:
         """Members in the order of their arrival."""
         return {worker_id: member.joined for worker_id, member in self._members.items()}
 
+    def lease_end(self, worker_id: WorkerId) -> Nanos:
+        """Return when the lease of a member ends."""
+        return self._members[worker_id].lease_end
+
     def registrations(self, now: Nanos) -> list[Registration]:
         """Return the workers that have registered here, with the rest of their leases."""
         return [

@@ -43,7 +43,7 @@ class RegistryServer:
     """
 
     def __init__(self, settings: MembershipSettings, clock: Clock) -> None:
-        self._machine = Membership(settings)
+        self.machine = Membership(settings)
         self._clock = clock
         self._tick_seconds = settings.tick_ms / 1000
         self._changed = asyncio.Event()  # replaced after each change
@@ -56,33 +56,33 @@ class RegistryServer:
 
     @property
     def lease_ms(self) -> int:
-        return self._machine.lease // MILLISECOND
+        return self.machine.lease // MILLISECOND
 
     def register(self, event: Register) -> RegistrationRefusal | None:
         """Add or renew a member; return the rejection, or None."""
-        commands = self._machine.handle(event, self._clock.now())
+        commands = self.machine.handle(event, self._clock.now())
         self._announce(commands)
         return next((command for command in commands if isinstance(command, RegistrationRefusal)), None)
 
     def hear(self, event: ReachabilityEvent) -> None:
         """Record what this router's own streams say about a worker."""
-        self._announce(self._machine.handle(event, self._clock.now()))
+        self._announce(self.machine.handle(event, self._clock.now()))
 
     def deregister(self, event: Deregister) -> None:
-        self._announce(self._machine.handle(event, self._clock.now()))
+        self._announce(self.machine.handle(event, self._clock.now()))
 
     def hear_of(self, event: Registration) -> None:
         """Add a worker that another router announces."""
-        self._announce(self._machine.handle(event, self._clock.now()))
+        self._announce(self.machine.handle(event, self._clock.now()))
 
     def registrations(self) -> list[Registration]:
         """Return the workers that have registered here, with the rest of their leases."""
-        return self._machine.registrations(self._clock.now())
+        return self.machine.registrations(self._clock.now())
 
     @property
     def members(self) -> Mapping[WorkerId, MemberJoined]:
         """The present members."""
-        return self._machine.members
+        return self.machine.members
 
     async def run(self) -> Never:
         """End leases as time passes, until cancelled."""
@@ -92,7 +92,7 @@ class RegistryServer:
 
     def tick(self) -> None:
         """End the leases that are over."""
-        self._announce(self._machine.handle(MembershipTicked(), self._clock.now()))
+        self._announce(self.machine.handle(MembershipTicked(), self._clock.now()))
 
     async def follow(self, directory: Directory) -> Never:
         """Add the workers of a directory to the members, until cancelled.
@@ -106,7 +106,7 @@ class RegistryServer:
                 async with aclosing(directory.readings()) as readings:
                     async for sighting in readings:
                         for event in known.handle(sighting):
-                            self._announce(self._machine.handle(event, self._clock.now()))
+                            self._announce(self.machine.handle(event, self._clock.now()))
                         if not self.directory_reachable:
                             log.info("directory of workers reachable")
                         self.directory_reachable, pause = True, FIRST_BACKOFF_SECONDS
@@ -126,7 +126,7 @@ class RegistryServer:
         told: dict[WorkerId, MemberJoined] = {}
         while True:
             changed = self._changed
-            members = self._machine.members
+            members = self.machine.members
             for worker_id, member in list(told.items()):
                 if members.get(worker_id) != member:
                     del told[worker_id]

@@ -80,8 +80,8 @@ class RedisRateLimits:
         Raises:
             ValueError: The URL is not one of Redis.
         """
-        self._redis: Redis = Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
-        self._script: _Script = self._redis.register_script(SCRIPT)
+        self.redis: Redis = Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
+        self._script: _Script = self.redis.register_script(SCRIPT)
         self._tenants = tenants
         self._clock = clock
         self._prefix = prefix
@@ -98,7 +98,7 @@ class RedisRateLimits:
                 await asyncio.sleep(EXCHANGE_SECONDS)
                 await self.exchange()
         finally:
-            await self._redis.aclose()
+            await self.redis.aclose()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics for a `CollectorRegistry`."""

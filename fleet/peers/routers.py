@@ -165,7 +165,7 @@ class PeerRouters:
         self._private = private
         self._now_unix_ms = now_unix_ms
         self._tuned: PeerThresholds | None = None  # the latest change
-        self._links: dict[str, _PeerConnection] = {}  # by address
+        self.links: dict[str, _PeerConnection] = {}  # by address
         self._timer: asyncio.TimerHandle | None = None
         self._told: Mapping[WorkerId, ReservationTotals] = {}
         self._heard_of: set[str] = set()
@@ -247,7 +247,7 @@ class PeerRouters:
 
     async def metrics(self) -> dict[str, str]:
         """Return the metrics of this process and of those beside it, by router."""
-        beside = [link for address, link in self._links.items() if _is_beside(address)]
+        beside = [link for address, link in self.links.items() if _is_beside(address)]
         answers = await self._ask(beside, pb.ReplicaQuestion(metrics=pb.MetricsRequest()))
         return {self._settings.router_id: self._metrics()} | {answer.router_id: answer.metrics for answer in answers}
 
@@ -296,7 +296,7 @@ class PeerRouters:
 
     async def _first(self, question: pb.ReplicaQuestion) -> pb.ReplicaAnswer | None:
         """Return the first answer with content; None if none comes in time."""
-        asked = {link.ask(question) for link in self._links.values()}
+        asked = {link.ask(question) for link in self.links.values()}
         waiting = asked
         try:
             with suppress(TimeoutError):
@@ -313,7 +313,7 @@ class PeerRouters:
         return None
 
     def _changed(self) -> None:
-        if self._timer is None and self._links:
+        if self._timer is None and self.links:
             self._timer = asyncio.get_running_loop().call_later(SEND_INTERVAL_SECONDS, self._tell_changes)
 
     def _tell_changes(self) -> None:
@@ -352,7 +352,7 @@ class PeerRouters:
             self._tell_taken()
             told = tenants.told()
             question = pb.ReplicaQuestion(settled=pb.SettledRequest())
-            asked = {link.ask(question): link for link in self._links.values() if not link.deaf}
+            asked = {link.ask(question): link for link in self.links.values() if not link.deaf}
             late = (await asyncio.wait(asked, timeout=SETTLE_SECONDS))[1] if asked else set()
             for each in late:
                 asked[each].deaf = True
@@ -366,11 +366,11 @@ class PeerRouters:
 
     def _count_others(self) -> None:
         if self._limits is not None:
-            self._limits.tenants.others = sum(not link.deaf for link in self._links.values())
+            self._limits.tenants.others = sum(not link.deaf for link in self.links.values())
 
     def _send(self, message: pb.ReplicaMessage) -> None:
         payload = message.SerializeToString()
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             link.send(payload)
 
     async def _keep_up(self, address: str) -> Never:
@@ -410,12 +410,12 @@ class PeerRouters:
                 encode_bookings(router.booked()),
             ):
                 link.send(message.SerializeToString())
-            self._links[address] = link
+            self.links[address] = link
             self._count_others()
             try:
                 await link.over.wait()
             finally:
-                del self._links[address]
+                del self.links[address]
                 self._count_others()
                 link.connection.abort()
             log.warning(

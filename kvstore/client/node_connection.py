@@ -103,7 +103,7 @@ class NodeConnection:
         self._ended_incarnations: deque[str] = deque(maxlen=16)
         self._handshake = threading.Lock()
         self._memory_breaker = CircuitBreaker()  # for attempts to map shared memory (rule 5)
-        self._seeking = threading.Lock()
+        self.seeking = threading.Lock()
         self._slower: list[Transport] = []  # data paths from before shared memory; calls may still use them
 
     def open(self, deadline: Nanos) -> None:
@@ -294,7 +294,7 @@ class NodeConnection:
 
     def _retry_shared_memory(self, session: NodeSession) -> None:
         now = self._clock.now()
-        if not self._memory_breaker.allows(now) or not self._seeking.acquire(blocking=False):
+        if not self._memory_breaker.allows(now) or not self.seeking.acquire(blocking=False):
             return
         try:
             threading.Thread(
@@ -302,7 +302,7 @@ class NodeConnection:
             ).start()
         except RuntimeError:  # no thread can be started now
             self._memory_breaker.failed(now, self._clock.now())
-            self._seeking.release()
+            self.seeking.release()
 
     def _map_shared_memory(self, session: NodeSession) -> None:
         started = self._clock.now()
@@ -318,7 +318,7 @@ class NodeConnection:
                     self._slower.append(session.transport)
             self._memory_breaker.succeeded()
         finally:
-            self._seeking.release()
+            self.seeking.release()
 
     def _close_transports(self, session: NodeSession) -> None:
         """Close the data path of a session, and the slower ones that were used before it had shared memory."""

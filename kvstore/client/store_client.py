@@ -416,7 +416,7 @@ class StoreClient:
             return 0
         asked = hashes[: wire.MAX_HASHES]
         started = self._clock.now()
-        found = self._reserve(asked, tenant, deadline)
+        found = self.request_slots(asked, tenant, deadline)
         if found is None:
             self.connection.counting.add(dropped=len(hashes))
             return 0
@@ -443,7 +443,7 @@ class StoreClient:
         Arguments are those of `write`.
         """
         asked = hashes[: wire.MAX_HASHES]
-        found = self._reserve(asked, tenant, deadline) if asked else None
+        found = self.request_slots(asked, tenant, deadline) if asked else None
         if found is None:
             self.connection.counting.add(dropped=len(hashes))
             return None
@@ -525,7 +525,7 @@ class StoreClient:
 
         return call
 
-    def _reserve(
+    def request_slots(
         self, hashes: Sequence[BlockHash], tenant: bytes, deadline: Nanos | None = None
     ) -> tuple[NodeSession, ClientWriteReservation] | None:
         names = b"".join(hashes)
@@ -584,7 +584,7 @@ class StoreClient:
         outcomes = get(session, slots, earlier(deadline, self._transfer_deadline(len(slots))))
         corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is CORRUPT]
         if corrupt:
-            self._condemn(match, corrupt)
+            self.condemn(match, corrupt)
         arrived = [outcome is MOVED for outcome in outcomes]
         moved = sum(arrived)
         self.connection.counting.add(
@@ -598,7 +598,7 @@ class StoreClient:
             self.connection.counting.add(dropped=len(places))
             self._publish(places, {}, deadline)
 
-    def _condemn(self, match: Match, indices: list[int]) -> None:
+    def condemn(self, match: Match, indices: list[int]) -> None:
         log.warning("blocks failed their checksum", extra={"store": self.store_id, "blocks": len(indices)})
         request = pb.CondemnRequest(
             digest=self._namespace.digest,

@@ -203,7 +203,7 @@ class FrameConnection(asyncio.Protocol):
         self._over = False  # or about to end
         self._cause: Exception | None = None
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport
+        self.transport: asyncio.Transport
         self._receiver: FrameReceiver
 
     @property
@@ -228,7 +228,7 @@ class FrameConnection(asyncio.Protocol):
             raise FrameTooLong(size, self._limit)
         if self._over:
             return
-        if self._leaving_bytes + self._transport.get_write_buffer_size() + size > self._send_limit:
+        if self._leaving_bytes + self.transport.get_write_buffer_size() + size > self._send_limit:
             raise SendBufferFull(self._send_limit)
         if not self._leaving:
             self._loop.call_soon(self._flush)
@@ -255,14 +255,14 @@ class FrameConnection(asyncio.Protocol):
     def pause_reading(self) -> None:
         """Stop reading from the socket, so that the peer's connection becomes `full` after a while."""
         self._reading = False
-        self._transport.pause_reading()
+        self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         self._reading = True
         if self._waiting:
             self._loop.call_soon(self._receive_waiting)
         else:
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def close(self, cause: Exception | None = None) -> None:
         """Send what waits to be sent, then end; `lost` gets `cause` unless another cause comes first."""
@@ -270,7 +270,7 @@ class FrameConnection(asyncio.Protocol):
             self._flush()
             self._over = True
             self._cause = cause
-            self._transport.close()
+            self.transport.close()
 
     def abort(self, cause: Exception | None = None) -> None:
         """End now."""
@@ -278,14 +278,14 @@ class FrameConnection(asyncio.Protocol):
             self._over = True
             self._cause = cause
         self._leaving.clear()
-        self._transport.abort()
+        self.transport.abort()
 
     # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        if _family(self._transport) in (socket.AF_INET, socket.AF_INET6):
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        if _family(self.transport) in (socket.AF_INET, socket.AF_INET6):
             opened: socket.socket = transport.get_extra_info("socket")
             for level, name, value in TCP_OPTIONS:
                 opened.setsockopt(level, name, value)
@@ -295,7 +295,7 @@ class FrameConnection(asyncio.Protocol):
         payloads = self._decoder.cut(data)
         if len(payloads) > self._turn_frames:
             self._waiting.extend(payloads)
-            self._transport.pause_reading()
+            self.transport.pause_reading()
             self._receive_waiting()
             return
         received = self._receiver.received
@@ -306,7 +306,7 @@ class FrameConnection(asyncio.Protocol):
         if self._decoder.fault is not None:
             self.abort(self._decoder.fault)
         elif len(data) >= TURN_BYTES:
-            self._transport.pause_reading()
+            self.transport.pause_reading()
             self._loop.call_soon(self._go_on)
 
     def eof_received(self) -> None:
@@ -346,7 +346,7 @@ class FrameConnection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         if self._reading and not self._over:
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def _flush(self) -> None:
         leaving, size = self._leaving, self._leaving_bytes
@@ -354,9 +354,9 @@ class FrameConnection(asyncio.Protocol):
             return  # flushed already, or the connection is over
         self._leaving, self._leaving_bytes = [], 0
         if size <= JOINED_BYTES:
-            self._transport.write(b"".join(leaving))
+            self.transport.write(b"".join(leaving))
         else:
-            self._transport.writelines(leaving)
+            self.transport.writelines(leaving)
 
 
 Accept = Callable[[FrameConnection], FrameReceiver]

@@ -99,11 +99,11 @@ class NodeCalls:
 
     def __init__(self, stub: pb_grpc.BlockStoreStub, path: str, clock: Clock):
         self._stub = stub
-        self._path = path
+        self.path = path
         self._clock = clock
         self._lock = threading.Lock()
         self.connections: set[_CallConnection] = set()
-        self._idle: list[_CallConnection] = []
+        self.idle: list[_CallConnection] = []
         self._over = False
 
     def match(self, request: pb.MatchRequest, timeout_seconds: float) -> pb.MatchResponse:
@@ -115,7 +115,7 @@ class NodeCalls:
     def release_soon(self, request: pb.ReleaseRequest, timeout_seconds: float) -> None:
         """Release leases without waiting for the node, if possible; `settle` waits for it."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
-        connection = self._connection(deadline) if self._path else None
+        connection = self._connection(deadline) if self.path else None
         if connection is None:
             self._stub.Release(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
             return
@@ -132,8 +132,8 @@ class NodeCalls:
         """Wait until the node has released what `release_soon` sent, or the time is over."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
         with self._lock:
-            owing = [connection for connection in self._idle if connection.is_owed]
-            self._idle = [connection for connection in self._idle if not connection.is_owed]
+            owing = [connection for connection in self.idle if connection.is_owed]
+            self.idle = [connection for connection in self.idle if not connection.is_owed]
         for connection in owing:
             self._give_back(connection, whole=connection.settle(deadline))
 
@@ -148,7 +148,7 @@ class NodeCalls:
         self.settle(GOODBYE_SECONDS)
         with self._lock:
             self._over = True
-            idle, self._idle = self._idle, []
+            idle, self.idle = self.idle, []
             self.connections.difference_update(idle)
         for connection in idle:
             connection.close()
@@ -169,7 +169,7 @@ class NodeCalls:
         timeout_seconds: float,
     ) -> Answer:
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
-        connection = self._connection(deadline) if self._path else None
+        connection = self._connection(deadline) if self.path else None
         if connection is None:
             return by_grpc(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
         whole = False
@@ -192,16 +192,16 @@ class NodeCalls:
             with self._lock:
                 if self._over:
                     raise CallRefused(grpc.StatusCode.CANCELLED, "the client has closed this session")
-                if not self._idle:
+                if not self.idle:
                     break
-                connection = self._idle.pop()
+                connection = self.idle.pop()
             if connection.settle(deadline) and connection.is_silent():
                 return connection
             self._give_back(connection, whole=False)
             if self._clock.now() >= deadline:
                 raise CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         try:
-            connection = _CallConnection(self._path, self._clock, deadline)
+            connection = _CallConnection(self.path, self._clock, deadline)
         except TimeoutError as error:
             raise CallRefused(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "the node does not take a connection in time"
@@ -214,8 +214,8 @@ class NodeCalls:
 
     def _give_back(self, connection: "_CallConnection", *, whole: bool) -> None:
         with self._lock:
-            if whole and not self._over and len(self._idle) < IDLE_CONNECTIONS:
-                self._idle.append(connection)
+            if whole and not self._over and len(self.idle) < IDLE_CONNECTIONS:
+                self.idle.append(connection)
                 return
             self.connections.discard(connection)
         connection.close()

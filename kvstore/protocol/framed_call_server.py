@@ -40,13 +40,13 @@ class FramedCallServer:
 
     def __init__(self, handlers: Mapping[Method, CallHandler]):
         self._handlers = {bytes((method,)): handler for method, handler in handlers.items()}
-        self._callers: set[_CallerConnection] = set()
+        self.callers: set[_CallerConnection] = set()
         self.undecodable = 0
         """Number of requests that could not be decoded since the node started."""
 
     async def take(self, accepted: socket.socket) -> None:
         """Serve a connection whose opening has been read; the server now owns the socket."""
-        if len(self._callers) >= CONNECTIONS:
+        if len(self.callers) >= CONNECTIONS:
             accepted.close()
             return
         accepted.setblocking(False)
@@ -74,16 +74,16 @@ class FramedCallServer:
 
     def cut_stalled(self, now: Nanos) -> None:
         """Close connections whose peer has stopped within a request or an answer; call this periodically."""
-        for caller in list(self._callers):
+        for caller in list(self.callers):
             caller.cut_if_stalled(now)
 
     def close(self) -> None:
-        for caller in list(self._callers):
+        for caller in list(self.callers):
             caller.connection.abort()
 
     def _accept(self, connection: FrameConnection) -> "_CallerConnection":
         caller = _CallerConnection(self, connection)
-        self._callers.add(caller)
+        self.callers.add(caller)
         connection.send()  # the empty frame accepts the connection
         return caller
 
@@ -93,7 +93,7 @@ class FramedCallServer:
         log.warning("local connection cut: not a request", extra={"reason": str(error)})
 
     def forget(self, caller: "_CallerConnection") -> None:
-        self._callers.discard(caller)
+        self.callers.discard(caller)
 
 
 _WELL = bytes((OK,))

@@ -103,7 +103,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._hierarchy = hierarchy
         self._savings = savings
         self._open_in_tiers = backing.open_namespace
-        self._evacuations = Evacuations(machine, hierarchy, backing, self.settle, clock)
+        self.evacuations = Evacuations(machine, hierarchy, backing, self.settle, clock)
         self._nixl_offer = nixl_offer
         self._clock = clock
         self._ghost_caches = GhostCaches(tier.capacity_bytes, settings.eviction)
@@ -293,7 +293,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         digest, names = wire.parse_digest(request.digest), wire.parse_evacuated(request.hashes)
         deadline = Nanos(now + wire.parse_max_wait(request.timeout_ms))
         self._machine.block_bytes(digest)  # raises before the evacuation begins
-        return self._evacuations.evacuate(digest, names, leaving=request.leaving, deadline=deadline)
+        return self.evacuations.evacuate(digest, names, leaving=request.leaving, deadline=deadline)
 
     def _condemned_batches(self, request: pb.CondemnRequest) -> list[list[tuple[BlockHash, int]]]:
         """Return the blocks that a client condemns, each once, in batches for one turn of the event loop."""

@@ -51,7 +51,7 @@ class Evacuations:
         clock: Clock,
     ):
         self._machine = machine
-        self._hierarchy = hierarchy
+        self.hierarchy = hierarchy
         self._backing = backing
         self._settle = settle
         self._clock = clock
@@ -70,14 +70,14 @@ class Evacuations:
             return EvacuationResult(done=len(names))
         self._backing.begin_evacuation(evacuation_tier)
         tier = self._backing.tiers[evacuation_tier]
-        failed_before = self._hierarchy.counters(evacuation_tier).failures
+        failed_before = self.hierarchy.counters(evacuation_tier).failures
         keys = [BlockKey(digest, name) for name in names]
         evacuation = Evacuation(
-            self._hierarchy,
+            self.hierarchy,
             evacuation_tier,
             [key for key in dict.fromkeys(keys) if self._machine.is_present(key)],
             charge=partial(self._backing.may_write, evacuation_tier, block_bytes),
-            failures=lambda: self._hierarchy.counters(evacuation_tier).failures + tier.status().failures,
+            failures=lambda: self.hierarchy.counters(evacuation_tier).failures + tier.status().failures,
         )
         while True:
             now = self._clock.now()
@@ -94,11 +94,11 @@ class Evacuations:
             moved=evacuation.moved,
             there=evacuation.there,
             refused=evacuation.refused,
-            failed=self._hierarchy.counters(evacuation_tier).failures - failed_before,
+            failed=self.hierarchy.counters(evacuation_tier).failures - failed_before,
         )
 
     def _is_given_up(self, tier: int) -> bool:
-        return self._hierarchy.failed_writes(tier) >= GIVEN_UP_AFTER
+        return self.hierarchy.failed_writes(tier) >= GIVEN_UP_AFTER
 
 
 class Evacuation:
@@ -119,7 +119,7 @@ class Evacuation:
         since it was opened.
         """
         self.moved = self.there = self.refused = 0  # finished blocks
-        self._hierarchy = hierarchy
+        self.hierarchy = hierarchy
         self._tier = evacuation_tier
         self._keys = keys
         self._charge = charge
@@ -153,15 +153,15 @@ class Evacuation:
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
         until = min(unclear, default=len(self._keys))  # a more valuable block may have to be copied first
-        due = [index for index in self._waiting[: self._hierarchy.room(self._tier)] if index < until]
+        due = [index for index in self._waiting[: self.hierarchy.room(self._tier)] if index < until]
         del self._waiting[: len(due)]
         failures = self._failures()
         handed = []
         for index in due:
             key = self._keys[index]
-            if self._hierarchy.has(self._tier, key):
+            if self.hierarchy.has(self._tier, key):
                 self.moved += 1
-            elif self._hierarchy.is_demoting(self._tier, key):
+            elif self.hierarchy.is_demoting(self._tier, key):
                 self._under_way[index] = failures
             elif index in self._paid or self._charge():
                 self._paid.add(index)
@@ -169,22 +169,22 @@ class Evacuation:
                 handed.append(key)
             else:
                 self.refused += 1
-        self._hierarchy.demote_now(self._tier, handed, now)
+        self.hierarchy.demote_now(self._tier, handed, now)
 
     def collect(self) -> None:
         """Note the results of confirmations and demotions."""
         confirming, self._confirming = self._confirming, []
         for index in confirming:
-            if self._hierarchy.is_being_confirmed(self._tier, self._keys[index]):
+            if self.hierarchy.is_being_confirmed(self._tier, self._keys[index]):
                 self._confirming.append(index)
-            elif self._hierarchy.has(self._tier, self._keys[index]):
+            elif self.hierarchy.has(self._tier, self._keys[index]):
                 self.there += 1
             else:
                 insort(self._waiting, index)
         failures = self._failures()
         # Demotions end in the order in which they began, so a look costs no more than the new results.
         back = list(takewhile(lambda index: not self._is_going_down(index), self._under_way))
-        arrived = {index for index in back if self._hierarchy.has(self._tier, self._keys[index])}
+        arrived = {index for index in back if self.hierarchy.has(self._tier, self._keys[index])}
         for index in back:
             has_failed = failures > self._under_way.pop(index)
             if index in arrived:
@@ -206,7 +206,7 @@ class Evacuation:
         if self._confirming or not self._unsure:
             return True
         asked = self._unsure[:ASKED_AT_ONCE]
-        if not self._hierarchy.confirm(self._tier, [self._keys[index] for index in asked], now):
+        if not self.hierarchy.confirm(self._tier, [self._keys[index] for index in asked], now):
             return False
         self._confirming = asked
         del self._unsure[:ASKED_AT_ONCE]
@@ -214,4 +214,4 @@ class Evacuation:
 
     def _is_going_down(self, index: int) -> bool:
         key = self._keys[index]
-        return self._hierarchy.is_demoting(self._tier, key) and not self._hierarchy.has(self._tier, key)
+        return self.hierarchy.is_demoting(self._tier, key) and not self.hierarchy.has(self._tier, key)

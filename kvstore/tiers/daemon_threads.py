@@ -19,7 +19,7 @@ class DaemonThreads:
     """The threads of one tier. Thread-safe."""
 
     def __init__(self, name: str, threads: int):
-        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads = threads
         self._lock = threading.Lock()
         self._closed = False
@@ -36,7 +36,7 @@ class DaemonThreads:
         with self._lock:
             if self._closed:
                 raise RuntimeError("closed")
-            self._waiting.put((future, partial(act, *arguments)))
+            self.waiting.put((future, partial(act, *arguments)))
         return future
 
     def close(self) -> None:
@@ -46,13 +46,13 @@ class DaemonThreads:
                 return
             self._closed = True
             with suppress(queue.Empty):
-                while (waiting := self._waiting.get_nowait()) is not None:
+                while (waiting := self.waiting.get_nowait()) is not None:
                     waiting[0].cancel()
             for _ in range(self._threads):
-                self._waiting.put(None)
+                self.waiting.put(None)
 
     def _work(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
+        while (waiting := self.waiting.get()) is not None:
             _run(*waiting)
             del waiting  # it holds the buffers of a finished call
 

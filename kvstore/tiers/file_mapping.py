@@ -86,7 +86,7 @@ class FileMapping:
         def take(start: int) -> None:
             self._advise(start, min(CHUNK_BYTES, end - start), MADV_POPULATE_WRITE)
 
-        _in_chunks(end, take, cancelled)
+        in_chunks(end, take, cancelled)
 
     def ask_for_huge_pages(self) -> None:
         with contextlib.suppress(OSError):  # a system without huge pages
@@ -194,10 +194,10 @@ def _write_zeros(file: int, size: int, cancelled: Event | None) -> None:
         while start < end:
             start += os.pwrite(file, zeros[: end - start], start)
 
-    _in_chunks(size, write, cancelled)
+    in_chunks(size, write, cancelled)
 
 
-def _in_chunks(size: int, act: Callable[[int], None], cancelled: Event | None) -> None:
+def in_chunks(size: int, act: Callable[[int], None], cancelled: Event | None) -> None:
     """Call `act` with the offset of every chunk, in several threads, until `cancelled` is set."""
 
     def unless_cancelled(start: int) -> None:

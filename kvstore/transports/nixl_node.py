@@ -35,7 +35,7 @@ class NixlNode:
 
     def __init__(self, tier: SharedMemoryTier):
         self._tier = tier
-        self._process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | None = None
         self._offer: NixlOffer | None = None
 
     @property
@@ -46,7 +46,7 @@ class NixlNode:
     @property
     def pid(self) -> int | None:
         """The id of the agent process; None while there is none."""
-        return None if self._process is None else self._process.pid
+        return None if self.process is None else self.process.pid
 
     async def start(self) -> None:
         """Start the process, and wait until clients can connect.
@@ -55,7 +55,7 @@ class NixlNode:
             StoreNotStarted: NIXL cannot be used here.
         """
         pool = self._tier.fileno()
-        self._process = await asyncio.create_subprocess_exec(
+        self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "kvstore.transports.nixl_process",
@@ -65,10 +65,10 @@ class NixlNode:
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(pool,),
         )
-        assert self._process.stdout is not None
+        assert self.process.stdout is not None
         try:
             async with asyncio.timeout(STARTING_SECONDS):
-                said = await self._process.stdout.read(MAX_OFFER_BYTES)
+                said = await self.process.stdout.read(MAX_OFFER_BYTES)
             self._offer = msgspec.msgpack.decode(said, type=NixlOffer)
         except (TimeoutError, msgspec.DecodeError) as error:
             await self.stop()
@@ -83,9 +83,9 @@ class NixlNode:
         """Replace the process whenever it dies, until cancelled."""
         pause = FIRST_PAUSE_SECONDS
         while True:
-            if self._process is not None:
-                code = await self._process.wait()
-                self._process, self._offer = None, None
+            if self.process is not None:
+                code = await self.process.wait()
+                self.process, self._offer = None, None
                 log.warning("nixl process died", extra={"exit_code": code})
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -98,7 +98,7 @@ class NixlNode:
 
     async def stop(self) -> None:
         """End the process."""
-        process, self._process, self._offer = self._process, None, None
+        process, self.process, self._offer = self.process, None, None
         if process is None or process.returncode is not None:
             return
         assert process.stdin is not None

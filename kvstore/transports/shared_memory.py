@@ -60,11 +60,11 @@ class SharedMemoryTransport:
         """
         self._block_bytes = block_bytes
         self._clock = clock
-        self._mapping = _fetch_pool(path, digest, clock, deadline)
+        self.mapping = _fetch_pool(path, digest, clock, deadline)
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
         def move(packed: bytes, parts: list[ByteArray]) -> list[BlockOutcome]:
-            memory = self._mapping
+            memory = self.mapping
             codes = checksums.get_blocks(memory.bytes, memory.stamps, PAGE_BYTES, packed, self._block_bytes, parts)
             return [OUTCOMES[code] for code in codes]
 
@@ -79,7 +79,7 @@ class SharedMemoryTransport:
 
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
         def move(packed: bytes, parts: list[ByteArray]) -> list[FetchResult]:
-            memory = self._mapping
+            memory = self.mapping
             codes, sums = checksums.put_blocks(
                 memory.bytes, memory.stamps, PAGE_BYTES, packed, self._block_bytes, parts
             )
@@ -118,20 +118,20 @@ class SharedMemoryTransport:
         checksum = shard.get(place, parts)
         if checksum == slot.crc32c:
             return BlockOutcome.MOVED
-        return BlockOutcome.CORRUPT if self._mapping.holds(slot) else BlockOutcome.GONE
+        return BlockOutcome.CORRUPT if self.mapping.holds(slot) else BlockOutcome.GONE
 
     def _put_one_shard(self, slot: Slot, shard: RankShard, parts: list[ByteArray], deadline: Nanos) -> int | None:
         place = self._place(slot, deadline)
         if place is None:
             return None
         added = shard.put(parts, place)
-        return added if self._mapping.holds(slot) else None
+        return added if self.mapping.holds(slot) else None
 
     def _place(self, slot: Slot, deadline: Nanos) -> ByteArray | None:
         """Return a view of a block's bytes; None if the place belongs to another block, or it is too late."""
-        if self._clock.now() >= deadline or slot.offset + self._block_bytes > self._mapping.bytes.nbytes:
+        if self._clock.now() >= deadline or slot.offset + self._block_bytes > self.mapping.bytes.nbytes:
             return None
-        return self._mapping.block(slot.offset, self._block_bytes) if self._mapping.holds(slot) else None
+        return self.mapping.block(slot.offset, self._block_bytes) if self.mapping.holds(slot) else None
 
     def _move(
         self,

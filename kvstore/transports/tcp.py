@@ -81,7 +81,7 @@ class TcpTransport:
         self._room = threading.Semaphore(CONNECTIONS)
         self._guard = threading.Lock()  # guards the breaker and the following fields
         self._closed = False
-        self._busy: set[socket.socket] = set()
+        self.busy: set[socket.socket] = set()
         self._idle = [self._open(deadline)]
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
@@ -97,7 +97,7 @@ class TcpTransport:
         """Close all connections; running calls of other threads end with misses."""
         with self._guard:
             self._closed = True
-            for connection in self._busy:
+            for connection in self.busy:
                 with contextlib.suppress(OSError):  # already broken
                     connection.shutdown(socket.SHUT_RDWR)
             while self._idle:
@@ -136,7 +136,7 @@ class TcpTransport:
                     self._idle.pop().close()
         finally:
             with self._guard:
-                self._busy.discard(connection)
+                self.busy.discard(connection)
                 if in_step and not self._closed:
                     self._breaker.succeeded()
                     self._idle.append(connection)
@@ -149,7 +149,7 @@ class TcpTransport:
                 return None
             if self._idle:
                 connection = self._idle.pop()
-                self._busy.add(connection)
+                self.busy.add(connection)
                 return connection
             if not self._breaker.allows(now):
                 return None
@@ -160,7 +160,7 @@ class TcpTransport:
                 self._breaker.failed(now, self._clock.now())
             return None
         with self._guard:
-            self._busy.add(connection)
+            self.busy.add(connection)
         return connection
 
     def _open(self, deadline: Nanos) -> socket.socket:

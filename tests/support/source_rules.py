@@ -6,6 +6,7 @@ Rules:
 2. No docstring begins with a word that makes a fragment of it, such as "Of" or "Whether".
 3. The name of a test has at most 60 characters.
 4. A class name occurs once in the product, unless the classes implement the same port (`SAME_PORT`).
+5. Tests read and replace no private attribute of an object, and no private name of another module.
 """
 
 import ast
@@ -23,6 +24,9 @@ MAX_TEST_NAME = 60
 FRAGMENT = re.compile(r"(Of|Those|That|Who|What|As|See|Whether)\b")
 SAME_PORT = frozenset({"Captured", "_Captured"})
 """Class names that several modules share, because the classes implement one port."""
+
+PUBLIC = frozenset({"_asdict", "_fields", "_make", "_replace", "_exit", "_request_id"})
+"""Names with an underscore that their libraries document: of named tuples, `os` and `openai`."""
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -56,6 +60,8 @@ def complaints(files: list[Path]) -> Iterator[str]:
 
 def _of_file(file: Path, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
+        if file.parts[0] == "tests" and (name := _private_name(node)):
+            yield f"{file}:{getattr(node, 'lineno', 1)}: {name} is private; give the product a public view, or test what it does"
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             if first := FRAGMENT.match(node.value.value.strip()):
                 yield f"{file}:{node.lineno}: the docstring begins with {first.group()!r}; write a whole sentence"
@@ -67,6 +73,24 @@ def _of_file(file: Path, tree: ast.Module) -> Iterator[str]:
         is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name.startswith("test_")
         if is_test and len(name) > MAX_TEST_NAME:
             yield f"{file}:{line}: {name} has {len(name)} characters; a test name has at most {MAX_TEST_NAME}"
+
+
+def _private_name(node: ast.AST) -> str:
+    """Return the private name that a node takes from another object or module, or an empty string."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
+            return ""
+        case ast.Attribute(attr=name):
+            found = [name]
+        case ast.ImportFrom(names=names):
+            found = [each.name for each in names]
+        case ast.Call(func=ast.Attribute(attr="setattr" | "delattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            found = [name]
+        case ast.Call(func=ast.Name(id="getattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            found = [name]
+        case _:
+            return ""
+    return next((each for each in found if re.match(r"_[a-z]", each) and each not in PUBLIC), "")
 
 
 def main() -> int:

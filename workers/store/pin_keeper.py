@@ -41,13 +41,13 @@ class StorePinKeeper:
         self._tasks = tasks
         self._numbers = count(1)
         self._wanted: dict[str, int] = {}  # the number of the pin that each session shall have
-        self._running: set[asyncio.Task[None]] = set()
+        self.running: set[asyncio.Task[None]] = set()
 
     def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
         """Pin and unpin in the background, in this order."""
         for each in asked:
             self._wanted.pop(each.session, None)
-            if len(self._running) >= MAX_QUEUED_PINS:
+            if len(self.running) >= MAX_QUEUED_PINS:
                 self.dropped += 1
                 continue
             if isinstance(each, PinChain):
@@ -55,15 +55,15 @@ class StorePinKeeper:
                 task = self._tasks.create_task(self._supervised(partial(self._hold, each, number)))
             else:
                 task = self._tasks.create_task(self._supervised(partial(self._release, each)))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self.running.add(task)
+            task.add_done_callback(self.running.discard)
 
     def close(self) -> None:
         """Cancel pending calls.
 
         Pins that exist stay until their deadline, because the session may go on at another worker.
         """
-        for task in self._running:
+        for task in self.running:
             task.cancel()
 
     async def _supervised(self, work: Callable[[], Awaitable[None]]) -> None:

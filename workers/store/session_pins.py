@@ -56,8 +56,8 @@ class SessionPinPolicy:
     def __init__(self, longest: Nanos):
         assert longest > 0, longest
         self._longest = longest
-        self._works: dict[RequestId, _SessionAttempt] = {}
-        self._sessions: OrderedDict[str, _SessionPauses] = OrderedDict()
+        self.works: dict[RequestId, _SessionAttempt] = {}
+        self.sessions: OrderedDict[str, _SessionPauses] = OrderedDict()
         self._gaps = GapTimes()
 
     def began(self, start: Start, now: Nanos) -> None:
@@ -65,7 +65,7 @@ class SessionPinPolicy:
         if not start.session or start.phase is Phase.PREFILL:
             return
         session = store_session_name(start.session, start.salt)
-        self._works[start.request_id] = _SessionAttempt(start, session)
+        self.works[start.request_id] = _SessionAttempt(start, session)
         pauses = self._pauses(session)
         if pauses.ended is not None:
             gap = Nanos(max(0, now - pauses.ended))
@@ -74,20 +74,20 @@ class SessionPinPolicy:
 
     def heard(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> Iterator[PinChain | UnpinChain]:
         """Yield the pins that follow from an engine step."""
-        if not self._works:
+        if not self.works:
             return
         for output in outputs:
-            if (work := self._works.get(output.request_id)) is None:
+            if (work := self.works.get(output.request_id)) is None:
                 continue
             if isinstance(output, Rejected):
-                del self._works[output.request_id]
+                del self.works[output.request_id]
                 continue
             if output.token_ids:
                 if not work.generated:
                     yield UnpinChain(session=work.session)
                 work.generated += output.token_ids
             if output.finish is not None:
-                del self._works[output.request_id]
+                del self.works[output.request_id]
                 if work.generated:
                     yield self._hold(work, now)
 
@@ -105,10 +105,10 @@ class SessionPinPolicy:
 
     def _pauses(self, session: str) -> _SessionPauses:
         """Return the pauses of a session, which counts as just used."""
-        pauses = self._sessions.setdefault(session, _SessionPauses())
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        pauses = self.sessions.setdefault(session, _SessionPauses())
+        self.sessions.move_to_end(session)
+        if len(self.sessions) > MAX_SESSIONS:
+            self.sessions.popitem(last=False)
         return pauses
 
 

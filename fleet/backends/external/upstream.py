@@ -140,7 +140,7 @@ class Upstream(asyncio.Protocol):
         self._report_every = report_every
         self._due = _ExpectedAnswer()
         self._parser = httptools.HttpResponseParser(self._due)
-        self._transport: asyncio.Transport
+        self.transport: asyncio.Transport
         self._work_id = RequestId("")
         self._relayed: RelayedRequest | None = None
         self._client: asyncio.Transport | None = None  # set when the head was passed on
@@ -149,8 +149,8 @@ class Upstream(asyncio.Protocol):
         self._held = b""  # bytes of the head
         # until the end of the turn: the request, or a part of the answer once there is a client
         self._unsent: list[bytes] = []
-        self._latest = b""  # bytes since the latest read in which an event began; of long ones the end
-        self._earlier = b""  # the read before
+        self.latest = b""  # bytes since the latest read in which an event began; of long ones the end
+        self.earlier = b""  # the read before
         self._interim_heads = 0  # before the answer
         self._served = 0  # requests served
         self._events = 0  # not reported yet
@@ -166,7 +166,7 @@ class Upstream(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        return not self._transport.is_closing()
+        return not self.transport.is_closing()
 
     @property
     def relayed(self) -> RelayedRequest | None:
@@ -215,7 +215,7 @@ class Upstream(asyncio.Protocol):
         """Abandon the rest of the answer, which nobody waits for."""
         self._send_answer()
         self._relayed = None
-        self._transport.abort()
+        self.transport.abort()
 
     def fail(self, message: str, reason: Reason = Reason.WORKER_LOST) -> None:
         """Give up the answer."""
@@ -223,19 +223,19 @@ class Upstream(asyncio.Protocol):
         self._send_answer()
         self._tell()
         self._relayed = None
-        self._transport.abort()
+        self.transport.abort()
         self._owner.failed(self._work_id, reason, message)
 
     # Calls of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not subclass asyncio's
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not subclass asyncio's
         if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
         if self._relayed is None or self._complete or (self._unsent and self._client is None):  # nothing was asked
-            self._transport.abort()
+            self.transport.abort()
             return
         try:
             self._parser.feed_data(data)
@@ -262,9 +262,9 @@ class Upstream(asyncio.Protocol):
         if events := data.count(b"data:"):
             self.quiet = False
             self._events += events
-            self._earlier, self._latest = self._latest, data
+            self.earlier, self.latest = self.latest, data
         else:  # this read continues the one before
-            self._latest = self._latest[-USAGE_BYTES:] + data[-USAGE_BYTES:]
+            self.latest = self.latest[-USAGE_BYTES:] + data[-USAGE_BYTES:]
             if self._head is None or not self._head.streams or _COMMENT_LINE.search(data) is None:
                 self.quiet = False
         if not self._due.end:
@@ -297,9 +297,9 @@ class Upstream(asyncio.Protocol):
 
     def _end(self) -> bytes:
         """Return the end of the answer, where its usage is, joined from reads and chunks."""
-        latest = self._latest
+        latest = self.latest
         if len(latest) < USAGE_BYTES:
-            latest = self._earlier[-USAGE_BYTES:] + latest
+            latest = self.earlier[-USAGE_BYTES:] + latest
         end = latest[-USAGE_BYTES:]
         return _BETWEEN_CHUNKS.sub(b"", end) if self._head is not None and self._head.chunked else end
 
@@ -315,7 +315,7 @@ class Upstream(asyncio.Protocol):
         if not (unsent := self._unsent):
             return
         self._unsent = []
-        receiver = self._client or self._transport
+        receiver = self._client or self.transport
         if receiver.is_closing():
             return  # its receiver learns of that by itself
         if len(unsent) == 1:
@@ -325,11 +325,11 @@ class Upstream(asyncio.Protocol):
 
     def at_event_boundary(self) -> bool:
         head = self._head
-        return head is not None and head.streams and head.chunked and self._latest.endswith(_BOUNDARIES)
+        return head is not None and head.streams and head.chunked and self.latest.endswith(_BOUNDARIES)
 
     def send_last_event(self, event: bytes) -> None:
         head = self._head
-        if head is not None and head.streams and head.until_close and self._latest.endswith(_PLAIN_BOUNDARIES):
+        if head is not None and head.streams and head.until_close and self.latest.endswith(_PLAIN_BOUNDARIES):
             self._pass_on(event)
             self.flush()
 
@@ -360,12 +360,12 @@ class Upstream(asyncio.Protocol):
         relayed = self._relayed
         assert relayed is not None
         head = self._head = self._owner.heads.find(data[:end])
-        self._latest = b""
+        self.latest = b""
         if complete and head.streams and self._cut_short(data):
             self.fail(UNFINISHED)
             return
         try:
-            self._client = relayed.begin(self._transport, self)
+            self._client = relayed.begin(self.transport, self)
         except ClientDisconnected:
             self._held = data  # until the client's connection reports it
             return
@@ -389,7 +389,7 @@ class Upstream(asyncio.Protocol):
                 )
             )
         )
-        self._earlier, self._latest = b"", data
+        self.earlier, self.latest = b"", data
         self._events = max(1, data.count(b"data:", end))
         self._complete = complete
         self._owner.write_batcher.afterwards(self._finish if complete else self._tell)
@@ -418,7 +418,7 @@ class Upstream(asyncio.Protocol):
         head, owner = self._head, self._owner
         if head is None or not head.streams:
             return False
-        if _DONE in data or _DONE in _BETWEEN_CHUNKS.sub(b"", self._latest[-USAGE_BYTES:] + data):
+        if _DONE in data or _DONE in _BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data):
             owner.says_done = True
             return False
         return owner.says_done
@@ -429,7 +429,7 @@ class Upstream(asyncio.Protocol):
         if left:
             self._pass_on(left if self._bodies is None else self._unpacked(self._bodies))
         self._events += left.count(b"data:")
-        self._latest = left if b"data:" in left else self._latest + left
+        self.latest = left if b"data:" in left else self.latest + left
         self.fail(UNFINISHED)
 
     def _tell(self) -> None:
@@ -467,10 +467,10 @@ class Upstream(asyncio.Protocol):
         if relayed is None:
             return  # dropped meanwhile
         usable = self._head is not None and self._head.reusable and self._bodies is None
-        reusable = usable and not self._transport.is_closing()
+        reusable = usable and not self.transport.is_closing()
         keep_alive = self._keep_alive  # before the next request may be sent
         if not reusable:
-            self._transport.close()
+            self.transport.close()
         relayed.answer_tokens += self._events
         if relayed.tenant and (told := _COMPLETION_TOKENS.findall(self._end())):  # the tenant is charged for them
             relayed.answer_tokens = int(told[-1])

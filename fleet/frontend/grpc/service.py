@@ -31,12 +31,12 @@ class GrpcFrontend(ClientPort):
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs know no coroutines
         inference = {
-            "Generate": stream(self._generate, response_serializer=serialize),
+            "Generate": stream(self.generate, response_serializer=serialize),
             "ListModels": unary_context_handler(self._list_models),
         }
         return (grpc.method_handlers_generic_handler(self.SERVICE, inference),)
 
-    async def _generate(self, content: bytes, context: Context) -> None:
+    async def generate(self, content: bytes, context: Context) -> None:
         await answer_call(self._stream(content, context), context)
 
     async def _stream(self, content: bytes, context: Context) -> None:

@@ -74,7 +74,7 @@ class KserveFrontend(ClientPort):
             "ServerMetadata": unary_handler(self._server_metadata),
             "ModelMetadata": unary_context_handler(self._model_metadata),
             "ModelInfer": unary_context_handler(self._infer),
-            "ModelStreamInfer": stream(self._model_stream_infer, response_serializer=serialize),
+            "ModelStreamInfer": stream(self.model_stream_infer, response_serializer=serialize),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods), _UnimplementedMethods(tuple(methods))
 
@@ -120,7 +120,7 @@ class KserveFrontend(ClientPort):
         assert last is not None
         return last
 
-    async def _model_stream_infer(self, messages: Messages, context: Context) -> None:
+    async def model_stream_infer(self, messages: Messages, context: Context) -> None:
         await answer_call(self._stream(messages, context), context)
 
     async def _stream(self, messages: Messages, context: Context) -> None:

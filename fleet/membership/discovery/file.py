@@ -83,7 +83,7 @@ class FileDirectory(StatelessDirectory):
     async def readings(self) -> AsyncGenerator[DirectoryReading, None]:
         while True:
             try:
-                entries = await asyncio.to_thread(self._read)
+                entries = await asyncio.to_thread(self.read_records)
             except OSError as error:
                 raise DirectoryUnreachable(f"{self._folder}: {error.strerror or error}") from error
             yield DirectoryListing(all=tuple(map(_seen, entries)))
@@ -111,7 +111,7 @@ class FileDirectory(StatelessDirectory):
         if there is not None and there.incarnation == incarnation:
             path.unlink(missing_ok=True)
 
-    def _read(self) -> list[DiscoveryFileEntry]:
+    def read_records(self) -> list[DiscoveryFileEntry]:
         entries: list[DiscoveryFileEntry] = []
         passed_over: set[str] = set()
         for path in sorted(self._folder.iterdir()):

@@ -93,7 +93,7 @@ class KubernetesDirectory:
             warm_blocks: Worker only: the number of its warm blocks, published with each renewal as the cost of ending
                 it.
         """
-        self._settings = settings
+        self.settings = settings
         self._clock = clock or SystemClock()
         self._now_unix_ms = now_unix_ms
         self._warm_blocks = warm_blocks
@@ -110,10 +110,10 @@ class KubernetesDirectory:
         Raises:
             ConfigurationRefused: The settings do not say how to reach the API server.
         """
-        if self._pod is None and not self._settings.kubeconfig:
+        if self._pod is None and not self.settings.kubeconfig:
             self._pod = own_pod()
-        self._client = await _client(self._settings)
-        self._namespace = _namespace(self._settings)
+        self._client = await connect(self.settings)
+        self._namespace = _namespace(self.settings)
         self._objects = DiscoveryObjects(self._client, self._namespace, MANAGER)
         return self
 
@@ -127,14 +127,14 @@ class KubernetesDirectory:
             worker_id=worker_id,
             incarnation=incarnation,
             address=address,
-            lease_seconds=self._settings.lease_seconds,
+            lease_seconds=self.settings.lease_seconds,
         )
         me = (worker_id, incarnation)
         async with _registry_errors():
             if not await self._renew(record):
                 self._sliced.pop(me, None)
                 await self._take(record)
-            if self._settings.service and me not in self._sliced:
+            if self.settings.service and me not in self._sliced:
                 self._sliced[me] = await self._apply_slice(record)
         return record.lease
 
@@ -153,7 +153,7 @@ class KubernetesDirectory:
                 held = await self._objects.lease(name)
 
     async def readings(self) -> AsyncGenerator[DirectoryReading, None]:
-        selected = f"{REGISTRATION}=worker,{CLUSTER}={self._settings.cluster}"
+        selected = f"{REGISTRATION}=worker,{CLUSTER}={self.settings.cluster}"
         async with _directory_errors():
             listed, revision = await self._objects.leases(selected)
             found = [seen for item in listed if (seen := self._look(item)) is not None]
@@ -182,7 +182,7 @@ class KubernetesDirectory:
             else:
                 *lines, begun = (begun + part).split(b"\n")
                 for line in lines:
-                    if (event := _event(line)) is None:
+                    if (event := parse_event(line)) is None:
                         return
                     yield event
                 if not part:
@@ -260,7 +260,7 @@ class KubernetesDirectory:
             found = await self._objects.lease(name)
             if found is not None and not self._labels().items() <= found["metadata"].get("labels", {}).items():
                 raise RegistryUnreachable(
-                    f"the lease {self._namespace}/{name} is not of the cluster {self._settings.cluster!r}; rename the worker"
+                    f"the lease {self._namespace}/{name} is not of the cluster {self.settings.cluster!r}; rename the worker"
                 )
             lease = self._lease(record, found)
             try:
@@ -305,7 +305,7 @@ class KubernetesDirectory:
             body = endpoint_slice(
                 record.address,
                 self._held[record.worker_id, record.incarnation]["metadata"],
-                service=self._settings.service,
+                service=self.settings.service,
                 port="worker",
                 pod=self._pod,
                 labels=ours["labels"],
@@ -321,7 +321,7 @@ class KubernetesDirectory:
         metadata: Manifest = {
             "name": _name(record.worker_id),
             "namespace": self._namespace,
-            "labels": self._settings.labels | self._labels(),
+            "labels": self.settings.labels | self._labels(),
             "annotations": {RECORD: msgspec.json.encode(record).decode()},
         }
         if self._pod is not None:
@@ -331,7 +331,7 @@ class KubernetesDirectory:
 
     def _labels(self) -> dict[str, str]:
         """Return the labels by which routers find the Lease."""
-        return {REGISTRATION: "worker", CLUSTER: self._settings.cluster}
+        return {REGISTRATION: "worker", CLUSTER: self.settings.cluster}
 
     def _now(self) -> str:
         """Return the time as `MicroTime`, later than the previous one even if the clock steps back."""
@@ -339,7 +339,7 @@ class KubernetesDirectory:
         return datetime.fromtimestamp(self._last_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-async def _client(settings: KubernetesDiscovery) -> client.ApiClient:
+async def connect(settings: KubernetesDiscovery) -> client.ApiClient:
     """Build the API client.
 
     Raises:
@@ -366,7 +366,7 @@ def _namespace(settings: KubernetesDiscovery) -> str:
     return namespace
 
 
-def _event(line: bytes) -> LeaseWatchEvent | None:
+def parse_event(line: bytes) -> LeaseWatchEvent | None:
     """Decode a line of a watch; None: the watch has expired.
 
     Raises:

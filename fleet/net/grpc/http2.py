@@ -223,9 +223,9 @@ class Http2Connection(asyncio.Protocol):
         self.slot: ConnectionSlot[Http2Connection] | None = None  # None if the table was full
         self._waiting: dict[CallContext, None] = {}  # calls that wait for their callers to read
         self._ending: dict[CallContext, None] = {}  # answered calls whose callers still send
-        self._transport: asyncio.Transport
+        self.transport: asyncio.Transport
         self._flushing = False
-        self._paused = False
+        self.paused = False
         self._slow_reader = SlowReader(server.limits.write_timeout_seconds, server.limits.min_read_bytes)
         self._buffer = WriteBufferCounter()
         self._has_spoken = False
@@ -240,10 +240,10 @@ class Http2Connection(asyncio.Protocol):
     # From the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
         configure_client_socket(transport.get_extra_info("socket"))
         if self.server.closing:
-            self._transport.abort()
+            self.transport.abort()
             return
         address = client_key(transport.get_extra_info("peername"))
         admission = self.server.table.admit(self, address, self.loop.time())
@@ -251,7 +251,7 @@ class Http2Connection(asyncio.Protocol):
             admission.displaced.displace()
         self.slot = admission.slot
         if self.slot is None:
-            self._transport.abort()
+            self.transport.abort()
             return
         self.server.connections[self] = None
         self.http.initiate_connection(SETTINGS)
@@ -275,30 +275,30 @@ class Http2Connection(asyncio.Protocol):
         except ngh2.NGH2Error:
             self._handle_events()
             self.flush()  # send the library's error frame
-            self._transport.close()
+            self.transport.close()
             return
         self._handle_events()
         self.flush()
 
     def pause_writing(self) -> None:
-        self._buffer.paused(self._transport)
-        self._paused = True
+        self._buffer.paused(self.transport)
+        self.paused = True
 
     def resume_writing(self) -> None:
-        self._buffer.resumed(self._transport)
-        self._paused = False
+        self._buffer.resumed(self.transport)
+        self.paused = False
         self.flush()
 
     # From calls
 
     def peer(self) -> str:
-        name = self._transport.get_extra_info("peername")
+        name = self.transport.get_extra_info("peername")
         if not isinstance(name, tuple):
             return "unix:"
         return f"ipv4:{name[0]}:{name[1]}" if len(name) == 2 else f"ipv6:[{name[0]}]:{name[1]}"
 
     def must_wait(self, stream: int) -> bool:
-        return self._paused or self.http.queued_body_size(stream) > MAX_QUEUED_BYTES
+        return self.paused or self.http.queued_body_size(stream) > MAX_QUEUED_BYTES
 
     def schedule_flush(self) -> None:
         if not self._flushing:
@@ -329,14 +329,14 @@ class Http2Connection(asyncio.Protocol):
 
     def check_limits(self, now: float) -> None:
         """Enforce the time limits of the connection and its calls."""
-        waiting = self._transport.get_write_buffer_size() if self._paused else 0
+        waiting = self.transport.get_write_buffer_size() if self.paused else 0
         silent = not self._has_spoken and now - self._began_at > self.server.limits.first_byte_timeout_seconds
         unanswered = self.pinged_at is not None and now - self.pinged_at > SILENCE_SECONDS
         slow = self._slow_reader.overdue(now, waiting, self._buffer.written)
         if slow:
             self.server.slow_log.note(self.peer(), waiting)
         if silent or unanswered or slow:
-            self._transport.abort()
+            self.transport.abort()
             return
         try:
             if now - self._received_at > SILENCE_SECONDS and self.pinged_at is None:
@@ -348,7 +348,7 @@ class Http2Connection(asyncio.Protocol):
             if self._shutdown_at is not None and now - self._shutdown_at > SHUTDOWN_NOTICE_SECONDS:
                 self._send_goaway()
         except ngh2.NGH2Error:  # the connection is ending already
-            self._transport.abort()
+            self.transport.abort()
             return
         for call in list(self.calls.values()):
             call.check_limits(now)
@@ -359,10 +359,10 @@ class Http2Connection(asyncio.Protocol):
             with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
                 self.http.send_goaway()
             self.flush()
-        if self._paused or not self._has_spoken:
-            self._transport.abort()
+        if self.paused or not self._has_spoken:
+            self.transport.abort()
         else:
-            self._transport.close()
+            self.transport.close()
 
     def go_away(self, *, at_once: bool = False) -> None:
         """Ask the client to open another connection; `at_once` refuses further calls immediately."""
@@ -384,25 +384,25 @@ class Http2Connection(asyncio.Protocol):
         """Send the remaining bytes and close."""
         if not self._gone:
             self.flush()
-            self._transport.close()
+            self.transport.close()
 
     def abort(self) -> None:
-        self._transport.abort()
+        self.transport.abort()
 
     # Internal
 
     def flush(self) -> None:
         """Send pending bytes and resume the calls that waited for it."""
         self._flushing = False
-        if self._paused or self._gone or self._transport.is_closing():
+        if self.paused or self._gone or self.transport.is_closing():
             return
         try:
             content = self.http.data_to_send()
         except ngh2.NGH2Error:  # the client does not speak HTTP/2
-            self._transport.abort()
+            self.transport.abort()
             return
         if content:
-            self._transport.write(content)
+            self.transport.write(content)
             self._handle_events()  # handle streams that ended by this write
         for call in list(self._ending):
             if not self.http.queued_body_size(call.stream):
@@ -413,7 +413,7 @@ class Http2Connection(asyncio.Protocol):
                 del self._waiting[call]
                 call.resume_writer()
         if not self.http.want_read and not self.http.want_write:
-            self._transport.close()
+            self.transport.close()
 
     def _handle_events(self) -> None:
         new = []
@@ -465,7 +465,7 @@ class Http2Connection(asyncio.Protocol):
             self.http.send_goaway()
             self.schedule_flush()
         if not self.calls and not self.server.closing:
-            self._transport.close()
+            self.transport.close()
 
 
 def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:

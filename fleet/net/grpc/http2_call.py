@@ -121,7 +121,7 @@ class CallContext:
         self._timer: asyncio.TimerHandle | None = None
         self._incoming = bytearray()
         self._incoming_since: float | None = None
-        self._messages: deque[tuple[int, bytes]] = deque()  # compression flag and content of each message
+        self.messages: deque[tuple[int, bytes]] = deque()  # compression flag and content of each message
         self._unacknowledged = 0  # received bytes for which the window was not reopened
         self._rejection: tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]] | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -289,7 +289,7 @@ class CallContext:
     def _discard_input(self) -> None:
         """Discard unread bytes, so that the connection's window is free for other calls."""
         self._incoming.clear()
-        self._messages.clear()
+        self.messages.clear()
         self._incoming_since = None
         self._connection.acknowledge(self, self._unacknowledged)
         self._unacknowledged = 0
@@ -313,13 +313,13 @@ class CallContext:
                 return
             if len(self._incoming) < PREFIX.size + size:
                 break
-            self._messages.append((compressed, bytes(self._incoming[PREFIX.size : PREFIX.size + size])))
+            self.messages.append((compressed, bytes(self._incoming[PREFIX.size : PREFIX.size + size])))
             del self._incoming[: PREFIX.size + size]
             self._incoming_since = None
             self._hold(MESSAGE_BYTES - PREFIX.size)
         if self._incoming and self._request_complete:
             self._reject(grpc.StatusCode.INTERNAL, "the last message is incomplete")
-        elif (self._incoming or len(self._messages) > UNREAD_MESSAGES) and self._memory_is_full():
+        elif (self._incoming or len(self.messages) > UNREAD_MESSAGES) and self._memory_is_full():
             too_much = encode_status(long_message_rejection())
             self._reject(too_much.code, too_much.details, too_much.trailing_metadata)
 
@@ -341,20 +341,20 @@ class CallContext:
 
     def _open_window(self) -> None:
         """Open the window for read messages and for the rest of a started one, within `UNREAD_MESSAGES`."""
-        if self._unacknowledged and len(self._messages) < UNREAD_MESSAGES:
+        if self._unacknowledged and len(self.messages) < UNREAD_MESSAGES:
             self._connection.acknowledge(self, self._unacknowledged)
             self._unacknowledged = 0
 
     async def _read(self) -> tuple[Any] | None:
         """Return the next message; None at the end of the request."""
-        while not self._messages:
+        while not self.messages:
             if self._rejection is not None:
                 await self.abort(*self._rejection)
             if self._request_complete:
                 return None
             self._reader = self._loop.create_future()
             await self._reader
-        compressed, message = self._messages.popleft()
+        compressed, message = self.messages.popleft()
         self._hold(-len(message) - MESSAGE_BYTES)
         self._open_window()
         if compressed:
@@ -367,7 +367,7 @@ class CallContext:
         return (message if self._deserialize is None else self._deserialize(message),)
 
     async def _read_single(self) -> Any:
-        if not self._messages and self._incoming_since is None:
+        if not self.messages and self._incoming_since is None:
             self._incoming_since = self._loop.time()
         if (message := await self._read()) is None:
             await self.abort(grpc.StatusCode.INTERNAL, "the request has no message")

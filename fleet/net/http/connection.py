@@ -99,7 +99,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._stage = ConnectionStage.IDLE
         self._idle_nanos = int(settings.idle_timeout_seconds * SECOND)
-        self._deadline = self._deadline_in(settings.first_byte_timeout_seconds)
+        self.deadline = self._deadline_in(settings.first_byte_timeout_seconds)
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
@@ -107,28 +107,28 @@ class HttpConnection(asyncio.Protocol):
         self._body = BodyBuffer()
         self._raw_head: bytes | None = None  # the raw head if it arrived in one piece
         self._known_head: tuple[HttpHead, int] | None = None  # and content length, while a body arrives unparsed
-        self._waiting: deque[HttpRequest | MalformedRequest] = deque()
-        self._unparsed = b""  # bytes that follow the waiting requests
+        self.waiting: deque[HttpRequest | MalformedRequest] = deque()
+        self.unparsed = b""  # bytes that follow the waiting requests
         self._served = 0  # requests served in this turn, approximately
         self._turn_scheduled = False
         self._declined_head: HttpHead | None = None  # the head of a request that offers another protocol
-        self._exchange: Exchange | None = None  # the exchange being served
+        self.exchange: Exchange | None = None  # the exchange being served
         self._serving: ExchangeTask | None = None
         self._starting = False
         self._source: RelaySource | None = None
         self._lost = False
         self._half_closed = False
-        self._paused: asyncio.Future[None] | None = None  # done after the client reads again
+        self.paused: asyncio.Future[None] | None = None  # done after the client reads again
         self._slow_reader = SlowReader(settings.write_timeout_seconds * SECOND, settings.min_read_bytes)
         self._buffer = WriteBufferCounter()
         self._reading = True
-        self._transport: asyncio.Transport
+        self.transport: asyncio.Transport
 
     # From the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are not asyncio classes
-        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's transports are not asyncio classes
+        self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         if (sock := transport.get_extra_info("socket")) is not None:
             configure_client_socket(sock)
         self._connections[self] = None
@@ -140,7 +140,7 @@ class HttpConnection(asyncio.Protocol):
         if self._slot is not None:
             return
         if len(self._connections) - len(self._table) > MAX_LINGERING:
-            self._transport.abort()
+            self.transport.abort()
         else:
             self._reject_for_now("too many connections; retry later")
 
@@ -163,19 +163,19 @@ class HttpConnection(asyncio.Protocol):
         self._half_closed = True
         if self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
             self._reject(HTTPStatus.BAD_REQUEST, "the request is incomplete")
-        if self._exchange is None:
+        if self.exchange is None:
             return False
-        if self._exchange.request.method == "POST" and self._serving is not None:
+        if self.exchange.request.method == "POST" and self._serving is not None:
             self._serving.cancel()
         return True
 
     def data_received(self, data: bytes) -> None:
-        if self._unparsed:
-            self._unparsed += data
+        if self.unparsed:
+            self.unparsed += data
             return
         stage = self._stage
         begin = 0  # start of the bytes that are not handled yet
-        if stage is ConnectionStage.IDLE and self._exchange is None and self._paused is None:
+        if stage is ConnectionStage.IDLE and self.exchange is None and self.paused is None:
             end = data.find(b"\r\n\r\n") + 4
             content = data[:end]
             known = self._heads.find(content)
@@ -188,7 +188,7 @@ class HttpConnection(asyncio.Protocol):
                 self._known_head = known
                 self._body = BodyBuffer()
                 self._stage = ConnectionStage.BODY
-                self._deadline = self._deadline_in(self._settings.body_timeout_seconds)
+                self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
                 begin = end
             else:
                 self._raw_head = content
@@ -230,13 +230,13 @@ class HttpConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         if self._lost:
             return
-        self._buffer.paused(self._transport)
-        self._paused = asyncio.get_running_loop().create_future()
+        self._buffer.paused(self.transport)
+        self.paused = asyncio.get_running_loop().create_future()
         if self._source is not None:
             self._source.pause_reading()
 
     def resume_writing(self) -> None:
-        self._buffer.resumed(self._transport)
+        self._buffer.resumed(self.transport)
         self._resume()
         if self._source is not None:
             self._source.resume_reading()
@@ -248,7 +248,7 @@ class HttpConnection(asyncio.Protocol):
         if self._stage is ConnectionStage.CLOSING:
             return
         self._stage = ConnectionStage.HEAD
-        self._deadline = self._deadline_in(self._settings.head_timeout_seconds)
+        self.deadline = self._deadline_in(self._settings.head_timeout_seconds)
         self._url = b""
         self._headers = {}
         self._body = BodyBuffer()
@@ -276,12 +276,12 @@ class HttpConnection(asyncio.Protocol):
             return
         self._stage = ConnectionStage.BODY
         self._overhead_bytes = 0
-        self._deadline = self._deadline_in(self._settings.body_timeout_seconds)
+        self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
         declared = self._headers.get(b"content-length", b"0")
         if int(declared) > self._settings.max_body_bytes:
             self._reject_body()
-        elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._exchange is None:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self.exchange is None:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         if self._stage is ConnectionStage.CLOSING:
@@ -298,7 +298,7 @@ class HttpConnection(asyncio.Protocol):
         if self._stage is ConnectionStage.CLOSING:
             return
         self._stage = ConnectionStage.IDLE
-        self._deadline = self._deadline_in(self._settings.idle_timeout_seconds)
+        self.deadline = self._deadline_in(self._settings.idle_timeout_seconds)
         offered = self._parser.should_upgrade()
         head = HttpHead(
             method=self._parser.get_method().decode("ascii"),
@@ -315,7 +315,7 @@ class HttpConnection(asyncio.Protocol):
         if (content := self._raw_head) is not None:
             self._raw_head = None  # valid for this request only
             self._cache_head(content, head, body)
-        self._waiting.append(HttpRequest(head, body))
+        self.waiting.append(HttpRequest(head, body))
         self._advance()
 
     # From the server
@@ -327,21 +327,21 @@ class HttpConnection(asyncio.Protocol):
     def expire(self, now: Nanos) -> None:
         """Enforce the deadlines and the slow reader limit."""
         waiting = 0
-        if self._paused is not None or self._exchange is None:  # a served request may fill the buffer
-            waiting = self._transport.get_write_buffer_size()
+        if self.paused is not None or self.exchange is None:  # a served request may fill the buffer
+            waiting = self.transport.get_write_buffer_size()
         if self._slow_reader.overdue(now, waiting, self._buffer.written):
-            self._slow_log.note(client_key(self._transport.get_extra_info("peername")), waiting)
-            self._transport.abort()
+            self._slow_log.note(client_key(self.transport.get_extra_info("peername")), waiting)
+            self.transport.abort()
             return
-        if now < self._deadline or self._exchange is not None:
+        if now < self.deadline or self.exchange is not None:
             return
         match self._stage:
             case ConnectionStage.HEAD | ConnectionStage.BODY:
                 self._reject(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
             case ConnectionStage.IDLE:
-                self._transport.close()
+                self.transport.close()
             case ConnectionStage.CLOSING:
-                self._transport.close()  # sends the rest first, as long as the client reads
+                self.transport.close()  # sends the rest first, as long as the client reads
 
     def displace(self) -> None:
         """Close at once, because the table needs the slot; no request is being served."""
@@ -351,38 +351,38 @@ class HttpConnection(asyncio.Protocol):
                 "too many connections, and the request was not complete; retry later",
                 RETRY_AFTER_SECONDS,
             )
-            self._transport.write(malformed.answer(self._explain(malformed)))
+            self.transport.write(malformed.answer(self._explain(malformed)))
         self._stage = ConnectionStage.CLOSING
-        if self._transport.get_write_buffer_size():
-            self._transport.abort()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
         else:
-            self._transport.close()
+            self.transport.close()
 
     def abort(self) -> None:
         """Close at once, even while a request is being served."""
-        self._transport.abort()
+        self.transport.abort()
 
     def close_when_idle(self) -> None:
         """Close now if no request is being served, otherwise after it."""
-        if self._exchange is None:
-            self._transport.close()
+        if self.exchange is None:
+            self.transport.close()
         self._stage = ConnectionStage.CLOSING
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        if self._lost or self._transport.is_closing():
+        if self._lost or self.transport.is_closing():
             raise ClientDisconnected
         self._source = source
-        if self._paused is not None:
+        if self.paused is not None:
             source.pause_reading()
-        return self._transport
+        return self.transport
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        if self._lost or self._transport.is_closing():
+        if self._lost or self.transport.is_closing():
             raise ClientDisconnected
-        self._transport.write(b"".join(pieces))
+        self.transport.write(b"".join(pieces))
 
     async def drained(self) -> None:
-        while (paused := self._paused) is not None:  # until the client reads or `expire` disconnects it
+        while (paused := self.paused) is not None:  # until the client reads or `expire` disconnects it
             await asyncio.shield(paused)
         if self._lost:
             raise ClientDisconnected
@@ -400,14 +400,14 @@ class HttpConnection(asyncio.Protocol):
                 self._parser.feed_data(view[start : start + PARSE_BYTES])
             except httptools.HttpParserUpgrade as offered:
                 raise httptools.HttpParserUpgrade(start + offered.args[0]) from None
-            if self._waiting:
-                self._unparsed = data[start + PARSE_BYTES :]
+            if self.waiting:
+                self.unparsed = data[start + PARSE_BYTES :]
                 return
 
     def _parse_rest(self) -> None:
-        if self._lost or self._waiting:
+        if self._lost or self.waiting:
             return
-        data, self._unparsed = self._unparsed, b""
+        data, self.unparsed = self.unparsed, b""
         if data:
             self.data_received(data)
         self._advance()
@@ -420,14 +420,14 @@ class HttpConnection(asyncio.Protocol):
         head, self._declined_head = self._declined_head, None
         if head is None:
             return  # the request was refused
-        if head.method == "CONNECT" or b"transfer-encoding" in head.headers or self._exchange is not None:
+        if head.method == "CONNECT" or b"transfer-encoding" in head.headers or self.exchange is not None:
             self._reject(
                 HTTPStatus.NOT_IMPLEMENTED, "no other protocol is spoken here; send the request without an upgrade"
             )
             return
         self._known_head = (head, int(head.headers.get(b"content-length", b"0")))
         self._stage = ConnectionStage.BODY
-        self._deadline = self._deadline_in(self._settings.body_timeout_seconds)
+        self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
         self._take_known_body(rest, 0)
 
     def _next_turn(self) -> None:
@@ -436,8 +436,8 @@ class HttpConnection(asyncio.Protocol):
             self._advance()
 
     def _drop_waiting(self) -> None:
-        self._waiting.clear()
-        self._unparsed = b""
+        self.waiting.clear()
+        self.unparsed = b""
 
     def _cache_head(self, content: bytes, head: HttpHead, body: bytes) -> None:
         """Cache the head if only the content length determines where the body ends."""
@@ -467,52 +467,52 @@ class HttpConnection(asyncio.Protocol):
         """Start to serve a request; no other one is being served."""
         if self._slot is not None:
             self._slot.served = True
-        exchange = self._exchange = Exchange(self, request)
+        exchange = self.exchange = Exchange(self, request)
         self._starting = True
         serving = self._serve(exchange)
         self._starting = False
-        if self._exchange is exchange:  # else the exchange has ended already
+        if self.exchange is exchange:  # else the exchange has ended already
             self._serving = serving
 
     def _advance(self) -> None:
-        while self._exchange is None and self._waiting and self._paused is None:
+        while self.exchange is None and self.waiting and self.paused is None:
             if self._served >= MAX_REQUESTS_PER_TURN:
                 if not self._turn_scheduled:
                     self._turn_scheduled = True
                     asyncio.get_running_loop().call_soon(self._next_turn)
                 break
             self._served += 1
-            following = self._waiting.popleft()
+            following = self.waiting.popleft()
             if isinstance(following, MalformedRequest):
                 self._drop_waiting()
-                self._transport.write(following.answer(self._explain(following)))
+                self.transport.write(following.answer(self._explain(following)))
                 self._linger()
                 return
             self._start(following)
-        if self._unparsed and not self._waiting:
+        if self.unparsed and not self.waiting:
             asyncio.get_running_loop().call_soon(self._parse_rest)
-        behind = bool(self._waiting or self._unparsed)
+        behind = bool(self.waiting or self.unparsed)
         if self._reading and behind:
-            self._transport.pause_reading()
+            self.transport.pause_reading()
         elif not self._reading and not behind:
-            self._transport.resume_reading()
+            self.transport.resume_reading()
         self._reading = not behind
 
     def finished(self, *, keep_alive: bool) -> None:
-        if self._source is not None and self._paused is not None:
+        if self._source is not None and self.paused is not None:
             self._source.resume_reading()  # the next answer of the source goes to another client
-        if self._exchange is not None and not self._lost:
-            self._hold(-len(self._exchange.request.body))
-        self._exchange = self._serving = self._source = None
+        if self.exchange is not None and not self._lost:
+            self._hold(-len(self.exchange.request.body))
+        self.exchange = self._serving = self._source = None
         if self._lost:
             return
-        if self._half_closed or not keep_alive or (self._stage is ConnectionStage.CLOSING and not self._waiting):
+        if self._half_closed or not keep_alive or (self._stage is ConnectionStage.CLOSING and not self.waiting):
             self._drop_waiting()
             self._linger()
             return
         if self._stage is ConnectionStage.IDLE:
-            self._deadline = Nanos(self._clock.now() + self._idle_nanos)
-        if not (self._waiting or self._unparsed):
+            self.deadline = Nanos(self._clock.now() + self._idle_nanos)
+        if not (self.waiting or self.unparsed):
             self._note_waiting()
         elif not self._starting:  # else `_advance` continues by itself
             self._advance()
@@ -533,7 +533,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _note_waiting(self) -> None:
         """Note in the table what the connection waits for, unless a request is being or about to be served."""
-        if self._exchange is not None or self._waiting or self._unparsed:
+        if self.exchange is not None or self.waiting or self.unparsed:
             return
         if self._stage is ConnectionStage.IDLE:
             group = WaitingFor.IDLE
@@ -562,7 +562,7 @@ class HttpConnection(asyncio.Protocol):
         self._hold(-self._body.size)
         self._body = BodyBuffer()
         self._stage = ConnectionStage.CLOSING
-        self._waiting.append(MalformedRequest(status, message, retry_after_seconds))
+        self.waiting.append(MalformedRequest(status, message, retry_after_seconds))
         self._advance()
 
     def _reject_head(self) -> None:
@@ -583,17 +583,17 @@ class HttpConnection(asyncio.Protocol):
         self._stage = ConnectionStage.CLOSING
         if self._slot is not None:
             self._table.mark_waiting(self._slot, WaitingFor.CLOSING, self._clock.now() / SECOND)
-        if self._half_closed or not self._transport.can_write_eof():
-            self._transport.close()
+        if self._half_closed or not self.transport.can_write_eof():
+            self.transport.close()
             return
-        self._deadline = self._deadline_in(LINGER_SECONDS)
+        self.deadline = self._deadline_in(LINGER_SECONDS)
         if not self._reading:
             self._reading = True
-            self._transport.resume_reading()
-        self._transport.write_eof()
+            self.transport.resume_reading()
+        self.transport.write_eof()
 
     def _resume(self) -> None:
-        paused, self._paused = self._paused, None
+        paused, self.paused = self.paused, None
         if paused is not None and not paused.done():
             paused.set_result(None)
 

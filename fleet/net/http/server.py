@@ -72,12 +72,12 @@ class HttpServer:
         self._clock = clock
         self._routes = routes
         self._connection_seconds = connection_seconds
-        self._connections: dict[HttpConnection, None] = {}  # including refused ones that are still open
-        self._table: ConnectionTable[HttpConnection] = ConnectionTable(settings.max_connections, settings.address_share)
-        self._limit_log = ConnectionLimitLog(self._table)
+        self.connections: dict[HttpConnection, None] = {}  # including refused ones that are still open
+        self.table: ConnectionTable[HttpConnection] = ConnectionTable(settings.max_connections, settings.address_share)
+        self._limit_log = ConnectionLimitLog(self.table)
         self._slow_log = SlowClientLog(settings)
         self._heads = HeadCache()
-        self._held = HeldBodyBytes()
+        self.held = HeldBodyBytes()
         self._serving: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -89,10 +89,10 @@ class HttpServer:
             self._clock,
             self.serve,
             http_error_body,
-            self._connections,
-            self._table,
+            self.connections,
+            self.table,
             self._heads,
-            self._held,
+            self.held,
             self._slow_log,
             self._connection_seconds,
         )
@@ -101,7 +101,7 @@ class HttpServer:
         """Stop accepting requests, and wait at most so long for the running ones and for `also`."""
         self.draining = True
         self.stop_listening()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.close_when_idle()
         with suppress(TimeoutError):
             async with asyncio.timeout(within_seconds):
@@ -111,7 +111,7 @@ class HttpServer:
 
     def disconnect_all(self) -> None:
         """Close all connections and cancel their requests."""
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.abort()
         for task in self._serving:
             task.cancel()
@@ -120,7 +120,7 @@ class HttpServer:
         """Enforce the time limits forever."""
         while True:
             now = self._clock.now()
-            for connection in list(self._connections):
+            for connection in list(self.connections):
                 connection.expire(now)
             self._limit_log.log_changes(now / SECOND, self.address)
             self._slow_log.log_changes(now / SECOND, self.address)

@@ -89,13 +89,13 @@ class LeaseLeader:
         self._identity = identity
         self._clock = clock
         self._wall = wall
-        self._election = Election(identity, Nanos(int(settings.renew_within_seconds * SECOND)))
+        self.election = Election(identity, Nanos(int(settings.renew_within_seconds * SECOND)))
         self._owner_uid: str | None = None
         self._led = False
 
     def leads(self) -> bool:
         """Return whether this process may act as the leader now."""
-        return self._election.leads(self._clock.now())
+        return self.election.leads(self._clock.now())
 
     async def run(self) -> Never:
         """Take part in the election until cancelled."""
@@ -109,14 +109,14 @@ class LeaseLeader:
                 # A faster candidate is normal; another error may last for ever, such as a missing right.
                 level = logging.DEBUG if isinstance(error, ObjectConflict) else logging.WARNING
                 log.log(level, "lease not written", extra={"lease": self._settings.name, "cause": str(error)})
-            self._tell()
+            self.tell()
             await asyncio.sleep(self._settings.retry_seconds)
 
     async def give_back(self) -> None:
         """Give the Lease back, so that the next leader need not wait. Nothing may be written afterwards."""
         if not self.leads():
             return
-        self._election.gave_back()
+        self.election.gave_back()
         try:
             async with asyncio.timeout(GIVE_BACK_SECONDS):
                 lease = await self._read()
@@ -129,14 +129,14 @@ class LeaseLeader:
     async def _round(self) -> None:
         lease = await self._read()
         began = self._clock.now()
-        step = self._election.step(None if lease is None else _found(lease), began)
+        step = self.election.step(None if lease is None else _found(lease), began)
         self.waits = step is ElectionStep.WAIT
         if self.waits:
             return
         if step is not ElectionStep.RENEW or self._owner_uid is None:
             self._owner_uid = await self._owner()
         await self._write(lease, step, holder=self._identity)
-        self._election.wrote(began)
+        self.election.wrote(began)
         if step is ElectionStep.CREATE:
             self.changed.set()
 
@@ -183,7 +183,7 @@ class LeaseLeader:
             metadata["resourceVersion"] = lease.metadata.resource_version
             await self._cluster.replace(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         leads = self.leads()
         if leads != self._led:
             log.info("leader election won" if leads else "leader election lost", extra={"identity": self._identity})

@@ -112,14 +112,14 @@ class VirtualConnector:
     """Implements `fleet.planner.ports.PlanConnector`."""
 
     def __init__(self, records: PlanRecords, writer: PlanWriter, wall: Callable[[], datetime]) -> None:
-        self._records = records
+        self.records = records
         self._writer = writer
         self._wall = wall
 
     async def observe(self) -> Observation:
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                return self._seen(await self._records.read())
+                return self._seen(await self.records.read())
         except TimeoutError as error:
             raise ConnectorUnreachable("plan and report cannot be read in time") from error
 
@@ -132,7 +132,7 @@ class VirtualConnector:
 
     async def _apply(self, plan: Plan, seen: Observation) -> None:
         for _ in range(TRIES):
-            kept = await self._records.read()
+            kept = await self.records.read()
             left = to_write(plan, seen, self._seen(kept))
             if not left or await self._write(plan, left, kept):
                 return
@@ -153,7 +153,7 @@ class VirtualConnector:
         }
         settle_by = (self._wall() + timedelta(seconds=plan.within / SECOND)).isoformat(timespec="seconds")
         intent = Intent(revision=revision, settle_by=settle_by, pools=kept.intent.pools | written)
-        return await self._records.write(intent, kept)
+        return await self.records.write(intent, kept)
 
     def _seen(self, kept: RecordsSnapshot) -> Observation:
         if kept.report is None:

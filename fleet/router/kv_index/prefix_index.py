@@ -87,7 +87,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
-        self._held: dict[Holder, set[int]] = {}
+        self.held: dict[Holder, set[int]] = {}
         self._bits: dict[Holder, int] = {}
         self._capacities: dict[Holder, int] = {}
         self.holders: dict[int, Holder] = {}  # by bit
@@ -103,7 +103,7 @@ class PrefixIndex:
 
     def held_by(self, holder: Holder) -> int:
         """Return how many blocks a holder is believed to hold."""
-        return len(self._held[holder])
+        return len(self.held[holder])
 
     def add(self, holder: Holder, capacity: int) -> None:
         """Add an empty holder with room for `capacity` blocks."""
@@ -111,14 +111,14 @@ class PrefixIndex:
         bit = self._free_bits.pop() if self._free_bits else 1 << len(self._bits)
         self._bits[holder] = bit
         self.holders[bit] = holder
-        self._held[holder] = set()
+        self.held[holder] = set()
         self._capacities[holder] = capacity
 
     def remove(self, holder: Holder) -> None:
         """Remove a holder and all its blocks."""
         self.cleared(holder)
         bit = self._bits.pop(holder)
-        del self.holders[bit], self._held[holder], self._capacities[holder]
+        del self.holders[bit], self.held[holder], self._capacities[holder]
         if self._bits:
             self._free_bits.append(bit)
         else:
@@ -126,7 +126,7 @@ class PrefixIndex:
             self._masks = {}  # a dict keeps its table when it shrinks; a new dict has none
 
     def stored(self, holder: Holder, keys: Iterable[int]) -> None:
-        bit, held, masks = self._bits[holder], self._held[holder], self._masks
+        bit, held, masks = self._bits[holder], self.held[holder], self._masks
         new = tuple(keys)
         if not held.isdisjoint(new):
             new = tuple(key for key in new if key not in held)
@@ -142,14 +142,14 @@ class PrefixIndex:
                 masks[key] = masks.get(key, 0) | bit
 
     def removed(self, holder: Holder, keys: Iterable[int]) -> None:
-        held = self._held[holder]
+        held = self.held[holder]
         gone = held.intersection(keys)
         self._unmark(self._bits[holder], gone)
         held -= gone
 
     def cleared(self, holder: Holder) -> None:
-        self._unmark(self._bits[holder], self._held[holder])
-        self._held[holder] = set()
+        self._unmark(self._bits[holder], self.held[holder])
+        self.held[holder] = set()
 
     def bit(self, holder: Holder) -> int:
         """Return the bit of a holder, valid until the holder is removed."""
@@ -182,7 +182,7 @@ class PrefixIndex:
         assert not set(self._free_bits) & set(self.holders)
         assert {bit: holder for holder, bit in self._bits.items()} == self.holders
         expected: dict[int, int] = {}
-        for holder, held in self._held.items():
+        for holder, held in self.held.items():
             assert len(held) <= self._capacities[holder], holder
             for key in held:
                 expected[key] = expected.get(key, 0) | self._bits[holder]
@@ -190,4 +190,4 @@ class PrefixIndex:
 
     @property
     def blocks(self) -> Mapping[Holder, int]:
-        return {holder: len(held) for holder, held in self._held.items()}
+        return {holder: len(held) for holder, held in self.held.items()}

@@ -76,13 +76,13 @@ class S3Backend:
         self, settings: S3Settings, clients: S3Clients, records: RecordFramer, statistics: TierStatistics, clock: Clock
     ):
         self._settings = settings
-        self._clients = clients
+        self.clients = clients
         self._records = records
         self._statistics = statistics
         self._clock = clock
-        self._seen = S3Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
+        self.sightings = S3Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
         self._conditional = True
-        self._threads = DaemonThreads("kvstore-s3", settings.parallel)
+        self.threads = DaemonThreads("kvstore-s3", settings.parallel)
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
         return self._records.knows(key)
@@ -95,14 +95,14 @@ class S3Backend:
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         """Return which blocks are stored; a block that was seen lately counts as stored (rule 3)."""
         now = self._clock.now()
-        recalled = {key: self._seen.recall(key, now) for key in keys}
+        recalled = {key: self.sightings.recall(key, now) for key in keys}
         there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
         self._each({key: key for key in recalled if key not in there}, self._exists, there, deadline)
         return [there[key] for key in keys]
 
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
         now = self._clock.now()
-        there.update((key, True) for key in work if self._seen.is_there(key, now))
+        there.update((key, True) for key in work if self.sightings.is_there(key, now))
         missing = {key: (key, write) for key, write in work.items() if key not in there}
         self._each(missing, partial(self._put, deadline=deadline), there, deadline)
 
@@ -121,22 +121,22 @@ class S3Backend:
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
         for key in keys:
-            self._seen.suspect(key)
+            self.sightings.suspect(key)
         self._each({key: key for key in keys}, self._delete, {}, deadline)
 
     def health(self) -> BackendHealth:
         return BackendHealth()
 
     def close(self) -> None:
-        self._threads.close()
-        self._clients.close()
+        self.threads.close()
+        self.clients.close()
 
     # One request
 
     def _exists(self, client: Any, key: BlockKey) -> bool:
         try:
             client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
-        except self._clients.client_error as error:
+        except self.clients.client_error as error:
             if error_code(error) not in MISSING:
                 raise
             return self._note_sighting(key, is_there=False)
@@ -148,7 +148,7 @@ class S3Backend:
         if framed is None:
             return False
         conditional = self._conditional
-        if self._seen.is_suspect(key):  # rule 2: a conditional put would leave what is there
+        if self.sightings.is_suspect(key):  # rule 2: a conditional put would leave what is there
             key_state = self._records.key_state(key, self._head(client, key, deadline), write.block.nbytes)
             if key_state is not RemoteKeyState.FREE:
                 return key_state is RemoteKeyState.HELD
@@ -159,7 +159,7 @@ class S3Backend:
         condition = {"IfNoneMatch": "*"} if conditional else {}
         try:
             client.put_object(Bucket=self._settings.bucket, Key=self._name(key), Body=body, **condition)
-        except self._clients.client_error as error:
+        except self.clients.client_error as error:
             code = error_code(error)
             if code in UNCONDITIONAL_ONLY and conditional:
                 self._conditional = False
@@ -179,7 +179,7 @@ class S3Backend:
         key = wanted.key
         try:
             answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key))
-        except self._clients.client_error as error:
+        except self.clients.client_error as error:
             if error_code(error) not in MISSING:
                 raise
             self._note_sighting(key, is_there=False)
@@ -189,9 +189,9 @@ class S3Backend:
         if fetched.outcome is BlockOutcome.MOVED:
             self._note_sighting(key, is_there=True)
         elif fetched.outcome is BlockOutcome.CORRUPT:
-            self._seen.forget(key)  # the block may have been damaged in transit
+            self.sightings.forget(key)  # the block may have been damaged in transit
         else:
-            self._seen.suspect(key)
+            self.sightings.suspect(key)
         return fetched
 
     def _head(self, client: Any, key: BlockKey, deadline: Nanos) -> bytes:
@@ -199,7 +199,7 @@ class S3Backend:
         where = f"bytes=0-{HEAD_BYTES - 1}"
         try:
             answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key), Range=where)
-        except self._clients.client_error as error:
+        except self.clients.client_error as error:
             if error_code(error) not in MISSING | {"416", "InvalidRange"}:
                 raise
             return b""
@@ -214,12 +214,12 @@ class S3Backend:
 
     @contextmanager
     def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ObjectReading | None"]:
-        with self._clients.fresh(seconds(deadline - self._clock.now())) as client:
+        with self.clients.fresh(seconds(deadline - self._clock.now())) as client:
             if client is None:
                 raise TierFailed(f"{self._place}: too little time is left")
             try:
                 head = client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
-            except self._clients.client_error as error:
+            except self.clients.client_error as error:
                 if error_code(error) not in MISSING:
                     raise
                 yield None
@@ -232,7 +232,7 @@ class S3Backend:
         return True
 
     def _note_sighting(self, key: BlockKey, *, is_there: bool) -> bool:
-        self._seen.note(key, self._clock.now(), is_there=is_there)
+        self.sightings.note(key, self._clock.now(), is_there=is_there)
         return is_there
 
     # Several requests
@@ -269,7 +269,7 @@ class S3Backend:
         failure: BaseException | None = None
         for name, item in items.items():
             try:
-                attempts[name] = self._threads.submit(self._attempt, act, item, deadline)
+                attempts[name] = self.threads.submit(self._attempt, act, item, deadline)
             except RuntimeError:
                 failure = TierFailed(f"{self._place}: the tier is closed")
                 break
@@ -287,13 +287,13 @@ class S3Backend:
 
     def _attempt(self, act: Callable[[Any, Item], Answer], item: Item, deadline: Nanos) -> Answer:
         for is_last in (False, True):
-            client = self._clients.within(seconds(deadline - self._clock.now()))
+            client = self.clients.within(seconds(deadline - self._clock.now()))
             if client is None:
                 raise TierFailed(f"{self._place}: too little time is left")
             try:
                 return act(client, item)
-            except self._clients.errors as error:
-                if is_last or not isinstance(error, self._clients.connection_closed):  # rule 1
+            except self.clients.errors as error:
+                if is_last or not isinstance(error, self.clients.connection_closed):  # rule 1
                     raise TierFailed(f"{self._place}: {error}") from error
         raise AssertionError("unreachable")
 

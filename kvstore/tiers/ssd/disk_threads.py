@@ -64,10 +64,10 @@ class DiskThreads:
     def __init__(self, name: str, threads: int, clock: Clock) -> None:
         self._clock = clock
         self._threads = threads
-        self._scratch: queue.LifoQueue[Scratch] = queue.LifoQueue()
+        self.scratch: queue.LifoQueue[Scratch] = queue.LifoQueue()
         self._calls: queue.SimpleQueue[tuple[_JobGroup, Nanos] | None] = queue.SimpleQueue()
         for _ in range(threads):
-            self._scratch.put(Scratch())
+            self.scratch.put(Scratch())
         for index in range(threads - 1):
             threading.Thread(target=self._help, name=f"{name}-{index}", daemon=True).start()
 
@@ -96,14 +96,14 @@ class DiskThreads:
     def _work(self, call: "_JobGroup", deadline: Nanos) -> None:
         while call.has_more() and (left := deadline - self._clock.now()) > 0:
             try:
-                scratch = self._scratch.get(timeout=seconds(left))
+                scratch = self.scratch.get(timeout=seconds(left))
             except queue.Empty:
                 return
             try:
                 if self._clock.now() < deadline:
                     call.do_next(scratch)
             finally:
-                self._scratch.put(scratch)
+                self.scratch.put(scratch)
 
 
 class _JobGroup:

@@ -52,13 +52,13 @@ class SsdTier:
 
     def __init__(self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], clock: Clock) -> None:
         self._settings = settings
-        self._state = state
-        self._volumes = volumes
+        self.state = state
+        self.volumes = volumes
         self._clock = clock
-        self._disk_threads = DiskThreads(NAME, settings.threads, clock)
-        self._writer = SsdWriter(settings, state, volumes, self._disk_threads, clock)
-        self._reader = SsdReader(settings, state, volumes, self._disk_threads, clock)
-        self._calls = 0  # running calls; guarded by the lock of `state`
+        self.disk_threads = DiskThreads(NAME, settings.threads, clock)
+        self._writer = SsdWriter(settings, state, volumes, self.disk_threads, clock)
+        self._reader = SsdReader(settings, state, volumes, self.disk_threads, clock)
+        self.calls = 0  # running calls; guarded by the lock of `state`
         self._closed = False
 
     @classmethod
@@ -107,8 +107,8 @@ class SsdTier:
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:  # noqa: ARG002 - it takes no time
         if self._closed:
             raise TierFailed("the SSD tier is closed")
-        known = {digest for digest in {key.digest for key in keys} if self._state.codec(digest) is not None}
-        return self._state.index.leading(keys, known)
+        known = {digest for digest in {key.digest for key in keys} if self.state.codec(digest) is not None}
+        return self.state.index.leading(keys, known)
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         return [self.find([key], deadline) == 1 for key in keys]
@@ -136,28 +136,28 @@ class SsdTier:
             return [GONE] * len(keys)
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        with self._state.lock:
+        with self.state.lock:
             if self._closed:
                 return
-            self._calls += 1
+            self.calls += 1
         try:
             self._reader.discard(keys)
         finally:
             self._end_call()
 
     def gone(self) -> list[BlockKey]:
-        return self._state.gone()
+        return self.state.gone()
 
     def held(self) -> list[BlockKey]:
-        return [block_key(key) for key in self._state.index.names()]
+        return [block_key(key) for key in self.state.index.names()]
 
     def status(self) -> TierStatus:
-        with self._state.lock:
-            count = self._state.count
+        with self.state.lock:
+            count = self.state.count
             return TierStatus(
                 name=NAME,
-                blocks=len(self._state.index),
-                bytes=self._state.index.live_pages * PAGE_BYTES,
+                blocks=len(self.state.index),
+                bytes=self.state.index.live_pages * PAGE_BYTES,
                 capacity_bytes=self._settings.capacity_bytes,
                 hits=count.hits,
                 misses=count.misses,
@@ -172,29 +172,29 @@ class SsdTier:
     @property
     def rescued(self) -> int:
         """Blocks that were copied out of evicted segments."""
-        return self._state.count.rescued
+        return self.state.count.rescued
 
     def close(self) -> None:
         """Write the missing footers and close the directories, after waiting a few seconds for running calls."""
-        with self._state.lock:
+        with self.state.lock:
             if self._closed:
                 return
             self._closed = True
-            is_idle = self._state.lock.wait_for(lambda: not self._calls, CLOSE_SECONDS)
-        self._disk_threads.close()
+            is_idle = self.state.lock.wait_for(lambda: not self.calls, CLOSE_SECONDS)
+        self.disk_threads.close()
         if not is_idle:  # a running read would use the number of a closed file, which may become another file's
             log.warning("SSD tier: closed while the disk hangs, its files stay open until the process ends")
             return
-        for volume in self._volumes:
+        for volume in self.volumes:
             volume.close()
 
     def check(self) -> None:
         """Assert the invariants that hold while no call runs, for tests."""
-        with self._state.lock:
-            segments = [segment for volume in self._volumes for segment in volume.segments]
-            self._state.index.check(segments)
-            assert not self._state.writing, self._state.writing
-            assert not self._calls, self._calls
+        with self.state.lock:
+            segments = [segment for volume in self.volumes for segment in volume.segments]
+            self.state.index.check(segments)
+            assert not self.state.writing, self.state.writing
+            assert not self.calls, self.calls
             for segment in segments:
                 assert not segment.readers, segment.name
                 assert not segment.writers, segment.name
@@ -202,22 +202,22 @@ class SsdTier:
     @contextmanager
     def _running_call(self) -> Iterator[bool]:
         """Count a running call; give False if there are too many."""
-        with self._state.lock:
+        with self.state.lock:
             if self._closed:
                 raise TierFailed("the SSD tier is closed")
-            is_admitted = self._calls < self._settings.max_calls
-            self._calls += 1
+            is_admitted = self.calls < self._settings.max_calls
+            self.calls += 1
         try:
             yield is_admitted
         finally:
             self._end_call()
 
     def _end_call(self) -> None:
-        with self._state.lock:
-            self._calls -= 1
-            self._state.lock.notify_all()
+        with self.state.lock:
+            self.calls -= 1
+            self.state.lock.notify_all()
 
     def _note_failure(self, misses: int = 0) -> None:
-        with self._state.lock:
-            self._state.count.failures += 1
-            self._state.count.misses += misses
+        with self.state.lock:
+            self.state.count.failures += 1
+            self.state.count.misses += misses

@@ -71,7 +71,7 @@ class DirectoryReader:
         return {worker_id: member.address for worker_id, member in self.registry.members.items()}
 
     def lease_end(self, worker_id: WorkerId) -> int:
-        return self.registry._machine._members[worker_id].lease_end
+        return self.registry.machine.lease_end(worker_id)
 
     async def until(self, condition) -> None:
         await until(lambda: condition(self.addresses()))

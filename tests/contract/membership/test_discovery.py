@@ -152,13 +152,13 @@ def test_invalid_file_is_skipped_and_logged_once(tmp_path, caplog):
     (tmp_path / "unrelated.json").write_text("{}")
     directory = open_directory(FileDiscovery(folder=str(tmp_path)))
 
-    assert directory._read() == directory._read() == []
+    assert directory.read_records() == directory.read_records() == []
     assert len(caplog.records) == 2
 
     (tmp_path / "huge.worker.json").unlink()
-    assert directory._read() == []
+    assert directory.read_records() == []
     (tmp_path / "huge.worker.json").write_text("{}")
-    assert directory._read() == directory._read() == []
+    assert directory.read_records() == directory.read_records() == []
     assert [Path(each.path).name.partition(".")[0] for each in caplog.records] == ["huge", "torn", "huge"]
 
 

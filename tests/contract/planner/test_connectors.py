@@ -67,7 +67,7 @@ class VirtualConnectorSetup:
     @contextlib.asynccontextmanager
     async def open_mortal(self, answered):
         async with self.open() as connector:
-            connector._records = KilledOnWrite(connector._records, "write", answered, ProcessKilled)
+            connector.records = KilledOnWrite(connector.records, "write", answered, ProcessKilled)
             yield connector
 
     def open_cut(self):
@@ -209,7 +209,7 @@ async def test_plan_without_serving_workers_is_rolled_back(a_world):
 @pytest.mark.parametrize("a_world", ["folder", "etcd"], indirect=True)
 async def test_one_of_many_concurrent_writers_is_not_late(a_world):
     async with contextlib.AsyncExitStack() as stack:
-        records = [(await stack.enter_async_context(a_world.open()))._records for _ in range(8)]
+        records = [(await stack.enter_async_context(a_world.open())).records for _ in range(8)]
         kept = await records[0].read()
         async with asyncio.TaskGroup() as tasks:
             writes = [

@@ -340,7 +340,7 @@ async def test_garbage_ends_the_stream_and_a_new_one_opens(said):
         peer = await world.join(a_description())
         await joined(world)
 
-        peer.connection._transport.write(said)
+        peer.connection.transport.write(said)
         peer.connection.close()
 
         assert await world.take() == LEFT

@@ -499,9 +499,9 @@ async def test_write_to_a_gone_client_ends_its_requests_silently(frontends, kser
         for _ in range(3):
             yield streaming(a_message()).SerializeToString()
 
-    await kserve._model_stream_infer(messages(), GoneCaller())
+    await kserve.model_stream_infer(messages(), GoneCaller())
     with pytest.raises(asyncio.CancelledError):
-        await frontends.grpc._generate(inference_pb2.GenerateRequest(text="x").SerializeToString(), GoneCaller())
+        await frontends.grpc.generate(inference_pb2.GenerateRequest(text="x").SerializeToString(), GoneCaller())
 
     assert caplog.records == []
     assert len(frontends.router.cancelled) == 4

@@ -47,7 +47,7 @@ class LimitedRouter:
         return self
 
     async def __aexit__(self, *_):
-        await self.shared._redis.aclose()
+        await self.shared.redis.aclose()
 
 
 async def test_two_routers_together_admit_what_one_would(redis):

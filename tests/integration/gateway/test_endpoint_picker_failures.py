@@ -302,4 +302,4 @@ async def test_random_gateway_messages_leave_no_reservation(model_dir):
         await world.idle()
         world.machine.check()
         assert world.router.status().counters.ended > 20
-        assert not world.selection._bookings
+        assert not world.selection.bookings

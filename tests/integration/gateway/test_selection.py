@@ -187,7 +187,7 @@ async def test_worker_lost_before_the_answer_is_named_in_the_error(monkeypatch):
         lost = await brain.refused(brain.select())
 
         assert lost.reason is Reason.WORKER_LOST
-        assert brain.service._bookings == {}
+        assert brain.service.bookings == {}
 
 
 async def test_leases_do_not_delay_the_router_end():

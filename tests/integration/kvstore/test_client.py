@@ -136,7 +136,7 @@ def test_attempts_for_shared_memory_back_off(node, monkeypatch):
     with a_store_client(node.address, a_namespace(), clock=clock) as client:
         for _ in range(80):
             assert client.stats()
-            eventually(lambda: not client.connection._seeking.locked())
+            eventually(lambda: not client.connection.seeking.locked())
             clock.move(10 * MILLISECOND)
 
     assert attempts == [0, 100, 300, 700], "0.1 s, then twice as long each time"
@@ -374,14 +374,14 @@ def flip_a_byte(node, namespace: KvNamespace, offset: int) -> None:
     with a_store_client(node.address, namespace, prefer=("shm",)) as vandal:
         transport = vandal.connection.session.transport
         assert isinstance(transport, SharedMemoryTransport)
-        transport._mapping.bytes[offset] ^= 0x40
+        transport.mapping.bytes[offset] ^= 0x40
 
 
 def test_false_corruption_report_costs_nothing(client):
     client.write(a_chain(1), [a_block(1)])
     match = client.match(a_chain(1), lease_seconds=0)
 
-    client._condemn(match, [0])
+    client.condemn(match, [0])
 
     assert client.stats().corrupt == 0
     assert equal(fetch(client, a_chain(1)), [a_block(1)])
@@ -407,7 +407,7 @@ def test_killed_writer_holds_space_only_until_the_deadline():
 
 def reserve_and_wait(address: str, told: Connection) -> None:
     client = a_store_client(address, a_namespace())
-    _, reservation = client._reserve(a_chain(4, "lost"), b"")
+    _, reservation = client.request_slots(a_chain(4, "lost"), b"")
     told.send(len(reservation))
     threading.Event().wait()
 

@@ -203,7 +203,7 @@ async def test_exception_of_the_host_is_passed_on_unchanged():
 async def test_host_cancelled_while_allocating_leaves_nothing(
     monkeypatch,
 ):
-    taking, chunks, in_chunks = threading.Event(), [], pages._in_chunks
+    taking, chunks, in_chunks = threading.Event(), [], pages.in_chunks
 
     def slowly(size, act, given_up):
         def one(start):
@@ -215,7 +215,7 @@ async def test_host_cancelled_while_allocating_leaves_nothing(
         in_chunks(size, one, given_up)
 
     monkeypatch.setattr(pages, "CHUNK_BYTES", 1 << 20)
-    monkeypatch.setattr(pages, "_in_chunks", slowly)
+    monkeypatch.setattr(pages, "in_chunks", slowly)
     with a_short_folder() as folder:
         files, pools_before = len(file_names_in("/proc/self/fd")), pools()
 

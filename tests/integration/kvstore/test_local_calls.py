@@ -264,7 +264,7 @@ def test_release_before_closing_frees_the_lease(node):
 
 def test_calls_use_grpc_without_a_socket(node):
     with a_store_client(node.address, NAMESPACE) as client:
-        client.connection.session.calls._path = f"{node.folder}/gone"
+        client.connection.session.calls.path = f"{node.folder}/gone"
 
         assert len(client.match(a_chain(2), lease_seconds=0)) == 2
 
@@ -284,7 +284,7 @@ def test_closing_ends_the_calls_in_progress():
 
         thread = threading.Thread(target=ask)
         thread.start()
-        eventually(lambda: not calls._idle)
+        eventually(lambda: not calls.idle)
         with at_most(10):
             calls.close()
             thread.join(60)
@@ -361,7 +361,7 @@ async def test_client_that_takes_no_answers_is_paused_then_cut():
         server.cut_stalled(Nanos(STALLED + 1))
 
         async with asyncio.timeout(60):
-            while server._callers:
+            while server.callers:
                 await asyncio.sleep(0)
 
 
@@ -404,7 +404,7 @@ async def test_heavy_client_that_leaves_costs_nothing_more():
         line.close()
 
         async with asyncio.timeout(60):
-            while server._callers:
+            while server.callers:
                 await asyncio.sleep(0)
 
 
@@ -432,7 +432,7 @@ async def test_bug_in_a_later_turn_ends_the_connection(caplog):
 
     assert len(heard) == 2 * TURN_REQUESTS + 1
     assert [str(each["exception"]) for each in told] == ["a bug"]
-    assert not server._callers
+    assert not server.callers
 
 
 @pytest.mark.parametrize("garbage", [framed(99, b""), framed(Method.MATCH, b"\xff"), b"\xff\xff\xff\xff"])

@@ -236,7 +236,7 @@ async def test_client_with_many_bad_blocks_does_not_block_the_node(monkeypatch):
             client = await asyncio.to_thread(StoreClient.connect, endpoints.listen[0], tiny)
             assert await asyncio.to_thread(client.write, names, lambda _: a_block(1, 64)) == len(names)
             slots = (await asyncio.to_thread(client.match, names, lease_seconds=0)).slots
-            client.connection.session.transport._mapping.bytes[slots[7].offset] ^= 1
+            client.connection.session.transport.mapping.bytes[slots[7].offset] ^= 1
             slander = pb.CondemnRequest(
                 digest=tiny.digest,
                 hashes=b"".join(names) * 2,  # each twice

@@ -156,7 +156,7 @@ async def test_tls_protects_tcp_and_unknown_client_is_rejected(tmp_path):
 async def test_small_frames_do_not_wait_for_acknowledgements():
     async with a_pair() as (client, server):
         for end in (client, server):
-            opened = end.connection._transport.get_extra_info("socket")
+            opened = end.connection.transport.get_extra_info("socket")
             assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
@@ -171,14 +171,14 @@ async def test_frames_of_one_turn_leave_in_one_write():
             def get_write_buffer_size(self) -> int:
                 return 0
 
-        transport, client.connection._transport = client.connection._transport, Counted()
+        transport, client.connection.transport = client.connection.transport, Counted()
         for payload in (b"one", b"two", b"three"):
             client.connection.send(payload)
         assert writes == []
         await asyncio.sleep(0)
         client.connection.send(b"four")
         await asyncio.sleep(0)
-        client.connection._transport = transport
+        client.connection.transport = transport
 
     assert writes == [
         b"".join(HEAD.pack(len(each)) + each for each in (b"one", b"two", b"three")),
@@ -255,7 +255,7 @@ async def test_talkative_peer_does_not_monopolise_the_event_loop():
             if len(server.payloads) < 5000:
                 loop.call_soon(turn)
 
-        client.connection._transport.set_write_buffer_limits(high=1 << 30)
+        client.connection.transport.set_write_buffer_limits(high=1 << 30)
         for _ in range(5000):
             client.connection.send(b"x" * 1000)
         turn()
@@ -292,7 +292,7 @@ async def test_unread_bytes_beyond_the_bound_are_not_kept():
         with pytest.raises(SendBufferFull):
             await keep_sending(server, b"x" * 100_000)
 
-        assert server.connection._transport.get_write_buffer_size() <= bound
+        assert server.connection.transport.get_write_buffer_size() <= bound
         assert server.ends == []
 
 

@@ -404,7 +404,7 @@ async def test_unread_answers_take_no_window_from_other_calls(world):
             call = channel.stream_stream("/x.Y/Echo")()
             for size in (1, 1, 1, 1, 200_000):
                 await call.write(b"x" * size)
-            await until(lambda: len(_calls(world)) == 1 and len(_calls(world)[0]._messages) == 5)
+            await until(lambda: len(_calls(world)) == 1 and len(_calls(world)[0].messages) == 5)
             call.cancel()
             await until(lambda: not _calls(world))
             assert world.server.held_bytes == 0
@@ -484,8 +484,8 @@ async def test_client_that_reads_nothing_is_cut_and_holds_little(world):
     writer.write(PREFACE + frame(SETTINGS, 0, 0, settings) + windows + asked)
     await until(lambda: world.service.began == 1)
     (connection,) = world.server.connections
-    await until(lambda: connection._paused)
-    assert connection._transport.get_write_buffer_size() < 1 << 20
+    await until(lambda: connection.paused)
+    assert connection.transport.get_write_buffer_size() < 1 << 20
     await until(lambda: world.service.cancelled == 1)
     assert not world.server.connections
     writer.close()

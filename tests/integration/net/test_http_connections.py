@@ -221,8 +221,8 @@ async def test_pipelining_client_does_not_hold_up_others(frontends):
         await other.send(get("/health"))
         assert (await other.answer())[0] == 200
 
-        (busy,) = [each for each in frontends.http._connections if each._unparsed]
-        assert len(busy._waiting) < 500
+        (busy,) = [each for each in frontends.http.connections if each.unparsed]
+        assert len(busy.waiting) < 500
 
 
 OFFER = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAoAAAAAIAAAAA")
@@ -438,10 +438,10 @@ async def test_slow_client_delays_only_itself_and_memory_stays_flat(frontends):
         while taken != frontends.router.steps_taken:  # until nothing moves any more
             taken = frontends.router.steps_taken
             await asyncio.sleep(0.2)
-        (connection,) = frontends.http._connections
+        (connection,) = frontends.http.connections
 
         assert taken < steps
-        assert connection._transport.get_write_buffer_size() < 256 << 10
+        assert connection.transport.get_write_buffer_size() < 256 << 10
         body = b"".join([chunk async for chunk in peer.chunks()])
         assert body.endswith(b"data: [DONE]\n\n")
 
@@ -475,7 +475,7 @@ async def test_client_that_drips_is_cut_off(model_dir):
             dripping = tasks.create_task(drip())
             await frontends.router.until(frontends.router.cancelled)
             dripping.cancel()
-        await until(lambda: frontends.generation.running == 0 and not frontends.http._connections)
+        await until(lambda: frontends.generation.running == 0 and not frontends.http.connections)
 
 
 @asynccontextmanager
@@ -534,7 +534,7 @@ async def test_client_cut_for_reading_slowly_is_logged_once(model_dir, caplog):
                 each.writer.transport.pause_reading()
                 await each.send(post(CHAT, MUCH))
             await frontends.router.until(frontends.router.cancelled, 2)
-        await until(lambda: not frontends.http._connections)
+        await until(lambda: not frontends.http.connections)
 
     (told,) = [each for each in caplog.records if each.message == "clients cut off because they read too slowly"]
     assert (told.listen, told.last_client, told.write_timeout_seconds) == (frontends.http.address, "127.0.0.1", 0.3)
@@ -545,15 +545,15 @@ async def test_unread_answer_does_not_keep_its_connection(model_dir):
     limits = {"write_timeout_seconds": 0.5, "idle_timeout_seconds": 1.0}
     async with open_frontends(model_dir, **limits) as frontends, with_small_buffers(frontends) as peer:
         peer.writer.transport.pause_reading()
-        await until(lambda: frontends.http._connections)
-        (connection,) = frontends.http._connections
-        while not connection._transport.get_write_buffer_size():
-            idle_until = connection._deadline
+        await until(lambda: frontends.http.connections)
+        (connection,) = frontends.http.connections
+        while not connection.transport.get_write_buffer_size():
+            idle_until = connection.deadline
             await peer.send(get("/openapi.json"))
-            await until(lambda before=idle_until: connection._exchange is None and connection._deadline != before)
-        assert connection._paused is None, "nothing waits for the client to read"
+            await until(lambda before=idle_until: connection.exchange is None and connection.deadline != before)
+        assert connection.paused is None, "nothing waits for the client to read"
 
-        await until(lambda: not frontends.http._connections)
+        await until(lambda: not frontends.http.connections)
 
 
 async def test_long_bodies_share_a_bound_and_normal_ones_fit(model_dir):
@@ -563,7 +563,7 @@ async def test_long_bodies_share_a_bound_and_normal_ones_fit(model_dir):
         peers = [await stack.enter_async_context(raw_http_client(frontends)) for _ in range(4)]
         for peer in peers[:3]:
             await peer.send(long[:-1])
-        await until(lambda: frontends.http._held.bytes >= 3 * 300_000)
+        await until(lambda: frontends.http.held.bytes >= 3 * 300_000)
         await peers[3].send(long[:-1])
 
         status, headers, body = await peers[-1].answer()
@@ -596,7 +596,7 @@ async def test_new_connections_are_rejected_when_all_are_served(model_dir):
                 assert error_of(body)["type"] == "server_error"
             frontends.router.release.set()
             assert [(await peer.answer())[0] for peer in (one, two)] == [200, 200]
-        await until(lambda: not frontends.http._connections)
+        await until(lambda: not frontends.http.connections)
         async with raw_http_client(frontends) as peer:
             await peer.send(get("/health"))
             assert (await peer.answer())[0] == 200
@@ -626,7 +626,7 @@ async def test_waiting_connections_give_way_to_new_ones(model_dir, monkeypatch):
         await frontends.router.until(frontends.router.submitted)
         peers = {name: await newcomer(sent) for name, sent in reversed(WAITING.items())}
         await peers["idle"].answer()
-        await until(lambda: len(frontends.http._table) == 5)
+        await until(lambda: len(frontends.http.table) == 5)
         for count, (name, peer) in enumerate(reversed(peers.items()), 2):
             await newcomer(post(COMPLETIONS, {"prompt": "once"}))
             await frontends.router.until(frontends.router.submitted, count)
@@ -635,7 +635,7 @@ async def test_waiting_connections_give_way_to_new_ones(model_dir, monkeypatch):
                 assert (status, headers["retry-after"]) == (503, "1")
                 assert "too many connections" in error_of(body)["message"]
             assert await peer.rest() == b"", name
-        frontends.http._table.check()
+        frontends.http.table.check()
         frontends.router.release.set()
 
         assert (await served.answer())[0] == 200
@@ -643,7 +643,7 @@ async def test_waiting_connections_give_way_to_new_ones(model_dir, monkeypatch):
 
 async def test_burst_of_connections_displaces_idle_ones_not_itself(model_dir):
     async with open_frontends(model_dir, max_connections=20) as frontends, AsyncExitStack() as stack:
-        table = frontends.http._table
+        table = frontends.http.table
         for _ in range(18):  # as many as one address may open
             peer = await stack.enter_async_context(raw_http_client(frontends))
             await peer.send(get("/nowhere"))
@@ -662,7 +662,7 @@ async def test_closed_connection_is_freed_without_the_collector(frontends):
         async with raw_http_client(frontends) as peer:
             await peer.send(get("/health"))
             assert (await peer.answer())[0] == 200
-            (known,) = (weakref.ref(each) for each in frontends.http._connections)
+            (known,) = (weakref.ref(each) for each in frontends.http.connections)
         await until(lambda: known() is None)
     finally:
         gc.enable()
@@ -673,9 +673,9 @@ async def test_silent_clients_of_one_host_leave_room_for_others(model_dir):
         other = await stack.enter_async_context(raw_http_client(frontends, local_addr=("127.0.0.2", 0)))
         for _ in range(40):
             await stack.enter_async_context(raw_http_client(frontends))
-        await until(lambda: frontends.http._table.displaced == 30)
+        await until(lambda: frontends.http.table.displaced == 30)
 
-        assert len(frontends.http._table) == 11
+        assert len(frontends.http.table) == 11
         await other.send(get("/health"))
         assert (await other.answer())[0] == 200
 

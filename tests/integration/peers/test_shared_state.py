@@ -160,7 +160,7 @@ class PeerRouterSetup:
 
 
 def are_connected(*routers, others=0):
-    return all(len(each.replicas._links) == len(routers) - 1 + others for each in routers)
+    return all(len(each.replicas.links) == len(routers) - 1 + others for each in routers)
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ async def test_session_is_known_to_all_and_to_later_routers(tmp_path):
     hard = {"session_affinity": "hard"}
     async with PeerRouterSetup(tmp_path, 0, 3, **hard).running() as a:
         async with PeerRouterSetup(tmp_path, 1, 3, **hard).running() as b:
-            await until(lambda: a.replicas._links and b.replicas._links)
+            await until(lambda: a.replicas.links and b.replicas.links)
             homes = {f"s{number}": await (a, b)[number % 2].worker_of(f"s{number}") for number in range(12)}
             assert len(set(homes.values())) > 1
             await until(lambda: all(len(each.server.sessions) == len(homes) for each in (a, b)))
@@ -219,7 +219,7 @@ async def test_routers_send_a_known_prompt_to_the_same_worker(tmp_path):
     """Check it before the engine reports the prompt, with idle workers, for a later router too, and until the end."""
     async with PeerRouterSetup(tmp_path, 0, 3).running() as a:
         async with PeerRouterSetup(tmp_path, 1, 3).running() as b:
-            await until(lambda: a.replicas._links and b.replicas._links)
+            await until(lambda: a.replicas.links and b.replicas.links)
             first = await a.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
             await until(lambda: b.booked_elsewhere() == 1)
             second = await b.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
@@ -250,7 +250,7 @@ async def test_reconnected_routers_agree_on_sessions(tmp_path):
         await until(lambda: a.homes() == b.homes() == {"first a": "w3", "first b": "w3"})
         for wire in wires:
             wire.cut()
-        await until(lambda: not a.replicas._links and not b.replicas._links)
+        await until(lambda: not a.replicas.links and not b.replicas.links)
         for router, session, worker in (
             (a, "first a", "w0"),
             (b, "first a", "w1"),

@@ -110,7 +110,7 @@ def test_hung_router_fails_all_calls_in_ten_seconds(cluster):
 def seconds_until_idle(client):
     """Return the seconds until an idle connection is known to be broken."""
     began, states = time.monotonic(), []
-    client._channel.subscribe(states.append)
+    client.channel.subscribe(states.append)
     eventually(lambda: states and states[-1] is not grpc.ChannelConnectivity.READY, NOTICED_SECONDS + SLACK_SECONDS)
     return time.monotonic() - began
 

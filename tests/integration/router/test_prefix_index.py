@@ -56,7 +56,7 @@ class RunningRouter:
         """Return the block keys by worker."""
         index = self.machine.registry.index
         return {
-            each: set(index._held[engine_cache_holder(WorkerId(each))])
+            each: set(index.held[engine_cache_holder(WorkerId(each))])
             for each in IDS
             if engine_cache_holder(each) in index
         }

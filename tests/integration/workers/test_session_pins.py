@@ -99,7 +99,7 @@ async def test_resumed_session_is_not_pinned_by_earlier_work():
         write(client, NAMES[:4])
         holds.keep([a_pin(), UnpinChain(session="agent")])
         await asyncio.sleep(0)
-        await until(lambda: not holds._running)
+        await until(lambda: not holds.running)
 
         assert client.stats().held_bytes == 0
 
@@ -114,7 +114,7 @@ async def test_pins_stay_within_the_quota_and_keep_the_chain_start():
         holds.keep([a_pin(), a_pin(other, session="another")])
 
         await until_held(client, 8)
-        await until(lambda: not holds._running)
+        await until(lambda: not holds.running)
         assert holds.refused == 2
         assert client.stats().held_bytes == quota
 
@@ -124,7 +124,7 @@ async def test_pins_are_dropped_while_the_node_is_away():
         async with open_pin_keeper(node.address, KV, Credentials()) as holds:
             node.kill()
             holds.keep([a_pin()])
-            await until(lambda: not holds._running)
+            await until(lambda: not holds.running)
             assert holds.dropped == 1
 
 

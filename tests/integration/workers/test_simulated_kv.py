@@ -68,7 +68,7 @@ async def an_engine(told: WorkerSettings) -> AsyncIterator[EngineDriver]:
 @asynccontextmanager
 async def a_client(address: str, told: WorkerSettings) -> AsyncIterator[StoreClient]:
     """Return a client of the engines' namespace."""
-    namespace = simulated_engine.namespace_of(told, simulated_engine._model(told))
+    namespace = simulated_engine.namespace_of(told, simulated_engine.model_of(told))
     client = await asyncio.to_thread(StoreClient.connect, address, namespace)
     try:
         yield client
@@ -171,7 +171,7 @@ async def test_damaged_store_block_is_computed_again(node, damage):
         match = eventually(lambda: client.match(names, lease_seconds=0) or None)  # a busy machine may miss a deadline
         size = client.namespace.block_bytes
         third, fourth = (
-            client.connection.session.transport._mapping.block(match.slots[index].offset, size) for index in (2, 3)
+            client.connection.session.transport.mapping.block(match.slots[index].offset, size) for index in (2, 3)
         )
         if damage == "flip":
             third[17] ^= 0x40

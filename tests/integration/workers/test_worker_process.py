@@ -259,8 +259,8 @@ async def test_garbage_ends_only_its_stream(folder, said):
         async with a_router_stream(worker.address, "garbage") as stream:
             await stream.say(an_attempt(fresh_prompt(10), 3000))
             await stream.next(Step)
-            stream.connection._transport.write(said)
-            stream.connection._transport.write_eof()
+            stream.connection.transport.write(said)
+            stream.connection.transport.write_eof()
             await stream.ended()
 
         await sound.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)

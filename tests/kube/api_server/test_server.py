@@ -381,7 +381,7 @@ def test_an_endpoint_on_the_loopback_is_refused(api):
 
 def test_patch_of_unknown_type_is_415(api):
     api.post(f"{CORE}/configmaps", a_config("a")).expect(201)
-    answer = api._client.patch(f"{CORE}/configmaps/a", content="{}", headers={"Content-Type": "application/json"})
+    answer = api.client.patch(f"{CORE}/configmaps/a", content="{}", headers={"Content-Type": "application/json"})
 
     assert answer.status_code == 415
     assert PATCHES["merge"] in answer.json()["message"]
@@ -417,7 +417,7 @@ def test_protobuf_is_accepted_only_for_helms_kinds(api):
     def post(kind: bytes, body: bytes):
         envelope = b"k8s\0" + message(1, message(1, b"v1") + message(2, kind)) + message(2, body)
         headers = {"Content-Type": "application/vnd.kubernetes.protobuf"}
-        return api._client.post(f"{CORE}/secrets", content=envelope, headers=headers)
+        return api.client.post(f"{CORE}/secrets", content=envelope, headers=headers)
 
     metadata = message(1, b"s") + message(11, message(1, b"owner") + message(2, b"helm"))
     secret = message(1, metadata) + message(2, message(1, b"key") + message(2, b"\x00\xff"))

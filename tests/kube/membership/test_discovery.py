@@ -255,7 +255,7 @@ async def test_replaced_worker_leaves_its_successors_endpoint(a_world, api):
 def test_only_an_expired_watch_restarts_at_once(code, unreachable):
     line = {"type": "ERROR", "object": {"kind": "Status", "code": code, "reason": "TooManyRequests"}}
     with pytest.raises(DirectoryUnreachable, match=str(code)) if unreachable else contextlib.nullcontext():
-        assert discovery_kubernetes._event(msgspec.json.encode(line)) is None
+        assert discovery_kubernetes.parse_event(msgspec.json.encode(line)) is None
 
 
 def a_pod(api) -> dict:
@@ -417,11 +417,11 @@ def test_pod_is_identified_by_its_token(tmp_path, token, pod):
 
 
 async def test_objects_written_in_a_pod_are_owned_by_it(a_world, api, monkeypatch):
-    outside = a_world.open()._settings
-    connect = discovery_kubernetes._client
+    outside = a_world.open().settings
+    connect = discovery_kubernetes.connect
     uid = a_pod(api)["metadata"]["uid"]
     monkeypatch.setattr(discovery_kubernetes, "own_pod", lambda: OwnPod("decode-0", uid))
-    monkeypatch.setattr(discovery_kubernetes, "_client", lambda _: connect(outside))
+    monkeypatch.setattr(discovery_kubernetes, "connect", lambda _: connect(outside))
     inside = msgspec.structs.replace(outside, kubeconfig="")
     for settings, owners in ((inside, [uid]), (outside, [])):
         async with discovery_kubernetes.KubernetesDirectory(settings) as worker:

@@ -414,9 +414,9 @@ async def test_reconcile_continues_after_the_lease_is_renewed(asked, monkeypatch
 
     async with an_operator(asked, wrap=Lapsing) as operator:
         await until(operator.leader.leads)
-        lasts = operator.leader._election.leads
-        monkeypatch.setattr(operator.leader, "_tell", lambda: None)
-        monkeypatch.setattr(operator.leader._election, "leads", lambda now: leads[0] and lasts(now))
+        lasts = operator.leader.election.leads
+        monkeypatch.setattr(operator.leader, "tell", lambda: None)
+        monkeypatch.setattr(operator.leader.election, "leads", lambda now: leads[0] and lasts(now))
         asked.apply(a_deployment()).expect(201)
         await until(lambda: not leads[0])
         of_the_look = [

@@ -39,7 +39,7 @@ class KubernetesWorld:
     @contextlib.asynccontextmanager
     async def open_mortal(self, answered):
         async with self.open() as connector:
-            connector._cluster = KilledOnWrite(connector._cluster, "apply", answered, ProcessKilled)
+            connector.cluster = KilledOnWrite(connector.cluster, "apply", answered, ProcessKilled)
             yield connector
 
     def open_cut(self):
@@ -150,12 +150,12 @@ async def test_concurrent_status_write_is_no_conflict(a_world):
         a_world.asked.api.patch(f"{path}{part}", "merge", patch, fieldManager="other").expect(200)
 
     async with a_world.open() as planner:
-        seen, behind = await planner.observe(), planner._cluster
-        planner._cluster = Meanwhile(behind, lambda: write({"status": {"selector": "a=b"}}, "/status"))
+        seen, behind = await planner.observe(), planner.cluster
+        planner.cluster = Meanwhile(behind, lambda: write({"status": {"selector": "a=b"}}, "/status"))
         await planner.apply(a_plan("more", decode=2), seen)
         seen = await observed_sizes(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
 
-        planner._cluster = Meanwhile(behind, lambda: write({"spec": {"replicas": 0}}))
+        planner.cluster = Meanwhile(behind, lambda: write({"spec": {"replicas": 0}}))
         with pytest.raises(PlanConflict):
             await planner.apply(a_plan("less", decode=1), seen)
         assert (await planner.observe()).pool(DECODE).wanted == 0

@@ -42,13 +42,13 @@ class Api:
     def __init__(self, address: str, *, agent: str = "fleet-tests/1", token: str = "", authority: str | None = None):
         headers = {"User-Agent": agent} | ({"Authorization": f"Bearer {token}"} if token else {})
         verify = ssl.create_default_context(cafile=authority) if authority else True
-        self._client = httpx.Client(base_url=address, headers=headers, timeout=30, trust_env=False, verify=verify)
+        self.client = httpx.Client(base_url=address, headers=headers, timeout=30, trust_env=False, verify=verify)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        self.client.close()
 
     def get(self, path: str, *, accept: str = "application/json", **query: Any) -> Answer:
         return self._ask("GET", path, query, headers={"Accept": accept})
@@ -70,14 +70,14 @@ class Api:
 
     def watch(self, path: str, **query: Any) -> Iterator[tuple[str, Any]]:
         """Yield events until the server closes the watch."""
-        with self._client.stream("GET", path, params={"watch": "true"} | query) as answer:
+        with self.client.stream("GET", path, params={"watch": "true"} | query) as answer:
             assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
                 event = json.loads(line)
                 yield event["type"], event["object"]
 
     def _ask(self, method: str, path: str, query: dict[str, Any], **more: Any) -> Answer:
-        answer = self._client.request(method, path, params=query, **more)
+        answer = self.client.request(method, path, params=query, **more)
         is_json = answer.headers.get("Content-Type", "").startswith("application/json")
         return Answer(answer.status_code, answer.json() if is_json else answer.text, answer.headers)
 

@@ -41,9 +41,9 @@ class IdleHttp2Connections:
 
     def __init__(self) -> None:
         self.ended = 0
-        self._over = Event()
-        self._selector = selectors.DefaultSelector()
-        self._thread = Thread(target=self._acknowledge)
+        self.over = Event()
+        self.selector = selectors.DefaultSelector()
+        self.thread = Thread(target=self._acknowledge)
 
     @classmethod
     @contextmanager
@@ -52,19 +52,19 @@ class IdleHttp2Connections:
         with silent_connections(address, count) as opened:
             for each in opened:
                 each.setblocking(False)
-                idle._selector.register(each, selectors.EVENT_READ)
+                idle.selector.register(each, selectors.EVENT_READ)
                 each.send(HTTP2_GREETING)
-            idle._thread.start()
+            idle.thread.start()
             try:
                 yield idle
             finally:
-                idle._over.set()
-                idle._thread.join()
-                idle._selector.close()
+                idle.over.set()
+                idle.thread.join()
+                idle.selector.close()
 
     def _acknowledge(self) -> None:
-        while not self._over.is_set():
-            for key, _ in self._selector.select(0.1):
+        while not self.over.is_set():
+            for key, _ in self.selector.select(0.1):
                 connection = key.fileobj
                 assert isinstance(connection, socket.socket)
                 try:
@@ -74,7 +74,7 @@ class IdleHttp2Connections:
                 except ConnectionError:
                     content = b""
                 if not content:
-                    self._selector.unregister(connection)
+                    self.selector.unregister(connection)
                     self.ended += 1
 
 

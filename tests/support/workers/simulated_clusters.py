@@ -51,7 +51,7 @@ def simulated_worker(
 
 def namespace() -> KvNamespace:
     """Return the namespace of these engines' blocks; it does not depend on the layout."""
-    return engine.namespace_of(simulated_worker(), engine._model(simulated_worker()))
+    return engine.namespace_of(simulated_worker(), engine.model_of(simulated_worker()))
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ def options(*argv):
 
     parser = argparse.ArgumentParser()
     up.configure(parser)
-    return up._topology(parser.parse_args(argv))
+    return up.read_topology(parser.parse_args(argv))
 
 
 def test_help_loads_no_part_of_the_system():

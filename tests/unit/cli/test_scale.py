@@ -19,7 +19,7 @@ def target(*argv):
 
     parser = argparse.ArgumentParser()
     scale.configure(parser)
-    return scale._target(parser.parse_args(argv))
+    return scale.target_of(parser.parse_args(argv))
 
 
 @pytest.fixture

@@ -27,4 +27,4 @@ def test_subjects_without_events_are_forgotten():
     for number in range(1000):
         repeats.is_new(number, "a", Nanos(number * REPEAT_AFTER))
 
-    assert len(repeats._logged) == 1
+    assert len(repeats.logged) == 1

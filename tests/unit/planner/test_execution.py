@@ -107,17 +107,17 @@ class Memory:
         self.calls = 0
 
     async def read(self) -> RecordsSnapshot:
-        self._stumble()
+        self.stumble()
         return RecordsSnapshot(intent=self.intent, report=self.report, token=self.intent.revision)
 
     async def write(self, intent: Intent, over: RecordsSnapshot) -> bool:
         if over.token != self.intent.revision:
             return False
         self.intent = intent
-        self._stumble()
+        self.stumble()
         return True
 
-    def _stumble(self) -> None:
+    def stumble(self) -> None:
         self.calls += 1
         if self.calls % 3 == 0:
             raise ConnectorUnreachable("for once")
@@ -196,7 +196,7 @@ async def test_silent_orchestrator_is_given_up_at_deadline(monkeypatch):
     connector = VirtualConnector(records, PlanWriter.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
     records.report = None
-    monkeypatch.setattr(records, "_stumble", lambda: None)
+    monkeypatch.setattr(records, "stumble", lambda: None)
     troubles: list[str] = []
 
     with pytest.raises(ConnectorUnreachable):
@@ -227,7 +227,7 @@ async def test_repeatedly_overtaken_plan_is_given_up_in_one_call(monkeypatch):
         await asyncio.sleep(0.03)  # two of these exceed the limit of a call
         return False
 
-    monkeypatch.setattr(records, "_stumble", lambda: None)
+    monkeypatch.setattr(records, "stumble", lambda: None)
     monkeypatch.setattr(records, "write", overtaken)
 
     with pytest.raises(ConnectorUnreachable, match="in time"):

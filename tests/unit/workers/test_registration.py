@@ -130,7 +130,7 @@ async def test_replaced_worker_is_not_ready():
     async with asyncio.timeout(60), presence.kept():
         await registry.taken.wait()
         registry.failures = [WorkerSuperseded("w1 is held by a newer process")]
-        await presence._registrations[0].run()
+        await presence.registrations[0].run()
 
         assert not presence.ready
 

@@ -192,7 +192,7 @@ async def test_unfetched_blocks_keep_worker_no_longer_than_their_lease():
         start = an_attempt(fresh_prompt(40), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
         router.session.receive(start)
         await router.end_of(start.request_id)
-        lender = worker.server._engine.lender
+        lender = worker.server.engine.lender
         assert lender.leases == 1
 
         assert await worker.server.drain(Nanos(10 * SECOND)) == 0
@@ -258,7 +258,7 @@ async def test_cancel_ends_the_work():
 async def freed(worker: Running) -> None:
     """Wait until the blocks are free, long before the work could have ended by itself."""
     with at_most(2):
-        await until(lambda: not (worker.server.held or worker.server._engine.load().kv_blocks_used))
+        await until(lambda: not (worker.server.held or worker.server.engine.load().kv_blocks_used))
 
 
 async def test_disconnected_routers_work_is_cancelled():
@@ -283,7 +283,7 @@ async def test_router_that_does_not_read_is_cut_alone():
         ours = an_attempt(fresh_prompt(10), 50)
         reads.session.receive(ours)
         assert "fast enough" in await sleeps.ended()
-        assert not sleeps.session._waiting, "what waited is dropped"
+        assert not sleeps.session.waiting, "what waited is dropped"
         assert sleeps.heard == []
 
         assert (await reads.end_of(ours.request_id)).finish is Finish.LENGTH
@@ -381,7 +381,7 @@ async def test_a_drain_gives_up_at_its_deadline():
 
 async def test_a_broken_engine_ends_the_worker_with_an_error(monkeypatch):
     async with a_worker() as worker, worker.router() as router:
-        monkeypatch.setattr(worker.server._engine._batch, "plan", lambda: 1 / 0)
+        monkeypatch.setattr(worker.server.engine.batch, "plan", lambda: 1 / 0)
         router.session.receive(an_attempt(fresh_prompt(10)))
 
         died = await asyncio.wait_for(worker.task, 60)

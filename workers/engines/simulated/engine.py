@@ -73,10 +73,10 @@ class SimulatedEngine:
             max_running=facts.max_running,
             step_tokens=simulated.max_batched_tokens,
         )
-        self._batch = Batch(limits, adapters=LoraSlots(facts.adapter_slots), loads=self._loads)
-        self.memory = self._batch.memory
+        self.batch = Batch(limits, adapters=LoraSlots(facts.adapter_slots), loads=self._loads)
+        self.memory = self.batch.memory
         lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
-        self.lender = BlockLender(self._batch.blocks, lease, on_end=self._wake.set)
+        self.lender = BlockLender(self.batch.blocks, lease, on_end=self._wake.set)
         self._transfers = asyncio.Semaphore(facts.max_running)  # so that a load's deadline covers no queue of loads
         self._adapters_loading: dict[str, asyncio.Event] = {}
         self._ended: list[Progress | Rejected] = []  # outputs since the last step
@@ -105,11 +105,11 @@ class SimulatedEngine:
             fault = f"needs {needed} blocks of KV, this engine has {self._facts.kv_blocks}"
             self._reject(start, Reason.TOO_LARGE, "tokens", fault)
             return
-        self._batch.add(sequence)
+        self.batch.add(sequence)
         self._wake.set()
 
     def cancel(self, request_id: RequestId) -> None:
-        if self._batch.remove(request_id) is not None:
+        if self.batch.remove(request_id) is not None:
             self._ended.append(Progress(request_id=request_id, finish=Finish.CANCELLED))
             self._wake.set()
 
@@ -128,7 +128,7 @@ class SimulatedEngine:
                 yield events
 
     def load(self) -> LoadReport:
-        return self._batch.load
+        return self.batch.load
 
     def pulses(self) -> Sequence[Pulse]:
         return (Pulse(steps=self._steps, tokens=self._step_tokens, working=not self._waits),)
@@ -152,7 +152,7 @@ class SimulatedEngine:
 
     def check(self) -> None:
         """Assert the invariants of the batch and the memory."""
-        self._batch.check()
+        self.batch.check()
 
     # The loop.
 
@@ -174,8 +174,8 @@ class SimulatedEngine:
         clock = asyncio.get_running_loop()
         self._due, self._waits = clock.time(), False
         while True:
-            plan = self._batch.plan()
-            for sequence in self._batch.take_loads():
+            plan = self.batch.plan()
+            for sequence in self.batch.take_loads():
                 tasks.create_task(self._fetch(sequence), name=f"fetch {sequence.start.request_id}")
             if plan is not None:
                 self._steps += 1
@@ -184,7 +184,7 @@ class SimulatedEngine:
                 await self._wait_for_step(
                     self._settings.latency.seconds(plan.prompt_tokens, plan.prompt_pairs, plan.decodes, plan.context)
                 )
-                for advanced in self._batch.perform(plan):
+                for advanced in self.batch.perform(plan):
                     self._conclude(advanced, tasks)
             if self.memory.changed():
                 self._cache_changed.set()
@@ -272,7 +272,7 @@ class SimulatedEngine:
         if blocks:  # no faster than the latency model
             modelled = self._settings.latency.transfer_ms(sum(map(len, blocks))) / 1000 / self._settings.speedup
             await asyncio.sleep(max(0.0, began + modelled - clock.time()))
-        if self._batch.accept(sequence, blocks, source, origin, tiers):
+        if self.batch.accept(sequence, blocks, source, origin, tiers):
             self._wake.set()
 
     async def _load_adapter(self, name: str, *, first: bool) -> None:
@@ -305,14 +305,14 @@ class SimulatedEngine:
                 params = b"{}"
                 await self._publish(sequence, {name: bytes(content) for name, content in sequence.blocks.items()})
             case KvPath.DIRECT:
-                self._batch.name(sequence)
+                self.batch.name(sequence)
                 lease = self.lender.lend(sequence.blocks) if sequence.blocks else ""
                 params = msgspec.json.encode(DirectParams(address=self.lender.address, lease=lease))
             case _:
                 assert_never(start.kv_path)
-        if self._batch.sequences.get(start.request_id) is not sequence:
+        if self.batch.sequences.get(start.request_id) is not sequence:
             return  # it was cancelled meanwhile
-        self._batch.remove(start.request_id)
+        self.batch.remove(start.request_id)
         handoff = Handoff(
             kv_path=start.kv_path,
             prefill_worker=NO_WORKER,
@@ -342,7 +342,7 @@ class SimulatedEngine:
         """Return the field and the fault of an attempt that this engine cannot run."""
         if start.adapter and start.adapter not in self._shape.adapters:
             return "adapter", f"this engine does not have {start.adapter!r}"
-        if start.request_id in self._batch.sequences:
+        if start.request_id in self.batch.sequences:
             return "request_id", f"{start.request_id} runs already"
         if not start.tokens or len(start.tokens) % TOKEN_BYTES:
             return "tokens", f"{len(start.tokens)} bytes; at least one id of {TOKEN_BYTES} bytes is needed"

@@ -48,7 +48,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
         LayoutMismatch: The store's blocks of this model are not like these.
     """
     await asyncio.sleep(settings.simulated.start_ms / 1000)
-    model = _model(settings)
+    model = model_of(settings)
     namespace = namespace_of(settings, model)
     layout = _layout(settings)
     kv = describe(namespace, layout=layout.axes, tp=layout.tensor_parallel)
@@ -84,7 +84,7 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
     Raises:
         ConfigurationRefused: config.json of the model folder cannot be used.
     """
-    _model(settings)
+    model_of(settings)
     yield
 
 
@@ -113,7 +113,7 @@ def _layout(settings: WorkerSettings) -> EngineLayout:
     )
 
 
-def _model(settings: WorkerSettings) -> SimulatedModel:
+def model_of(settings: WorkerSettings) -> SimulatedModel:
     simulated = settings.simulated
     config = ModelConfig(vocab_size=simulated.vocab_size, eos_token_id=simulated.eos_token_ids)
     path = Path(settings.model_dir) / "config.json"

@@ -66,9 +66,9 @@ class HostBlocks:
         import torch  # noqa: PLC0415 - heavy; only the engine's processes have it
 
         # [blocks, bytes of one layer's block]
-        self._layers: list[ByteArray] = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in layers]
-        self._layer_bytes: int = self._layers[0].shape[1]
-        self.block_bytes = self._layer_bytes * len(self._layers)
+        self.layers: list[ByteArray] = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in layers]
+        self._layer_bytes: int = self.layers[0].shape[1]
+        self.block_bytes = self._layer_bytes * len(self.layers)
 
     def load(self, reader: BlockReader, load: BlockLoad) -> list[bool]:
         destinations = [self._pieces(block_id) for block_id in load.block_ids]
@@ -78,11 +78,11 @@ class HostBlocks:
         return lambda index: self._pieces(block_ids[index])
 
     def copy_out(self, block_id: int, into: ByteArray) -> None:
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             into[index * self._layer_bytes : (index + 1) * self._layer_bytes] = layer[block_id]
 
     def _pieces(self, block_id: int) -> list[ByteArray]:
-        return [layer[block_id] for layer in self._layers]
+        return [layer[block_id] for layer in self.layers]
 
 
 class DeviceBlocks:
@@ -97,7 +97,7 @@ class DeviceBlocks:
         import torch  # noqa: PLC0415 - heavy; only the engine's processes have it
 
         self._torch = torch
-        self._layers = layers
+        self.layers = layers
         one = layers[0][0]
         self._layer_bytes: int = one.numel() * one.element_size()
         self.block_bytes = self._layer_bytes * len(layers)
@@ -140,8 +140,8 @@ class DeviceBlocks:
 
     def _layer_pairs(self, row: "torch.Tensor", block_id: int) -> "list[tuple[torch.Tensor, torch.Tensor]]":
         """Return each layer's piece of a host block and its place on the device, in equal shapes."""
-        pieces = row.view(len(self._layers), self._layer_bytes)
+        pieces = row.view(len(self.layers), self._layer_bytes)
         return [
             (piece.view(layer.dtype).view(layer[block_id].shape), layer[block_id])
-            for piece, layer in zip(pieces, self._layers, strict=True)
+            for piece, layer in zip(pieces, self.layers, strict=True)
         ]

@@ -39,29 +39,29 @@ class BlockMover:
             blocks: The KV blocks of this rank.
             end: This rank's end of the channels between the engine's ranks; None: it is the only rank.
         """
-        self._client = client
-        self._blocks = blocks
-        self._end = end
+        self.client = client
+        self.blocks = blocks
+        self.ranks = end
         self._reader: BlockReader = client if end is None else ShareReader(client, end.seat.share)
-        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fleet-kv-load")
+        self.loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fleet-kv-load")
         self._ended = threading.Condition()
         self._loading = 0
         self._results: list[tuple[BlockLoad, list[bool]]] = []
-        self._saver = _saver(client, blocks, end)
+        self.saver = _open_saver(client, blocks, end)
 
     def start(self, work: StoreWork) -> None:
         """Begin the loads of a step."""
-        self._saver.stepped()
+        self.saver.stepped()
         for load in work.loads:
             with self._ended:
                 self._loading += 1
-            self._loader.submit(self._load, load)
-        if work.releases and not isinstance(self._end, FollowerRank):
-            self._loader.submit(self._release, work.releases)
+            self.loader.submit(self._load, load)
+        if work.releases and not isinstance(self.ranks, FollowerRank):
+            self.loader.submit(self._release, work.releases)
 
     def save(self, work: StoreWork) -> None:
         """Save the blocks that became full in a step."""
-        self._saver.keep(work)
+        self.saver.keep(work)
 
     def collect(self, *, idle: bool) -> list[tuple[BlockLoad, list[bool]]]:
         """Return the loads that have ended since the last call, with the good blocks of each."""
@@ -73,17 +73,17 @@ class BlockMover:
 
     def close(self) -> None:
         """End all threads; staged blocks are written first."""
-        self._saver.close()
-        self._loader.shutdown(cancel_futures=True)
-        if isinstance(self._end, LeaderRank):
-            self._end.close()
+        self.saver.close()
+        self.loader.shutdown(cancel_futures=True)
+        if isinstance(self.ranks, LeaderRank):
+            self.ranks.close()
 
     def _load(self, load: BlockLoad) -> None:
         whole = [False] * len(load.block_ids)
         try:
-            whole = self._blocks.load(self._reader, load)
-            if self._end is None:
-                self._client.release(load.match.lease_id)
+            whole = self.blocks.load(self._reader, load)
+            if self.ranks is None:
+                self.client.release(load.match.lease_id)
         except Exception:  # supervisor: every load has to end; the request computes its blocks instead
             log.exception("kv block load failed", extra={"request": load.request_id})
         if not all(whole):
@@ -97,10 +97,10 @@ class BlockMover:
             self._ended.notify()
 
     def _release(self, lease_ids: Sequence[LeaseId]) -> None:
-        self._client.release(*lease_ids)
+        self.client.release(*lease_ids)
 
 
-def _saver(client: StoreClient, blocks: EngineBlocks, end: LeaderRank | FollowerRank | None) -> BlockSaverThread:
+def _open_saver(client: StoreClient, blocks: EngineBlocks, end: LeaderRank | FollowerRank | None) -> BlockSaverThread:
     match end:
         case None:
             return LeadingSaver(SingleRankStore(client), blocks)

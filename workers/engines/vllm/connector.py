@@ -122,16 +122,16 @@ class _ClientStore:
     """Implements `workers.engines.vllm.store_planner.PlannerStore` over a client."""
 
     def __init__(self, client: StoreClient):
-        self._client = client
+        self.client = client
 
     def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
-        return self._client.match(names, lease_seconds=LEASE_SECONDS, max_wait_seconds=max_wait_seconds, tenant=tenant)
+        return self.client.match(names, lease_seconds=LEASE_SECONDS, max_wait_seconds=max_wait_seconds, tenant=tenant)
 
     def coming(self, names: Sequence[BlockHash]) -> bool:
-        return self._client.match(names, lease_seconds=0).loading > 0
+        return self.client.match(names, lease_seconds=0).loading > 0
 
     def fetch(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> None:
-        self._client.match(names, lease_seconds=0, max_wait_seconds=max_wait_seconds, tenant=tenant)
+        self.client.match(names, lease_seconds=0, max_wait_seconds=max_wait_seconds, tenant=tenant)
 
 
 class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
@@ -141,7 +141,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             vllm_launch.end_quickly()
         settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, KvConnectorSettings)
         self._namespace = settings.namespace(vllm_config)
-        self._client = (
+        self.client = (
             StoreClient.join(
                 settings.store,
                 self._namespace,
@@ -152,12 +152,12 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             if settings.store
             else None
         )
-        if self._client is not None:
+        if self.client is not None:
             check_groups(kv_cache_config)
         self._parallel = vllm_config.parallel_config
         self._lanes_path = Path(settings.scratch, f"ranks-{self._parallel.data_parallel_index}")
         self._planner: StorePlanner | None = None
-        self._mover: BlockMover | None = None
+        self.mover: BlockMover | None = None
         self._starts_early = False
         self._failed_blocks: set[int] = set()
         self._loaded: dict[str, int] = {}
@@ -168,7 +168,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 target=_end_with_parent, args=(settings.scratch,), name="fleet-orphan-guard", daemon=True
             ).start()
             self._steps = StepCounter(step_file(settings.scratch, self._parallel.data_parallel_index))
-            client = self._client
+            client = self.client
             self._planner = StorePlanner(
                 block_tokens=self._namespace.block_tokens,
                 algorithm=self._namespace.hash_algorithm,
@@ -255,7 +255,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     # Hooks beside the model.
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        if self._client is None:
+        if self.client is None:
             return
         layers = list(kv_caches.values())
         seat = RankPosition.of(self._namespace, rank=self._parallel.rank, ranks=self._parallel.tensor_parallel_size)
@@ -270,7 +270,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             raise LayoutMismatch(
                 "block_bytes", f"blocks of {blocks.block_bytes} bytes on this rank, not {seat.share.bytes}"
             )
-        self._mover = BlockMover(self._client, blocks, self._join_ranks(self._client, seat))
+        self.mover = BlockMover(self.client, blocks, self._join_ranks(self.client, seat))
         self._starts_early = on_host
 
     def _join_ranks(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
@@ -289,12 +289,12 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         vLLM calls `start_load_kv` when the pass has been launched, which on a CPU means that it is over.
         """
         super().bind_connector_metadata(connector_metadata)
-        if self._mover is not None and self._starts_early:
-            self._mover.start(self._orders())
+        if self.mover is not None and self._starts_early:
+            self.mover.start(self._orders())
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        if self._mover is not None and not self._starts_early:
-            self._mover.start(self._orders())
+        if self.mover is not None and not self._starts_early:
+            self.mover.start(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass  # a request is scheduled when all of its blocks have arrived (ADR 0011)
@@ -305,14 +305,14 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         pass  # blocks are saved as a whole in wait_for_save
 
     def wait_for_save(self) -> None:
-        if self._mover is not None:
-            self._mover.save(self._orders())
+        if self.mover is not None:
+            self.mover.save(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the loads that have ended; the results of the next two hooks belong to them."""
-        if self._mover is None:
+        if self.mover is None:
             return None, None
-        ended = self._mover.collect(idle=self._orders().idle)
+        ended = self.mover.collect(idle=self._orders().idle)
         if not ended:
             return None, None
         for load, whole in ended:
@@ -331,10 +331,10 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return StepResults(loaded)
 
     def shutdown(self) -> None:
-        if self._mover is not None:
-            self._mover.close()
-        if self._client is not None:
-            self._client.close()
+        if self.mover is not None:
+            self.mover.close()
+        if self.client is not None:
+            self.client.close()
 
     def _orders(self) -> StoreWork:
         orders = self._get_connector_metadata()

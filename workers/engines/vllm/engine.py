@@ -131,7 +131,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
     # Each replica of a head lies in the memory of another rank.
     replicas = max(1, vllm_launch.ranks_of(settings) // max(namespace.kv_heads, 1))
     vllm_launch.check_cache(settings, namespace.block_bytes * replicas)
-    store_id, awaited = _meet_store(settings, namespace) if settings.store else (None, None)
+    store_id, awaited = meet_store(settings, namespace) if settings.store else (None, None)
     try:
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError) as error:
@@ -169,7 +169,7 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path) -> "VllmC
         raise ConfigurationRefused(f"vllm: {error}") from error
 
 
-def _meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[StoreId | None, StoreClient | None]":
+def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[StoreId | None, StoreClient | None]":
     """Return the store node's id; if it does not answer yet, a client that joins it as soon as it does.
 
     vLLM's own processes have clients of their own, which also join by themselves (`workers.engines.vllm.connector`).
@@ -244,7 +244,7 @@ class VllmEngine:
         self._steps: deque[EngineOutput] = deque()  # bounded by what the requests in flight may generate
         self._arrived = asyncio.Event()
         self._dead: str | None = None
-        self._lent_until: deque[float] = deque()  # on the event loop's clock; bounded by the handoffs within a lease
+        self.lent_until: deque[float] = deque()  # on the event loop's clock; bounded by the handoffs within a lease
         self._prefilled = _keep_prefill_stats(llm)
         self._novel = NovelWork()
         self._counters = _step_readers(scratch, vllm_spread.engines(settings))
@@ -338,9 +338,9 @@ class VllmEngine:
     def lent(self) -> int:
         """The number of handoffs whose lease may still run; vLLM does not report that blocks were fetched."""
         now = asyncio.get_running_loop().time()
-        while self._lent_until and self._lent_until[0] <= now:
-            self._lent_until.popleft()
-        return len(self._lent_until)
+        while self.lent_until and self.lent_until[0] <= now:
+            self.lent_until.popleft()
+        return len(self.lent_until)
 
     async def watch(self) -> None:
         """Notice an engine that dies while no request is in flight."""
@@ -440,7 +440,7 @@ class VllmEngine:
         if finish is Finish.CANCELLED:
             return Progress(request_id=start.request_id, finish=finish)
         if start.phase is Phase.PREFILL and start.kv_path is KvPath.DIRECT:
-            self._lent_until.append(asyncio.get_running_loop().time() + vllm_launch.NIXL_LEASE_SECONDS)
+            self.lent_until.append(asyncio.get_running_loop().time() + vllm_launch.NIXL_LEASE_SECONDS)
         return Progress(
             request_id=start.request_id,
             token_ids=tuple(completion.token_ids),

@@ -139,7 +139,7 @@ class LeaderRank:
         """Listen on a Unix socket at that path; `gather` accepts the other ranks."""
         self.seat = seat
         self._client = client
-        self._clock = clock
+        self.clock = clock
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(self._path))
@@ -147,9 +147,9 @@ class LeaderRank:
         self._turns = [threading.Lock() for _ in RankChannel]
         self._numbers = [0 for _ in RankChannel]
         self._followers: list[dict[int, socket.socket]] = [{} for _ in RankChannel]  # by rank
-        self._answering = [CircuitBreaker() for _ in RankChannel]  # open while a rank does not answer
-        self._lost = False
-        self._at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
+        self.answering = [CircuitBreaker() for _ in RankChannel]  # open while a rank does not answer
+        self.lost = False
+        self.at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
 
     def gather(self) -> None:
         """Wait until every other rank has joined.
@@ -157,11 +157,11 @@ class LeaderRank:
         Raises:
             TimeoutError: A rank has not joined.
         """
-        deadline = Nanos(self._clock.now() + JOIN)
+        deadline = Nanos(self.clock.now() + JOIN)
         while any(len(lane) < self.seat.ranks - 1 for lane in self._followers):
-            self._listener.settimeout(_left(deadline, self._clock))
+            self._listener.settimeout(_left(deadline, self.clock))
             follower, _ = self._listener.accept()
-            follower.settimeout(_left(deadline, self._clock))
+            follower.settimeout(_left(deadline, self.clock))
             hello = msgspec.msgpack.decode(follower.recv(MESSAGE_BYTES), type=RankHello)
             lane = self._followers[hello.lane]
             assert 0 < hello.rank < self.seat.ranks, hello
@@ -192,7 +192,7 @@ class LeaderRank:
             grant: WriteGrant | None = None
             checksums: dict[int, int] = {}
             try:
-                if names and not self._lost and self._answering[lane].allows(self._clock.now()):
+                if names and not self.lost and self.answering[lane].allows(self.clock.now()):
                     grant = self._client.reserve(names, tenant=tenant)
                 if grant is not None:
                     self._order_all(lane, grant, blocks, source, checksums)
@@ -222,19 +222,19 @@ class LeaderRank:
 
         Add the checksums of the blocks that all ranks have written.
         """
-        for first in range(0, len(grant.places), self._at_once):
-            part = grant.some(first, first + self._at_once)
+        for first in range(0, len(grant.places), self.at_once):
+            part = grant.some(first, first + self.at_once)
             order = WriteOrder(self._number(lane), part, first, tuple([blocks[index] for index in part.places.indices]))
-            started = self._clock.now()
+            started = self.clock.now()
             self._order(lane, order)
             told = [_put(self._client, self.seat, order, source)]
             for rank, follower in self._followers[lane].items():
                 sums = self._answer(rank, follower, order.number, Nanos(started + LEAD))
                 if sums is None:
-                    self._answering[lane].failed(started, self._clock.now())
+                    self.answering[lane].failed(started, self.clock.now())
                     return
                 told.append(sums)
-            self._answering[lane].succeeded()
+            self.answering[lane].succeeded()
             written = combined_checksums(self.seat.share.block_bytes, told)
             checksums.update((first + at, crc32c) for at, crc32c in written.items())
 
@@ -249,9 +249,9 @@ class LeaderRank:
 
     def _answer(self, rank: int, follower: socket.socket, number: int, deadline: Nanos) -> Mapping[int, int] | None:
         """Return what a rank adds to the checksums; None if it does not answer."""
-        while not self._lost:
+        while not self.lost:
             try:
-                follower.settimeout(_left(deadline, self._clock))
+                follower.settimeout(_left(deadline, self.clock))
                 message = follower.recv(MESSAGE_BYTES)
             except TimeoutError:
                 log.warning("engine rank does not answer, blocks are not kept", extra={"rank": rank})
@@ -268,9 +268,9 @@ class LeaderRank:
         return None
 
     def _lose(self, rank: int, error: Exception) -> None:
-        if not self._lost:
+        if not self.lost:
             log.warning("engine rank lost, blocks are not kept any more", extra={"rank": rank, "cause": str(error)})
-        self._lost = True
+        self.lost = True
 
     def _number(self, lane: RankChannel) -> int:
         self._numbers[lane] += 1
@@ -288,7 +288,7 @@ class FollowerRank:
         """
         self.seat = seat
         self._client = client
-        self._clock = clock
+        self.clock = clock
         deadline = Nanos(clock.now() + JOIN)
         self._lanes = [_join(path, RankHello(seat.rank, lane), deadline, clock) for lane in RankChannel]
         self._early: WriteOrder | None = None  # an order of a later save
@@ -302,7 +302,7 @@ class FollowerRank:
             LeaderLost: The leader has gone, so no orders will come.
         """
         while True:
-            deadline = Nanos(self._clock.now() + FOLLOW)
+            deadline = Nanos(self.clock.now() + FOLLOW)
             order, self._early = self._early or self._next(RankChannel.URGENT, deadline), None
             if order is None:
                 log.warning("first rank orders nothing, blocks are not kept")
@@ -338,7 +338,7 @@ class FollowerRank:
     def _next(self, lane: RankChannel, deadline: Nanos | None) -> WriteOrder | None:
         connection = self._lanes[lane]
         try:
-            connection.settimeout(None if deadline is None else _left(deadline, self._clock))
+            connection.settimeout(None if deadline is None else _left(deadline, self.clock))
             message = connection.recv(MESSAGE_BYTES)
         except TimeoutError:
             return None

@@ -86,7 +86,7 @@ class StagingArea:
     """Host memory for blocks that wait to be written."""
 
     def __init__(self, blocks: EngineBlocks):
-        self._blocks = blocks
+        self.engine_blocks = blocks
         self.capacity = max(MIN_STAGED_BLOCKS, STAGING_BYTES // blocks.block_bytes)
         # Filled in advance, because the first touch of a page is thirty times slower than a copy.
         self._rows: ByteArray = np.full((self.capacity, blocks.block_bytes), 1, dtype=np.uint8)
@@ -109,7 +109,7 @@ class StagingArea:
                 full = True
                 break
             try:
-                self._blocks.copy_out(block_id, self._rows[slot])
+                self.engine_blocks.copy_out(block_id, self._rows[slot])
             except Exception:  # supervisor: a block that is not saved is only a later miss
                 log.exception("kv block copy failed")
                 self._free.put(slot)
@@ -189,11 +189,11 @@ class LeadingSaver:
 
     def __init__(self, store: SaveStore, blocks: EngineBlocks):
         self._store = store
-        self._blocks = blocks
-        self._area = StagingArea(blocks)
+        self.engine_blocks = blocks
+        self.area = StagingArea(blocks)
         self._turns = 0  # begins and ends of steps
-        self._closing = threading.Event()
-        self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()  # None: the end
+        self.closing = threading.Event()
+        self.staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()  # None: the end
         self._writer = threading.Thread(target=self._write_staged, name="fleet-kv-write", daemon=True)
         self._writer.start()
 
@@ -204,27 +204,27 @@ class LeadingSaver:
         self._turns += 1
         for at, save in enumerate(work.urgent):
             try:
-                self._store.urgent(save, (work.step, at), self._blocks.source(save.block_ids))
+                self._store.urgent(save, (work.step, at), self.engine_blocks.source(save.block_ids))
             except Exception:  # supervisor: a block that is not saved is only a later miss
                 log.exception("kv block write failed")
         for at, save in enumerate(work.deferred):
             key = (work.step, at)
-            slots = self._area.take(save.block_ids)
+            slots = self.area.take(save.block_ids)
             blocks = [SavedBlock(key, index) for index in range(len(slots))]
-            self._staged.put(Staged(save.request_id, save.tenant, save.names[: len(slots)], slots, blocks, [key]))
+            self.staged.put(Staged(save.request_id, save.tenant, save.names[: len(slots)], slots, blocks, [key]))
 
     def close(self) -> None:
-        self._closing.set()
-        self._staged.put(None)
+        self.closing.set()
+        self.staged.put(None)
         self._writer.join(timeout=CLOSE_SECONDS)
 
     def _write_staged(self) -> None:
         gathered: list[Staged | None] = []
         while None not in gathered:
-            gathered = [self._staged.get()]
+            gathered = [self.staged.get()]
             self._await_pause()
-            while not self._staged.empty():
-                gathered.append(self._staged.get())
+            while not self.staged.empty():
+                gathered.append(self.staged.get())
             for staged in by_request([one for one in gathered if one is not None]):
                 self._write(staged)
 
@@ -232,16 +232,16 @@ class LeadingSaver:
         """Wait for a pause of the engine (rule 3)."""
         for _ in range(round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS)):
             turns = self._turns
-            closing = self._closing.wait(PAUSE_SECONDS)
-            if closing or self._turns == turns or 2 * self._area.free < self._area.capacity:
+            closing = self.closing.wait(PAUSE_SECONDS)
+            if closing or self._turns == turns or 2 * self.area.free < self.area.capacity:
                 return
 
     def _write(self, staged: Staged) -> None:
         try:
-            self._store.deferred(staged, [self._area[slot] for slot in staged.slots])
+            self._store.deferred(staged, [self.area[slot] for slot in staged.slots])
         except Exception:  # supervisor: a block that is not saved is only a later miss
             log.exception("kv block write failed")
-        self._area.give_back(staged.slots)
+        self.area.give_back(staged.slots)
 
 
 class FollowingSaver:
@@ -249,12 +249,12 @@ class FollowingSaver:
 
     def __init__(self, follower: FollowerRank, blocks: EngineBlocks):
         self._follower = follower
-        self._blocks = blocks
-        self._area = StagingArea(blocks)
+        self.engine_blocks = blocks
+        self.area = StagingArea(blocks)
         self._changed = threading.Condition()  # guards the fields below
-        self._staged: dict[SaveKey, list[int]] = {}
-        self._over: set[SaveKey] = set()  # saves that must not be staged any more
-        self._lost = False
+        self.staged: dict[SaveKey, list[int]] = {}
+        self.finished: set[SaveKey] = set()  # saves that must not be staged any more
+        self.lost = False
         self._told = False  # the log says why nothing is kept any more
         self._writer = threading.Thread(target=self._follow, name="fleet-kv-write", daemon=True)
         self._writer.start()
@@ -263,7 +263,7 @@ class FollowingSaver:
         pass  # only the first rank counts steps
 
     def keep(self, work: StoreWork) -> None:
-        if self._lost:
+        if self.lost:
             self._tell_lost()
             return
         for at, save in enumerate(work.urgent):
@@ -280,9 +280,9 @@ class FollowingSaver:
     def _write(self, key: SaveKey, save: BlockSave) -> bool:
         """Write an urgent save as the first rank orders; return False if it orders nothing."""
         try:
-            return self._follower.follow(key, _by_block(self._blocks.source(save.block_ids)))
+            return self._follower.follow(key, _by_block(self.engine_blocks.source(save.block_ids)))
         except LeaderLost:
-            self._lost = True
+            self.lost = True
             self._tell_lost()
             return False
         except Exception:  # supervisor: a block that is not saved is only a later miss
@@ -300,29 +300,29 @@ class FollowingSaver:
             log.warning("first rank lost, blocks are not saved any more")
 
     def _stage(self, key: SaveKey, save: BlockSave) -> None:
-        slots = self._area.take(save.block_ids)
+        slots = self.area.take(save.block_ids)
         with self._changed:
-            if key in self._over:
-                self._area.give_back(slots)
+            if key in self.finished:
+                self.area.give_back(slots)
             else:
-                self._staged[key] = slots
+                self.staged[key] = slots
                 self._changed.notify()
 
     def _forget(self, step: int) -> None:
         """Forget the saves of steps up to this one: they are staged, or never will be."""
         with self._changed:
-            self._over = {key for key in self._over if key[0] > step}
+            self.finished = {key for key in self.finished if key[0] > step}
 
     def _follow(self) -> None:
         try:
             for ended in self._follower.orders(self._find):
-                self._end(ended)
+                self.end_saves(ended)
         except Exception:  # supervisor: without this thread nothing is saved, and the first rank should not wait for it
             log.exception("kv block writes stopped")
             self._told = True
             self._follower.close()
         with self._changed:
-            self._lost = True
+            self.lost = True
 
     def _find(self, block: SavedBlock) -> ByteArray | None:
         """Return this rank's shard of a deferred block, which may be about to be staged.
@@ -330,20 +330,22 @@ class FollowingSaver:
         None if there was no room for it.
         """
         with self._changed:
-            known = self._changed.wait_for(lambda: block.save in self._staged or block.save in self._over, LAG_SECONDS)
+            known = self._changed.wait_for(
+                lambda: block.save in self.staged or block.save in self.finished, LAG_SECONDS
+            )
             if not known:
-                self._over.add(block.save)
-            slots = self._staged.get(block.save, [])
-        return self._area[slots[block.index]] if block.index < len(slots) else None
+                self.finished.add(block.save)
+            slots = self.staged.get(block.save, [])
+        return self.area[slots[block.index]] if block.index < len(slots) else None
 
-    def _end(self, saves: Sequence[SaveKey]) -> None:
+    def end_saves(self, saves: Sequence[SaveKey]) -> None:
         with self._changed:
             for key in saves:
-                slots = self._staged.pop(key, None)
+                slots = self.staged.pop(key, None)
                 if slots is None:
-                    self._over.add(key)
+                    self.finished.add(key)
                 else:
-                    self._area.give_back(slots)
+                    self.area.give_back(slots)
 
 
 def _by_block(source: Source) -> vllm_ranks.Source:

@@ -179,7 +179,7 @@ class StorePlanner:
         self._speed = PrefillSpeed()
         self._now = now
         self._tracked: dict[str, _Tracked] = {}
-        self._queued: dict[str, EngineRequest] = {}  # not looked up yet, the oldest first
+        self.queued: dict[str, EngineRequest] = {}  # not looked up yet, the oldest first
         self._offered: RecentMap[BlockHash, None] = RecentMap(remember)
         self._loads: list[BlockLoad] = []
         self._releases: list[LeaseId] = []
@@ -190,15 +190,15 @@ class StorePlanner:
     def arrived(self, request: EngineRequest) -> None:
         """Note that a request is in the engine's queue; it may be looked up in the next step or much later."""
         pulls = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
-        if self._store is not None and not pulls and len(self._queued) < MAX_QUEUED:
-            self._queued[request.request_id] = request
+        if self._store is not None and not pulls and len(self.queued) < MAX_QUEUED:
+            self.queued[request.request_id] = request
 
     def look_up(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Return how many tokens after the `local_tokens` of the engine's own cache the store can provide.
 
         It may be called again while the request waits for room. None: ask again with the next step (rule 5).
         """
-        self._queued.pop(request.request_id, None)
+        self.queued.pop(request.request_id, None)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked = self._track(request)
@@ -300,7 +300,7 @@ class StorePlanner:
 
     def finished(self, request: EngineRequest) -> PromptBlockCounts | None:
         """Forget a request; return None if its blocks were never looked up."""
-        self._queued.pop(request.request_id, None)
+        self.queued.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -348,8 +348,8 @@ class StorePlanner:
 
     def _fetch_for_queued(self, store: PlannerStore) -> None:
         """Prefetch for queued requests (rule 6), once for each, because a request is looked up when its turn comes."""
-        for request_id in list(islice(self._queued, FETCHES_A_STEP)):
-            request = self._queued.pop(request_id)
+        for request_id in list(islice(self.queued, FETCHES_A_STEP)):
+            request = self.queued.pop(request_id)
             num_tokens = len(request.all_token_ids)
             if num_blocks := (num_tokens - 1) // self._block_tokens:
                 tracked = self._track(request)

@@ -54,7 +54,7 @@ async def test_prompt_reader_failure_after_client_left_is_not_logged(server, mod
         await peer.send(post(CHAT, {"model": MODEL, "messages": long}))
         assert await asyncio.to_thread(reading.wait, 10)
         peer.writer.close()
-        await until(lambda: not world.http._connections)
+        await until(lambda: not world.http.connections)
         go_on.set()
         await asyncio.to_thread(lambda: None)
     gc.collect()  # asyncio reports unretrieved exceptions at this point

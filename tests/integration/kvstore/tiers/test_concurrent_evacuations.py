@@ -45,10 +45,10 @@ class EvacuatingNode:
             may_write=lambda *_: self._spend(),
         )
         settle = lambda: self.asked.extend(self.hierarchy.commands())  # noqa: E731 - all that a node does
-        self._evacuations = Evacuations(self.store.machine, self.hierarchy, backing, settle, self.clock)
+        self.evacuations = Evacuations(self.store.machine, self.hierarchy, backing, settle, self.clock)
 
     async def evacuate(self, names=None):
-        return await self._evacuations.evacuate(
+        return await self.evacuations.evacuate(
             self.store.digest, names or self.names, leaving=False, deadline=Nanos(DEADLINE)
         )
 
@@ -149,7 +149,7 @@ async def test_write_budget_is_charged_once_for_a_repeated_block():
 async def test_block_without_room_by_the_deadline_is_not_charged():
     node = EvacuatingNode()
     rule = TierRule(name="redis", admission=None, queue_blocks=2)
-    node.hierarchy = node._evacuations._hierarchy = Hierarchy(node.store.machine, [rule])
+    node.hierarchy = node.evacuations.hierarchy = Hierarchy(node.store.machine, [rule])
     node.clock.move(DEADLINE)
 
     assert (await node.evacuate()).done == 0

@@ -138,7 +138,7 @@ def test_closing_the_tier_ends_running_calls():
         server.freeze()
         with ThreadPoolExecutor(1) as threads:
             call = threads.submit(tier.get, KEYS, empty_buffers(), deadline_in(2))
-            eventually(lambda: tier.backend._threads._waiting.qsize() == len(KEYS) - 1)
+            eventually(lambda: tier.backend.threads.waiting.qsize() == len(KEYS) - 1)
 
             tier.close()
 
@@ -313,7 +313,7 @@ def test_nonsense_is_a_failure_within_the_deadline(script):
 def test_slowly_dripping_value_costs_only_the_deadline():
     with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_stored_value()[:100])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.backend._clients.within(0.5)  # creating a client takes long
+        tier.backend.clients.within(0.5)  # creating a client takes long
 
         with at_most(1.5), pytest.raises(TierFailed):
             tier.get(KEYS[:1], empty_buffers(1), deadline_in(0.5))
@@ -324,8 +324,8 @@ def test_slowly_dripping_value_costs_only_the_deadline():
 def test_slowly_dripping_doubted_object_costs_the_deadline():
     with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_stored_value()[:64])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.backend._clients.within(0.5)
-        tier.backend._seen.suspect(KEYS[0])
+        tier.backend.clients.within(0.5)
+        tier.backend.sightings.suspect(KEYS[0])
 
         with at_most(1.5), pytest.raises(TierFailed):
             put_blocks(tier, KEYS[:1], BLOCKS[:1], deadline_in(0.5))
@@ -338,7 +338,7 @@ import sys, threading, time
 from tests.integration.kvstore.tiers.test_s3_tier import KEYS, open_with_endpoint
 from tests.support.kvstore.builders import deadline_in
 tier = open_with_endpoint("blocks", int(sys.argv[1]))
-tier.backend._clients.within(10)  # which takes long to make
+tier.backend.clients.within(10)  # which takes long to make
 threading.Thread(target=tier.holds, args=(KEYS[:1], deadline_in(8)), daemon=True).start()
 time.sleep(0.5)
 tier.close()

@@ -51,8 +51,8 @@ MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRU
 
 def abandon(tier: SsdTier) -> None:
     """Release a tier's directories like a killed process, without another write."""
-    tier._disk_threads.close()
-    for volume in tier._volumes:
+    tier.disk_threads.close()
+    for volume in tier.volumes:
         for segment in volume.segments:
             segment.file.close()
         volume.disk.close()

@@ -125,7 +125,7 @@ def test_a_single_flipped_bit_anywhere_in_a_record_is_found(tmp_path):
     found = 0
     for _ in range(200):
         put(tier, [key])
-        place = tier._state.index.find(key.digest + key.name)
+        place = tier.state.index.find(key.digest + key.name)
         inside_header = chance.random() < 0.3
         at = chance.randrange(72) if inside_header else PAGE_BYTES + chance.randrange(place.length)
         path = tmp_path / place.segment.name

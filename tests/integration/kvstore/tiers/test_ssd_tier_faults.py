@@ -245,7 +245,7 @@ def test_when_all_threads_hang_others_give_up_at_their_deadline(tmp_path, faults
     put(tier, keys)
     faults.before_read = gate
     stuck = [in_thread(lambda: get(tier, keys_of(1)))[0] for _ in range(2)]
-    eventually(tier._disk_threads._scratch.empty)
+    eventually(tier.disk_threads.scratch.empty)
 
     with at_most(5):
         assert get(tier, keys, deadline=deadline_in(0.1)) == [GONE] * 4
@@ -266,7 +266,7 @@ def test_calls_do_not_pile_up_on_a_disk_that_hangs(tmp_path, faults):
     put(tier, keys)
     faults.before_read = gate
     stuck = [in_thread(lambda: get(tier, keys))[0] for _ in range(2)]
-    eventually(lambda: tier._calls == 2)
+    eventually(lambda: tier.calls == 2)
 
     assert get(tier, keys) == [GONE] * 2, "at once, with any deadline"
     assert put(tier, keys_of(1, "b")) == [False]
@@ -309,7 +309,7 @@ def test_writer_gives_up_when_all_segments_are_being_read(tmp_path, faults):
         put(tier, batch)
     faults.before_read = gate
     readers = [in_thread(lambda keys=batch: get(tier, keys)) for batch in batches]
-    eventually(lambda: tier._calls == 2)
+    eventually(lambda: tier.calls == 2)
     wanted = keys_of(3 * PER_SEGMENT, "more")
 
     kept = put(tier, wanted, deadline=deadline_in(0.3))
@@ -339,7 +339,7 @@ def test_tier_closed_during_a_hung_read_closes_in_bounded_time(tmp_path, faults,
     gate.open()
     reader.join(60)
     assert outcomes == [[MOVED]], "its file was not closed under it"
-    for volume in tier._volumes:
+    for volume in tier.volumes:
         volume.close()
 
 

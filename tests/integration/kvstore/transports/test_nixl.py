@@ -108,7 +108,7 @@ async def test_agent_process_ends_with_the_node_and_uses_no_cpu(pool):
 
     assert after.user + after.system - before.user - before.system < 0.15 * took
 
-    pool.node._process.stdin.close()  # like the kernel when the node is killed
+    pool.node.process.stdin.close()  # like the kernel when the node is killed
     await asyncio.to_thread(eventually, lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 

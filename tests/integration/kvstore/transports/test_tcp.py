@@ -326,7 +326,7 @@ def test_closing_ends_calls_of_other_threads():
     with a_node_that_only_opens() as address, ThreadPoolExecutor(1) as threads:
         transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(30))
         reading = threads.submit(transport.get, [Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(60))
-        eventually(lambda: transport._busy)
+        eventually(lambda: transport.busy)
 
         transport.close()
 

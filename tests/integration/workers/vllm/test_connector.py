@@ -134,15 +134,15 @@ def test_a_load_is_performed_once(connector, client, namespace):
     begin(connector)
     connector.start_load_kv(NO_FORWARD)
 
-    connector._mover._loader.submit(lambda: None).result(60)  # all earlier transfers are done
+    connector.mover.loader.submit(lambda: None).result(60)  # all earlier transfers are done
     assert ended(connector) == set()
-    assert connector._client.counters().bytes_read == 2 * namespace.block_bytes
+    assert connector.client.counters().bytes_read == 2 * namespace.block_bytes
 
 
 def test_corrupt_block_is_named_and_its_prefix_counts(connector, client, namespace, node):
     load = a_load(client, namespace, 3)
     with a_store_client(node.address, namespace, prefer=("shm",)) as vandal:
-        vandal.connection.session.transport._mapping.bytes[load.match.slots[1].offset + 70_000] ^= 0x10
+        vandal.connection.session.transport.mapping.bytes[load.match.slots[1].offset + 70_000] ^= 0x10
 
     begin(connector, load)
 

@@ -91,10 +91,10 @@ def test_only_direct_handoffs_count_as_lent(pair):
 
     async def run():
         await prefill.do(an_attempt(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
-        lent, leases = prefill.engine.lent, set(prefill.engine._lent_until)
+        lent, leases = prefill.engine.lent, set(prefill.engine.lent_until)
         await prefill.do(an_attempt(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.STORE))
-        more = set(prefill.engine._lent_until) - leases
-        prefill.engine._lent_until = deque([0.0])  # as if all leases had ended
+        more = set(prefill.engine.lent_until) - leases
+        prefill.engine.lent_until = deque([0.0])  # as if all leases had ended
         return lent, more, prefill.engine.lent
 
     lent, more, left = pair.run(run())

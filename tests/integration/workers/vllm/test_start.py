@@ -12,7 +12,7 @@ from fleet.local.tiny_model import build_tiny_model
 from tests.support.kvstore.builders import a_node
 from tests.support.workers.vllm_engines import tiny_namespace, vllm_worker
 from workers.engines.vllm import launch as vllm_launch
-from workers.engines.vllm.engine import _meet_store, available, open_engine
+from workers.engines.vllm.engine import available, meet_store, open_engine
 from workers.engines.vllm.namespace import weights_revision
 from workers.settings import VllmSettings, WorkerSettings
 
@@ -99,11 +99,11 @@ def test_several_ranks_need_the_memory_of_a_node_on_their_host(model_dir):
     with a_node(shm_socket="") as node:
         one, two = (msgspec.structs.replace(each, store=node.address) for each in (one, two))
 
-        assert _meet_store(one, tiny_namespace(model_dir)) == ("store-1", None)
+        assert meet_store(one, tiny_namespace(model_dir)) == ("store-1", None)
         with pytest.raises(
             ConfigurationRefused, match=r"^store: 2 ranks write a block together.* reach this one by tcp"
         ):
-            _meet_store(two, tiny_namespace(model_dir))
+            meet_store(two, tiny_namespace(model_dir))
 
 
 def test_revision_depends_on_weights_not_on_the_folder(model_dir, tmp_path):

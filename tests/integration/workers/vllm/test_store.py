@@ -330,7 +330,7 @@ def test_a_prompt_whose_first_block_is_corrupt_is_computed(pair, client, node):
 def flip_a_byte(node: NodeProcess, client: StoreClient, names: list[bytes], *, index: int, at: int = 1000) -> None:
     slot = client.match(names, lease_seconds=0).slots[index]
     with a_store_client(node.address, client.namespace, prefer=("shm",)) as vandal:
-        vandal.connection.session.transport._mapping.bytes[slot.offset + at] ^= 0x10
+        vandal.connection.session.transport.mapping.bytes[slot.offset + at] ^= 0x10
 
 
 def test_handoff_of_another_layout_is_rejected_before_transfer(pair, client):

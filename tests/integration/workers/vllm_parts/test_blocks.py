@@ -101,7 +101,7 @@ def test_urgent_blocks_are_there_when_the_call_returns(client, mover):
 def test_deferred_blocks_keep_their_content_when_offered(client, mover):
     before = [layer[4:7].clone() for layer in heads_first(2)]
     mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])]))
-    for layer in mover._blocks._layers:
+    for layer in mover.blocks.layers:
         layer[4:7] = 0  # the engine gives the blocks to another request
     mover.close()
 
@@ -112,14 +112,14 @@ def test_deferred_blocks_keep_their_content_when_offered(client, mover):
 
 
 def test_uncopyable_block_ends_its_save_not_the_engine(client, mover):
-    copy_out = mover._blocks.copy_out
-    mover._blocks.copy_out = lambda block_id, into: copy_out(block_id, into) if block_id != 5 else 1 / 0
+    copy_out = mover.blocks.copy_out
+    mover.blocks.copy_out = lambda block_id, into: copy_out(block_id, into) if block_id != 5 else 1 / 0
 
     mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6]), BlockSave("q", a_chain(5)[3:], [7, 8])]))
     mover.close()
 
     assert (len(match(client, a_chain(3))), len(match(client, a_chain(5)[3:]))) == (1, 2)
-    assert mover._saver._area.free == mover._saver._area.capacity
+    assert mover.saver.area.free == mover.saver.area.capacity
 
 
 def test_blocks_beyond_the_staging_area_are_dropped_from_end(client, monkeypatch):
@@ -153,19 +153,19 @@ class Steps(threading.Event):
 @pytest.fixture
 def written(mover) -> list[list[bytes]]:
     """Return the names of every write that the executor requests."""
-    writes, write = [], mover._client.write
+    writes, write = [], mover.client.write
 
     def spy(names, sources, **fields):
         writes.append(list(names))
         return write(names, sources, **fields)
 
-    mover._client.write = spy
+    mover.client.write = spy
     return writes
 
 
 @pytest.mark.parametrize(("busy", "looks"), [(0, 1), (4, 5), (1000, round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS))])
 def test_deferred_blocks_are_written_in_an_engine_pause(client, mover, busy, looks):
-    mover._saver._closing = steps = Steps(mover, busy)
+    mover.saver.closing = steps = Steps(mover, busy)
 
     mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
@@ -176,7 +176,7 @@ def test_deferred_blocks_are_written_in_an_engine_pause(client, mover, busy, loo
 def test_full_staging_area_does_not_wait_for_a_pause(client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
-    mover._saver._closing = steps = Steps(mover, 1000)
+    mover.saver.closing = steps = Steps(mover, 1000)
 
     mover.save(
         work(deferred=[BlockSave("r", a_chain(MIN_STAGED_BLOCKS // 2 + 1), list(range(MIN_STAGED_BLOCKS // 2 + 1)))])
@@ -189,9 +189,9 @@ def test_full_staging_area_does_not_wait_for_a_pause(client, monkeypatch):
 
 def test_blocks_staged_step_by_step_are_written_together(client, mover, written):
     chain, other = a_chain(3), a_chain(5)[3:]
-    mover._saver._closing = Steps(mover, 1)
-    go_on, wait = threading.Event(), mover._saver._closing.wait
-    mover._saver._closing.wait = lambda timeout: go_on.wait(60) and wait(timeout)
+    mover.saver.closing = Steps(mover, 1)
+    go_on, wait = threading.Event(), mover.saver.closing.wait
+    mover.saver.closing.wait = lambda timeout: go_on.wait(60) and wait(timeout)
 
     mover.save(work(deferred=[BlockSave("r", chain[:1], [4]), BlockSave("q", other[:1], [10])]))
     mover.save(work(deferred=[BlockSave("r", chain[1:], [5, 6]), BlockSave("q", other[1:], [11])]))
@@ -232,7 +232,7 @@ def test_a_step_that_computes_does_not_wait_for_loads(client, mover):
         assert go_on.wait(60)
         return [True]
 
-    mover._blocks.load = slow
+    mover.blocks.load = slow
     load = BlockLoad("r", match(client, a_chain(1)), 0, [8])
     mover.start(work(loads=[load]))
     assert blocked.wait(60)

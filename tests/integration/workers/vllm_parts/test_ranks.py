@@ -91,7 +91,7 @@ class RankedEngine:
         self.clients = [a_store_client(address, NAMESPACE, prefer=(way,)) for _ in range(ranks)]
         self._threads = ThreadPoolExecutor(ranks)
         self.movers: list[BlockMover] = self.at_once(lambda rank: self._mover(rank, folder))
-        self._step = 0
+        self.step = 0
 
     def _mover(self, rank: int, folder: Path) -> BlockMover:
         return BlockMover(
@@ -102,8 +102,8 @@ class RankedEngine:
         return [each.result(30) for each in [self._threads.submit(act, rank) for rank in range(self.ranks)]]
 
     def save(self, *, urgent: list[BlockSave] = (), deferred: list[BlockSave] = ()) -> None:
-        self._step += 1
-        work = a_step(self._step, urgent=list(urgent), deferred=list(deferred))
+        self.step += 1
+        work = a_step(self.step, urgent=list(urgent), deferred=list(deferred))
         self.at_once(lambda rank: self.movers[rank].save(work))
 
     def load(self, load: BlockLoad) -> list[list[bool]]:
@@ -199,7 +199,7 @@ def test_over_tcp_ranks_read_their_shares_and_write_none(pair, node, client):
     names, empty = a_chain(35), [torch.zeros_like(layer) for layer in a_model(1)]
     pair.save(urgent=[BlockSave("r", names, list(range(35)))])
     found = client.match(names, lease_seconds=10)
-    pair.clients[0].connection.session.transport._mapping.bytes[found.slots[33].offset] ^= 0x10
+    pair.clients[0].connection.session.transport.mapping.bytes[found.slots[33].offset] ^= 0x10
 
     with an_engine(node, 2, empty, "tcp") as reader:
         assert not reader.clients[0].writes_shards
@@ -234,7 +234,7 @@ def test_only_missing_blocks_are_written_and_nobody_waits(pair, node, client):
     assert client.stats().written == 6
     assert_loaded(node, client, a_chain(6)[3:5], a_model(1), 20)
     for mover in pair.movers:
-        eventually(lambda mover=mover: mover._saver._area.free == mover._saver._area.capacity)
+        eventually(lambda mover=mover: mover.saver.area.free == mover.saver.area.capacity)
 
 
 def test_deferred_blocks_keep_their_content_when_offered(pair, node, client):
@@ -248,7 +248,7 @@ def test_deferred_blocks_keep_their_content_when_offered(pair, node, client):
 
 
 def test_failed_rank_publishes_nothing_and_blocks_no_other(pair, node, client):
-    broken = pair.movers[1]._saver._blocks
+    broken = pair.movers[1].saver.engine_blocks
     source, broken.source = broken.source, lambda _: lambda _: 1 / 0
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
 
@@ -265,7 +265,7 @@ def test_blocks_unstaged_by_one_rank_are_not_stored(node, client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
     monkeypatch.setattr("workers.engines.vllm.saves.MIN_STAGED_BLOCKS", 4)
     with an_engine(node, 2, a_model(1)) as pair:
-        area = pair.movers[1]._saver._area
+        area = pair.movers[1].saver.area
         taken = area.take([0, 1])
 
         pair.save(deferred=[BlockSave("r", a_chain(5), [1, 2, 3, 4, 5])])
@@ -283,25 +283,25 @@ def test_blocks_unstaged_by_one_rank_are_not_stored(node, client, monkeypatch):
 def test_rank_that_stages_after_the_others_keeps_no_room(pair, client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.LAG_SECONDS", 0.05)
     work = a_step(1, deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
-    keeper = pair.movers[1]._saver
+    keeper = pair.movers[1].saver
     pair.movers[0].save(work)
-    eventually(lambda: keeper._over == {(1, 0)} and client.stats().reservations == 0)
+    eventually(lambda: keeper.finished == {(1, 0)} and client.stats().reservations == 0)
 
     pair.movers[1].save(work)
 
-    assert (keeper._area.free, keeper._staged, keeper._over) == (keeper._area.capacity, {}, set())
+    assert (keeper.area.free, keeper.staged, keeper.finished) == (keeper.area.capacity, {}, set())
     assert held(client, a_chain(3)) == 0
 
 
 def test_rank_with_a_broken_thread_is_not_waited_for(pair, client, monkeypatch, caplog):
-    keeper = pair.movers[1]._saver
-    monkeypatch.setattr(keeper, "_end", lambda saves: 1 / 0)
+    keeper = pair.movers[1].saver
+    monkeypatch.setattr(keeper, "end_saves", lambda saves: 1 / 0)
 
     pair.save(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
 
-    eventually(lambda: keeper._lost)
+    eventually(lambda: keeper.lost)
     pair.save(urgent=[BlockSave("q", a_chain(2, "b"), [4, 5])])
-    assert pair.movers[0]._end._lost
+    assert pair.movers[0].ranks.lost
     assert held(client, a_chain(2, "b")) == 0
     assert client.stats().reservations == 0
     assert "first rank lost, blocks are not saved any more" not in [record.message for record in caplog.records]
@@ -345,16 +345,16 @@ def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monk
     found = client.match(a_chain(3, "b"), lease_seconds=10)
     assert client.read(found, range(3), into) == [True] * 3, "the rank did not notice that its slots were reused"
     assert into == [bytes(BLOCK_BYTES)] * 3
-    pair._step = 1
-    pair.movers[0]._end._answering[0].succeeded()  # the pause is over
+    pair.step = 1
+    pair.movers[0].ranks.answering[0].succeeded()  # the pause is over
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
 
 
 def test_silent_rank_is_waited_for_once_then_after_a_pause(pair, node, client, monkeypatch, caplog):
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(SECOND // 20))
-    leader, clock = pair.movers[0]._end, ManualClock()
-    leader._clock, leader._at_once = clock, 1  # one command per block
+    leader, clock = pair.movers[0].ranks, ManualClock()
+    leader.clock, leader.at_once = clock, 1  # one command per block
 
     for step in (1, 2):
         pair.movers[0].save(
@@ -366,7 +366,7 @@ def test_silent_rank_is_waited_for_once_then_after_a_pause(pair, node, client, m
     ]
     assert client.stats().reservations == 0
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(20 * SECOND))
-    pair._step = 2
+    pair.step = 2
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert held(client, a_chain(3)) == 0, "the pause is not over"
     clock.move(SECOND)
@@ -381,9 +381,9 @@ def test_silent_first_rank_is_waited_for_once_per_step(pair, client, monkeypatch
     pair.movers[1].save(a_step(1, urgent=saves))
 
     assert [record.message for record in caplog.records] == ["first rank orders nothing, blocks are not kept"]
-    pair.movers[0]._end._at_once = 2  # several commands, one of which finds no rank for a while
+    pair.movers[0].ranks.at_once = 2  # several commands, one of which finds no rank for a while
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
-    pair._step = 1
+    pair.step = 1
     pair.save(urgent=saves)
     assert (held(client, a_chain(3)), held(client, a_chain(2, "q"))) == (3, 2)
 
@@ -420,18 +420,18 @@ def test_full_store_keeps_what_fits_and_nobody_waits(monkeypatch, caplog):
 
 def test_many_saves_can_end_at_once(pair):
     over = [(step, 0) for step in range(1, 20_001)]
-    keeper = pair.movers[1]._saver
+    keeper = pair.movers[1].saver
 
-    pair.movers[0]._end.write(RankChannel.DEFERRED, [], [], lambda _: None, tenant=b"", ended=over)
+    pair.movers[0].ranks.write(RankChannel.DEFERRED, [], [], lambda _: None, tenant=b"", ended=over)
 
-    eventually(lambda: keeper._over == set(over))
+    eventually(lambda: keeper.finished == set(over))
     pair.movers[1].save(a_step(20_000))
-    assert keeper._over == set()
+    assert keeper.finished == set()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_uncopyable_block_ends_its_save_not_the_engine(pair, node, client, rank):
-    broken = pair.movers[rank]._saver._blocks
+    broken = pair.movers[rank].saver.engine_blocks
     copy_out = broken.copy_out
 
     def failing(block_id, into):
@@ -445,14 +445,14 @@ def test_uncopyable_block_ends_its_save_not_the_engine(pair, node, client, rank)
     assert held(client, a_chain(3)) == 2
     assert_loaded(node, client, a_chain(2), a_model(1), 4)
     for mover in pair.movers:
-        eventually(lambda mover=mover: mover._saver._area.free == mover._saver._area.capacity)
+        eventually(lambda mover=mover: mover.saver.area.free == mover.saver.area.capacity)
 
 
 def test_bad_byte_in_one_ranks_share_is_seen_by_all(pair, node, client):
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
     with a_store_client(node.address, NAMESPACE, prefer=("shm",)) as vandal:
-        vandal.connection.session.transport._mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
+        vandal.connection.session.transport.mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
             0x10  # of the second rank
         )
 
@@ -476,7 +476,7 @@ def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -
     """Join an engine of two ranks, and kill this process after one block of a save of three."""
     client = a_store_client(address, NAMESPACE)
     mover = BlockMover(client, HostBlocks(a_part(a_model(1), 2, rank)), an_end(client, rank, 2, folder))
-    source = mover._saver._blocks.source
+    source = mover.saver.engine_blocks.source
 
     def dying(block_ids):
         of = source(block_ids)
@@ -488,7 +488,7 @@ def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -
 
         return one
 
-    mover._saver._blocks.source = dying
+    mover.saver.engine_blocks.source = dying
     ready.send(rank)
     mover.save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 

@@ -114,13 +114,15 @@ class ToyCluster:
             )
             self._kubelet.write_hosts()
             self._started.set()
-            async with asyncio.TaskGroup() as pods:
-                settling = pods.create_task(self._settle(pods))
-                await self._stop.wait()
-                settling.cancel()
-                for task in list(pods._tasks):
-                    task.cancel()
+            running = tasks.create_task(self._run_pods())
+            await self._stop.wait()
+            running.cancel()
+            await asyncio.wait({running})
             following.cancel()
+
+    async def _run_pods(self) -> None:
+        async with asyncio.TaskGroup() as pods:
+            await self._settle(pods)
 
     async def _settle(self, pods: asyncio.TaskGroup) -> None:
         chance = random.Random(0)

@@ -116,7 +116,7 @@ async def asked(owner):
     relayed = Relayed()
     upstream.begin(WORK, relayed, REQUEST)
     await asyncio.sleep(0)
-    assert upstream._transport.written == REQUEST + relayed.body
+    assert upstream.transport.written == REQUEST + relayed.body
     await make_busy(owner)
     return upstream, relayed
 
@@ -154,7 +154,7 @@ async def test_every_client_has_its_answer_however_many_come_in_a_turn(owner):
         upstream.data_received(LAST)
     await asyncio.sleep(0)
 
-    assert all(upstream._transport.written == REQUEST + relayed.body for upstream, relayed in asked)
+    assert all(upstream.transport.written == REQUEST + relayed.body for upstream, relayed in asked)
     assert all(relayed.client.written.endswith(EVENT + LAST) for _, relayed in asked)
 
 
@@ -175,7 +175,7 @@ async def test_bytes_before_a_request_are_no_answer(owner):
     upstream.connection_lost(None)
 
     assert again.client.written == b""
-    assert upstream._transport.written == REQUEST + relayed.body  # without the second request
+    assert upstream.transport.written == REQUEST + relayed.body  # without the second request
     assert owner.told == [("stale",)]  # sent again over another connection
 
 
@@ -209,7 +209,7 @@ async def test_a_request_that_is_dropped_in_its_turn_is_not_sent(owner):
     upstream.drop()
     await asyncio.sleep(0)
 
-    assert upstream._transport.written == b""
+    assert upstream.transport.written == b""
 
 
 async def test_tokens_of_a_turn_are_reported_once(owner, asked):
@@ -240,7 +240,7 @@ async def test_close_right_after_the_answer_is_no_failure(owner, asked):
     upstream, relayed = asked
     upstream.data_received(HEAD + EVENT + LAST)
 
-    upstream._transport.closed = True
+    upstream.transport.closed = True
     upstream.connection_lost(None)
     await asyncio.sleep(0)
 
@@ -320,7 +320,7 @@ async def test_however_long_an_answer_is_little_of_it_is_kept(asked, piece):
     for _ in range(1000):
         upstream.data_received(piece)
 
-    assert len(upstream._earlier + upstream._latest) <= 2 * USAGE_BYTES + len(piece)
+    assert len(upstream.earlier + upstream.latest) <= 2 * USAGE_BYTES + len(piece)
 
 
 async def test_last_event_may_follow_an_event_whose_end_came_alone(asked):
@@ -373,7 +373,7 @@ async def test_too_many_interim_heads_or_other_bytes_fail(owner, asked, said, si
     upstream, relayed = asked
     sent = said + HEAD + EVENT + LAST
     for begin in range(0, len(sent), size):
-        if not upstream._transport.closed:
+        if not upstream.transport.closed:
             upstream.data_received(sent[begin : begin + size])
     await asyncio.sleep(0)
 

@@ -32,8 +32,8 @@ class Publisher:
         self._context = zmq.asyncio.Context()
         self._out = self._context.socket(zmq.XPUB)
         self._out.bind(self.endpoint)
-        self._replay = self._context.socket(zmq.ROUTER)
-        self._replay.bind(self.replay_endpoint)
+        self.replay = self._context.socket(zmq.ROUTER)
+        self.replay.bind(self.replay_endpoint)
         self._batches: list[bytes] = []
         self._topic = topic
 
@@ -51,21 +51,21 @@ class Publisher:
 
     async def repeat(self, *, kept_from: int = 0, falls: Container[int] = (), ends: bool = True) -> int:
         """Answer the next replay request without the batches in `falls`; return the requested number."""
-        client, _, start = await self._replay.recv_multipart()
+        client, _, start = await self.replay.recv_multipart()
         asked = int.from_bytes(start, "big")
         before = [client, b""] if not self._topic else [client, b"", self._topic]
         for number, batch in enumerate(self._batches):
             if number >= max(kept_from, asked) and number not in falls:
-                await self._replay.send_multipart([*before, number.to_bytes(8, "big"), batch])
+                await self.replay.send_multipart([*before, number.to_bytes(8, "big"), batch])
         if ends:
-            await self._replay.send_multipart([*before, END_OF_REPLAY, b""])
+            await self.replay.send_multipart([*before, END_OF_REPLAY, b""])
         return asked
 
     async def questions(self) -> int:
         """Return the number of unanswered replay requests."""
         asked = 0
-        while await self._replay.poll(0):
-            await self._replay.recv_multipart()
+        while await self.replay.poll(0):
+            await self.replay.recv_multipart()
             asked += 1
         return asked
 
@@ -427,10 +427,10 @@ async def test_endless_replay_is_cut_and_lets_other_tasks_run(monkeypatch, secon
     with a_publisher() as publisher:
 
         async def drive() -> None:
-            client, _, _ = await publisher._replay.recv_multipart()
+            client, _, _ = await publisher.replay.recv_multipart()
             for number in range(10**9):
                 counted = number % 16 if again else number
-                await publisher._replay.send_multipart([client, b"", counted.to_bytes(8, "big"), FIRST])
+                await publisher.replay.send_multipart([client, b"", counted.to_bytes(8, "big"), FIRST])
                 await asyncio.sleep(0)
 
         async with asyncio.timeout(60):
@@ -446,8 +446,8 @@ async def test_garbage_replay_counts_as_none(number):
     with a_publisher() as publisher:
 
         async def drive() -> None:
-            client, _, _ = await publisher._replay.recv_multipart()
-            await publisher._replay.send_multipart([client, b"", number, FIRST])
+            client, _, _ = await publisher.replay.recv_multipart()
+            await publisher.replay.send_multipart([client, b"", number, FIRST])
             await publisher.publish(SALTED)
 
         told, heard = await read(publisher, 1, drive)

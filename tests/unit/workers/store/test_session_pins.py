@@ -116,5 +116,5 @@ def test_oldest_sessions_are_forgotten_above_the_limit(monkeypatch):
         work = worker.begin(session=f"agent {index}")
         worker.hear(work, 1, 2, finish=Finish.STOP)
 
-    assert len(worker.holds._sessions) == 3
-    assert not worker.holds._works
+    assert len(worker.holds.sessions) == 3
+    assert not worker.holds.works

@@ -465,7 +465,7 @@ def test_prefetch_is_limited_in_each_step():
     world.planner.plan({"other": 40}, lambda _: [])
 
     assert [asked for asked, _ in world.fetched] == [names(each)[:4] for each in requests[1 : FETCHES_A_STEP + 1]]
-    assert len(world.planner._queued) == MAX_QUEUED - 1 - FETCHES_A_STEP
+    assert len(world.planner.queued) == MAX_QUEUED - 1 - FETCHES_A_STEP
     assert world.planner.finished(requests[1]) == PromptBlockCounts(), "forgotten like any other"
 
 

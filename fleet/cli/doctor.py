@@ -191,7 +191,7 @@ def _packages(extra: str, use: str, distributions: Mapping[str, str], port: int 
         lacking = ", ".join(f"{name} is not installed" for name in missing)
         detail = "; ".join(each for each in (installed, lacking, use) if each)
         if port:
-            detail += f"; {'a' if _listens(port) else 'no'} server at 127.0.0.1:{port}"
+            detail += f"; {'a' if listens(port) else 'no'} server at 127.0.0.1:{port}"
         return DoctorVerdict(not missing, detail, f"pip install 'fleet-serving[{extra}]'" if missing else "")
 
     return probe
@@ -259,7 +259,7 @@ def _hugepages() -> DoctorVerdict:
 def _ports() -> DoctorVerdict:
     router = Topology().router
     taken = [
-        address for address in (router.http_listen, router.grpc_listen) if _listens(int(address.rpartition(":")[2]))
+        address for address in (router.http_listen, router.grpc_listen) if listens(int(address.rpartition(":")[2]))
     ]
     if taken:
         return DoctorVerdict(
@@ -333,7 +333,7 @@ def probe_output(*command: str) -> DoctorVerdict:
     return DoctorVerdict(False, complaint[-1][:200])
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=CONNECT_SECONDS):
             return True

@@ -1,7 +1,7 @@
 """CRC-32C of bytes, also while they are copied: the native module if it is built, otherwise its twin.
 
 The native module (`checksum.c`) computes the checksum while the bytes pass through the processor. That is 1.5 to 5 times
-as fast as a copy by numpy and a checksum by google-crc32c (ADR 37), which the twin uses. `kvstore.native.checksums_twin`
+as fast as a copy by numpy and a checksum by google-crc32c (ADR 38), which the twin uses. `kvstore.native.checksums_twin`
 documents the functions.
 """
 

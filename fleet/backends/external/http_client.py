@@ -1,7 +1,7 @@
 """HTTP client of everything that an external backend is asked besides requests of clients.
 
 Health checks, trial requests and tokenizations go by aiohttp, each over a connection of its own. Requests of clients
-go by `fleet.backends.external.upstream`, which passes bytes on (ADR 37).
+go by `fleet.backends.external.upstream`, which passes bytes on (ADR 38).
 """
 
 import asyncio

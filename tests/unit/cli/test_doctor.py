@@ -77,7 +77,7 @@ def test_missing_package_is_named_with_its_extra(monkeypatch):
 
 
 def test_missing_server_on_this_host_is_no_fault(monkeypatch):
-    monkeypatch.setattr(doctor, "_listens", lambda port: False)
+    monkeypatch.setattr(doctor, "listens", lambda port: False)
 
     verdict = dict(PROBES)["etcd"]()
 

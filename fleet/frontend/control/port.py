@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 
 from fleet.frontend.control.cluster import ClusterService, store_status_call
+from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.control.access import ControlAccess
 from fleet.net.control.address import control_socket, private_folder
@@ -38,6 +39,7 @@ async def open_control_port(
     store_access: LoadedCredentials = OPEN,
     shared: bool = False,
     others: PeerRoutersApi | None = None,
+    demand: DemandWatch | None = None,
 ) -> AsyncIterator[str]:
     """Listen and serve until the context ends; then cancel running calls. Yield the address.
 
@@ -53,6 +55,7 @@ async def open_control_port(
         store_access: What the router proves to that node.
         shared: Whether other processes may listen on the same port.
         others: The peer routers, if there are any.
+        demand: Reports the demand to planners; None leaves that method out.
 
     Raises:
         ConfigurationRefused: The address is malformed, in use, or open to other users.
@@ -68,7 +71,7 @@ async def open_control_port(
             ask_store = store_status_call(blocks_pb2_grpc.BlockStoreStub(channel))
         guard = None if unix_path(listen) else SocketGuard()
         server = access.server(guard, shared=shared)
-        methods = ClusterService(router, ask_store, others).methods()
+        methods = ClusterService(router, ask_store, others).methods() | (demand.methods() if demand else {})
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CLUSTER, methods),))
         for add in services.values():
             add(server)

@@ -89,6 +89,10 @@ class Pulse(Struct, frozen=True, kw_only=True):
     """True if some of that work is of a kind that it has not done before and that may take far longer than a usual step.
     """
 
+    fetch_limit: Nanos = Nanos(0)
+    """The time limit of the KV transfers from other engines that this work waits for, which a step may wait for as well;
+    0: it waits for none."""
+
 
 class Engine(Protocol):
     """One running engine. `open_engine`, an async context manager, starts and stops it.

@@ -13,9 +13,11 @@ Rules:
 4. Slow steps are forgotten: a size's slowest time halves in `HALF_LIFE` of observation. A first compilation does not count for ever.
 5. Work of a kind that the engine has not done before (an adapter to load, a kernel to compile) gets the ceiling, and its time is not
    learned. Only work that was present when the step began counts: requests that reach a hanging engine give it no more time.
-6. The time between two looks counts as a tenth of the patience at most, because a stopped process, a suspended machine and a starved
+6. A step may wait for a KV transfer from another engine. While work that was present when the step began waits for one, the patience
+   is not below the transfer's own time limit, and the step's time is not learned.
+7. The time between two looks counts as a tenth of the patience at most, because a stopped process, a suspended machine and a starved
    event loop do not watch. So a hang needs at least ten looks without progress. The time of such a step is not learned.
-7. An engine is as bad as the worst of its schedulers.
+8. An engine is as bad as the worst of its schedulers.
 """
 
 from collections.abc import Sequence
@@ -30,7 +32,7 @@ from workers.ports import Pulse
 
 # Long enough to remember the prompts of one session, short enough to forget a compilation within the hour.
 HALF_LIFE = 600 * SECOND
-SHARE_OF_A_LOOK = 10  # rule 6
+SHARE_OF_A_LOOK = 10  # rule 7
 SIZES = 32  # powers of two; no step has 2**31 tokens
 
 
@@ -119,23 +121,24 @@ class _Scheduler:
         self._slowest: list[_Slowest | None] = [None] * SIZES
         self._watched = Nanos(0)
         self._novel = False  # true if work of a new kind was present when the current step began
-        self._slept = False  # true if more time passed since the last step than counts (rule 6)
+        self._fetch_limit = Nanos(0)  # of the transfers that work waited for when the current step began
+        self._slept = False  # true if more time passed since the last step than counts (rule 7)
 
     def look(self, pulse: Pulse, since: Nanos) -> EngineHealth:
         before, self._pulse = self._pulse, pulse
         if before is None or not before.working:  # it had no work: idle time is no step's time
             self.waited = Nanos(0)
-            self._novel = pulse.novel
+            self._begin(pulse)
             return EngineHealth.HEALTHY
         patience = self._patience(before)
         counted = min(since, Nanos(patience // SHARE_OF_A_LOOK))
         self._slept = self._slept or counted < since
         self._watched = Nanos(self._watched + counted)
         if pulse.steps != before.steps:
-            if not (self._novel or before.novel or self._slept):
+            if not (self._novel or before.novel or self._fetch_limit or before.fetch_limit or self._slept):
                 self._learn(before.tokens, Nanos(self.waited + counted))
             self.waited = Nanos(0)
-            self._novel = pulse.novel
+            self._begin(pulse)
             self._slept = False
             return EngineHealth.HEALTHY
         if not pulse.working:
@@ -145,6 +148,11 @@ class _Scheduler:
         if self.waited >= patience:
             return EngineHealth.HUNG
         return EngineHealth.SUSPECT if 2 * self.waited >= patience else EngineHealth.HEALTHY
+
+    def _begin(self, pulse: Pulse) -> None:
+        """Note the work that is present when a step begins (rules 5 and 6)."""
+        self._novel = pulse.novel
+        self._fetch_limit = pulse.fetch_limit
 
     def _learn(self, tokens: int, took: Nanos) -> None:
         """Learn a step's time (rule 4).
@@ -157,11 +165,11 @@ class _Scheduler:
         self._slowest[size] = _Slowest(took=max(float(took), before), at=self._watched)
 
     def _patience(self, pulse: Pulse) -> Nanos:
-        """Return the patience for a step (rules 2, 3 and 5)."""
+        """Return the patience for a step (rules 2, 3, 5 and 6)."""
         expected = None if self._novel else self._expected(_size_of(pulse.tokens))
         if expected is None:
             return self._ceiling
-        return Nanos(round(min(max(self._factor * expected, self._floor), self._ceiling)))
+        return Nanos(round(min(max(self._factor * expected, self._floor, self._fetch_limit), self._ceiling)))
 
     def _expected(self, size: int) -> float | None:
         """Return the time that a step of this size may take, in nanoseconds; None: nothing is known."""

@@ -367,9 +367,14 @@ def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core:
     """Build the connections to peer routers; None if this router has none.
 
     Raises:
-        ConfigurationRefused: `replicas_credentials` cannot be used.
+        ConfigurationRefused: `replicas_credentials` cannot be used, or `replicas` are set without `replicas_listen`.
     """
     if not settings.replicas_listen:
+        if settings.replicas:
+            raise ConfigurationRefused(
+                f"replicas: {', '.join(settings.replicas)} could not reach this router, because replicas_listen is empty:"
+                " set replicas_listen (and replicas_credentials beyond a Unix socket), or leave replicas out"
+            )
         return None
     peers = PeerRouters(
         settings,

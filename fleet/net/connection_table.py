@@ -83,6 +83,9 @@ class ConnectionAdmission(Struct, Generic[Client], frozen=True):
     displaced: Client | None = None
     """The connection that must be closed now; it has left the table."""
 
+    displaced_silent: bool = False
+    """True if that connection has never sent a byte. Its first request may be on its way."""
+
 
 class ConnectionTable(Generic[Client]):
     def __init__(self, most: int, address_share: float) -> None:
@@ -115,8 +118,9 @@ class ConnectionTable(Generic[Client]):
             self.refused += 1
             return ConnectionAdmission()
         self.displaced += 1
+        silent = displaced.group is WaitingFor.SILENT
         self.remove(displaced)
-        return ConnectionAdmission(self._add(client, address, now), displaced.client)
+        return ConnectionAdmission(self._add(client, address, now), displaced.client, silent)
 
     def mark_waiting(self, slot: ConnectionSlot[Client], group: WaitingFor, now: float) -> None:
         """Note that a connection waits from now on. A connection that has left the table is ignored.

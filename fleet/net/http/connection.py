@@ -51,7 +51,9 @@ HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connecti
 _MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # change how a message is read
 PARSE_BYTES = 8 << 10  # parsed at once while no request waits: about a hundred of the shortest requests
 MAX_REQUESTS_PER_TURN = 16
-MAX_LINGERING = 256  # refused newcomers that get an answer; others are closed without one
+MAX_LINGERING = (
+    256  # refused connections that are read until their clients have the answer; others close right after it
+)
 RETRY_AFTER_SECONDS = 1  # for refused newcomers
 LINGER_SECONDS = 2.0  # a client that still sends is read for this time, so that it gets the answer and not a reset
 
@@ -135,14 +137,10 @@ class HttpConnection(asyncio.Protocol):
         address = client_key(transport.get_extra_info("peername"))
         admission = self._table.admit(self, address, self._clock.now() / SECOND)
         if admission.displaced is not None:
-            admission.displaced.displace()
+            admission.displaced.displace(silent=admission.displaced_silent)
         self._slot = admission.slot
-        if self._slot is not None:
-            return
-        if len(self._connections) - len(self._table) > MAX_LINGERING:
-            self.transport.abort()
-        else:
-            self._reject_for_now("too many connections; retry later")
+        if self._slot is None:
+            self._refuse_connection("too many connections; retry later")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
         self._lost = True
@@ -343,19 +341,20 @@ class HttpConnection(asyncio.Protocol):
             case ConnectionStage.CLOSING:
                 self.transport.close()  # sends the rest first, as long as the client reads
 
-    def displace(self) -> None:
-        """Close at once, because the table needs the slot; no request is being served."""
-        if self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
-            malformed = MalformedRequest(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "too many connections, and the request was not complete; retry later",
-                RETRY_AFTER_SECONDS,
-            )
-            self.transport.write(malformed.answer(self._explain(malformed)))
-        self._stage = ConnectionStage.CLOSING
+    def displace(self, *, silent: bool) -> None:
+        """Close, because the table needs the slot; no request is being served.
+
+        A client that has sent a part of a request, or nothing yet, may wait for an answer, and gets one. One that waits
+        between two requests does not.
+        """
         if self.transport.get_write_buffer_size():
-            self.transport.abort()
+            self.transport.abort()  # it does not read
+        elif silent:
+            self._refuse_connection("too many connections; retry later")
+        elif self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
+            self._refuse_connection("too many connections, and the request was not complete; retry later")
         else:
+            self._stage = ConnectionStage.CLOSING
             self.transport.close()
 
     def abort(self) -> None:
@@ -524,6 +523,19 @@ class HttpConnection(asyncio.Protocol):
     def _memory_is_full(self) -> bool:
         """Return whether the arriving body is a long one and the memory for bodies is full."""
         return self._body.size > ORDINARY_BODY_BYTES and self._held.bytes > self._settings.max_held_bytes
+
+    def _refuse_connection(self, message: str) -> None:
+        """Answer, and close the connection, which has no slot in the table."""
+        refusal = MalformedRequest(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
+        self._hold(-self._body.size)
+        self._body = BodyBuffer()
+        self._drop_waiting()
+        self.transport.write(refusal.answer(self._explain(refusal)))
+        if len(self._connections) - len(self._table) <= MAX_LINGERING:
+            self._linger()
+        else:
+            self._stage = ConnectionStage.CLOSING
+            self.transport.close()
 
     def _reject_long(self) -> None:
         self._reject_for_now("too many long requests are being taken in; retry later")

@@ -332,6 +332,16 @@ def test_tcp_control_port_without_credentials_is_rejected(tmp_path, model_dir, l
     assert "control_credentials.secret_file" in told.stderr
 
 
+def test_replicas_without_replicas_listen_are_rejected(tmp_path, model_dir):
+    file = tmp_path / "router.json"
+    file.write_text(json.dumps(a_router(model_dir, replicas=["127.0.0.1:9"])))
+
+    told = run_fleet("serve", "router", "--config", str(file), timeout=60)
+
+    assert told.returncode == CONFIGURATION_REFUSED
+    assert "replicas: 127.0.0.1:9 could not reach this router, because replicas_listen is empty" in told.stderr
+
+
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:0"])
 def test_worker_tcp_port_without_credentials_is_rejected(tmp_path, listen):
     file = tmp_path / "worker.json"

@@ -1,4 +1,4 @@
-"""Rules 1 to 7 of `workers.watchdog`."""
+"""Rules 1 to 8 of `workers.watchdog`."""
 
 from collections.abc import Iterator
 
@@ -111,6 +111,35 @@ def test_requests_to_a_hung_engine_give_it_no_more_time():
     engine.stand_still(3)
 
     assert engine.seconds_until(EngineHealth.HUNG, novel=True) == pytest.approx(7, abs=0.2)
+
+
+FETCH = Nanos(30 * SECOND)
+
+
+def test_stalled_kv_transfer_is_no_hang_within_its_limit():
+    engine = Watched()
+    engine.steps(20, tokens=4, each_seconds=0.1)
+    engine.look(steps=21, working=True, fetch_limit=FETCH)
+
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(30, abs=0.5)
+
+
+def test_stall_of_a_kv_transfer_is_not_learned_as_a_step():
+    engine = Watched()
+    engine.steps(20, tokens=4, each_seconds=0.1)
+    engine.look(steps=21, working=True, fetch_limit=FETCH)
+    engine.stand_still(14)
+    engine.look(steps=22, fetch_limit=Nanos(0))
+
+    assert EngineHealth.HUNG not in engine.seen
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(10, abs=0.2)
+
+
+def test_transfers_that_reach_a_hung_engine_give_it_no_time():
+    engine = Watched()
+    engine.steps(20, tokens=4, each_seconds=0.1)
+
+    assert engine.seconds_until(EngineHealth.HUNG, fetch_limit=FETCH) == pytest.approx(10, abs=0.2)
 
 
 def test_a_slow_step_is_forgotten():

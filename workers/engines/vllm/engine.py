@@ -21,7 +21,7 @@ import numpy as np
 from fleet.backends.kv_events.health import NEVER, EventHealth, KvEventAlert
 from fleet.backends.kv_events.stream import EventStreamCounters, read_events
 from fleet.backends.kv_events.translator import KvEventTranslator
-from fleet.core.clock import Nanos
+from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, Reason
 from fleet.core.ids import RequestId, StoreId
 from fleet.core.requests import TOKEN_BYTES, Finish, KvReport
@@ -323,8 +323,11 @@ class VllmEngine:
 
     def pulses(self) -> Sequence[Pulse]:
         novel = bool(self._novel)
+        fetches = any(not each.generated and vllm_requests.fetches(each.start) for each in self._requests.values())
+        fetch_limit = Nanos((vllm_launch.NIXL_LEASE_SECONDS if fetches else 0) * SECOND)
         return [
-            reader.pulse(working=self._is_working(engine), novel=novel) for engine, reader in self._counters.items()
+            reader.pulse(working=self._is_working(engine), novel=novel, fetch_limit=fetch_limit)
+            for engine, reader in self._counters.items()
         ]
 
     def traced(self) -> bool:

@@ -56,6 +56,11 @@ def token_ids(start: Start) -> list[int]:
     return ids
 
 
+def fetches(start: Start) -> bool:
+    """Return whether the request's blocks come from another engine."""
+    return start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT
+
+
 def transfer_params(start: Start) -> dict[str, Any]:
     """Return the parameters of this request for the connectors."""
     if start.phase is Phase.PREFILL:

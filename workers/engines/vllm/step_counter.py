@@ -12,6 +12,7 @@ and reading needs no answer from a process that may hang.
 import mmap
 from pathlib import Path
 
+from fleet.core.clock import Nanos
 from workers.ports import Pulse
 
 WORD_BYTES = 8  # one write, so that nobody reads half of a word
@@ -50,9 +51,9 @@ class StepReader:
         """Map the file; raises OSError if there is no counter."""
         self._words = _mapped(file)
 
-    def pulse(self, *, working: bool, novel: bool) -> Pulse:
+    def pulse(self, *, working: bool, novel: bool, fetch_limit: Nanos) -> Pulse:
         """Return the current step and token counts, with what the caller knows of the engine: whether it has work, and work of a new kind."""
-        return Pulse(steps=self._words[0], tokens=self._words[1], working=working, novel=novel)
+        return Pulse(steps=self._words[0], tokens=self._words[1], working=working, novel=novel, fetch_limit=fetch_limit)
 
 
 def _mapped(file: Path) -> "memoryview[int]":

@@ -2,12 +2,13 @@
 
 import pytest
 
+from fleet.core.clock import Nanos
 from workers.engines.vllm.step_counter import StepCounter, StepReader, step_file
 from workers.ports import Pulse
 
 
 def pulse_of(reader: StepReader) -> Pulse:
-    return reader.pulse(working=True, novel=False)
+    return reader.pulse(working=True, novel=False, fetch_limit=Nanos(0))
 
 
 def test_reader_sees_the_counters_steps(tmp_path):

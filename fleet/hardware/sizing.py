@@ -25,6 +25,7 @@ from fleet.core.roles import Role
 from fleet.hardware.gpus import Gpu
 from fleet.hardware.known_models import SizedModel
 from fleet.hardware.latency.coefficients import StepModelEstimate, estimate
+from fleet.hardware.latency.limits import highest, highest_unbroken
 from fleet.hardware.latency.open_loop import (
     BatchOccupancy,
     EngineReplica,
@@ -49,13 +50,6 @@ MOST_RUNNING = 256
 
 MOST_GPUS = 1_000_000
 """Highest number of GPUs that a shortfall names."""
-
-HALVINGS = 40
-"""Halvings of an interval around a limit; more would not change a float."""
-
-LEAST_STRIDE = 0.25
-STRIDE = 1.1
-"""Distance between two loads in the search, in running requests and as a factor; the searched functions have no narrower humps."""
 
 ONE_CONTEXT = 0.8
 """Share of the computed KV capacity that one request may take. Engines do not start if the longest request does not fit, and their real
@@ -232,7 +226,7 @@ class _SizedSharding:
                 and self._has_headroom(aggregated_rate, running)
             )
 
-        return _highest_unbroken(kept, self.idle, self.room)
+        return highest_unbroken(kept, self.idle, self.room)
 
     def ttft(self, running: float) -> float:
         return aggregated_ttft(self.engine, self.request, self.occupancy, running)
@@ -253,7 +247,7 @@ class _SizedSharding:
                 and self._has_headroom(decode_rate, running)
             )
 
-        return _highest(kept, self.idle, self.room)
+        return highest(kept, self.idle, self.room)
 
     def decode_tpot(self, running: float) -> float:
         return decode_tpot(self.engine, self.request, self.occupancy, running, self.transfer)
@@ -262,7 +256,7 @@ class _SizedSharding:
     def prefill_rate(self) -> float:
         """Most prompts per second of an engine that only prefills; 0: the goal is not kept at all."""
         most = HEADROOM * highest_prefill_rate(self.engine, self.request)
-        return _highest(lambda rate: self.prefill_ttft(rate) <= self.goals.ttft, 0.0, most)
+        return highest(lambda rate: self.prefill_ttft(rate) <= self.goals.ttft, 0.0, most)
 
     def prefill_ttft(self, rate: float) -> float:
         return prefill_ttft(self.engine, self.request, self.occupancy, rate)
@@ -349,7 +343,7 @@ def _running_at(
     sharding: _SizedSharding, rate: Callable[[EngineReplica, RequestShape, float], float], wanted: float
 ) -> float:
     """Return the number of running requests at a rate."""
-    return _highest(lambda running: rate(sharding.engine, sharding.request, running) <= wanted, 0.0, sharding.room)
+    return highest(lambda running: rate(sharding.engine, sharding.request, running) <= wanted, 0.0, sharding.room)
 
 
 def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
@@ -361,7 +355,7 @@ def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
         return way is not None and way.gpus <= gpus
 
     load = demand.clients or demand.rate
-    return _highest(enough, 1e-6 * load, load)
+    return highest(enough, 1e-6 * load, load)
 
 
 def _missed_goal(shardings: list[_SizedSharding], goals: LatencyGoals) -> Shortfall:
@@ -379,35 +373,3 @@ def _missed_goal(shardings: list[_SizedSharding], goals: LatencyGoals) -> Shortf
     if ttft / goals.ttft >= tpot / goals.tpot:
         return Shortfall(goal=SizingGoal.TTFT, wanted=goals.ttft, best=ttft, placement=nearest.placement)
     return Shortfall(goal=SizingGoal.TPOT, wanted=goals.tpot, best=tpot, placement=nearest.placement)
-
-
-def _highest_unbroken(kept: Callable[[float], bool], least: float, most: float) -> float:
-    """Return the highest load below which every load is kept, although a higher one may be kept again; 0 if the least is not.
-
-    In a full batch a short prompt costs the others less than in a small one, so a goal may be missed at a low load and kept at a high one.
-    """
-    if not kept(least):
-        return 0.0
-    low = least
-    while low < most:
-        high = min(most, max(STRIDE * low, low + LEAST_STRIDE))
-        if not kept(high):
-            return _highest(kept, low, high)
-        low = high
-    return low
-
-
-def _highest(kept: Callable[[float], bool], least: float, most: float) -> float:
-    """Return the highest load that is kept if every higher one is missed; 0 if the least is not kept."""
-    if not kept(least):
-        return 0.0
-    if kept(most):
-        return max(most, least)
-    low, high = least, most
-    for _ in range(HALVINGS):
-        middle = 0.5 * (low + high)
-        if kept(middle):
-            low = middle
-        else:
-            high = middle
-    return low

@@ -13,7 +13,11 @@ Rules:
    2 (1 - u) / s (Kingman's heavy-traffic limit, 1962; its mean is that of Pollaczek and Khinchine). Waiting prompts are computed in
    full steps, so `s` is a prompt's share of a full step. Prompts of one step end together, so a prompt also waits for some that came
    later: half as many as were before it, as far as a step has room. A wait is at least the rest of the step that is under way.
-5. Requests are assumed to be spread over engines at random. A good router does better, but nothing here counts on that.
+5. Without a stated number of engines, requests are assumed to be spread over engines at random. If the number is stated (`replicas`),
+   a router that sees the load of all engines shares them: a prompt waits only if all are busy (Sakasegawa's approximation of Erlang's C
+   formula, 1977), and waits shrink with their number (Allen and Cunneen's formula). `IMBALANCE` of the variance of random spreading stays.
+6. Arrivals may be bursty: `dispersion` is the variance of the number of arrivals divided by its mean (1: Poisson). `spread` is the
+   squared coefficient of variation of the prompts' lengths. Waits grow with their sum (Kingman, 1961).
 
 All times are seconds.
 """
@@ -25,6 +29,9 @@ from msgspec import Struct
 
 from fleet.hardware.latency.closed_loop import BenchmarkClient
 from fleet.hardware.latency.step_model import StepModel, pairs
+
+IMBALANCE = 0.25
+"""Share of the variance of random spreading that a router leaves between its engines; an assumption, which measured latencies correct."""
 
 
 class RequestShape(Struct, frozen=True, kw_only=True):
@@ -65,17 +72,25 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
     waiting_clients: bool
     """True if each client sends its next request after its answer; otherwise requests come at a rate."""
 
+    replicas: float = 1.0
+    """Engines that share the requests by a router that sees their load."""
+
+    dispersion: float = 1.0
+    spread: float = 0.0
+
     def others(self, running: float) -> float:
         """Return the percentile of the number of others, where `running` is the mean."""
         if self.waiting_clients:
             return max(0.0, running - 1.0)
-        return running + max(0.0, NormalDist().inv_cdf(self.percentile)) * sqrt(running)
+        shared = 1.0 / self.replicas + IMBALANCE * (1.0 - 1.0 / self.replicas)
+        variance = running * shared * 0.5 * (1.0 + self.dispersion)  # long answers smooth bursts: Eckberg, 1983
+        return running + max(0.0, NormalDist().inv_cdf(self.percentile)) * sqrt(variance)
 
     def wait(self, rate: float, busy: float, share: float, beside: float, longest: float) -> float:
         """Return the percentile of a prompt's wait for other prompts.
 
         Args:
-            rate: Prompts per second.
+            rate: Prompts per second of one engine.
             busy: Duration of a prompt's step when it is alone.
             share: Part of a full step that a prompt takes.
             beside: Other prompts that a step has room for.
@@ -85,8 +100,11 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
         if used >= 1.0:
             return inf
         rest = 1.0 - self.percentile
-        queued = log(used / rest) * share / (2.0 * (1.0 - used)) if used > rest else 0.0
-        met = min(1.0, rate * busy)  # probability that a step is under way
+        together = sqrt(2.0 * (self.replicas + 1.0)) - 1.0
+        waits = used**together  # probability that all engines are busy
+        slowness = share * (self.dispersion + self.spread) / (2.0 * self.replicas * (1.0 - used))
+        queued = log(waits / rest) * slowness if waits > rest else 0.0
+        met = min(1.0, rate * busy) ** together  # probability that a step is under way on all of them
         residual = busy * (1.0 - rest / met) if met > rest else 0.0
         return min(max(queued + min(0.5 * queued, beside * share), residual), longest)
 

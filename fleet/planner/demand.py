@@ -1,0 +1,149 @@
+"""Demand of one model: what its clients asked for, and how they were served, between two instants.
+
+Rules:
+
+1. A window is a difference of cumulative counters, summed over all routers of the model. A request counts as demand when it arrives,
+   unless its client left before the answer began; refused requests are demand that was not met.
+2. Durations are counts in fixed buckets, so that windows of several routers can be added, and so can windows of one router.
+3. A source that has not reported within its limit is named in `stale`; a planner then holds and says so.
+"""
+
+from bisect import bisect_left
+from itertools import accumulate
+
+from msgspec import Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.planner.messages import PoolName
+
+EDGES = tuple(0.001 * 10 ** (step / 8) for step in range(8 * 6 + 1))
+"""Upper edges of the buckets in seconds: eight per decade from 1 ms to 1,000 s. One more bucket holds what is longer."""
+
+STEP: float = 10 ** (1 / 8)
+"""Ratio of an edge to the edge before it."""
+
+Counts = tuple[int, ...]
+"""Number of values in each bucket: `len(EDGES) + 1` numbers, or none at all if nothing was counted."""
+
+
+def bucket_of(seconds: float) -> int:
+    """Return the index of the bucket that holds a duration."""
+    return bisect_left(EDGES, seconds)
+
+
+def added(one: Counts, other: Counts) -> Counts:
+    """Return the sums of two sets of counts, bucket by bucket."""
+    if not one or not other:
+        return one or other
+    return tuple(a + b for a, b in zip(one, other, strict=True))
+
+
+def percentile(counts: Counts, share: float) -> float | None:
+    """Return the upper edge in seconds of the bucket that holds this share of the values; None if there are no values."""
+    total = sum(counts)
+    if not total:
+        return None
+    for index, below in enumerate(accumulate(counts)):
+        if below >= share * total:
+            return EDGES[min(index, len(EDGES) - 1)]
+    raise AssertionError("the last bucket completes the sum")
+
+
+def interpolated(counts: Counts, share: float) -> float | None:
+    """Return the estimated percentile in seconds, as if the values of a bucket were spread evenly on a logarithmic scale."""
+    wanted = share * sum(counts)
+    if not wanted:
+        return None
+    below = 0
+    for index, count in enumerate(counts):
+        if below + count >= wanted:
+            upper = EDGES[min(index, len(EDGES) - 1)]
+            share_of_bucket = (wanted - below) / count
+            return float(upper * STEP ** (share_of_bucket - 1.0))
+        below += count
+    raise AssertionError("the last bucket completes the sum")
+
+
+class WorkerDemand(Struct, frozen=True, kw_only=True):
+    """Load of one worker at the end of the window."""
+
+    worker: str
+    pool: PoolName
+    running: int
+    waiting: int
+    kv_used: float
+    """Share of its KV capacity, 0 to 1."""
+
+    speed: float = 1.0
+    """Learnt speed relative to its hardware profile; above 1 is faster."""
+
+    start_seconds: float = 0.0
+    """Time from its start to its registration; 0: unknown."""
+
+
+class RecentRequest(Struct, frozen=True, kw_only=True):
+    """One request of the sample for rehearsals."""
+
+    arrived: Nanos
+    """Instant of arrival on the planner's clock."""
+
+    prompt_tokens: int
+    answer_tokens: int
+    block_tokens: int = 0
+    block_keys: tuple[int, ...] = ()
+    """Keys of the prompt's blocks, which show shared prefixes."""
+
+
+class DemandWindow(Struct, frozen=True, kw_only=True):
+    """Demand of one model between two instants."""
+
+    began: Nanos
+    ended: Nanos
+    arrivals: int = 0
+    """Requests that arrived, without those whose clients left before an answer began."""
+
+    refused: int = 0
+    """Arrivals that were refused for load."""
+
+    abandoned: int = 0
+    """Requests whose clients left before an answer began; these are not part of `arrivals`."""
+
+    prompt_tokens: int = 0
+    """Prompt tokens of the arrivals."""
+
+    cached_tokens: int = 0
+    """Prompt tokens that workers had in a cache."""
+
+    prompt_squares: float = 0.0
+    """Sum of the squares of the arrivals' prompt lengths, which shows how much lengths differ; 0: unknown."""
+
+    finished: int = 0
+    """Answers that ended in the window."""
+
+    answer_tokens: int = 0
+    """Tokens of the answers that ended in the window."""
+
+    answer_squares: float = 0.0
+    """Sum of the squares of the lengths of these answers; 0: unknown."""
+
+    ttft: Counts = ()
+    tpot: Counts = ()
+    queue_wait: Counts = ()
+    queued: int = 0
+    """Requests that wait in routers at the end of the window."""
+
+    oldest_seconds: float = 0.0
+    """Age of the oldest request that waits."""
+
+    workers: tuple[WorkerDemand, ...] = ()
+    stale: tuple[str, ...] = ()
+    """Sources that did not report in time, with the reason."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended - self.began) / SECOND
+
+    @property
+    def rate(self) -> float:
+        """Arrivals per second."""
+        return self.arrivals / self.seconds if self.ended > self.began else 0.0

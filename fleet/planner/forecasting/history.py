@@ -1,0 +1,272 @@
+"""History: what a planner remembers of the demand and of the pools. Pure."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import inf
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.hardware.latency.open_loop import RequestShape
+from fleet.planner.decisions import PlannedPool
+from fleet.planner.demand import Counts, DemandWindow, added, interpolated
+from fleet.planner.forecasting.forecast import (
+    ChosenForecaster,
+    Forecaster,
+    LastValue,
+    LocalTrend,
+    Seasonal,
+    WeightedMean,
+)
+from fleet.planner.forecasting.level import Level
+from fleet.planner.messages import Observation, PoolGapReason, PoolName
+from fleet.planner.rule_settings import PlannerRuleSettings
+from fleet.planner.sizing.capacity import OfferedLoad
+
+QUIET_GAPS = 8.0
+"""Mean gaps between arrivals without an arrival after which the load has ended; chance makes such a gap once in 3,000."""
+
+RECENT_SECONDS = 30.0
+"""Windows over which percentiles of latencies are taken."""
+
+ENOUGH = 20
+"""Fewest requests whose percentile is compared with a goal or a prediction."""
+
+PRIOR_COUNTS = 20.0
+"""Windows of Poisson arrivals with which the estimate of the dispersion begins."""
+
+DISPERSION_MEMORY = 240.0
+"""Windows after which a dispersion weighs 1/e."""
+
+LEAST_SPREAD = 0.05
+"""Smallest squared coefficient of variation of lengths that is assumed in tests for a change."""
+
+FIRST_SHAPE = RequestShape(prompt_tokens=1000.0, answer_tokens=200.0)
+"""Lengths before the first request."""
+
+
+class DemandHistory:
+    """Levels, spreads and forecast of the demand."""
+
+    def __init__(self, settings: PlannerRuleSettings) -> None:
+        self._settings = settings
+        self.dispersion = 1.0
+        self._dispersion_weight = PRIOR_COUNTS
+        self._prompts = _Lengths(settings.threshold)
+        self._cached = _Lengths(settings.threshold)
+        self._answers = _Lengths(settings.threshold)
+        self._rate = Level(lambda mean: mean * self.dispersion, settings.threshold)
+        self._recent: deque[DemandWindow] = deque()
+        self._since_arrival = 0.0
+        self._arrivals = self._seconds = 0.0  # of the load that has not ended, as a moving mean
+        self._step_arrivals = self._step_seconds = 0.0
+        self._steps = 0
+        self.ended: Nanos | None = None
+        """End of the last window."""
+
+        self.forecaster = ChosenForecaster(_methods(settings), settings.step_seconds, 60.0)
+
+    @property
+    def rate(self) -> float:
+        """Arrivals per second."""
+        return self._rate.mean
+
+    @property
+    def rate_changes(self) -> int:
+        return self._rate.changes
+
+    @property
+    def shape_changes(self) -> int:
+        """Number of changes of the mean lengths."""
+        return self._prompts.level.changes + self._cached.level.changes + self._answers.level.changes
+
+    @property
+    def forecastable(self) -> bool:
+        return self._steps >= 4
+
+    @property
+    def load(self) -> OfferedLoad:
+        prompt = self._prompts.level.mean or FIRST_SHAPE.prompt_tokens
+        shape = RequestShape(
+            prompt_tokens=prompt,
+            answer_tokens=self._answers.level.mean or FIRST_SHAPE.answer_tokens,
+            cached_tokens=min(self._cached.level.mean, prompt - 1.0) if prompt > 1.0 else 0.0,
+        )
+        return OfferedLoad(
+            shape=shape,
+            prompt_spread=self._prompts.spread,
+            answer_spread=self._answers.spread,
+            dispersion=self.dispersion,
+        )
+
+    @property
+    def quiet(self) -> bool:
+        """Return whether nobody has arrived for the cool-down, and for longer than chance explains."""
+        gap = self._seconds / self._arrivals if self._arrivals else 0.0
+        return self._since_arrival >= max(self._settings.cool_down_seconds, QUIET_GAPS * gap)
+
+    def absorb(self, demand: DemandWindow) -> None:
+        """Take the next window, which has been checked."""
+        self.ended = demand.ended
+        if demand.seconds <= 0.0:
+            return
+        self._absorb_rate(demand.seconds, float(demand.arrivals))
+        count = demand.arrivals
+        if count:
+            self._prompts.add(count, demand.prompt_tokens, demand.prompt_squares)
+            self._cached.add(count, demand.cached_tokens, 0.0)
+        if demand.finished:
+            self._answers.add(demand.finished, demand.answer_tokens, demand.answer_squares)
+        self._recent.append(demand)
+        while self._recent[0].ended < demand.ended - RECENT_SECONDS * SECOND:
+            self._recent.popleft()
+
+    def latencies(self, share: float) -> tuple[float | None, float | None]:
+        """Return the percentiles of TTFT and TPOT in recent windows, or None where too few requests were measured."""
+        found: list[float | None] = []
+        for field in ("ttft", "tpot"):
+            counts: Counts = ()
+            for each in self._recent:
+                counts = added(counts, getattr(each, field))
+            found.append(interpolated(counts, share) if sum(counts) >= ENOUGH else None)
+        return found[0], found[1]
+
+    def _absorb_rate(self, seconds: float, arrivals: float) -> None:
+        expected = self._rate.mean * seconds
+        changed = self._rate.add(seconds, arrivals)
+        if not changed and expected >= 0.5:
+            self._dispersion_weight = min(self._dispersion_weight + 1.0, DISPERSION_MEMORY)
+            observed = (arrivals - expected) ** 2 / expected
+            self.dispersion = max(1.0, self.dispersion + (observed - self.dispersion) / self._dispersion_weight)
+        self._since_arrival = 0.0 if arrivals else self._since_arrival + seconds
+        if arrivals or not self.quiet:
+            kept = 1.0 - min(1.0, seconds / 3600.0)
+            self._arrivals, self._seconds = kept * self._arrivals + arrivals, kept * self._seconds + seconds
+        else:
+            self._arrivals = self._seconds = 0.0
+        self._step_arrivals += arrivals
+        self._step_seconds += seconds
+        if self._step_seconds >= self._settings.step_seconds * 0.999:
+            self.forecaster.update(self._step_arrivals / self._step_seconds)
+            self._steps += 1
+            self._step_arrivals = self._step_seconds = 0.0
+
+
+class PoolHistory:
+    """Start-up times, growth and obstacles of the pools."""
+
+    def __init__(self, retry_seconds: float, pools: Sequence[PlannedPool]) -> None:
+        self._retry = retry_seconds
+        self._pools = {each.name: each for each in pools}
+        self._start = {each.name: each.start_seconds for each in pools}
+        self._blocked: dict[PoolName, float] = {}
+        self._stuck: dict[PoolName, float] = {}
+        self._asked: dict[PoolName, tuple[float, int]] = {}
+        self._wanted: dict[PoolName, int] = {}
+        self._ready: dict[PoolName, int] = {}
+        self._decided: dict[PoolName, int] = {}
+        self._written: dict[PoolName, int] = {}
+        self.last_growth = -inf
+        """Instant at which a pool's number last grew."""
+
+        self.last_change = -inf
+        """Instant at which the replicas of a pool last changed."""
+
+    def start_seconds(self, pool: PlannedPool) -> float:
+        """Return the observed start-up time, or the stated one before the first observation."""
+        return self._start[pool.name]
+
+    def blocked(self, name: PoolName, now: float) -> bool:
+        """Return whether the pool cannot grow at present."""
+        return self._blocked.get(name, -inf) > now
+
+    def decided(self, replicas: Mapping[PoolName, int]) -> None:
+        self._decided = dict(replicas)
+
+    def absorb(self, now: float, seen: Observation) -> None:
+        """Take an observation.
+
+        A number that was written as decided and has fallen since, although nobody pinned the pool, was rolled back.
+        """
+        for each in seen.pools:
+            if (pool := self._pools.get(each.name)) is None:
+                continue
+            name = each.name
+            was, was_ready = self._wanted.get(name), self._ready.get(name)
+            if was is not None and each.wanted > was:
+                self.last_growth = now
+                self._asked[name] = (now, each.wanted)
+            if was_ready is not None and each.ready != was_ready:
+                self.last_change = now
+            self._measure_start(name, each.wanted, each.ready, now)
+            if each.pending and each.why in {PoolGapReason.NO_ROOM, PoolGapReason.FAILING}:
+                since = self._stuck.setdefault(name, now)
+                if now - since >= pool.start_seconds:
+                    self._block(name, now)
+            else:
+                self._stuck.pop(name, None)
+            if each.why is PoolGapReason.LIMITED:
+                self._block(name, now)
+            decided = self._decided.get(name)
+            rolled_back = self._written.get(name) is not None and each.wanted < self._written[name] == decided
+            if rolled_back and not each.pinned:
+                self._block(name, now)
+            if decided is not None and each.wanted == decided:
+                self._written[name] = each.wanted
+            else:
+                self._written.pop(name, None)
+            self._wanted[name], self._ready[name] = each.wanted, each.ready
+
+    def _block(self, name: PoolName, now: float) -> None:
+        if not self.blocked(name, now):
+            self._blocked[name] = now + self._retry
+
+    def _measure_start(self, name: PoolName, wanted: int, ready: int, now: float) -> None:
+        """Learn the time from asking for replicas until the last of them serves."""
+        asked = self._asked.get(name)
+        if asked is None:
+            return
+        since, count = asked
+        if wanted < count:
+            del self._asked[name]
+        elif ready >= count:
+            self._start[name] += 0.5 * (max(1.0, now - since) - self._start[name])
+            del self._asked[name]
+
+
+class _Lengths:
+    """Mean and spread of lengths."""
+
+    def __init__(self, threshold: float) -> None:
+        self._second = 0.0
+        self._count = 0.0
+        self.level = Level(lambda mean: mean * mean * max(LEAST_SPREAD, self.spread or 1.0), threshold)
+
+    @property
+    def spread(self) -> float:
+        """Squared coefficient of variation; 0 if it is unknown."""
+        mean = self.level.mean
+        if not self._count or not mean:
+            return 0.0
+        return max(0.0, self._second / self._count / (mean * mean) - 1.0)
+
+    def add(self, count: float, total: float, squares: float) -> None:
+        if self.level.add(count, total):
+            self._second = self._count = 0.0
+        if squares:
+            kept = 1.0 - min(1.0, count / 2000.0)
+            self._second, self._count = kept * self._second + squares, kept * self._count + count
+
+
+def _methods(settings: PlannerRuleSettings) -> dict[str, Forecaster]:
+    step = settings.step_seconds
+    known: dict[str, Forecaster] = {
+        "mean": WeightedMean(half_life_steps=max(1.0, 60.0 / step)),
+        "last": LastValue(step),
+        "trend": LocalTrend(step),
+    }
+    if settings.season_seconds:
+        known["seasonal"] = Seasonal(step, settings.season_seconds)
+    if settings.forecast in {"chosen", "level"}:
+        return known
+    if settings.forecast not in known:
+        raise ValueError("forecast: seasonal needs season_seconds above 0")
+    return {settings.forecast: known[settings.forecast]}

@@ -1,0 +1,549 @@
+"""Planner machine: decides how many replicas of each pool to run. Pure: it is told the time and does no I/O.
+
+Rules, in the order in which `PlannerMachine.decide` applies them:
+
+1. **Doubt holds.** If demand is stale, a number is missing or impossible, a clock jumps, or a pool is not reported, the wanted numbers
+   stay as they are, and a condition names the field or the source. History that was taken in before stays.
+2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels (`fleet.planner.forecasting.level`): steady while the load is, and new
+   after a change that chance does not explain. Bursts raise the dispersion of arrivals, for which capacity is reserved. Nobody has arrived and
+   nothing waits or runs for the cool-down, and for `QUIET_GAPS` times the mean time between arrivals: the rate is 0.
+3. **Two speeds.** The rate to serve is the larger of the present level (seconds) and the forecast at the time that a replica takes to start
+   (minutes). All needs follow from that rate by the capacity model and the solver, for prefill, decode and all GPU types at once.
+4. **Growth** happens at once, if replicas that serve or start do not suffice. Replicas that start count as there, so no plan wants more
+   than is needed. A higher need is the only thing that supersedes a plan that is under way.
+5. **Latency** above its goal, although the replicas should suffice, adds one replica to the phase that is at fault: only if nothing is under
+   way, and once in a start-up time. The load at which it happened is remembered: that share of the capacity is not used any more, and the memory
+   fades within hours. Predictions are corrected by what is measured; an error that grows raises the condition `ModelDrift`.
+6. **Shrinking** needs a guard: the smaller pools must still serve the highest rate of the last cool-down, and a deadband on top. It waits until
+   nothing is under way, and for a cool-down after the last growth. When lengths have changed, the phase that needs less shrinks in the same plan.
+7. **Cheaper mix.** Another mix of pools must save `mix_saving` of the dollars. Its new replicas start before the old ones end.
+8. **Limits** (floors, ceilings, budgets, ratio) hold at every instant, including replicas that start or drain. A replica that is to replace
+   another one without free budget starts when the other one has drained.
+9. **Pinned** pools keep their number, and the others are planned around them. Pools that find no room, whose replicas fail, or whose numbers were rolled
+   back, do not grow for `retry_seconds`; the others take their part.
+10. **Goals out of reach**: the planner sizes for the best that can be reached, says so, and does not shrink below what there is unless the load ends.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+
+from msgspec import Struct, structs
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.planner.decisions import (
+    DecisionReason,
+    PlanBudget,
+    PlanCondition,
+    PlanConditionType,
+    PlanDecision,
+    PlanGoals,
+    PlannedPool,
+)
+from fleet.planner.demand import DemandWindow
+from fleet.planner.forecasting.history import DemandHistory, PoolHistory
+from fleet.planner.messages import Observation, PoolGapReason, PoolName, PoolObservation
+from fleet.planner.rule_settings import PlannerRuleSettings
+from fleet.planner.sizing.capacity import CapacityModel, OfferedLoad
+from fleet.planner.sizing.corrected import CorrectedCapacity
+from fleet.planner.sizing.solver import Candidate, Mix, replica_dollars, replica_gpus, served, solve, within_budget
+
+ENOUGH_SERVED = 1.0 - 1e-6
+"""Share of a rate that counts as all of it."""
+
+LATE_SHARE = 0.5
+"""Share of the capacity below which a missed goal is not the fault of the load, so that replicas would not help."""
+
+COUNTED = (
+    "arrivals",
+    "refused",
+    "abandoned",
+    "prompt_tokens",
+    "cached_tokens",
+    "prompt_squares",
+    "finished",
+    "answer_tokens",
+    "answer_squares",
+    "queued",
+    "oldest_seconds",
+)
+
+
+class PlannerMachine:
+    """Fleet's scaling rule for the pools of one model."""
+
+    def __init__(
+        self,
+        settings: PlannerRuleSettings,
+        pools: Sequence[PlannedPool],
+        goals: PlanGoals,
+        capacity: CapacityModel,
+        budget: PlanBudget | None = None,
+    ) -> None:
+        """Create the machine.
+
+        Raises:
+            ValueError: Bounds contradict each other, or no pool serves a phase; the message names the field.
+        """
+        budget = budget or PlanBudget()
+        check_limits(pools, budget)
+        self.interval = Nanos(round(settings.interval_seconds * SECOND))
+        self._settings = settings
+        self._pools = {each.name: each for each in pools}
+        self._goals = goals
+        self._budget = budget
+        self._demand = DemandHistory(settings)
+        self._model = CorrectedCapacity(capacity, goals, pools)
+        self._pool_history = PoolHistory(settings.retry_seconds, pools)
+        self._now: Nanos | None = None
+        self._elapsed = 0.0
+        self._needs: deque[tuple[float, float]] = deque()  # instant and rate, over the last cool-down
+        self._latency_growth = -1e9
+        self._shape_changes = 0
+
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
+        wanted = {name: pool.wanted for name in self._pools if (pool := seen.pool(name)) is not None}
+        doubts = list(self._doubts(now, demand, seen))
+        self._advance(now)
+        self._model.advance(self._elapsed)
+        if doubts:
+            return PlanDecision(
+                at=now,
+                replicas=wanted,
+                reason=DecisionReason.NO_SIGNAL,
+                message=f"hold: {doubts[0].message}",
+                conditions=tuple(doubts),
+            )
+        self._demand.absorb(demand)
+        self._pool_history.absorb(self._elapsed, seen)
+        view = self._view(demand, seen)
+        conditions = [*self._pins(view), *self._learn(view)]
+        decision = self._decide(now, demand, view)
+        self._pool_history.decided(decision.replicas)
+        return structs.replace(decision, conditions=(*decision.conditions, *conditions))
+
+    @property
+    def forecast_error(self) -> float:
+        """Relative error of the forecast in its back-test."""
+        return self._demand.forecaster.error
+
+    @property
+    def forecast_method(self) -> str:
+        return self._demand.forecaster.chosen
+
+    @property
+    def model_error(self) -> dict[str, float]:
+        """Typical relative errors of predicted TTFT and TPOT after the correction."""
+        return {"ttft": self._model.ttft.error, "tpot": self._model.tpot.error}
+
+    # Rule 1.
+
+    def _doubts(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Iterator[PlanCondition]:
+        for source in demand.stale:
+            yield _no_signal(source.partition(":")[0], f"no demand from {source}")
+        for field, value in _numbers(demand):
+            if not isfinite(value) or value < 0:
+                yield _no_signal(f"demand.{field}", f"demand.{field}: {value} is not a number of at least 0")
+        if demand.ended < demand.began:
+            yield _no_signal("demand.ended", "demand.ended: the window ends before it begins")
+        elif demand.ended > now + self.interval:
+            yield _no_signal("demand.ended", "demand.ended: the window ends in the future")
+        if self._demand.ended is not None and demand.began < self._demand.ended:
+            yield _no_signal("demand.began", "demand.began: the window overlaps the one before it")
+        if self._now is not None and now < self._now:
+            yield _no_signal("now", "now: the clock went back")
+        for name in self._pools:
+            pool = seen.pool(name)
+            if pool is None or min(pool.wanted, pool.ready, pool.draining) < 0:
+                said = "is not reported" if pool is None else "has a negative number of replicas"
+                yield PlanCondition(
+                    type=PlanConditionType.CONNECTOR_FAILED, field=f"pools.{name}", message=f"pool {name} {said}"
+                )
+
+    def _advance(self, now: Nanos) -> None:
+        """Advance the time that was observed. A jump of the clock counts as three intervals, so that it ends no cool-down."""
+        if self._now is not None and now > self._now:
+            self._elapsed += min((now - self._now) / SECOND, 3.0 * self._settings.interval_seconds)
+        self._now = now
+
+    # Rules 2 and 3.
+
+    def _view(self, demand: DemandWindow, seen: Observation) -> "_PoolState":
+        """Return what all further rules look at."""
+        load, level = self._demand.load, self._demand.rate
+        pools = [_SeenPool(self._pools[name], pool) for name in self._pools if (pool := seen.pool(name)) is not None]
+        horizon = self._settings.interval_seconds + max(
+            (self._pool_history.start_seconds(each.pool) for each in pools if not each.seen.pinned), default=0.0
+        )
+        self._demand.forecaster.aim(horizon)
+        ahead = self._demand.forecaster.forecast(horizon)
+        forecast = 0.0
+        if self._settings.forecast != "level" and self._demand.forecastable:
+            forecast = ahead.mean + self._settings.caution * (ahead.upper - ahead.mean)
+        quiet = self._demand.quiet and _idle(demand)
+        rate = 0.0 if quiet else max(level, forecast)
+        self._needs.append((self._elapsed, rate))
+        while self._needs[0][0] < self._elapsed - self._settings.cool_down_seconds:
+            self._needs.popleft()
+        highest = 0.0 if quiet else max(rate for _, rate in self._needs)
+        return _PoolState(
+            pools=tuple(pools),
+            load=load,
+            level=level,
+            forecast=forecast,
+            rate=rate,
+            highest=highest,
+            horizon=horizon,
+            quiet=quiet,
+        )
+
+    def _learn(self, view: "_PoolState") -> Iterator[PlanCondition]:
+        """Correct the predictions by what was measured, and yield the conditions of drift. A change of the pools tells nothing."""
+        if view.under_way or self._elapsed - self._pool_history.last_change < view.horizon:
+            return
+        ttft, tpot = self._demand.latencies(self._goals.percentile)
+        ready = {each.pool: each.seen.ready for each in view.pools if each.seen.ready}
+        for field in self._model.learn(view.load, view.level, ready, ttft, tpot):
+            yield PlanCondition(
+                type=PlanConditionType.MODEL_DRIFT,
+                field=field,
+                message=f"{field}: measured and predicted latencies differ more than before; the predictions are learnt anew",
+            )
+
+    def _pins(self, view: "_PoolState") -> Iterator[PlanCondition]:
+        for each in view.pools:
+            if each.seen.pinned:
+                yield PlanCondition(
+                    type=PlanConditionType.PINNED, field=f"pools.{each.pool.name}", message=each.seen.pinned
+                )
+
+    # Rules 4 to 10.
+
+    def _decide(self, now: Nanos, demand: DemandWindow, view: "_PoolState") -> PlanDecision:
+        conditions = list(self._model.out_of_reach(view.load))
+        wanted = view.wanted
+        needed = self._solve(view, view.rate)
+        if needed is None:
+            conditions.append(_contradiction(self._budget))
+            return _decision(now, view, wanted, DecisionReason.BOUNDS, "hold: limits contradict each other", conditions)
+        if needed.served < view.rate * ENOUGH_SERVED:
+            conditions.append(self._shortage(view, needed))
+        if self._too_few(view):
+            replicas, reason = self._more(view)
+            if replicas != wanted:
+                self._shape_changes = self._demand.shape_changes
+                return _decision(now, view, replicas, reason, "", conditions)
+        elif (phase := self._late(demand, view)) is not None:
+            replicas = self._one_more(view, phase)
+            if replicas != wanted:
+                self._latency_growth = self._elapsed
+                self._model.remember(phase, self._load_share(view, phase))
+                said = f"goals are missed by {phase} although the replicas should suffice"
+                return _decision(now, view, replicas, DecisionReason.LOAD_UP, said, conditions)
+        return self._fewer(now, view, conditions)
+
+    def _too_few(self, view: "_PoolState") -> bool:
+        """Return whether the replicas that serve or start do not suffice, or are out of their bounds."""
+        for each in view.pools:
+            least, most = self._bounds(each)
+            if not least <= each.seen.wanted <= most:
+                return True
+        return self._served(view, view.wanted, view.rate) < view.rate * ENOUGH_SERVED
+
+    def _more(self, view: "_PoolState") -> tuple[dict[PoolName, int], DecisionReason]:
+        """Return numbers that serve the present rate, by growth alone if that is possible."""
+        rate = view.rate * (1.0 + self._settings.margin)
+        wanted = view.wanted
+        changed = self._demand.shape_changes != self._shape_changes and not view.under_way
+        grown = self._solve(view, rate, least=wanted)
+        free = self._solve(view, rate)
+        if grown is None or (free is not None and grown.served < free.served * ENOUGH_SERVED):
+            return (view.named(free) if free is not None else wanted), DecisionReason.RATIO
+        replicas = view.named(grown)
+        grows = {name for name, count in replicas.items() if count > wanted[name]}
+        if not grows:
+            return replicas, DecisionReason.BOUNDS
+        if changed:
+            least = {name: replicas[name] if name in grows else 0 for name in replicas}
+            other = self._solve(view, view.rate * (1.0 + self._settings.deadband), least=least, most=replicas)
+            if other is not None and view.named(other) != replicas:
+                return view.named(other), DecisionReason.RATIO
+        by_level = self._served(view, wanted, view.level) < view.level * ENOUGH_SERVED
+        return replicas, DecisionReason.LOAD_UP if by_level else DecisionReason.FORECAST_UP
+
+    def _late(self, demand: DemandWindow, view: "_PoolState") -> Role | None:
+        """Return the phase that misses its goal although its replicas should suffice, or None."""
+        rested = self._elapsed - max(self._latency_growth, self._pool_history.last_change)
+        if view.under_way or view.quiet or rested < view.horizon:
+            return None
+        ttft, tpot = self._demand.latencies(self._goals.percentile)
+        if tpot is not None and tpot > self._goals.tpot_seconds:
+            phase = Role.DECODE
+        elif (ttft is not None and ttft > self._goals.ttft_seconds) or demand.oldest_seconds > self._goals.ttft_seconds:
+            phase = max((Role.PREFILL, Role.DECODE), key=lambda each: self._load_share(view, each))
+        else:
+            return None
+        return phase if self._load_share(view, phase) >= LATE_SHARE else None
+
+    def _one_more(self, view: "_PoolState", phase: Role) -> dict[PoolName, int]:
+        """Return the numbers with one more replica of the cheapest pool of a phase that has one and may grow."""
+        replicas = dict(view.wanted)
+        able = [
+            each
+            for each in view.pools
+            if each.pool.role in {phase, Role.BOTH} and each.seen.wanted and each.seen.wanted < self._bounds(each)[1]
+        ]
+        for each in sorted(
+            able, key=lambda each: replica_dollars(each.pool) / max(1e-9, self._rate(view, each.pool, 1))
+        ):
+            grown = {**replicas, each.pool.name: each.seen.wanted + 1}
+            if self._fits(view, grown):
+                return grown
+        return replicas
+
+    def _fewer(self, now: Nanos, view: "_PoolState", conditions: list[PlanCondition]) -> PlanDecision:
+        """Return the decision if nothing has to grow: fewer replicas, a cheaper mix, or the same."""
+        wanted = view.wanted
+        rate = view.highest * (1.0 + self._settings.deadband)
+        replicas, reason = wanted, DecisionReason.WITHIN_BAND
+        target = self._solve(view, rate)
+        if target is not None and any(count > wanted[name] for name, count in view.named(target).items()):
+            replicas, reason = self._cheaper(view, target), DecisionReason.CHEAPER_MIX
+        elif target is not None:
+            replicas, reason = view.named(target), DecisionReason.LOAD_DOWN
+        if replicas == wanted and (smaller := self._solve(view, rate, most=wanted)) is not None:
+            replicas, reason = view.named(smaller), DecisionReason.LOAD_DOWN
+        if replicas == wanted or self._served(view, replicas, rate) < self._served(view, wanted, rate) * ENOUGH_SERVED:
+            return _decision(now, view, wanted, DecisionReason.WITHIN_BAND, "", conditions)
+        rest = self._settings.cool_down_seconds - (self._elapsed - self._pool_history.last_growth)
+        if view.under_way:
+            return _decision(now, view, wanted, DecisionReason.IN_FLIGHT, "replicas start or drain", conditions)
+        if rest > 0.0:
+            said = f"nothing shrinks for {rest:.0f} s after a growth"
+            return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, said, conditions)
+        if not view.quiet and any(each.type is PlanConditionType.GOAL_OUT_OF_REACH for each in conditions):
+            return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, "a goal is out of reach", conditions)
+        return _decision(now, view, replicas, reason, "", conditions)
+
+    def _cheaper(self, view: "_PoolState", target: Mix) -> dict[PoolName, int]:
+        """Return the first part of a change to a cheaper mix, which only grows, if it saves enough and fits beside what there is."""
+        wanted = view.wanted
+        dollars = sum(replica_dollars(each.pool) * each.seen.wanted for each in view.pools)
+        grown = {name: max(count, wanted[name]) for name, count in view.named(target).items()}
+        saves = target.dollars <= dollars * (1.0 - self._settings.mix_saving)
+        return grown if saves and self._fits(view, grown) else wanted
+
+    # Sizing.
+
+    def _bounds(self, each: "_SeenPool") -> tuple[int, int]:
+        """Return the fewest and most replicas of a pool at present."""
+        if each.seen.pinned:
+            return each.seen.wanted, each.seen.wanted
+        most = each.pool.most
+        if self._pool_history.blocked(each.pool.name, self._elapsed):
+            most = min(most, each.seen.ready)
+        return min(each.pool.least, most), most
+
+    def _solve(
+        self,
+        view: "_PoolState",
+        rate: float,
+        least: Mapping[PoolName, int] | None = None,
+        most: Mapping[PoolName, int] | None = None,
+    ) -> Mix | None:
+        """Return the cheapest mix within the bounds, of which `least` and `most` may be narrower."""
+        candidates = []
+        for each in view.pools:
+            low, high = self._bounds(each)
+            if most is not None:
+                high = max(low, min(high, most[each.pool.name]))
+            if least is not None:
+                low = min(high, max(low, least[each.pool.name]))
+            candidates.append(each.candidate(low, high))
+        return solve(candidates, rate, lambda pool, count: self._rate(view, pool, count), self._budget)
+
+    def _rate(self, view: "_PoolState", pool: PlannedPool, replicas: int) -> float:
+        return self._model.highest_rate(pool, view.load, replicas)
+
+    def _served(self, view: "_PoolState", replicas: Mapping[PoolName, int], rate: float) -> float:
+        candidates = [each.candidate(0, each.seen.wanted) for each in view.pools]
+        counts = [replicas[each.pool.name] for each in view.pools]
+        return served(candidates, counts, rate, lambda pool, count: self._rate(view, pool, count))
+
+    def _fits(self, view: "_PoolState", replicas: Mapping[PoolName, int]) -> bool:
+        candidates = [each.candidate(0, each.seen.wanted) for each in view.pools]
+        return within_budget(candidates, [replicas[each.pool.name] for each in view.pools], self._budget)
+
+    def _load_share(self, view: "_PoolState", phase: Role) -> float:
+        """Return the level of the rate as a share of what the phase can serve by the model."""
+        most = sum(
+            self._rate(view, each.pool, each.seen.ready)
+            for each in view.pools
+            if each.seen.ready and each.pool.role in {phase, Role.BOTH}
+        )
+        return view.level / most if most else 0.0
+
+    def _shortage(self, view: "_PoolState", needed: Mix) -> PlanCondition:
+        """Return why the rate cannot be served: a budget, or the most replicas of the pools."""
+        unlimited = solve(
+            [each.candidate(*self._bounds(each)) for each in view.pools],
+            view.rate,
+            lambda pool, count: self._rate(view, pool, count),
+            PlanBudget(),
+        )
+        by_pools = unlimited is None or unlimited.served <= needed.served * (1.0 + 1e-6)
+        field = "pools.most" if by_pools else _budget_fields(self._budget)
+        return PlanCondition(
+            type=PlanConditionType.BUDGET_EXHAUSTED,
+            field=field,
+            message=f"{field}: {view.rate:.3g} requests a second are expected, and the limits allow for {needed.served:.3g}",
+        )
+
+
+class _SeenPool(Struct, frozen=True):
+    pool: PlannedPool
+    seen: PoolObservation
+
+    def candidate(self, least: int, most: int) -> Candidate:
+        return Candidate(
+            pool=self.pool,
+            least=least,
+            most=max(least, most),
+            now=self.seen.wanted,
+            held=max(self.seen.wanted, self.seen.ready),
+            draining=self.seen.draining,
+        )
+
+    @property
+    def under_way(self) -> bool:
+        return not self.seen.pinned and bool(
+            self.seen.pending
+            or self.seen.draining
+            or self.seen.ready > self.seen.wanted
+            or self.seen.why in {PoolGapReason.NOT_TAKEN_UP, PoolGapReason.UNDER_WAY}
+        )
+
+
+class _PoolState(Struct, frozen=True, kw_only=True):
+    """State of the pools and the load that one decision rests on."""
+
+    pools: tuple[_SeenPool, ...]
+    load: OfferedLoad
+    level: float
+    """Requests per second at present."""
+
+    forecast: float
+    rate: float
+    """Requests per second that the pools must serve."""
+
+    highest: float
+    """Highest rate of the last cool-down."""
+
+    horizon: float
+    """Seconds from a decision until its replicas serve."""
+
+    quiet: bool
+    """True if the load has ended."""
+
+    @property
+    def wanted(self) -> dict[PoolName, int]:
+        return {each.pool.name: each.seen.wanted for each in self.pools}
+
+    @property
+    def under_way(self) -> bool:
+        return any(each.under_way for each in self.pools)
+
+    def named(self, mix: Mix) -> dict[PoolName, int]:
+        return {each.pool.name: count for each, count in zip(self.pools, mix.replicas, strict=True)}
+
+
+def _decision(
+    now: Nanos,
+    view: _PoolState,
+    replicas: Mapping[PoolName, int],
+    reason: DecisionReason,
+    said: str,
+    conditions: Sequence[PlanCondition],
+) -> PlanDecision:
+    shape = view.load.shape
+    message = (
+        f"{view.level:.3g} requests a second, {view.forecast:.3g} expected in {view.horizon:.0f} s, of "
+        f"{shape.prompt_tokens:.0f} prompt and {shape.answer_tokens:.0f} answer tokens"
+    )
+    return PlanDecision(
+        at=now,
+        replicas=dict(replicas),
+        reason=reason,
+        message=f"{said}; {message}" if said else message,
+        numbers={
+            "rate": view.level,
+            "forecast": view.forecast,
+            "planned_rate": view.rate,
+            "highest_rate": view.highest,
+            "horizon_seconds": view.horizon,
+            "prompt_tokens": shape.prompt_tokens,
+            "cached_tokens": shape.cached_tokens,
+            "answer_tokens": shape.answer_tokens,
+            "dispersion": view.load.dispersion,
+            "dollars_per_hour": sum(replica_dollars(each.pool) * replicas[each.pool.name] for each in view.pools),
+        },
+        conditions=tuple(conditions),
+    )
+
+
+def _contradiction(budget: PlanBudget) -> PlanCondition:
+    field = _budget_fields(budget)
+    return PlanCondition(
+        type=PlanConditionType.BUDGET_EXHAUSTED,
+        field=field,
+        message=f"{field}: no numbers of replicas keep the floors of the pools, their pins and these limits",
+    )
+
+
+def _budget_fields(budget: PlanBudget) -> str:
+    set_fields = [f"budget.{name}" for name in budget.__struct_fields__ if getattr(budget, name) is not None]
+    return ", ".join(set_fields) or "pools.most"
+
+
+def _no_signal(field: str, message: str) -> PlanCondition:
+    return PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field=field, message=message)
+
+
+def _numbers(demand: DemandWindow) -> Iterator[tuple[str, float]]:
+    for name in COUNTED:
+        yield name, getattr(demand, name)
+    for name in ("ttft", "tpot", "queue_wait"):
+        yield name, min(getattr(demand, name), default=0)
+
+
+def _idle(demand: DemandWindow) -> bool:
+    return not demand.queued and not any(each.running or each.waiting for each in demand.workers)
+
+
+def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
+    """Check that limits do not contradict each other.
+
+    Raises:
+        ValueError: They do; the message names the field.
+    """
+    names = [each.name for each in pools]
+    for each in pools:
+        if names.count(each.name) > 1:
+            raise ValueError(f"pools: {each.name} is named twice")
+        if each.least > each.most:
+            raise ValueError(f"pools.{each.name}.least: {each.least} is above most, which is {each.most}")
+        if each.gpus < 1 or not isfinite(each.dollars_per_hour) or each.dollars_per_hour < 0:
+            raise ValueError(f"pools.{each.name}: gpus must be at least 1 and dollars_per_hour a number of at least 0")
+    roles = {each.role for each in pools}
+    if Role.BOTH not in roles and roles != {Role.PREFILL, Role.DECODE}:
+        raise ValueError("pools: there must be pools for prefill and for decode, or one for both")
+    if budget.least_ratio is not None and budget.most_ratio is not None and budget.least_ratio > budget.most_ratio:
+        raise ValueError(f"budget.least_ratio: {budget.least_ratio} is above most_ratio, which is {budget.most_ratio}")
+    for field, limit, price in (
+        ("gpus", budget.gpus, replica_gpus),
+        ("dollars_per_hour", budget.dollars_per_hour, replica_dollars),
+    ):
+        floor = sum(each.least * price(each) for each in pools)
+        if limit is not None and floor > limit:
+            raise ValueError(f"budget.{field}: {limit} is below what the floors of the pools take, which is {floor}")

@@ -1,0 +1,45 @@
+"""Settings of the planner's scaling rule."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+ForecastMethod = Literal["chosen", "level", "last", "mean", "trend", "seasonal"]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
+
+
+class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the planner's rule."""
+
+    interval_seconds: PositiveSeconds = 5.0
+    """Time between two decisions."""
+
+    cool_down_seconds: PositiveSeconds = 300.0
+    """Time after a growth during which nothing shrinks, and time for which a lower load must last; as in Kubernetes' HPA."""
+
+    deadband: Annotated[float, Meta(ge=0, le=1)] = 0.15
+    """Rate on top of the highest recent one that smaller pools must still serve."""
+
+    margin: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Rate on top of the expected one for which pools grow."""
+
+    forecast: ForecastMethod = "chosen"
+    """Method of the forecast: `chosen` by a back-test, or `level`, which is none."""
+
+    caution: Annotated[float, Meta(ge=0, le=5)] = 0.5
+    """Standard errors of the forecast that are added to it."""
+
+    season_seconds: Annotated[float, Meta(ge=0, le=1e7)] = 86400.0
+    """Length of a season of the forecast; 0: the load has none."""
+
+    step_seconds: PositiveSeconds = 15.0
+    """Time between two samples of the forecast."""
+
+    threshold: Annotated[float, Meta(ge=1, le=10)] = 3.5
+    """Standard errors by which a load must differ to count as changed."""
+
+    mix_saving: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Share of the dollars that another mix of pools must save."""
+
+    retry_seconds: PositiveSeconds = 600.0
+    """Time after which a pool that could not grow is tried again."""

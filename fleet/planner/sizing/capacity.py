@@ -1,0 +1,334 @@
+"""Capacity: the highest rate of requests that some replicas of a pool serve while the goals are kept. Pure functions.
+
+Rules:
+
+1. A pool is described by the engine of one replica (`PoolEngine`): its step model, its room for KV, and the transfer time of a prompt.
+2. The goals hold at a percentile of all requests, not in the mean. Chance arrivals, observed bursts (`OfferedLoad.dispersion`), other
+   prompts, and the length of a request's own prompt all add to the TTFT. Independent parts are added as roots of squares.
+3. The replicas of a pool share one router. Twice the replicas therefore serve more than twice the rate (`fleet.hardware.latency.open_loop`).
+4. Loads are rounded to a grid of `GRID`, so that a small change of the measured lengths neither costs time nor changes a decision.
+5. Measured latencies correct the predicted ones (`LatencyCorrection`) by a factor between `LEAST_FACTOR` and `MOST_FACTOR`.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from math import exp, isfinite, log, log1p, sqrt
+from statistics import NormalDist
+from typing import Protocol
+
+from msgspec import Struct, structs
+
+from fleet.core.roles import Role
+from fleet.hardware.latency.closed_loop import BenchmarkClient
+from fleet.hardware.latency.correction import Correction
+from fleet.hardware.latency.limits import highest, highest_unbroken
+from fleet.hardware.latency.linear import EngineLatency
+from fleet.hardware.latency.open_loop import (
+    BatchOccupancy,
+    EngineReplica,
+    RequestShape,
+    aggregated_rate,
+    aggregated_tpot,
+    aggregated_ttft,
+    decode_rate,
+    decode_tpot,
+    highest_concurrency,
+    highest_prefill_rate,
+    prefill_ttft,
+)
+from fleet.hardware.latency.step_model import StepModel
+from fleet.planner.decisions import PlanGoals, PlannedPool
+from fleet.planner.messages import PoolName
+
+GRID = 1.02
+"""Ratio of two neighbouring lengths on the grid."""
+
+DISPERSION_GRID = 1.1
+MOST_DISPERSION = 50.0
+LEAST_FACTOR = 0.25
+MOST_FACTOR = 4.0
+KEPT = 4096
+"""Most results that a model keeps."""
+
+
+class OfferedLoad(Struct, frozen=True, kw_only=True):
+    """Requests of a model, apart from their rate."""
+
+    shape: RequestShape
+    prompt_spread: float = 0.0
+    """Squared coefficient of variation of the prompts' lengths."""
+
+    answer_spread: float = 0.0
+    dispersion: float = 1.0
+    """Variance of the number of arrivals divided by its mean; 1: Poisson."""
+
+    def rounded(self) -> "OfferedLoad":
+        """Return the load on the grid."""
+        prompt = _on_grid(max(1.0, self.shape.prompt_tokens), GRID)
+        new = _on_grid(max(1.0, self.shape.new_tokens), GRID)
+        shape = RequestShape(
+            prompt_tokens=prompt,
+            answer_tokens=_on_grid(max(1.0, self.shape.answer_tokens), GRID),
+            cached_tokens=max(0.0, prompt - new),
+        )
+        return OfferedLoad(
+            shape=shape,
+            prompt_spread=_on_grid(1.0 + max(0.0, self.prompt_spread), DISPERSION_GRID) - 1.0,
+            answer_spread=_on_grid(1.0 + max(0.0, self.answer_spread), DISPERSION_GRID) - 1.0,
+            dispersion=_on_grid(min(max(1.0, self.dispersion), MOST_DISPERSION), DISPERSION_GRID),
+        )
+
+
+class PredictedLatency(Struct, frozen=True, kw_only=True):
+    """Latencies of a pool at a percentile, in seconds; infinite if the load is too high, 0 for a phase that the pool does not serve."""
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+
+
+class CapacityModel(Protocol):
+    """Model of what pools can serve."""
+
+    def highest_rate(self, pool: PlannedPool, load: OfferedLoad, goals: PlanGoals, replicas: int) -> float:
+        """Return the requests per second that the replicas serve within the goals; 0: not even one request keeps them."""
+        ...
+
+    def latency(
+        self, pool: PlannedPool, load: OfferedLoad, percentile: float, replicas: int, rate: float
+    ) -> PredictedLatency:
+        """Return the latencies of a pool whose replicas share `rate` requests per second."""
+        ...
+
+
+class PoolEngine(Struct, frozen=True, kw_only=True):
+    """Engine of one replica of a pool."""
+
+    engine: EngineReplica
+    transfer_base: float = 0.0
+    """Seconds of a KV transfer before its first byte."""
+
+    transfer_token: float = 0.0
+    """Additional seconds for each prompt token."""
+
+    def transfer(self, prompt_tokens: float) -> float:
+        return self.transfer_base + self.transfer_token * prompt_tokens
+
+
+class StepCapacity:
+    """Capacity by the step models of the pools' engines."""
+
+    def __init__(self, engines: Mapping[PoolName, PoolEngine], headroom: float = 0.9) -> None:
+        """Create the model.
+
+        Args:
+            engines: Engine of each pool.
+            headroom: Most of an engine's throughput that is used.
+        """
+        self._engines = dict(engines)
+        self._headroom = headroom
+        self._rate = lru_cache(maxsize=KEPT)(self._computed_rate)
+        self._latency = lru_cache(maxsize=KEPT)(self._computed_latency)
+
+    def highest_rate(self, pool: PlannedPool, load: OfferedLoad, goals: PlanGoals, replicas: int) -> float:
+        return replicas * self._rate(self._engines[pool.name], pool.role, load.rounded(), goals, replicas)
+
+    def latency(
+        self, pool: PlannedPool, load: OfferedLoad, percentile: float, replicas: int, rate: float
+    ) -> PredictedLatency:
+        each = _on_grid(rate / replicas, 1.005) if rate > 0.0 else 0.0
+        return self._latency(self._engines[pool.name], pool.role, load.rounded(), percentile, replicas, each)
+
+    def _computed_rate(
+        self, engine: PoolEngine, role: Role, load: OfferedLoad, goals: PlanGoals, replicas: int
+    ) -> float:
+        """Return the highest rate of one of the replicas."""
+        shared = _SharedEngine(engine, load, goals.percentile, replicas)
+        match role:
+            case Role.PREFILL:
+                return shared.highest_prefill_rate(goals.ttft_seconds, self._headroom)
+            case Role.DECODE:
+                return shared.highest_decode_rate(goals.tpot_seconds, self._headroom)
+            case Role.BOTH:
+                return shared.highest_rate(goals.ttft_seconds, goals.tpot_seconds, self._headroom)
+
+    def _computed_latency(
+        self, engine: PoolEngine, role: Role, load: OfferedLoad, percentile: float, replicas: int, rate: float
+    ) -> PredictedLatency:
+        shared = _SharedEngine(engine, load, percentile, replicas)
+        match role:
+            case Role.PREFILL:
+                return PredictedLatency(ttft=shared.prefill_ttft(rate))
+            case Role.DECODE:
+                return PredictedLatency(tpot=shared.decode_tpot(shared.running(decode_rate, rate)))
+            case Role.BOTH:
+                running = shared.running(aggregated_rate, rate)
+                return PredictedLatency(ttft=shared.ttft(running), tpot=shared.tpot(running))
+
+
+class _SharedEngine:
+    """One of several engines that share a load."""
+
+    def __init__(self, engine: PoolEngine, load: OfferedLoad, percentile: float, replicas: int) -> None:
+        self._engine = engine.engine
+        self._shape = load.shape
+        self._long = _longer(load, percentile)
+        self._transfer = engine.transfer(load.shape.prompt_tokens)
+        self._occupancy = BatchOccupancy(
+            percentile=percentile,
+            waiting_clients=False,
+            replicas=float(replicas),
+            dispersion=load.dispersion,
+            spread=load.prompt_spread,
+        )
+
+    @cached_property
+    def room(self) -> float:
+        return highest_concurrency(self._engine, self._shape)
+
+    def highest_rate(self, ttft: float, tpot: float, headroom: float) -> float:
+        """Return the highest rate of an engine that prefills and decodes."""
+        most = headroom * aggregated_rate(self._engine, self._shape, self.room)
+
+        def kept(running: float) -> bool:
+            return (
+                self._has_room(running)
+                and aggregated_rate(self._engine, self._shape, running) <= most
+                and self.tpot(running) <= tpot
+                and self.ttft(running) <= ttft
+            )
+
+        running = highest_unbroken(kept, 0.0, self.room)
+        return aggregated_rate(self._engine, self._shape, running) if running else 0.0
+
+    def highest_decode_rate(self, tpot: float, headroom: float) -> float:
+        most = headroom * decode_rate(self._engine, self._shape, self.room)
+
+        def kept(running: float) -> bool:
+            return (
+                self._has_room(running)
+                and decode_rate(self._engine, self._shape, running) <= most
+                and self.decode_tpot(running) <= tpot
+            )
+
+        running = highest(kept, 0.0, self.room)
+        return decode_rate(self._engine, self._shape, running) if running else 0.0
+
+    def highest_prefill_rate(self, ttft: float, headroom: float) -> float:
+        most = headroom * highest_prefill_rate(self._engine, self._shape)
+        return highest(lambda rate: self.prefill_ttft(rate) <= ttft, 0.0, most)
+
+    def prefill_ttft(self, rate: float) -> float:
+        alone = prefill_ttft(self._engine, self._shape, self._occupancy, 0.0)
+        long = prefill_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
+        wait = prefill_ttft(self._engine, self._shape, self._occupancy, rate) - alone
+        return alone + sqrt(long * long + wait * wait)
+
+    def decode_tpot(self, running: float) -> float:
+        return decode_tpot(self._engine, self._shape, self._occupancy, running, self._transfer)
+
+    def ttft(self, running: float) -> float:
+        alone = aggregated_ttft(self._engine, self._shape, self._occupancy, 0.0)
+        long = aggregated_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
+        wait = aggregated_ttft(self._engine, self._shape, self._occupancy, running) - alone
+        return alone + sqrt(long * long + wait * wait)
+
+    def tpot(self, running: float) -> float:
+        return aggregated_tpot(self._engine, self._shape, self._occupancy, running)
+
+    def running(self, rates: "_EngineRate", rate: float) -> float:
+        """Return the number of running requests at a rate."""
+        return highest(lambda running: rates(self._engine, self._shape, running) <= rate, 0.0, self.room)
+
+    def _has_room(self, running: float) -> bool:
+        return self._occupancy.others(running) + 1.0 <= max(1.0, self.room)
+
+
+class _EngineRate(Protocol):
+    def __call__(self, engine: EngineReplica, request: RequestShape, running: float) -> float: ...
+
+
+class LatencyCorrection:
+    """Learned factor between measured and predicted percentiles of one latency, with a drift alarm."""
+
+    def __init__(self) -> None:
+        self._correction = Correction()
+        self._alarms = 0
+
+    def observe(self, predicted: float, measured: float) -> bool:
+        """Learn from one window; return True for a drift alarm. What is not positive and finite teaches nothing."""
+        if not (isfinite(predicted) and isfinite(measured) and predicted > 0.0 and measured > 0.0):
+            return False
+        return self._correction.observe(_bounded(predicted), _bounded(measured))
+
+    def factor(self, predicted: float) -> float:
+        """Return measured over predicted seconds at a predicted latency."""
+        if not isfinite(predicted) or predicted <= 0.0:
+            return 1.0
+        predicted = _bounded(predicted)
+        return min(max(self._correction.predict(predicted) / predicted, LEAST_FACTOR), MOST_FACTOR)
+
+    @property
+    def error(self) -> float:
+        """Typical relative error after the correction."""
+        return self._correction.learnt.error
+
+    @property
+    def samples(self) -> int:
+        return self._correction.learnt.samples
+
+
+def linear_engine(
+    latency: EngineLatency,
+    role: Role,
+    *,
+    capacity_tokens: float,
+    most_running: float,
+    budget_tokens: float,
+    kv_bytes_per_token: float = 0.0,
+) -> PoolEngine:
+    """Return the engine of a linear latency model, such as that of simulated workers."""
+    token = latency.prefill_ms_per_token * 1e-3
+    step = StepModel(
+        base=(latency.prefill_base_ms if role is Role.PREFILL else latency.step_base_ms) * 1e-3,
+        sequence=latency.step_ms_per_sequence * 1e-3 - token,  # a decoding sequence is one token, too
+        token=token,
+        dense_read=0.0,
+        dense_token=0.0,
+        experts_read=0.0,
+        experts_token=0.0,
+        missed=0.0,
+        groups=1.0,
+        pair=latency.prefill_ms_per_token_and_context * 1e-3,
+        context=latency.step_ms_per_context_token * 1e-3,
+        most_attended=float(1 << 40),
+    )
+    return PoolEngine(
+        engine=EngineReplica(
+            step=step,
+            client=BenchmarkClient(),
+            capacity_tokens=capacity_tokens,
+            most_running=most_running,
+            budget_tokens=budget_tokens,
+        ),
+        transfer_base=latency.transfer_base_ms * 1e-3,
+        transfer_token=latency.transfer_ms_per_mib * 1e-3 * kv_bytes_per_token / (1 << 20),
+    )
+
+
+def _longer(load: OfferedLoad, percentile: float) -> RequestShape:
+    """Return a request whose prompt is as long as that percentile of all prompts, if lengths are log-normal."""
+    variance = log1p(load.prompt_spread)
+    factor = max(1.0, exp(NormalDist().inv_cdf(percentile) * sqrt(variance) - 0.5 * variance))
+    return structs.replace(
+        load.shape,
+        prompt_tokens=load.shape.prompt_tokens * factor,
+        cached_tokens=load.shape.cached_tokens * factor,
+    )
+
+
+def _on_grid(value: float, ratio: float) -> float:
+    return ratio ** round(log(value) / log(ratio))
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, 1e-6), 1e5)

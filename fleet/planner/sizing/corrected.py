@@ -1,0 +1,126 @@
+"""Corrected capacity: a capacity model with what was learnt from measured latencies and missed goals. Pure.
+
+Rules:
+
+1. A latency that is measured `f` times as long as predicted needs a prediction of 1/f of the goal. `f` lies between `LEAST_FACTOR` and
+   `MOST_FACTOR`: an engine that seems faster at low load is hardly trusted at high load.
+2. If goals were missed at a share of the predicted capacity, only a little less than that share is used, at least `LEAST_SHARE`. The
+   memory fades within `FADING_SECONDS`.
+3. A goal that not even a single request keeps is out of reach. The model then sizes for `RELAXED` times the best value.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp, inf, log
+
+from fleet.core.roles import Role
+from fleet.planner.decisions import PlanCondition, PlanConditionType, PlanGoals, PlannedPool
+from fleet.planner.sizing.capacity import CapacityModel, LatencyCorrection, OfferedLoad
+
+LEAST_FACTOR = 0.8
+MOST_FACTOR = 4.0
+FACTOR_GRID = 1.05
+LEAST_SHARE = 0.5
+BELOW_MISS = 0.95
+FADING_SECONDS = 6 * 3600.0
+RELAXED = 1.25
+SMALLEST_RATE = 1e-3
+"""Requests per second at which a request is alone."""
+
+
+class CorrectedCapacity:
+    """Capacity of pools for the goals of a model, corrected by measurements."""
+
+    def __init__(self, model: CapacityModel, goals: PlanGoals, pools: Sequence[PlannedPool]) -> None:
+        self._model = model
+        self._goals = goals
+        self._pools = tuple(pools)
+        self.ttft = LatencyCorrection()
+        self.tpot = LatencyCorrection()
+        self._misses: dict[Role, tuple[float, float]] = {}  # share of the capacity, and instant
+        self._elapsed = 0.0
+
+    def advance(self, elapsed: float) -> None:
+        """Tell the time in seconds, by which memories fade."""
+        self._elapsed = elapsed
+
+    def highest_rate(self, pool: PlannedPool, load: OfferedLoad, replicas: int) -> float:
+        """Return the requests per second that the replicas serve."""
+        goals = self._model_goals(load)
+        return self._share(pool.role) * self._model.highest_rate(pool, load, goals, replicas)
+
+    def remember(self, phase: Role, share: float) -> None:
+        """Remember that a phase missed its goals at this share of its corrected capacity."""
+        self._misses[phase] = (max(LEAST_SHARE, BELOW_MISS * share * self._share(phase)), self._elapsed)
+
+    def learn(
+        self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int], ttft: float | None, tpot: float | None
+    ) -> Iterator[str]:
+        """Learn from measured percentiles, and yield the latencies whose error has grown."""
+        predicted = self._predicted(load, rate, ready)
+        if ttft is not None and self.ttft.observe(predicted[0], ttft):
+            yield "ttft"
+        if tpot is not None and self.tpot.observe(predicted[1], tpot):
+            yield "tpot"
+
+    def out_of_reach(self, load: OfferedLoad) -> Iterator[PlanCondition]:
+        """Yield the goals that no pool can keep, with the best that can be reached."""
+        best = self._best(load)
+        for field, reachable in (("ttft_seconds", best[0]), ("tpot_seconds", best[1])):
+            goal: float = getattr(self._goals, field)
+            if reachable > goal:
+                yield PlanCondition(
+                    type=PlanConditionType.GOAL_OUT_OF_REACH,
+                    field=f"goals.{field}",
+                    message=f"goals.{field}: {goal:g} s for {self._goals.percentile:.0%} is out of reach; the best is {reachable:.3g} s",
+                )
+
+    def _best(self, load: OfferedLoad) -> tuple[float, float]:
+        """Return the lowest corrected TTFT and TPOT that any pool reaches."""
+        ttft = tpot = inf
+        for each in self._pools:
+            alone = self._model.latency(each, load, self._goals.percentile, 1, SMALLEST_RATE)
+            if each.role is not Role.DECODE:
+                ttft = min(ttft, alone.ttft * self._factor(self.ttft, alone.ttft))
+            if each.role is not Role.PREFILL:
+                tpot = min(tpot, alone.tpot * self._factor(self.tpot, alone.tpot))
+        return ttft, tpot
+
+    def _model_goals(self, load: OfferedLoad) -> PlanGoals:
+        """Return the goals as the uncorrected model has to keep them."""
+        ttft, tpot = self._best(load)
+        return PlanGoals(
+            ttft_seconds=self._model_goal(self.ttft, self._goals.ttft_seconds, ttft),
+            tpot_seconds=self._model_goal(self.tpot, self._goals.tpot_seconds, tpot),
+            percentile=self._goals.percentile,
+        )
+
+    def _model_goal(self, correction: LatencyCorrection, goal: float, best: float) -> float:
+        goal = goal if best <= goal else RELAXED * best
+        return goal / self._factor(correction, goal)
+
+    @staticmethod
+    def _factor(correction: LatencyCorrection, predicted: float) -> float:
+        factor = min(max(correction.factor(predicted), LEAST_FACTOR), MOST_FACTOR)
+        return FACTOR_GRID ** round(log(factor) / log(FACTOR_GRID))
+
+    def _share(self, role: Role) -> float:
+        phases = (Role.PREFILL, Role.DECODE) if role is Role.BOTH else (role,)
+        shares = [self._misses[phase] for phase in phases if phase in self._misses]
+        return min(
+            (1.0 - (1.0 - share) * exp((since - self._elapsed) / FADING_SECONDS) for share, since in shares),
+            default=1.0,
+        )
+
+    def _predicted(self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int]) -> tuple[float, float]:
+        """Return the predicted TTFT and TPOT of the slowest pools, if the pools of a phase share the rate by their capacity."""
+        ttft = tpot = 0.0
+        for phase in (Role.PREFILL, Role.DECODE):
+            pools = {pool: count for pool, count in ready.items() if pool.role in {phase, Role.BOTH}}
+            capacity = {pool: self.highest_rate(pool, load, count) for pool, count in pools.items()}
+            total = sum(capacity.values())
+            for pool, count in pools.items():
+                if not total:
+                    continue
+                latency = self._model.latency(pool, load, self._goals.percentile, count, rate * capacity[pool] / total)
+                ttft, tpot = max(ttft, latency.ttft), max(tpot, latency.tpot)
+        return ttft, tpot

@@ -1,0 +1,306 @@
+"""Solver: the cheapest replicas of all pools that serve a rate, as an integer program for HiGHS. Pure functions.
+
+Rules:
+
+1. Each request needs one prefill and one decode. Pools of the role `prefill` or `decode` serve one of them, pools of the role `both` serve both.
+   The served rate is the smaller of what prefill and decode can take together; it is at most the rate that is wanted.
+2. The served rate comes first, dollars second. A replica that would have to start costs its start-up time within `HORIZON_SECONDS`
+   on top, so that a mix does not change for less than its change costs.
+3. Bounds of pools, budgets and ratio always hold. Budgets count what is held at any instant: a replica that ends holds its GPUs until it
+   has drained. So replicas that grow may only use what is free already.
+4. The program is linear, but more replicas of a pool serve more each. The solver is called again with the rates at the number it
+   found, until these replicas serve what was promised. The rate of one replica only falls from one round to the next, so the rounds end.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from math import ceil, inf
+from typing import TYPE_CHECKING, Any, Protocol
+
+import highspy
+import numpy as np
+from msgspec import Struct
+
+from fleet.core.roles import Role
+from fleet.planner.decisions import PlanBudget, PlannedPool
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+HORIZON_SECONDS = 1800.0
+"""Time for which a mix is expected to stay."""
+
+ROUNDS = 8
+SERVED_FIRST = 100.0
+"""Weight of an unserved request relative to the dearest replica that could serve it."""
+
+GAP = 1e-6
+"""Relative distance to the optimum at which the solver may stop."""
+
+ROUNDING = 1e-9
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """A pool as the solver sees it."""
+
+    pool: PlannedPool
+    least: int
+    most: int
+    now: int = 0
+    """Replicas that are there or start; more than these have to be started."""
+
+    held: int = 0
+    """Replicas that hold GPUs now, without those that drain."""
+
+    draining: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.least <= self.most, (self.pool.name, self.least, self.most)
+
+    @property
+    def dollars(self) -> float:
+        """Dollars per hour of one replica."""
+        return replica_dollars(self.pool)
+
+
+class Rates(Protocol):
+    """Rate of a pool."""
+
+    def __call__(self, pool: PlannedPool, replicas: int) -> float:
+        """Return the requests per second that the replicas serve together."""
+        ...
+
+
+class Mix(Struct, frozen=True, kw_only=True):
+    """A solution."""
+
+    replicas: tuple[int, ...]
+    """Replicas of each candidate, in their order."""
+
+    served: float
+    """Requests per second that they serve within the goals, at most the wanted rate."""
+
+    dollars: float
+    """Dollars per hour."""
+
+
+def replica_dollars(pool: PlannedPool) -> float:
+    """Return the dollars per hour of one replica."""
+    return pool.dollars_per_hour * (pool.gpus if pool.gpu else 1)
+
+
+def replica_gpus(pool: PlannedPool) -> int:
+    """Return the GPUs of one replica; 0 if it needs none."""
+    return pool.gpus if pool.gpu else 0
+
+
+def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:
+    """Return the cheapest replicas that serve the rate, or those that serve most of it; None if the bounds contradict each other."""
+    simple = _one_pool_each(candidates, rate, rates, budget)
+    if simple is not None:
+        return simple
+    per_replica = [_alone(each, rate, rates) for each in candidates]
+    found: list[int] | None = None
+    for _ in range(ROUNDS):
+        found = _solve(candidates, rate, per_replica, budget)
+        if found is None:
+            return None
+        lower = [
+            min(each, rates(one.pool, count) / count) if count else each
+            for one, count, each in zip(candidates, found, per_replica, strict=True)
+        ]
+        promised = _served(candidates, [each * count for each, count in zip(per_replica, found, strict=True)], rate)
+        if served(candidates, found, rate, rates) >= promised * (1.0 - 1e-6):
+            break
+        per_replica = lower
+    assert found is not None
+    return _mix(candidates, found, rate, rates)
+
+
+def served(candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, rates: Rates) -> float:
+    """Return the requests per second, at most `rate`, that these replicas serve."""
+    totals = [rates(each.pool, count) if count else 0.0 for each, count in zip(candidates, replicas, strict=True)]
+    return _served(candidates, totals, rate)
+
+
+def within_budget(candidates: Sequence[Candidate], replicas: Sequence[int], budget: PlanBudget) -> bool:
+    """Return whether the budgets hold at every instant while the pools change to these replicas, and the ratio afterwards."""
+    gpus = dollars = 0.0
+    for each, count in zip(candidates, replicas, strict=True):
+        held = max(count, each.held) + each.draining
+        gpus += held * replica_gpus(each.pool)
+        dollars += held * each.dollars
+    prefill = sum(count for each, count in zip(candidates, replicas, strict=True) if each.pool.role is Role.PREFILL)
+    decode = sum(count for each, count in zip(candidates, replicas, strict=True) if each.pool.role is Role.DECODE)
+    return (
+        (budget.gpus is None or gpus <= budget.gpus)
+        and (budget.dollars_per_hour is None or dollars <= budget.dollars_per_hour + ROUNDING)
+        and (budget.least_ratio is None or prefill >= budget.least_ratio * decode - ROUNDING)
+        and (budget.most_ratio is None or prefill <= budget.most_ratio * decode + ROUNDING)
+    )
+
+
+def _served(candidates: Sequence[Candidate], totals: Sequence[float], rate: float) -> float:
+    prefill = sum(total for each, total in zip(candidates, totals, strict=True) if each.pool.role is not Role.DECODE)
+    decode = sum(total for each, total in zip(candidates, totals, strict=True) if each.pool.role is not Role.PREFILL)
+    return min(rate, prefill, decode)
+
+
+def _mix(candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, rates: Rates) -> Mix:
+    return Mix(
+        replicas=tuple(replicas),
+        served=served(candidates, replicas, rate, rates),
+        dollars=sum(each.dollars * count for each, count in zip(candidates, replicas, strict=True)),
+    )
+
+
+def _one_pool_each(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:
+    """Return the fewest replicas of each pool if no two pools serve the same phase and no limit is in the way; otherwise None.
+
+    Each pool alone needs that many, so it is the optimum; most deployments have such pools, and a solver takes longer.
+    """
+    roles = [each.pool.role for each in candidates]
+    if len(set(roles)) != len(roles) or (Role.BOTH in roles and len(roles) > 1):
+        return None
+    if Role.BOTH not in roles and set(roles) != {Role.PREFILL, Role.DECODE}:
+        return None
+    most = min(rates(each.pool, each.most) if each.most else 0.0 for each in candidates)
+    replicas = [fewest(each, min(rate, most), rates) for each in candidates]
+    return _mix(candidates, replicas, rate, rates) if within_budget(candidates, replicas, budget) else None
+
+
+def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
+    """Return the fewest replicas within the bounds that serve a rate alone; the most must serve it."""
+    if rate <= 0.0:
+        return candidate.least
+    low, high = max(1, candidate.least), candidate.most
+    while low < high:
+        middle = (low + high) // 2
+        if rates(candidate.pool, middle) >= rate * (1.0 - ROUNDING):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _alone(candidate: Candidate, rate: float, rates: Rates) -> float:
+    """Return the rate of one replica if this pool served everything alone."""
+    if candidate.most == 0:
+        return 0.0
+    one = rates(candidate.pool, 1)
+    count = max(
+        1, candidate.least, candidate.now, min(candidate.most, ceil(rate / one) if one > 0.0 else candidate.most)
+    )
+    return rates(candidate.pool, count) / count
+
+
+@cache
+def _highs() -> Any:
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("mip_rel_gap", GAP)
+    solver.setOptionValue("threads", 1)
+    return solver
+
+
+def _solve(
+    candidates: Sequence[Candidate], rate: float, per_replica: Sequence[float], budget: PlanBudget
+) -> list[int] | None:
+    """Solve the linear integer program once.
+
+    Columns: replicas n of each candidate, replicas started s, replicas held h, and the served rate r. Minimise
+    dollars of n and s, less r by its weight, subject to: n - s <= now, h - n >= 0, h >= held, both phases serve r, budgets and ratio.
+    """
+    count = len(candidates)
+    cost = [each.dollars or float(replica_gpus(each.pool) or 1) for each in candidates]
+    start = [
+        price * (0.01 + each.pool.start_seconds / HORIZON_SECONDS) for price, each in zip(cost, candidates, strict=True)
+    ]
+    best = [one for one in per_replica if one > 0.0]
+    weight = (
+        SERVED_FIRST
+        * 2.0
+        * max(
+            [(price + more) / one for price, more, one in zip(cost, start, per_replica, strict=True) if one > 0.0],
+            default=1.0,
+        )
+        if best
+        else 1.0
+    )
+    rows = _Rows(3 * count + 1)
+    for index, each in enumerate(candidates):
+        rows.add({index: 1.0, count + index: -1.0}, -inf, float(each.now))
+        rows.add({2 * count + index: 1.0, index: -1.0}, 0.0, inf)
+    for other in (Role.DECODE, Role.PREFILL):
+        phase = {index: per_replica[index] for index, each in enumerate(candidates) if each.pool.role is not other}
+        rows.add({**phase, 3 * count: -1.0}, 0.0, inf)
+    for limit, price in ((budget.gpus, replica_gpus), (budget.dollars_per_hour, replica_dollars)):
+        if limit is None:
+            continue
+        prices = [float(price(each.pool)) for each in candidates]
+        held = sum(one * each.held for one, each in zip(prices, candidates, strict=True))
+        drains = sum(one * each.draining for one, each in zip(prices, candidates, strict=True))
+        rows.add(dict(enumerate(prices)), -inf, limit)
+        # What is held already above a limit may stay until it has drained, but nothing may be added.
+        rows.add({2 * count + index: one for index, one in enumerate(prices)}, -inf, max(limit - drains, held))
+    for ratio, sign in ((budget.least_ratio, 1.0), (budget.most_ratio, -1.0)):
+        if ratio is not None:
+            rows.add(
+                {
+                    index: sign if each.pool.role is Role.PREFILL else -sign * ratio
+                    for index, each in enumerate(candidates)
+                    if each.pool.role is not Role.BOTH
+                },
+                0.0,
+                inf,
+            )
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = 3 * count + 1, rows.count
+    program.col_cost_ = np.array([*cost, *start, *([0.0] * count), -weight])
+    program.col_lower_ = np.array(
+        [*(float(each.least) for each in candidates), *([0.0] * count), *(float(each.held) for each in candidates), 0.0]
+    )
+    program.col_upper_ = np.array([*(float(each.most) for each in candidates), *([inf] * (2 * count)), max(0.0, rate)])
+    program.row_lower_, program.row_upper_ = np.array(rows.lower), np.array(rows.upper)
+    program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = rows.matrix()
+    program.integrality_ = [highspy.HighsVarType.kInteger] * count + [highspy.HighsVarType.kContinuous] * (
+        2 * count + 1
+    )
+    solver = _highs()
+    solver.clearModel()
+    solver.passModel(program)
+    solver.run()
+    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    return [round(each) for each in solver.getSolution().col_value[:count]]
+
+
+class _Rows:
+    """Rows of a sparse matrix."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._starts = [0]
+        self._indices: list[int] = []
+        self._values: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.lower)
+
+    def add(self, row: dict[int, float], lower: float, upper: float) -> None:
+        self._indices.extend(row)
+        self._values.extend(row.values())
+        self._starts.append(len(self._indices))
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def matrix(self) -> "tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]":
+        return (
+            np.array(self._starts, dtype=np.int32),
+            np.array(self._indices, dtype=np.int32),
+            np.array(self._values, dtype=np.float64),
+        )

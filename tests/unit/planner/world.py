@@ -1,0 +1,150 @@
+"""A world of pools for tests of the planner: chance arrivals, start-up times, drains and obstacles, in virtual time."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.planner.decisions import PlanDecision, PlannedPool, ScalingRule
+from fleet.planner.demand import DemandWindow
+from fleet.planner.messages import Observation, PoolGapReason, PoolName, PoolObservation
+
+PROMPT, ANSWER = 2000, 200
+
+
+def seconds(value: float) -> Nanos:
+    return Nanos(round(value * SECOND))
+
+
+@dataclass
+class PoolState:
+    """Replicas of one pool."""
+
+    pool: PlannedPool
+    wanted: int
+    ready: int
+    starting: list[float] = field(default_factory=list)
+    """Instants at which replicas begin to serve."""
+
+    draining: list[float] = field(default_factory=list)
+    """Instants at which drains end."""
+
+    why: PoolGapReason | None = None
+    pinned: str = ""
+    stuck: bool = False
+    """New replicas find no room."""
+
+    def advance(self, now: float) -> None:
+        if not self.stuck:
+            self.ready += sum(at <= now for at in self.starting)
+            self.starting = [at for at in self.starting if at > now]
+        self.draining = [at for at in self.draining if at > now]
+
+    def want(self, count: int, now: float) -> None:
+        self.wanted = count
+        while self.ready + len(self.starting) > count and self.starting:
+            self.starting.pop()
+        while self.ready > count:
+            self.ready -= 1
+            self.draining.append(now + self.pool.drain_seconds)
+        while self.ready + len(self.starting) < count:
+            self.starting.append(now + self.pool.start_seconds)
+
+    @property
+    def held(self) -> int:
+        return self.ready + len(self.starting) + len(self.draining)
+
+    @property
+    def seen(self) -> PoolObservation:
+        waits = PoolGapReason.NO_ROOM if self.stuck and self.starting else None
+        busy = PoolGapReason.UNDER_WAY if self.starting or self.draining else None
+        return PoolObservation(
+            name=self.pool.name,
+            wanted=self.wanted,
+            ready=self.ready,
+            draining=len(self.draining),
+            pinned=self.pinned,
+            why=self.why or waits or busy,
+        )
+
+
+class World:
+    """Pools under a rule."""
+
+    def __init__(
+        self, rule: ScalingRule, pools: Sequence[PlannedPool], ready: Mapping[str, int], seed: int = 1
+    ) -> None:
+        self.rule = rule
+        self.pools = {
+            each.name: PoolState(
+                pool=each, wanted=ready.get(each.name, each.least), ready=ready.get(each.name, each.least)
+            )
+            for each in pools
+        }
+        self.now = 0.0
+        self.decisions: list[PlanDecision] = []
+        self.history: list[dict[PoolName, int]] = []
+        self.prompt, self.answer = PROMPT, ANSWER
+        self._chance = random.Random(seed)
+
+    def run(self, duration: float, rate: Callable[[float], float] | float, **fields: object) -> None:
+        """Run for some seconds under a rate of Poisson arrivals."""
+        until = self.now + duration
+        while self.now < until - 1e-9:
+            step = self.rule.interval / SECOND
+            at = self.now + step / 2
+            self.tick(self.arrivals((rate(at) if callable(rate) else rate) * step), **fields)
+
+    def tick(self, arrivals: int, **fields: object) -> PlanDecision:
+        began = self.now
+        self.now += self.rule.interval / SECOND
+        for each in self.pools.values():
+            each.advance(self.now)
+        window = self.window(began, arrivals, **fields)
+        decision = self.rule.decide(seconds(self.now), window, self.observation)
+        for name, count in decision.replicas.items():
+            if count != self.pools[name].wanted:
+                self.pools[name].want(count, self.now)
+        self.decisions.append(decision)
+        self.history.append(self.wanted)
+        return decision
+
+    def window(self, began: float, arrivals: int, **fields: object) -> DemandWindow:
+        given: dict[str, object] = {
+            "arrivals": arrivals,
+            "prompt_tokens": arrivals * self.prompt,
+            "prompt_squares": float(arrivals * self.prompt**2),
+            "finished": arrivals,
+            "answer_tokens": arrivals * self.answer,
+            "answer_squares": float(arrivals * self.answer**2),
+        } | fields
+        return DemandWindow(began=seconds(began), ended=seconds(self.now), **given)  # type: ignore[arg-type]
+
+    def arrivals(self, mean: float) -> int:
+        if mean > 200:
+            return max(0, round(self._chance.gauss(mean, mean**0.5)))
+        count, passed = 0, self._chance.expovariate(1.0)
+        while passed < mean:
+            count, passed = count + 1, passed + self._chance.expovariate(1.0)
+        return count
+
+    @property
+    def observation(self) -> Observation:
+        return Observation(tuple(self.pools[name].seen for name in sorted(self.pools)))
+
+    @property
+    def wanted(self) -> dict[PoolName, int]:
+        return {name: each.wanted for name, each in self.pools.items()}
+
+    def direction_changes(self, name: str, since: int = 0) -> int:
+        """Return how often a pool's number turned from growth to shrinking or back."""
+        numbers = [each[PoolName(name)] for each in self.history[since:]]
+        moves = [later - earlier for earlier, later in pairwise(numbers) if later != earlier]
+        return sum((one > 0) != (other > 0) for one, other in pairwise(moves))
+
+
+def pool(name: str, role: Role, **fields: object) -> PlannedPool:
+    given: dict[str, object] = {"gpu": "h100", "gpus": 1, "most": 50, "dollars_per_hour": 3.0} | fields
+    return PlannedPool(name=PoolName(name), role=role, **given)  # type: ignore[arg-type]

@@ -192,7 +192,7 @@ class PlannerMachine:
 
     def _view(self, demand: DemandWindow, seen: Observation) -> "_View":
         """Return what all further rules look at."""
-        load, level = self._demand.load, self._demand.rate
+        load, level = self._demand.load.rounded(), self._demand.rate
         pools = [_SeenPool(self._pools[name], pool) for name in self._pools if (pool := seen.pool(name)) is not None]
         late = max(0.0, (self._now - demand.ended) / SECOND) if self._now is not None else 0.0
         horizon = (

@@ -113,7 +113,7 @@ def test_pool_without_room_is_rolled_back_and_replaced() -> None:
     assert served + CAPACITY.highest_rate(POOLS[0], LOAD, GOALS, 1) > 60.0
 
 
-def test_pinned_pool_keeps_its_number_and_others_are_planned_around_it() -> None:
+def test_others_are_planned_around_a_pinned_pool() -> None:
     pools = (*POOLS, pool("decode-b200", Role.DECODE, gpu="b200", dollars_per_hour=9.0))
     capacity = StepCapacity({each.name: engine(each.gpu) for each in pools})
     world = World(PlannerMachine(PlannerRuleSettings(), pools, GOALS, capacity), pools, {"prefill": 1, "decode": 1})

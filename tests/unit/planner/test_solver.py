@@ -62,7 +62,7 @@ def test_solution_is_the_best_of_all(rate, most, least, gpus, dollars, ratio) ->
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 17.0, 90.0])
-def test_one_pool_for_each_phase_needs_no_solver_and_agrees_with_it(rate: float) -> None:
+def test_one_pool_for_each_phase_agrees_with_the_solver(rate: float) -> None:
     pair = [POOLS[0], POOLS[2]]
     alone = solve([Candidate(pool=each, least=1, most=40) for each in pair], rate, rates, PlanBudget())
     beside = [Candidate(pool=each, least=1 if each in pair else 0, most=40 if each in pair else 0) for each in POOLS]
@@ -88,7 +88,7 @@ def test_draining_replicas_hold_the_budget() -> None:
     assert free.served > found.served
 
 
-def test_pools_whose_replicas_serve_more_together_get_no_more_than_needed() -> None:
+def test_no_replica_of_the_solution_can_be_left_out() -> None:
     def pooled(pool: PlannedPool, replicas: int) -> float:
         return RATES[pool.name] * replicas * (1.0 - 0.4 / replicas**0.5)
 
@@ -104,3 +104,11 @@ def test_pools_whose_replicas_serve_more_together_get_no_more_than_needed() -> N
 def test_limits_below_floors_have_no_solution() -> None:
     candidates = [Candidate(pool=POOLS[0], least=4, most=8), Candidate(pool=POOLS[2], least=1, most=8)]
     assert solve(candidates, 1.0, rates, PlanBudget(gpus=4)) is None
+
+
+def test_replicas_that_shrink_hold_the_budget_until_they_drain() -> None:
+    shrinks = Candidate(pool=POOLS[0], least=1, most=8, now=6, held=6)
+    grows = Candidate(pool=POOLS[2], least=0, most=8, now=2, held=2)
+    found = solve([shrinks, grows], 15.0, rates, PlanBudget(gpus=8))
+    assert found is not None
+    assert found.replicas[1] <= 2

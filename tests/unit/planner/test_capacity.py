@@ -71,7 +71,7 @@ def waits(rate: float, service: float, replicas: int, burst: int, seed: int) -> 
     return found
 
 
-def test_bursts_that_mean_sizing_misses_are_kept_at_percentile() -> None:
+def test_bursty_trace_is_kept_where_mean_sizing_misses() -> None:
     """P3: bursts of six requests; sizing by the mean takes too few replicas, sizing at the percentile enough."""
     prefill, service = POOLS[Role.PREFILL], 0.1
     latency = EngineLatency(prefill_base_ms=0.0, prefill_ms_per_token=1e3 * service / SHAPE.prompt_tokens)

@@ -88,7 +88,7 @@ def test_draining_replicas_hold_the_budget() -> None:
     assert free.served > found.served
 
 
-def test_pooled_replicas_get_no_more_than_needed() -> None:
+def test_no_replica_of_the_solution_can_be_left_out() -> None:
     def pooled(pool: PlannedPool, replicas: int) -> float:
         return RATES[pool.name] * replicas * (1.0 - 0.4 / replicas**0.5)
 
@@ -104,3 +104,11 @@ def test_pooled_replicas_get_no_more_than_needed() -> None:
 def test_limits_below_floors_have_no_solution() -> None:
     candidates = [Candidate(pool=POOLS[0], least=4, most=8), Candidate(pool=POOLS[2], least=1, most=8)]
     assert solve(candidates, 1.0, rates, PlanBudget(gpus=4)) is None
+
+
+def test_replicas_that_shrink_hold_the_budget_until_they_drain() -> None:
+    shrinks = Candidate(pool=POOLS[0], least=1, most=8, now=6, held=6)
+    grows = Candidate(pool=POOLS[2], least=0, most=8, now=2, held=2)
+    found = solve([shrinks, grows], 15.0, rates, PlanBudget(gpus=8))
+    assert found is not None
+    assert found.replicas[1] <= 2

@@ -36,6 +36,7 @@ ON_BOTH_LOOPS = {
     "test_openai_client.py",
     "test_grpc_frontend.py",
     "test_grpc_server.py",
+    "test_client_servers.py",
     "test_frames.py",
     "test_kserve_frontend.py",
     "test_worker_stream_tls.py",

@@ -69,6 +69,7 @@ class WorkerServer:
         golden: TokenizerDigests | None = None,
         evacuator: Evacuator | None = None,
         store_goes: bool = False,
+        start_seconds: float = 0.0,
     ) -> None:
         """Create a worker that is still starting.
 
@@ -81,6 +82,7 @@ class WorkerServer:
             golden: The worker's result of the tokenizer check.
             evacuator: Copies warm blocks when the worker drains.
             store_goes: Whether its store's memory ends with this process.
+            start_seconds: Time from the start of this process until now; 0: unknown.
         """
         facts = self._facts = engine.facts
         self.description = WorkerDescription(
@@ -105,6 +107,7 @@ class WorkerServer:
             golden=golden,
             keeps_forms=facts.keeps_forms,
             generation=settings.generation,
+            start_seconds=start_seconds,
         )
         self._settings = settings
         self._engine = engine

@@ -16,15 +16,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from fleet.app.freed_memory import map_large_allocations, trim_heaps
 from fleet.app.hub import fetch_router_models
+from fleet.app.native_modules import warn_of_missing_modules
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.backends.combined import CombinedBackends
 from fleet.backends.external.workers import ExternalBackends
 from fleet.backends.workers.streams import WorkerStreams
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, missing_package
-from fleet.core.ids import ModelName
+from fleet.core.ids import Incarnation, ModelName
 from fleet.core.system_clock import SystemClock, utc_now
 from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
 from fleet.frontend.grpc.service import GrpcFrontend
@@ -78,6 +80,7 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         ConfigurationRefused: An address is in use, a model folder is invalid, or a model cannot be fetched.
     """
     map_large_allocations()
+    warn_of_missing_modules()
     async with cancelled_by_signals():
         settings = within_descriptors(settings, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         settings = await fetch_router_models(settings, SystemClock())
@@ -212,6 +215,7 @@ class _Core(Struct, frozen=True, kw_only=True):
     generation: Generation
     relay: Relay | None
     selection: SelectionService
+    demand: DemandWatch
 
     @classmethod
     def build(cls, settings: RouterSettings, shared: _Shared, backends: _Backends) -> "_Core":
@@ -251,6 +255,12 @@ class _Core(Struct, frozen=True, kw_only=True):
             relay=_relay(settings, shared, backends, server) if settings.openai_workers else None,
             selection=SelectionService(
                 server, backends.selection_aware, settings.selection, tenant_secret=tenant_secret
+            ),
+            demand=DemandWatch(
+                server,
+                settings.router_id,
+                Incarnation(secrets.token_hex(8)),
+                dict if predictions is None else predictions.speeds,
             ),
         )
 
@@ -531,6 +541,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             store_access=load(settings.store_credentials),
             shared=settings.share_ports,
             others=peers,
+            demand=core.demand,
         ) as control,
         _kserve(settings, parts) as kserve,
         _endpoint_picker(settings, parts) as picker,

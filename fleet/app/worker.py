@@ -16,7 +16,7 @@ from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals,
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation
-from fleet.core.system_clock import SystemClock
+from fleet.core.system_clock import SystemClock, process_age
 from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests
 from fleet.membership.discovery.open import open_directory
 from fleet.membership.ports import Registry
@@ -85,6 +85,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             golden=golden,
             evacuator=evacuator,
             store_goes=own_store,
+            start_seconds=process_age(),
         )
         listening = await held.enter_async_context(serve_routers(worker, settings.listen, identity))
         endpoints = {"stream": listening}

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from fleet.app.native_modules import REMEDY, ROUTER_COST, missing_modules
 from fleet.config import child_environment
 from fleet.local.settings import Topology
 
@@ -83,6 +84,16 @@ def _examine(name: str, probe: Probe) -> DoctorFinding:
 
 def _python() -> DoctorVerdict:
     return DoctorVerdict(True, f"{'.'.join(str(part) for part in sys.version_info[:3])} at {sys.executable}")
+
+
+def _native_modules() -> DoctorVerdict:
+    missing = missing_modules()
+    if not missing:
+        return DoctorVerdict(True, "all load")
+    detail = f"{', '.join(map(str, missing))}; their twins in Python run: {ROUTER_COST}"
+    if any(each.rebuild_helps for each in missing):
+        return DoctorVerdict(False, detail, REMEDY)
+    return DoctorVerdict(False, detail, "another processor; nothing else helps")
 
 
 def _vllm() -> DoctorVerdict:
@@ -249,6 +260,7 @@ def _simulated_engine() -> DoctorVerdict:
 
 PROBES: Sequence[tuple[str, Probe]] = (
     ("python", _python),
+    ("C modules", _native_modules),
     ("memory", _memory),
     ("shared memory", _shared_memory),
     ("hugepages", _hugepages),

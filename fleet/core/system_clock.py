@@ -1,11 +1,13 @@
 """System clocks: the monotonic clock of the store, and the only calls of `time.time`."""
 
+import os
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 from kvstore.system_clock import MonotonicClock as SystemClock
 
-__all__ = ["SystemClock", "unix_milliseconds", "unix_seconds", "utc_now"]
+__all__ = ["SystemClock", "process_age", "unix_milliseconds", "unix_seconds", "utc_now"]
 
 
 def unix_seconds() -> int:
@@ -21,3 +23,13 @@ def unix_milliseconds() -> int:
 def utc_now() -> datetime:
     """Return the wall-clock time as a datetime."""
     return datetime.fromtimestamp(time.time(), UTC)
+
+
+def process_age() -> float:
+    """Return the seconds since this process was started, interpreter start-up included; 0 where Linux does not say so."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+    except OSError:
+        return 0.0
+    began = int(stat[stat.rindex(")") + 2 :].split()[19]) / os.sysconf("SC_CLK_TCK")  # field 22, after boot
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)

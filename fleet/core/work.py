@@ -57,6 +57,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True):
     adapter_slots: int = 0  # adapters that can be loaded at a time; 0: all of them
     golden: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
+    start_seconds: float = 0.0  # from the start of its process to this description; 0: unknown
     generation: str = ""  # deployment generation; only workers of one generation hand prompts over to each other
 
 

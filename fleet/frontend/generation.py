@@ -271,6 +271,7 @@ class Generation:
                 Reason.MODEL_NOT_FOUND, f"model: {_quoted(model)} is not served here; served: {served}", field="model"
             )
         if (card := cards.get(model)) is None:
+            self._router.turned_away(self._parents.get(model, model))
             raise RequestRejected(
                 Reason.NO_WORKER, f"no worker serves {_quoted(model)} now", field="model", retry_after_ms=RETRY_AFTER_MS
             )

@@ -8,6 +8,19 @@ UNSENT_BYTES = 16 << 10  # bytes that the kernel buffers for a client beyond tho
 BACKLOG = 4096  # pending connections, the default maximum of Linux; a flood must not delay others by a second
 
 
+def split_listen_address(address: str) -> tuple[str, int]:
+    """Split ``host:port`` or ``[host]:port``; return the host without brackets, and the port.
+
+    Raises:
+        ValueError: There is no host, or the port is not a number below 65,536. A port alone would listen on all
+            addresses.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise ValueError("must be host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def bind_tcp(address: str, *, shared: bool = False) -> tuple[socket.socket, str]:
     """Bind a listening socket at ``host:port``; also return the address with the port that was taken.
 
@@ -17,16 +30,16 @@ def bind_tcp(address: str, *, shared: bool = False) -> tuple[socket.socket, str]
     Raises:
         ConfigurationRefused: The address is malformed or in use.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise ConfigurationRefused(f"cannot listen on {address}: must be host:port")
-    plain = host.removeprefix("[").removesuffix("]")
-    family = socket.AF_INET6 if ":" in plain else socket.AF_INET
     try:
-        listening = socket.create_server((plain, int(port)), family=family, backlog=BACKLOG, reuse_port=shared)
+        host, port = split_listen_address(address)
+    except ValueError as error:
+        raise ConfigurationRefused(f"cannot listen on {address}: {error}") from error
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
     except OSError as error:
         raise ConfigurationRefused(f"cannot listen on {address}: {error.strerror or error}") from error
-    return listening, f"{host}:{listening.getsockname()[1]}"
+    return listening, f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
 
 def configure_client_socket(sock: socket.socket) -> None:

@@ -99,8 +99,8 @@ class DecisionReason(StrEnum):
     BOUNDS = "bounds"
 
 
-class Decision(Struct, frozen=True, kw_only=True):
-    """What a rule decided at one instant."""
+class PlanDecision(Struct, frozen=True, kw_only=True):
+    """Decision of a rule at one instant."""
 
     at: Nanos
     replicas: dict[PoolName, int]
@@ -122,6 +122,6 @@ class ScalingRule(Protocol):
     interval: Nanos
     """Time between two decisions."""
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         """Return the wanted replicas. `demand` covers the time since the last decision; `seen` is the present state of the pools."""
         ...

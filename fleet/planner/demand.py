@@ -89,6 +89,7 @@ class RecentRequest(Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     answer_tokens: int
+    block_tokens: int = 0
     block_keys: tuple[int, ...] = ()
     """Keys of the prompt's blocks, which show shared prefixes."""
 

@@ -33,11 +33,11 @@ from msgspec import Struct, structs
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
 from fleet.planner.decisions import (
-    Decision,
     DecisionReason,
     PlanBudget,
     PlanCondition,
     PlanConditionType,
+    PlanDecision,
     PlanGoals,
     PlannedPool,
 )
@@ -118,13 +118,13 @@ class PlannerMachine:
         self._drifted: dict[str, float] = {}
         self._shape_changes = 0
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         wanted = {name: pool.wanted for name in self._pools if (pool := seen.pool(name)) is not None}
         doubts = list(self._doubts(now, demand, seen))
         self._advance(now)
         self._model.advance(self._elapsed)
         if doubts:
-            return Decision(
+            return PlanDecision(
                 at=now,
                 replicas=wanted,
                 reason=DecisionReason.NO_SIGNAL,
@@ -247,7 +247,7 @@ class PlannerMachine:
 
     # Rules 4 to 10.
 
-    def _decide(self, now: Nanos, demand: DemandWindow, view: "_View") -> Decision:
+    def _decide(self, now: Nanos, demand: DemandWindow, view: "_View") -> PlanDecision:
         conditions = list(self._model.out_of_reach(view.load))
         wanted = view.wanted
         needed = self._solve(view, view.rate)
@@ -348,7 +348,7 @@ class PlannerMachine:
                 return grown
         return replicas
 
-    def _fewer(self, now: Nanos, view: "_View", conditions: list[PlanCondition]) -> Decision:
+    def _fewer(self, now: Nanos, view: "_View", conditions: list[PlanCondition]) -> PlanDecision:
         """Return the decision if nothing has to grow: fewer replicas, a cheaper mix, or the same."""
         wanted = view.wanted
         rate = view.highest * (1.0 + self._settings.deadband)
@@ -516,13 +516,13 @@ def _decision(
     reason: DecisionReason,
     said: str,
     conditions: Sequence[PlanCondition],
-) -> Decision:
+) -> PlanDecision:
     shape = view.load.shape
     message = (
         f"{view.level:.3g} requests a second, {view.forecast:.3g} expected in {view.horizon:.0f} s, of "
         f"{shape.prompt_tokens:.0f} prompt and {shape.answer_tokens:.0f} answer tokens"
     )
-    return Decision(
+    return PlanDecision(
         at=now,
         replicas=dict(replicas),
         reason=reason,

@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from fleet.core.clock import Nanos
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import ModelCard
+from fleet.planner.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import Arrived, PeerEvent, ReservationTotals, WorkerEvent
 from fleet.router.placement.decision import Decision
@@ -55,3 +57,9 @@ class RouterApi(Protocol):
     def tune(self, thresholds: Thresholds) -> None: ...
 
     def remote_prefill(self) -> RemotePrefillSnapshot: ...
+
+    def demand(self) -> tuple[Nanos, tuple[ModelDemand, ...], tuple[WorkerLoad, ...]]: ...
+
+    def recent_requests(self, after: int) -> tuple[int, tuple[SampledRequest, ...]]: ...
+
+    def turned_away(self, model: ModelName) -> None: ...

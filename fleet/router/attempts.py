@@ -144,6 +144,8 @@ class Attempts:
     def _send(
         self, live: LiveRequest, attempt: Attempt, now: Nanos, out: list[Command], handoff: Handoff | None = None
     ) -> None:
+        if not live.sent_at:
+            live.sent_at = now or Nanos(1)
         arrived, phase, placed = live.arrived, attempt.phase, live.placed
         assert placed is not None
         prefills = phase is _PREFILL

@@ -151,6 +151,14 @@ class LatencyPredictions:
             found += [each for left, known in self._left.items() if left not in self._workers for each in known]
         return found
 
+    def speeds(self) -> dict[WorkerId, float]:
+        """Return the learnt speed of workers relative to their profiles: above 1 is faster. Workers without predictions are left out."""
+        factors: dict[WorkerId, list[float]] = {}
+        for each in self.expected():
+            if each.predictions and each.factor > 0:
+                factors.setdefault(each.worker_id, []).append(each.factor)
+        return {worker_id: len(found) / sum(found) for worker_id, found in factors.items()}
+
     def _join(self, description: WorkerDescription) -> None:
         self._leave(description.worker_id)
         if (profile := self._profile_of(description)) is not None:

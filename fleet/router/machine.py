@@ -27,7 +27,9 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import Finish, ModelCard
 from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Progress, Rejected
+from fleet.planner.demand_reports import ModelDemand, WorkerLoad
 from fleet.router.attempts import Attempts
+from fleet.router.demand import RouterDemand
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import (
     Arrived,
@@ -142,6 +144,7 @@ class RouterMachine:
         self._seq = 0
         self._statistics = RouterStatistics(settings.explained_requests)
         self._counters = self._statistics.counters
+        self.demand = RouterDemand()
 
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
         """Process an event and return the commands to perform, in order."""
@@ -170,7 +173,7 @@ class RouterMachine:
                     if (worker := self.registry.get(event.worker_id)) is not None:
                         worker.load = event.load
                 case RequestCancelled():
-                    self._cancelled(event.request_id, out)
+                    self._cancelled(event.request_id, now, out)
                 case RouterTicked():
                     self._ticked(now, out)
                 case ThresholdsChanged():
@@ -232,6 +235,7 @@ class RouterMachine:
         self._seq += 1
         live = LiveRequest(event, self._seq, now, self._hasher)
         self.live_requests[live.id] = live
+        self.demand.arrived(live)
         if event.deadline is not None:
             self._deadlines.add(event.deadline, live.seq, live.id)
             if event.deadline <= now:
@@ -249,6 +253,7 @@ class RouterMachine:
             self._reject(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=admission.retry_after_ms(event, now))
             return
         admission.enqueue(live, now, busy)
+        self.demand.queued(live)
         if (last := admission.too_many()) is not None:
             message = "all workers are busy and the queue is full; retry later"
             retry_after_ms = admission.retry_after_ms(self.live_requests[last].arrived, now)
@@ -399,9 +404,9 @@ class RouterMachine:
                 self.attempts.computed(live, now)
             # A listener that is only told about the end needs no last tokens, and their reservation ends now.
             if progress.finish is None or not live.arrived.only_end:
-                self._emit(live, attempt.worker_id, progress, out)
+                self._emit(live, attempt.worker_id, progress, now, out)
         if progress.finish is not None:
-            self._complete(live, progress.finish, out)
+            self._complete(live, progress.finish, now, out)
 
     def _prefilled(
         self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
@@ -414,8 +419,8 @@ class RouterMachine:
         assert live.placed.kv_path is not None
         stopped = progress.finish is Finish.STOP and live.ends_with_prefill_token(live.placed.kv_path)
         if stopped or live.remaining_tokens == 1:
-            self._emit(live, attempt.worker_id, progress, out)
-            self._complete(live, progress.finish, out)
+            self._emit(live, attempt.worker_id, progress, now, out)
+            self._complete(live, progress.finish, now, out)
             return
         if progress.handoff is None or not progress.token_ids:
             self._failed(live, Reason.INTERNAL, "the prefill worker sent no handoff", now, out)
@@ -427,7 +432,7 @@ class RouterMachine:
         self._release(live, attempt.worker_id)
         self.attempts.end(live)
         if live.emits_prefill_token(progress.handoff.kv_path):
-            self._emit(live, decode_id, progress, out)
+            self._emit(live, decode_id, progress, now, out)
         live.stage = advance(live.stage, RequestTransition.HANDED_OVER)
         live.handed_over_at = now
         self.attempts.begin(live, decode_id, Phase.DECODE, now, out, handoff=progress.handoff)
@@ -448,10 +453,12 @@ class RouterMachine:
             self.registry.reserve(live, chosen, 0, now)
         return chosen
 
-    def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, out: list[Command]) -> None:
+    def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, now: Nanos, out: list[Command]) -> None:
         """Pass tokens to the client, and add their blocks to the worker's reservation."""
         if not progress.token_ids:
             return
+        if not live.first_token_at:
+            self.demand.first_token(live, now)
         live.sent.extend(progress.token_ids)
         self._workers[worker_id].reservations.grown(live.id, len(progress.token_ids))
         if live.arrived.only_end:
@@ -537,7 +544,7 @@ class RouterMachine:
         live.failures += 1
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
             self._complete(
-                live, Finish.LENGTH, out
+                live, Finish.LENGTH, now, out
             )  # the client has the whole answer; only the worker's last message is missing
         elif not (live.may_continue or live.arrived.whole):
             self._reject(live, Reason.WORKER_LOST, f"{message}; {_why_it_ends(live)}, send the request again", out)
@@ -560,11 +567,12 @@ class RouterMachine:
 
     # Ends.
 
-    def _cancelled(self, request_id: RequestId, out: list[Command]) -> None:
+    def _cancelled(self, request_id: RequestId, now: Nanos, out: list[Command]) -> None:
         live = self.live_requests.get(request_id)
         if live is None:
             return  # the request ended just before
         self.attempts.stop(live, out)
+        self.demand.ended(live, now)
         self._end(live)
         self._counters.cancelled += 1
 
@@ -576,7 +584,8 @@ class RouterMachine:
             self.attempts.stop(live, out)
             self._reject(live, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete", out)
 
-    def _complete(self, live: LiveRequest, finish: Finish, out: list[Command]) -> None:
+    def _complete(self, live: LiveRequest, finish: Finish, now: Nanos, out: list[Command]) -> None:
+        self.demand.ended(live, now)
         self._end(live)
         self._counters.completed += 1
         out.append(Complete(request_id=live.id, finish=finish, kv=live.kv, cached_tokens=live.cached_tokens))
@@ -592,6 +601,7 @@ class RouterMachine:
         retry_after_ms: int = 0,
         cause: str = "",
     ) -> None:
+        self.demand.rejected(live, reason)
         self._end(live)
         self._statistics.refused(reason)
         if not retry_after_ms and reason in _WORTH_A_RETRY:
@@ -676,6 +686,26 @@ class RouterMachine:
     def explain(self, request_id: RequestId) -> Explanation | None:
         """Return why a request was placed as it was; None if that is too long ago or it was never placed."""
         return self._statistics.explain(request_id)
+
+    def demand_by_model(self, now: Nanos) -> tuple[ModelDemand, ...]:
+        """Return the demand of all models, for the planner."""
+        return self.demand.models(self.live_requests.values(), now)
+
+    def worker_loads(self) -> tuple[WorkerLoad, ...]:
+        """Return the load of all workers that do not drain, for the planner."""
+        return tuple(
+            WorkerLoad(
+                worker_id=worker.description.worker_id,
+                model=worker.description.model,
+                role=worker.description.role,
+                running=worker.load.running,
+                waiting=worker.load.waiting,
+                kv_used=min(1.0, worker.load.kv_blocks_used / max(1, worker.description.kv_blocks)),
+                start_seconds=worker.description.start_seconds,
+            )
+            for worker in self.registry
+            if not worker.draining
+        )
 
     def snapshot(self) -> RouterSnapshot:
         return RouterSnapshot(

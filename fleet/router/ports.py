@@ -35,10 +35,10 @@ class WorkerUnreachable(Exception):
 
 
 class TextDecoder(Protocol):
-    """Turns one request's tokens into text, a few at a time."""
+    """Turns one request's tokens into text, one after the other."""
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is certain now; incomplete characters wait for the next call."""
+    def add(self, token_id: int) -> str:
+        """Add a token, and return the text that is certain now; incomplete characters wait for the next call."""
         ...
 
     def flush(self) -> str:

@@ -19,6 +19,7 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import KvPhase, ModelCard
 from fleet.core.work import Progress
+from fleet.planner.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
@@ -195,6 +196,19 @@ class RouterServer:
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self._machine.explain(request_id)
+
+    def demand(self) -> tuple[Nanos, tuple[ModelDemand, ...], tuple[WorkerLoad, ...]]:
+        """Return the present instant, the demand of all models and the load of all workers."""
+        now = self._clock.now()
+        return now, self._machine.demand_by_model(now), self._machine.worker_loads()
+
+    def recent_requests(self, after: int) -> tuple[int, tuple[SampledRequest, ...]]:
+        """Return the number of the last ended request, and a sample of those that ended after number `after`."""
+        return self._machine.demand.recent(after)
+
+    def turned_away(self, model: ModelName) -> None:
+        """Count a request that was refused before its prompt was read, because the model has no worker."""
+        self._machine.demand.turned_away(model)
 
     async def run(self) -> Never:
         """Serve until cancelled; then every open stream is rejected."""

@@ -102,6 +102,221 @@ class DeregisterResponse(_message.Message):
 Global___DeregisterResponse: _TypeAlias = DeregisterResponse  # noqa: Y015
 
 @_typing.final
+class WatchDemandRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchDemandRequest: _TypeAlias = WatchDemandRequest  # noqa: Y015
+
+@_typing.final
+class DemandReport(_message.Message):
+    """Demand that one router process has counted since it started; see fleet.planner.demand_reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
+    UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    incarnation: _builtins.str
+    """another one after a restart, whose counters begin at zero"""
+    uptime_seconds: _builtins.float
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDemand]: ...
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerDemand]: ...
+    @_builtins.property
+    def recent(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledRequest]:
+        """some of the requests that ended since the last message"""
+
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        models: _abc.Iterable[Global___ModelDemand] | None = ...,
+        workers: _abc.Iterable[Global___WorkerDemand] | None = ...,
+        recent: _abc.Iterable[Global___SampledRequest] | None = ...,
+        uptime_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "models", b"models", "recent", b"recent", "router_id", b"router_id", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DemandReport: _TypeAlias = DemandReport  # noqa: Y015
+
+@_typing.final
+class ModelDemand(_message.Message):
+    """Counters and histograms are cumulative; the buckets are fleet.planner.demand.EDGES."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ARRIVALS_FIELD_NUMBER: _builtins.int
+    WAITED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
+    INVALID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    UNCOUNTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    TPOT_FIELD_NUMBER: _builtins.int
+    QUEUE_WAIT_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    OLDEST_SECONDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    arrivals: _builtins.int
+    waited: _builtins.int
+    """entered the admission queue"""
+    refused: _builtins.int
+    """for load"""
+    abandoned: _builtins.int
+    """the client left before the answer began"""
+    invalid: _builtins.int
+    """no capacity could have served them"""
+    prompt_tokens: _builtins.int
+    """of all arrivals"""
+    uncounted_tokens: _builtins.int
+    """prompt tokens of abandoned and invalid ones"""
+    cached_tokens: _builtins.int
+    finished: _builtins.int
+    answer_tokens: _builtins.int
+    queued: _builtins.int
+    """now"""
+    oldest_seconds: _builtins.float
+    """age of the oldest request that waits"""
+    @_builtins.property
+    def ttft(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tpot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def queue_wait(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        arrivals: _builtins.int = ...,
+        waited: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        abandoned: _builtins.int = ...,
+        invalid: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        uncounted_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        finished: _builtins.int = ...,
+        answer_tokens: _builtins.int = ...,
+        ttft: _abc.Iterable[_builtins.int] | None = ...,
+        tpot: _abc.Iterable[_builtins.int] | None = ...,
+        queue_wait: _abc.Iterable[_builtins.int] | None = ...,
+        queued: _builtins.int = ...,
+        oldest_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "answer_tokens", b"answer_tokens", "arrivals", b"arrivals", "cached_tokens", b"cached_tokens", "finished", b"finished", "invalid", b"invalid", "model", b"model", "oldest_seconds", b"oldest_seconds", "prompt_tokens", b"prompt_tokens", "queue_wait", b"queue_wait", "queued", b"queued", "refused", b"refused", "tpot", b"tpot", "ttft", b"ttft", "uncounted_tokens", b"uncounted_tokens", "waited", b"waited"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelDemand: _TypeAlias = ModelDemand  # noqa: Y015
+
+@_typing.final
+class WorkerDemand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    KV_USED_FIELD_NUMBER: _builtins.int
+    SPEED_FIELD_NUMBER: _builtins.int
+    START_SECONDS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    model: _builtins.str
+    role: _builtins.str
+    running: _builtins.int
+    waiting: _builtins.int
+    kv_used: _builtins.float
+    """share of its capacity"""
+    speed: _builtins.float
+    """learnt, relative to its hardware profile; 0: unknown"""
+    start_seconds: _builtins.float
+    """from the start of its process to its registration; 0: unknown"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        role: _builtins.str = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        kv_used: _builtins.float = ...,
+        speed: _builtins.float = ...,
+        start_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_used", b"kv_used", "model", b"model", "role", b"role", "running", b"running", "speed", b"speed", "start_seconds", b"start_seconds", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerDemand: _TypeAlias = WorkerDemand  # noqa: Y015
+
+@_typing.final
+class SampledRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    age_seconds: _builtins.float
+    """since it arrived"""
+    prompt_tokens: _builtins.int
+    answer_tokens: _builtins.int
+    block_tokens: _builtins.int
+    @_builtins.property
+    def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """equal keys: equal prefixes up to that block"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        age_seconds: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        answer_tokens: _builtins.int = ...,
+        block_tokens: _builtins.int = ...,
+        block_keys: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "answer_tokens", b"answer_tokens", "block_keys", b"block_keys", "block_tokens", b"block_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampledRequest: _TypeAlias = SampledRequest  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -167,6 +167,11 @@ class ClusterStub:
                 request_serializer=fleet_dot_v1_dot_control__pb2.TuneRequest.SerializeToString,
                 response_deserializer=fleet_dot_v1_dot_control__pb2.Thresholds.FromString,
                 _registered_method=True)
+        self.WatchDemand = channel.unary_stream(
+                '/fleet.v1.Cluster/WatchDemand',
+                request_serializer=fleet_dot_v1_dot_control__pb2.WatchDemandRequest.SerializeToString,
+                response_deserializer=fleet_dot_v1_dot_control__pb2.DemandReport.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -192,6 +197,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchDemand(self, request, context):
+        """Reports the demand of all models every second. A caller that reads slowly gets the latest report, and never an old one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -209,6 +221,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Tune,
                     request_deserializer=fleet_dot_v1_dot_control__pb2.TuneRequest.FromString,
                     response_serializer=fleet_dot_v1_dot_control__pb2.Thresholds.SerializeToString,
+            ),
+            'WatchDemand': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchDemand,
+                    request_deserializer=fleet_dot_v1_dot_control__pb2.WatchDemandRequest.FromString,
+                    response_serializer=fleet_dot_v1_dot_control__pb2.DemandReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -292,6 +309,33 @@ class Cluster:
             '/fleet.v1.Cluster/Tune',
             fleet_dot_v1_dot_control__pb2.TuneRequest.SerializeToString,
             fleet_dot_v1_dot_control__pb2.Thresholds.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchDemand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fleet.v1.Cluster/WatchDemand',
+            fleet_dot_v1_dot_control__pb2.WatchDemandRequest.SerializeToString,
+            fleet_dot_v1_dot_control__pb2.DemandReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,6 +79,8 @@ class ClusterStub:
     """Why a request went where it went; NOT_FOUND for one that was never placed here, or too long ago."""
     Tune: _grpc.UnaryUnaryMultiCallable[_control_pb2.TuneRequest, _control_pb2.Thresholds]
     """Sets the thresholds that are given, from the next request on, and answers with all that are in force."""
+    WatchDemand: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchDemandRequest, _control_pb2.DemandReport]
+    """Reports the demand of all models every second. A caller that reads slowly gets the latest report, and never an old one."""
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
@@ -88,6 +90,8 @@ class ClusterAsyncStub(ClusterStub):
     """Why a request went where it went; NOT_FOUND for one that was never placed here, or too long ago."""
     Tune: _aio.UnaryUnaryMultiCallable[_control_pb2.TuneRequest, _control_pb2.Thresholds]  # type: ignore[assignment]
     """Sets the thresholds that are given, from the next request on, and answers with all that are in force."""
+    WatchDemand: _aio.UnaryStreamMultiCallable[_control_pb2.WatchDemandRequest, _control_pb2.DemandReport]  # type: ignore[assignment]
+    """Reports the demand of all models every second. A caller that reads slowly gets the latest report, and never an old one."""
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -112,5 +116,13 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.Thresholds, _abc.Awaitable[_control_pb2.Thresholds]]:
         """Sets the thresholds that are given, from the next request on, and answers with all that are in force."""
+
+    @_abc_1.abstractmethod
+    def WatchDemand(
+        self,
+        request: _control_pb2.WatchDemandRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.DemandReport], _abc.AsyncIterator[_control_pb2.DemandReport]]:
+        """Reports the demand of all models every second. A caller that reads slowly gets the latest report, and never an old one."""
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

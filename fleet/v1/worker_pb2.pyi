@@ -422,6 +422,7 @@ class Description(_message.Message):
     GOLDEN_FIELD_NUMBER: _builtins.int
     KEEPS_FORMS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    START_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """New at each start of the worker process."""
@@ -450,6 +451,8 @@ class Description(_message.Message):
     """whether it can see to it that an answer is of a form"""
     generation: _builtins.str
     """only workers of the same one hand prompts over to each other; empty is one as well"""
+    start_seconds: _builtins.float
+    """from the start of its process to this description; 0: unknown"""
     @_builtins.property
     def kv_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -492,10 +495,11 @@ class Description(_message.Message):
         golden: Global___Golden | None = ...,
         keeps_forms: _builtins.bool = ...,
         generation: _builtins.str = ...,
+        start_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["golden", b"golden", "kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "prefill_speed", b"prefill_speed", "role", b"role", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "prefill_speed", b"prefill_speed", "role", b"role", "start_seconds", b"start_seconds", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

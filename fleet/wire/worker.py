@@ -189,6 +189,7 @@ def encode_description(description: WorkerDescription) -> pb.Description:
         golden=_tokenizer_digests_to_wire(description.golden),
         keeps_forms=description.keeps_forms,
         generation=description.generation,
+        start_seconds=description.start_seconds,
     )
 
 
@@ -223,7 +224,14 @@ def decode_description(description: pb.Description) -> WorkerDescription:
         golden=_tokenizer_digests_from_wire(description.golden) if description.HasField("golden") else None,
         keeps_forms=description.keeps_forms,
         generation=description.generation,
+        start_seconds=_start_seconds(description.start_seconds),
     )
+
+
+def _start_seconds(seconds: float) -> float:
+    if not 0 <= seconds < inf:
+        raise MalformedMessage("description.start_seconds", f"must be a number from 0, not {seconds}")
+    return seconds
 
 
 def _tokenizer_digests_to_wire(golden: TokenizerDigests | None) -> pb.Golden | None:

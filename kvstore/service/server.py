@@ -26,6 +26,7 @@ from kvstore.messages import StoreEndpoints
 from kvstore.net import unix_sockets as sockets
 from kvstore.net.addresses import host_port, unix_path
 from kvstore.net.host import host_id
+from kvstore.net.socket_guard import SocketGuard
 from kvstore.pool.machine import BlockMachine
 from kvstore.pool.quotas import TenantQuotas
 from kvstore.protocol.decoding import DecodingInterceptor
@@ -166,7 +167,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         service.attach(executor)
         if settings.metrics_listen:
             _serve_metrics(settings.metrics_listen, metrics.registry, stack)
-        listen = await stack.enter_async_context(_control_plane(settings.listen, service, access, guard))
+        listen = await stack.enter_async_context(_control_plane(settings.listen, service, access, guard, tasks))
         stack.callback(tasks.create_task(_tick_forever(service, plane, callers, clock)).cancel)
         if offers_nixl:
             stack.callback(tasks.create_task(nixl.run()).cancel)
@@ -227,10 +228,15 @@ async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
 
 @contextlib.asynccontextmanager
 async def _control_plane(
-    addresses: tuple[str, ...], service: BlockStoreService, access: LoadedCredentials, guard: DecodingInterceptor
+    addresses: tuple[str, ...],
+    service: BlockStoreService,
+    access: LoadedCredentials,
+    guard: DecodingInterceptor,
+    tasks: asyncio.TaskGroup,
 ) -> AsyncIterator[tuple[str, ...]]:
+    sockets_guard = SocketGuard()
     server = grpc.aio.server(
-        interceptors=[*access.interceptors(), guard],
+        interceptors=[*access.interceptors(), guard, sockets_guard],
         options=[
             ("grpc.so_reuseport", 0),  # two nodes on one port would each get half of the calls
             ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
@@ -253,6 +259,9 @@ async def _control_plane(
                 stack.callback(sockets.remove, path, sockets.identity(path))
         await server.start()
         stack.push_async_callback(server.stop, GRACE_SECONDS)
+        for address in bound:
+            if not unix_path(address):
+                stack.callback(tasks.create_task(sockets_guard.run(host_port(address)[1])).cancel)
         stack.push_async_callback(healthy.enter_graceful_shutdown)
         for name in ("", SERVICE):
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)

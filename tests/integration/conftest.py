@@ -5,14 +5,26 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from fleet.net.settings import GrpcLibrary, GrpcSettings
 from tests.support.frontend.frontends import Frontends, open_frontends
 
 
 @pytest.fixture
-async def frontends(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Frontends]:
+def grpc_library() -> GrpcLibrary:
+    """Return the library that serves gRPC; the files that test its ports override this, to run on both libraries."""
+    return GrpcLibrary.NGH2
+
+
+@pytest.fixture
+async def frontends(
+    request: pytest.FixtureRequest, model_dir: Path, grpc_library: GrpcLibrary
+) -> AsyncIterator[Frontends]:
     """Open both frontends in front of a router whose answers the test writes; parameters of the fixture are settings."""
-    async with asyncio.timeout(100), open_frontends(model_dir, **getattr(request, "param", {})) as frontends:
+    settings = dict(getattr(request, "param", {}))
+    settings["grpc"] = structs.replace(settings.get("grpc", GrpcSettings()), library=grpc_library)
+    async with asyncio.timeout(100), open_frontends(model_dir, **settings) as frontends:
         yield frontends
 
 

@@ -5,7 +5,7 @@ Routers do not use it.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import grpc
 from google.protobuf.message import Message
@@ -17,6 +17,8 @@ from fleet.net.grpc.options import SERVER_OPTIONS
 from fleet.net.grpc.port import LIVENESS, open_port
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.worker import encode_description
+from kvstore.net.addresses import unix_path
+from kvstore.net.socket_guard import SocketGuard
 from workers.machine import LifePhase
 from workers.registration import WorkerMembership
 from workers.server import WorkerServer
@@ -56,17 +58,21 @@ async def serve_control(
         cancelled = draining.result()
         return pb.DrainResponse(cancelled=cancelled)
 
-    server = access.server()
+    guard = None if unix_path(listen) else SocketGuard()
+    server = access.server(guard)
     methods = {"Describe": unary_handler(describe), "Drain": unary_handler(drain)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-    async with open_port(
-        server,
-        listen,
-        (SERVICE,),
-        lambda: worker.phase is LifePhase.SERVING and presence.ready,
-        alive={LIVENESS: lambda: worker.live},
-    ) as address:
-        yield address
+    with ExitStack() as held:
+        async with open_port(
+            server,
+            listen,
+            (SERVICE,),
+            lambda: worker.phase is LifePhase.SERVING and presence.ready,
+            alive={LIVENESS: lambda: worker.live},
+            bind=access.binder(held),
+            guard=guard,
+        ) as address:
+            yield address
 
 
 @asynccontextmanager
@@ -77,5 +83,7 @@ async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[
         ConfigurationRefused: As with `serve_control`.
     """
     alive = {LIVENESS: lambda: True}
-    async with open_port(grpc.aio.server(options=SERVER_OPTIONS), listen, (), serving, alive=alive) as address:
+    guard = SocketGuard()
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
+    async with open_port(server, listen, (), serving, alive=alive, guard=guard) as address:
         yield address

@@ -37,7 +37,9 @@ from fleet.backends.external.http_client import OUT_OF_SOCKETS, ServerAddress, c
 from fleet.backends.external.running_time import RunningTime
 from fleet.backends.external.silence import (
     AbandonRequest,
+    EndHold,
     ForgetTrial,
+    HoldBack,
     OutstandingRequest,
     ReturnToRotation,
     SendTrial,
@@ -213,11 +215,12 @@ class ExternalBackend:
             True if there is something to decide.
         """
         silence, works = self.silence, self._works
-        heard = self._tell_first_bytes() or self._hears(now)
+        began, continues = self._tell_first_bytes(), self._hears(now)
         pause = len(works) * PROBE_INTERVAL
-        if heard:
-            self._heard = True
+        if continues:
             silence.heard(now)
+        if began or continues:
+            self._heard = True
             pause = max(pause, PROBE_INTERVAL_WHILE_HEARD)
         if works and now < self._looked_at + pause and silence.calm:
             return False
@@ -245,7 +248,8 @@ class ExternalBackend:
             now: The instant.
             siblings: The other servers of its model that take requests.
         """
-        silences = [each.silence for each in siblings] if self._taking or self.silence.out else []
+        judged = self._taking or self.silence.out or self.silence.held
+        silences = [each.silence for each in siblings] if judged else []
         for command in self.silence.decide(now, silences, spare=self._can_spare(self)):
             match command:
                 case SendTrial():
@@ -253,8 +257,12 @@ class ExternalBackend:
                 case ForgetTrial():
                     self._stop_asking()
                 case TakeOutOfRotation(why=why):
-                    self._suspend(why)
-                case ReturnToRotation():
+                    self._stop_taking(why)
+                case HoldBack():
+                    self._taking = False
+                    log.info("worker held back until it answers a trial request", extra={"worker": self.worker_id})
+                    self._hear(WorkerDraining(worker_id=self.worker_id))
+                case EndHold() | ReturnToRotation():
                     if self.joined:
                         self._taking = True
                         log.info("worker resumed", extra={"worker": self.worker_id})
@@ -506,13 +514,17 @@ class ExternalBackend:
     def _suspend(self, why: str = "it fails requests") -> None:
         """Take no new requests. The caller also calls `_leave_when_done` once all events are sent."""
         if self._taking:
+            self._stop_taking(why)
+
+    def _stop_taking(self, why: str) -> None:
+        told = {"worker": self.worker_id, "running": len(self._works), "cause": why}
+        log.warning("worker suspended", extra=told)
+        if self._taking:  # else it is held back
             self._taking = False
-            told = {"worker": self.worker_id, "running": len(self._works), "cause": why}
-            log.warning("worker suspended", extra=told)
             self._hear(WorkerDraining(worker_id=self.worker_id))
 
     def _leave_when_done(self) -> None:
-        if self.joined and not self._taking and not self._works and not self.silence.out:
+        if self.joined and not self._taking and not self._works and not (self.silence.out or self.silence.held):
             self._left()
 
     def _lose(self) -> None:

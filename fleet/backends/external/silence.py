@@ -7,8 +7,9 @@ Silence may also be a long prompt, a long answer in one piece, a queue, or a ser
    bytes, and from the same times for each KiB of prompt, so that a long prompt has more time. A server with too short a past is judged by
    its siblings, the other servers of its model. If nobody has answered yet, nothing is concluded.
 2. A request that waits twice the expected time, on a server that sends no byte to anybody, makes the server suspect. A client that
-   leaves after so long does the same, because it does not matter who ends a request. A suspect server is asked for a completion of one
-   token (`SendTrial`), on a connection of its own, so that no client has to find out.
+   leaves after so long does the same, because it does not matter who ends a request. Clients that leave earlier count together, by the
+   time in which the server owed them a byte. A suspect server is asked for a completion of one token (`SendTrial`), on a connection of
+   its own, so that no client has to find out. Until the trial is answered it gets no new requests (`HoldBack`), if a sibling is sound.
 3. A server leaves rotation (`TakeOutOfRotation`) when its silence has lasted `silence_factor` times the expected time, and the trial
    request was not answered either. Some sibling must be sound: it has answered since, or has nothing to do. If all servers are
    equally slow, none of them is the cause.
@@ -16,7 +17,9 @@ Silence may also be a long prompt, a long answer in one piece, a queue, or a ser
    ones were answered count too, and so do requests to servers that refuse trial requests; answers make up for them. `MOST_SILENT` of
    them are enough.
 5. A request that waits on a server out of rotation, and of which the client has seen nothing, is abandoned, so it starts elsewhere.
-   An answer that has begun is abandoned after `silence_cut_seconds` without content, because no other server can continue it.
+   A request on a held server is abandoned once when the trial request has waited as long as a first byte may take. An answer in one
+   piece only is if the server was seen to answer several requests at a time, because the trial could wait behind it. An answer that
+   has begun is abandoned after `silence_cut_seconds` without content, because no other server can continue it.
 6. A server returns (`ReturnToRotation`) when it answers the trial request or sends any byte of an answer, but not before a pause that
    doubles each time it leaves again soon. If trial requests are not possible it returns after the pause, and one more silent
    request is then enough to remove it.
@@ -86,6 +89,14 @@ class ForgetTrial(Struct, frozen=True):
     """Forget the trial request; its outcome must not be reported."""
 
 
+class HoldBack(Struct, frozen=True):
+    """Send the server no new requests while its trial request is open. It stays in rotation."""
+
+
+class EndHold(Struct, frozen=True):
+    """Send the server new requests again."""
+
+
 class TakeOutOfRotation(Struct, frozen=True):
     """Send the server no more requests."""
 
@@ -103,13 +114,13 @@ class AbandonRequest(Struct, frozen=True):
     why: str
 
 
-SilenceCommand = SendTrial | ForgetTrial | TakeOutOfRotation | ReturnToRotation | AbandonRequest
+SilenceCommand = SendTrial | ForgetTrial | HoldBack | EndHold | TakeOutOfRotation | ReturnToRotation | AbandonRequest
 
 
 class _AbandonedRequest(Struct, frozen=True):
-    """A request whose client left before the first byte, from a server that was silent all the time."""
+    """A request that ended before its first byte. Its server had sent nothing to anybody for some time."""
 
-    sent_at: Nanos
+    silent_since: Nanos
     waited: Nanos
 
 
@@ -134,6 +145,7 @@ class SilenceDetector:
         self._counted: set[RequestId] = set()  # outstanding requests that are counted in `_silent`
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
+        self._owed = 0  # nanoseconds in which it owed a byte to clients that left, since it was last heard
         self._left_kib = [
             0,
             0,
@@ -141,6 +153,7 @@ class SilenceDetector:
         self._overtook = _UNSEEN
         self._out = False
         self._suspect = False
+        self._held = False
         self._unresponsive = False  # the trial request was not answered either
         self._asked_at: Nanos | None = None  # when the current trial request was sent
         self._ask_from = Nanos(0)
@@ -156,6 +169,11 @@ class SilenceDetector:
         return self._out
 
     @property
+    def held(self) -> bool:
+        """True if the server gets no new requests while its trial request is open."""
+        return self._held
+
+    @property
     def settled(self) -> bool:
         """True if the server owes nothing and nothing is open, so that `decide` would return nothing."""
         return self.calm and not self._outstanding
@@ -163,7 +181,7 @@ class SilenceDetector:
     @property
     def calm(self) -> bool:
         """True if nothing is open about the server except its silence."""
-        return not (self._out or self._left is not None or self._asked_at is not None)
+        return not (self._out or self._held or self._left is not None or self._asked_at is not None)
 
     # Events of requests
 
@@ -188,19 +206,28 @@ class SilenceDetector:
 
     def abandoned(self, request: OutstandingRequest, now: Nanos) -> None:
         """Note that a client left before the first byte of its answer."""
-        waited, kib = Nanos(now - request.sent_at), _kib(request.size)
-        self._left_at = now
-        self._left_kib[request.streams] = max(self._left_kib[request.streams], kib)
-        silent = self._heard_at <= request.sent_at
-        if silent and (self._left is None or waited > self._left.waited):
-            self._left = _AbandonedRequest(request.sent_at, waited)
+        silent = self._remember(request, now)
         if request.work_id in self._counted:
             return
+        waited = now - request.sent_at
         limits, limit = self._limits(), self._limit(request)
-        if (silent and limits is not None and waited >= limits[0]) or (
+        if (limits is not None and silent >= limits[0]) or (
             limit is not None and waited >= limit and self._overtaken(request)
         ):
             self._silent += 1
+
+    def _remember(self, request: OutstandingRequest, now: Nanos) -> Nanos:
+        """Remember a request that ended before its first byte; return how long the server had been silent to it."""
+        since = max(request.sent_at, self._heard_at)
+        silent = Nanos(now - since)
+        self._left_kib[request.streams] = max(self._left_kib[request.streams], _kib(request.size))
+        if self._left is None:
+            self._owed = 0
+        self._owed += max(0, now - max(since, self._left_at))
+        self._left_at = now
+        if self._left is None or silent > self._left.waited:
+            self._left = _AbandonedRequest(since, silent)
+        return silent
 
     # Looks
 
@@ -215,7 +242,7 @@ class SilenceDetector:
             self._overtook = self._latest_sent
             self._overtakes += 1
         self._counted.intersection_update(each.work_id for each in waiting)
-        if self._left is not None and self._left.sent_at < self._heard_at:
+        if self._left is not None and self._left.silent_since < self._heard_at:
             self._left = None
         if self._left_at < self._heard_at:
             self._left_kib = [0, 0]
@@ -251,7 +278,9 @@ class SilenceDetector:
             self._ask(now, commands)
         if not self._out:
             self._judge(now, silence, commands, spare=spare)
-        self._give_up(now, commands, too_long=too_long)
+        if not self._out:
+            self._hold(now, silence, commands)
+        self._give_up(now, commands, limits, too_long=too_long)
         return commands
 
     def told(self, now: Nanos, waited: Nanos, trial: TrialOutcome) -> None:
@@ -279,7 +308,7 @@ class SilenceDetector:
 
     def reset(self) -> None:
         """Forget the state of a server that has left; its past still counts."""
-        self._out = self._suspect = self._unresponsive = self._passed = False
+        self._out = self._suspect = self._held = self._unresponsive = self._passed = False
         self._silent = 0.0
         self._left, self._left_kib = None, [0, 0]
         self._asked_at = None
@@ -310,7 +339,7 @@ class SilenceDetector:
             return
         if now - self._back_from > CALM:
             self._out_pause = FIRST_PAUSE
-        self._out, self._passed = True, False
+        self._out, self._held, self._passed = True, False, False
         self._back_from = Nanos(now + self._out_pause)
         self._out_pause = min(2 * self._out_pause, MAX_OUT_PAUSE)
         self._ask_pause, self._ask_from = FIRST_PAUSE, now  # the alarm was right
@@ -319,6 +348,18 @@ class SilenceDetector:
         else:
             why = "requests got no byte for much longer than other requests"
         commands.append(TakeOutOfRotation(why))
+
+    def _hold(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand]) -> None:
+        """Begin or end the hold of a suspect server (rule 2)."""
+        tells = self._suspect and self._trials_tell(now)
+        if self._held and not (tells and any(each.sound(self._heard_at) for each in self._siblings)):
+            self._held = False
+            commands.append(EndHold())
+        elif not self._held and tells and self._asked_at is not None:
+            lately = Nanos(now - silence // 2)  # a sibling that stopped at the same time is no better
+            if any(each.sound(lately) for each in self._siblings):
+                self._held = True
+                commands.append(HoldBack())
 
     def sound(self, since: Nanos) -> bool:
         """Return whether the server takes requests and has answered since then, or owes nothing."""
@@ -357,7 +398,10 @@ class SilenceDetector:
     def _stuck(self, each: OutstandingRequest, now: Nanos, limit: float) -> bool:
         return self._overtaken(each) and now - each.sent_at >= 2 * limit
 
-    def _give_up(self, now: Nanos, commands: list[SilenceCommand], *, too_long: bool) -> None:
+    def _give_up(
+        self, now: Nanos, commands: list[SilenceCommand], limits: tuple[float, float] | None, *, too_long: bool
+    ) -> None:
+        patience = limits[0] if self._held and limits is not None and self._trial_waits(now, limits[0]) else None
         for each in self._outstanding:
             quiet = Nanos(max(0, now - each.sent_at)) if not each.begun else each.quiet_for
             limit = self._limit(each)
@@ -371,6 +415,9 @@ class SilenceDetector:
                 over = quiet >= limit * min(1.0, SUSPECT_FACTOR / self._factor)
             elif self._out and too_long:
                 over = quiet >= limit
+            elif patience is not None and quiet >= patience and self._movable(each):
+                self._remember(each, now)
+                over = True
             elif self._unresponsive:
                 over = quiet >= max(limit, self._cut)
             else:
@@ -378,14 +425,27 @@ class SilenceDetector:
             if over:
                 commands.append(AbandonRequest(each.work_id, f"the server sent nothing for {quiet / SECOND:.1f} s"))
 
+    def _trial_waits(self, now: Nanos, suspicious: float) -> bool:
+        """Return whether the trial request has waited as long as the first byte of any outstanding request may take."""
+        if self._asked_at is None:
+            return False
+        return now - max(self._asked_at, self._heard_at) >= suspicious / SUSPECT_FACTOR
+
+    def _movable(self, each: OutstandingRequest) -> bool:
+        return not each.moved and (each.streams or self._overtakes >= OVERTAKES)
+
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
         """Return since when the server owes a byte and has sent none; None if it owes nothing.
 
-        A client that left counts like a waiting one if it had waited suspiciously long; else it has simply changed its mind.
+        A client that left counts like a waiting one if it, or all that left in turn, had waited suspiciously long; else it has simply
+        changed its mind.
         """
         sent = [each.sent_at for each in self._outstanding]
-        if self._left is not None and limits is not None and self._left.waited >= limits[0]:
-            sent.append(self._left.sent_at)
+        if self._left is not None and limits is not None:
+            if self._left.waited >= limits[0]:
+                sent.append(self._left.silent_since)
+            elif self._owed >= limits[0]:
+                sent.append(Nanos(self._left_at - self._owed))
         if self._asked_at is not None:
             sent.append(self._asked_at)
         return Nanos(max(self._heard_at, min(sent))) if sent else None

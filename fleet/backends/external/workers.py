@@ -150,10 +150,11 @@ class ExternalBackends:
         return counts
 
     def standing(self) -> dict[str, float]:
-        """Count the backends that take requests, that are out for their silence, and that are away otherwise."""
+        """Count the backends that take requests, that get none for their silence, and that are away otherwise."""
         counts = {"serving": 0.0, "silent": 0.0, "away": 0.0}
         for worker in self._workers.values():
-            counts["serving" if worker.taking else "silent" if worker.silence.out else "away"] += 1
+            silent = worker.silence.out or worker.silence.held
+            counts["serving" if worker.taking else "silent" if silent else "away"] += 1
         return counts
 
     def tokenizers(self) -> dict[str, float]:

@@ -7,20 +7,19 @@ is never a port for clients: it is a Unix socket of the router's user, or requir
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import grpc
 
 from fleet.frontend.control.cluster import ClusterService, store_status_call
+from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.control.access import ControlAccess
-from fleet.net.control.address import control_socket, private_folder, private_umask, remove_stale_socket
+from fleet.net.control.address import control_socket, private_folder
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.net.grpc.port import GrpcServerApi, open_port
 from fleet.router.api import RouterApi
 from kvstore.net.addresses import unix_path
-from kvstore.net.unix_sockets import identity, remove
+from kvstore.net.socket_guard import SocketGuard
 from kvstore.security.channels import OPEN, LoadedCredentials
 from kvstore.v1 import blocks_pb2_grpc
 
@@ -40,6 +39,7 @@ async def open_control_port(
     store_access: LoadedCredentials = OPEN,
     shared: bool = False,
     others: PeerRoutersApi | None = None,
+    demand: DemandWatch | None = None,
 ) -> AsyncIterator[str]:
     """Listen and serve until the context ends; then cancel running calls. Yield the address.
 
@@ -55,6 +55,7 @@ async def open_control_port(
         store_access: What the router proves to that node.
         shared: Whether other processes may listen on the same port.
         others: The peer routers, if there are any.
+        demand: Reports the demand to planners; None leaves that method out.
 
     Raises:
         ConfigurationRefused: The address is malformed, in use, or open to other users.
@@ -68,20 +69,12 @@ async def open_control_port(
         if store:
             channel = await held.enter_async_context(store_access.aio_channel(store, CHANNEL_OPTIONS))
             ask_store = store_status_call(blocks_pb2_grpc.BlockStoreStub(channel))
-        server = access.server(shared=shared)
-        methods = ClusterService(router, ask_store, others).methods()
+        guard = None if unix_path(listen) else SocketGuard()
+        server = access.server(guard, shared=shared)
+        methods = ClusterService(router, ask_store, others).methods() | (demand.methods() if demand else {})
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CLUSTER, methods),))
         for add in services.values():
             add(server)
 
-        def bind(server: Any, address: str) -> int:
-            if not (path := unix_path(address)):
-                return access.bind(server, address)
-            remove_stale_socket(address)
-            with private_umask():
-                port = access.bind(server, address)
-            Path(path).chmod(0o600)
-            held.callback(remove, path, identity(path))  # removes the socket unless a successor has replaced it
-            return port
-
-        yield await held.enter_async_context(open_port(server, listen, (CLUSTER, *services), serving, bind=bind))
+        port = open_port(server, listen, (CLUSTER, *services), serving, bind=access.binder(held), guard=guard)
+        yield await held.enter_async_context(port)

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import grpc
 
@@ -10,17 +10,10 @@ from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.errors import draining_rejection
 from fleet.frontend.generation import Generation
 from fleet.net.grpc.calls import Context
+from fleet.net.grpc.client_servers import MessageMemory, client_server
 from fleet.net.grpc.errors import long_message_rejection
-from fleet.net.grpc.http2 import Http2Server
 from fleet.net.grpc.port import open_port
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, ORDINARY_BODY_BYTES, GrpcSettings
-
-
-class MessageMemory(Protocol):
-    """The memory counters of `fleet.net.grpc.http2.Http2Server`."""
-
-    held_bytes: int
-    max_held_bytes: int
 
 
 class ClientPort:
@@ -29,9 +22,10 @@ class ClientPort:
     SERVICE: ClassVar[str]
     """The full name of the service."""
 
-    def __init__(self, generation: Generation, clock: Clock, memory: MessageMemory) -> None:
+    def __init__(self, generation: Generation, clock: Clock, memory: MessageMemory, limits: GrpcSettings) -> None:
         self.address = ""  # with the port that was taken
         self.memory = memory
+        self.write_seconds = limits.write_timeout_seconds  # how long one message may wait for its caller
         self._generation = generation
         self._clock = clock
         self._draining = False
@@ -56,17 +50,17 @@ class ClientPort:
             generation: Serves the requests.
             clock: For deadlines.
             max_held_bytes: The limit for the messages of requests that arrive or run; beyond it long ones are refused.
-            limits: Limits of connections.
+            limits: The library that serves, and limits of connections.
             shared: Whether other processes may listen on the same port.
             connection_seconds: The lifetime of a client's connection; 0 sets no limit.
 
         Raises:
-            ConfigurationRefused: The address is malformed or in use.
+            ConfigurationRefused: The address is malformed or in use, or the library does not load.
         """
-        server = Http2Server(
-            shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
+        server = client_server(
+            limits, shared=shared, connection_seconds=connection_seconds, max_held_bytes=max_held_bytes
         )
-        frontend = cls(generation, clock, server)
+        frontend = cls(generation, clock, server, limits)
         server.add_generic_rpc_handlers(frontend.handlers())
         async with open_port(server, listen, (cls.SERVICE,), frontend.ready) as frontend.address:
             yield frontend

@@ -51,7 +51,7 @@ class GrpcFrontend(ClientPort):
 
         events = self._generation.generate(request, authorization_of(context))
         with self.holding(len(content)):
-            async with open_writer(context) as writer, aclosing(events):
+            async with open_writer(context, self.write_seconds) as writer, aclosing(events):
                 async for event in events:
                     if isinstance(event, Admitted):
                         model = event.model

@@ -138,7 +138,7 @@ class KserveFrontend(ClientPort):
                 room.release()
 
         refused: grpc.aio.AbortError | None = None
-        async with open_writer(context) as writer, asyncio.TaskGroup() as tasks:
+        async with open_writer(context, self.write_seconds) as writer, asyncio.TaskGroup() as tasks:
             try:
                 async for content in messages:
                     await room.acquire()

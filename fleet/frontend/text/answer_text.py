@@ -33,7 +33,7 @@ class AnswerText:
             taken += 1
             if token_id in self._end_token_ids:
                 continue
-            text = self._decoder.add((token_id,))
+            text = self._decoder.add(token_id)
             if self._stops is not None and self.num_tokens + taken > self._min_tokens:
                 text, self.stopped = self._stops.add(text)
             texts.append(text)

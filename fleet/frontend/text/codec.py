@@ -1,7 +1,7 @@
 """Tokenizer and chat template of a Hugging Face model folder.
 
 fastokens encodes if it gives the same ids as Hugging Face's tokenizers, because it is at least ten times faster. This
-is checked once when the model is loaded. Decoding is Fleet's own (`fleet.frontend.text.decoder`).
+is checked once when the model is loaded. `fleet.frontend.text.decoder` decodes.
 """
 
 import json
@@ -12,12 +12,12 @@ from typing import Any
 
 import fastokens
 import numpy as np
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
 from fleet.core.errors import ConfigurationRefused, invalid
 from fleet.core.requests import ChatMessage, TokenBytes
 from fleet.frontend.text.chat_template import ChatTemplate
-from fleet.frontend.text.decoder import ByteLevelDecoder, TokenBytesTable, WindowDecoder
+from fleet.frontend.text.decoder import IncrementalDecoder
 from fleet.router.ports import TextCodec, TextDecoder
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,6 @@ class HuggingFaceCodec:
         self._tool_template = tool_template  # None uses the default template
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._table = TokenBytesTable(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
         self._lead = _ids(encode("a", False))[-1:]  # a leading token shows whether the next one adds a space
         self._lead_text = self._decode(self._lead)
         self._token_texts: dict[int, str] = {}  # bounded by the vocabulary
@@ -111,10 +110,7 @@ class HuggingFaceCodec:
         return self._encode(template.render(messages, tools), False)
 
     def decoder(self, prompt: TokenBytes = b"") -> TextDecoder:
-        last = _ids(prompt[-64:])  # 16 tokens, more than any decoder needs
-        if self._table is not None:
-            return ByteLevelDecoder(self._table, last)
-        return WindowDecoder(self._tokenizer, last)
+        return IncrementalDecoder(self._tokenizer, _ids(prompt[-64:]))  # 16 tokens, more than a decoder needs
 
     def token_text(self, token_id: int) -> str:
         if (text := self._token_texts.get(token_id)) is None:

@@ -1,111 +1,69 @@
-"""Text decoders: token ids to text, in steps that never split a character.
+"""Incremental text decoder: token ids to text, in steps that never split a character.
 
-Most models are byte-level: each token stands for bytes, which are decoded as UTF-8 as they arrive. For the others
-(SentencePiece with byte fallback) the text of a token depends on its neighbours. There a window of the last tokens is
-decoded again with each new token, and the added text is returned once it does not end in U+FFFD.
+`tokenizers.decoders.DecodeStream` decodes the last tokens again with each new one, and returns the added text once it
+does not end in U+FFFD. This module adds what it lacks: an end, a bound on the tokens that it holds back, and a way on
+from bytes that are no UTF-8, at which it raises.
 """
 
-import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\ufffd"
-MAX_WAITING = 16  # tokens; a character has at most 4 bytes, so more tokens cannot be the start of one
-PROMPT_WINDOW = 8  # last tokens of the prompt that may affect the text of the first token
+MAX_HELD = 16  # tokens; a character has at most 4 bytes, so more tokens cannot be the start of one
+CONTEXT = 4, 8  # fewest and most last tokens of the prompt that may affect the text of the first token
 
 
-def _printable_bytes() -> Mapping[str, int]:
-    """Return the alphabet of byte-level vocabularies: the inverse of GPT-2's `bytes_to_unicode`."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_ALPHABET = _printable_bytes()
-
-
-class TokenBytesTable:
-    """Bytes of each token of a byte-level vocabulary, looked up once."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._bytes: dict[int, bytes] = {}  # bounded by the vocabulary, since unknown ids are not stored
-
-    def __getitem__(self, token_id: int) -> bytes:
-        """Return the bytes of a token; empty for special tokens and unknown ids."""
-        if (known := self._bytes.get(token_id)) is not None:
-            return known
-        piece = self._tokenizer.id_to_token(token_id)
-        if piece is None:
-            return b""
-        content = b"" if token_id in self._special else _bytes_of(piece)
-        self._bytes[token_id] = content
-        return content
-
-
-def _bytes_of(piece: str) -> bytes:
-    try:
-        return bytes([_ALPHABET[character] for character in piece])
-    except KeyError:  # an added token, which is plain text
-        return piece.encode()
-
-
-class ByteLevelDecoder:
-    """Decoder of one request. Implements `fleet.router.ports.TextDecoder`."""
-
-    def __init__(self, table: TokenBytesTable, prompt: Sequence[int]) -> None:
-        self._table = table
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        if prompt:
-            self.add(prompt[-4:])  # a prompt may end within a character of at most 4 bytes
-
-    def add(self, token_ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join([self._table[token_id] for token_id in token_ids]))
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class WindowDecoder:
+class IncrementalDecoder:
     """Decoder of one request. Implements `fleet.router.ports.TextDecoder`."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._known, self._known_text = self._context(prompt)
-        self._new: list[int] = []
+        context, text = self._end_of(prompt)
+        self._stream = DecodeStream(context, True)
+        whole = not text.endswith(REPLACEMENT)
+        self._context = context if whole else []
+        self._known = "" if whole else text.rstrip(REPLACEMENT)  # the stream repeats an incomplete context
+        self._held: tuple[int, ...] = ()
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        self._new.extend(token_ids)
-        text = self._decode([*self._known, *self._new])
-        if text.endswith(REPLACEMENT) and len(self._new) < MAX_WAITING:
-            return ""
-        return self._take(text)
+    def add(self, token_id: int) -> str:
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # noqa: BLE001 - the library raises no narrower error: new bytes made earlier ones invalid
+            self._held = (*self._held, token_id)
+            return self._restart()
+        if text is None:
+            self._held = (*self._held, token_id)
+            return self._restart() if len(self._held) >= MAX_HELD else ""
+        self._held = ()
+        if self._known:
+            text, self._known = text.removeprefix(self._known), ""
+        return text
 
     def flush(self) -> str:
-        return self._take(self._decode([*self._known, *self._new])) if self._new else ""
+        return self._restart() if self._held else ""
 
-    def _take(self, text: str) -> str:
-        # New tokens may change earlier text that was already returned. They are then decoded alone.
-        appended = text.startswith(self._known_text)
-        added = text[len(self._known_text) :] if appended else self._decode(self._new)
-        if added:
-            self._known, self._new = self._new, []
-            self._known_text = self._decode(self._known)
-        elif len(self._new) >= MAX_WAITING:  # special tokens have no text
-            self._new = []
-        return added
+    def _restart(self) -> str:
+        """Return the text of the held tokens as it is, and go on after the context."""
+        known = self._decode(self._context)
+        text = self._decode([*self._context, *self._held])
+        if not text.startswith(known):  # the context ends in bytes that belong to those of the held tokens
+            text, known = self._decode(self._held), ""
+        self._stream, self._held, self._known = DecodeStream(self._context, True), (), ""
+        return text[len(known) :]
 
-    def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
-        """Return the shortest end of the prompt that consists of whole characters; empty if there is none."""
-        for size in range(min(PROMPT_WINDOW // 2, len(prompt)), min(PROMPT_WINDOW, len(prompt)) + 1):
-            window = list(prompt[len(prompt) - size :])
-            text = self._decode(window)
-            if text and REPLACEMENT not in text:
-                return window, text
-        return [], ""
+    def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
+        """Return the shortest end of the prompt that begins with a whole character, and its text."""
+        context: list[int] = []
+        text = ""
+        fewest, most = (min(size, len(prompt)) for size in CONTEXT)
+        for size in range(fewest, most + 1):
+            context = list(prompt[len(prompt) - size :])
+            text = self._decode(context)
+            if text and not text.startswith(REPLACEMENT):
+                break
+        return context, text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

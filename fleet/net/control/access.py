@@ -10,14 +10,19 @@ Rules:
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.net.control.address import private_umask, remove_stale_socket
 from fleet.net.grpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from kvstore.errors import BadCredentials
 from kvstore.net.addresses import unix_path
+from kvstore.net.socket_guard import SocketGuard
+from kvstore.net.unix_sockets import identity, remove
 from kvstore.security.authentication import Purpose
 from kvstore.security.call_proofs import ProofServerInterceptor
 from kvstore.security.channels import OPEN, LoadedCredentials, load
@@ -40,19 +45,39 @@ class ControlAccess:
         """Return whether callers over TCP must prove who they are."""
         return bool(self._access.control_key or (self._access.certificate and self._access.authority))
 
-    def server(self, *, shared: bool = False) -> grpc.aio.Server:
-        """Return a server that requires proofs from its callers; with `shared`, other processes may listen on the same port."""
+    def server(self, guard: SocketGuard | None = None, *, shared: bool = False) -> grpc.aio.Server:
+        """Return a server that requires proofs from its callers.
+
+        Args:
+            guard: Limits the connections of its TCP port; `open_port` runs it.
+            shared: Whether other processes may listen on the same port.
+        """
         key = self._access.control_key
         options = SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS
-        return grpc.aio.server(options=options, interceptors=[_ProofInterceptor(key)] if key else [])
+        proofs: list[grpc.aio.ServerInterceptor] = [_ProofInterceptor(key)] if key else []
+        return grpc.aio.server(options=options, interceptors=proofs if guard is None else [*proofs, guard])
 
-    def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Bind the server to an address; return the port.
+    def binder(self, held: ExitStack | AsyncExitStack) -> Callable[[Any, str], int]:
+        """Return the function that binds a server to an address and returns the port.
 
-        Raises:
-            RuntimeError: The address cannot be bound.
+        A Unix socket is for this user alone. It replaces one that a killed process left behind, and is removed when
+        `held` ends, unless a successor has replaced it by then.
+
+        The function raises RuntimeError if the address cannot be bound, and ConfigurationRefused if a process listens
+        at the path.
         """
-        return self._access.bind(server, address)
+
+        def bind(server: Any, address: str) -> int:
+            if not (path := unix_path(address)):
+                return self._access.bind(server, address)
+            remove_stale_socket(address)
+            with private_umask():
+                port = self._access.bind(server, address)
+            Path(path).chmod(0o600)
+            held.callback(remove, path, identity(path))
+            return port
+
+        return bind
 
     def channel(self, address: str) -> grpc.Channel:
         """Return a channel for synchronous calls that carry the proofs."""

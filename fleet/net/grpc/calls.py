@@ -82,10 +82,10 @@ def parse_message(kind: type[AnyMessage], content: bytes) -> AnyMessage:
 class MessageWriter:
     """Writes the messages of one streaming call; made by `open_writer`."""
 
-    def __init__(self, context: Context, limit: asyncio.Timeout) -> None:
+    def __init__(self, context: Context, limit: asyncio.Timeout, seconds: float) -> None:
         self._context = context
         self._limit = limit
-        self._seconds = _write_seconds(context)
+        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when a message began to wait for the caller; None if none waits
         self._timer = self._loop.call_later(self._seconds, self._look)
@@ -117,10 +117,14 @@ class MessageWriter:
 
 
 @asynccontextmanager
-async def open_writer(context: Context) -> AsyncGenerator[MessageWriter]:
+async def open_writer(context: Context, seconds: float) -> AsyncGenerator[MessageWriter]:
     """Yield a writer for calls that send a message per token.
 
     It needs one timer per call, where `send_message` needs one per message, which costs a fifth of the message.
+
+    Args:
+        context: The call.
+        seconds: The time for which one message may wait for its caller.
 
     Raises:
         CallerDisconnected: The caller did not read for too long.
@@ -128,7 +132,7 @@ async def open_writer(context: Context) -> AsyncGenerator[MessageWriter]:
     limit = asyncio.timeout(None)
     try:
         async with limit:
-            writer = MessageWriter(context, limit)
+            writer = MessageWriter(context, limit, seconds)
             try:
                 yield writer
             finally:
@@ -146,16 +150,10 @@ async def send_message(context: Context, message: Message) -> None:
         CallerDisconnected: The caller has left, the port closes, or the caller did not read for too long.
     """
     try:
-        async with asyncio.timeout(_write_seconds(context)):
+        async with asyncio.timeout(WRITE_SECONDS):
             await context.write(message)
     except (grpc.aio.BaseError, TimeoutError) as error:
         raise CallerDisconnected from error
-
-
-def _write_seconds(context: Context) -> float:
-    """Return how long a message may wait for its caller; only contexts of our own server have a setting for it."""
-    seconds: float = getattr(context, "write_seconds", WRITE_SECONDS)
-    return seconds
 
 
 def serialize(message: Message) -> bytes:

@@ -34,7 +34,7 @@ from fleet.net.grpc.http2_call import CallContext
 from fleet.net.limit_log import ConnectionLimitLog, SlowClientLog
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 from fleet.net.slow_reader import SlowReader, WriteBufferCounter
-from fleet.net.sockets import BACKLOG, configure_client_socket
+from fleet.net.sockets import BACKLOG, configure_client_socket, split_listen_address
 
 HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections may take over HTTP
 MAX_CALLS = 32_768  # concurrent calls
@@ -64,7 +64,7 @@ class _CallDetails:
 
 
 class Http2Server:
-    """Implements the part of `grpc.aio.Server` that Fleet needs."""
+    """Implements `fleet.net.grpc.client_servers.ClientServer`."""
 
     def __init__(
         self,
@@ -469,10 +469,8 @@ class Http2Connection(asyncio.Protocol):
 
 
 def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:  # a port alone would listen on all addresses
-        raise ValueError("must be host:port")
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    host, port = split_listen_address(listen)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
     missing: OSError | None = None
     try:

@@ -136,11 +136,6 @@ class CallContext:
 
     # For services
 
-    @property
-    def write_seconds(self) -> float:
-        """Return the seconds for which one message may wait for its caller."""
-        return self._connection.server.limits.write_timeout_seconds
-
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         return self._metadata
 

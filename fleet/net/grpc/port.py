@@ -19,6 +19,8 @@ from fleet.net.grpc.calls import (
     serialize,
     unary_context_handler,
 )
+from kvstore.net.addresses import host_port, unix_path
+from kvstore.net.socket_guard import SocketGuard
 
 LIVENESS = "liveness"
 """The health service for liveness probes, by the endpoint picker's convention."""
@@ -48,6 +50,7 @@ async def open_port(
     *,
     alive: Mapping[str, Callable[[], bool]] | None = None,
     bind: Callable[[Any, str], int] | None = None,
+    guard: SocketGuard | None = None,
 ) -> AsyncIterator[str]:
     """Serve until the context ends, then cancel running calls. Yield the address with the port that was taken.
 
@@ -58,6 +61,7 @@ async def open_port(
         serving: Returns whether the services can serve now; called for each health request and several times a second.
         alive: Further health services by name: whether the process is sound, independent of what it can serve.
         bind: Binds the server and returns the port, or raises RuntimeError. None binds without TLS.
+        guard: Limits the connections of a TCP port; the server has it as an interceptor.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.
@@ -70,13 +74,16 @@ async def open_port(
     await server.start()
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
-        watch = tasks.create_task(healths.watch())
+        watches = [tasks.create_task(healths.watch())]
+        if guard is not None and not unix_path(address):
+            watches.append(tasks.create_task(guard.run(host_port(address)[1])))
         try:
             yield address
         except Exception as error:  # noqa: BLE001 - raised again below
             failure = error  # the task group would wrap the body's own error
         finally:
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             await healths.notify()  # report the last state to watchers
             await server.stop(STOP_SECONDS)
     if failure is not None:

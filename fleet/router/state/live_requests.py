@@ -94,6 +94,8 @@ class LiveRequest(Struct):
     since: Nanos
     hasher: PromptHasher = hash_prompt
     handed_over_at: Nanos = Nanos(0)
+    sent_at: Nanos = Nanos(0)  # when a worker was first sent an attempt; 0: not yet
+    first_token_at: Nanos = Nanos(0)  # 0: no token yet
     stage: RequestStage = RequestStage.QUEUED
     failures: int = 0
     failed_on: dict[tuple[WorkerId, Incarnation], None] = {}

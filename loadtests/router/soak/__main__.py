@@ -311,7 +311,7 @@ def _text_of(model_dir: Path) -> TextOf:
 
     def text_of(prompt: Sequence[int], tokens: Sequence[int]) -> str:
         decoder = codec.decoder(b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in prompt))
-        return decoder.add(tokens) + decoder.flush()
+        return "".join(map(decoder.add, tokens)) + decoder.flush()
 
     return text_of
 

@@ -1,4 +1,4 @@
-"""Tests of the gRPC frontend with the generated stubs."""
+"""Tests of the gRPC frontend with the generated stubs, on both server libraries."""
 
 from collections.abc import AsyncIterator
 
@@ -9,10 +9,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.core.requests import Logprobs
-from fleet.core.system_clock import SystemClock
 from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.net.grpc.calls import MAX_REQUEST_BYTES
-from fleet.net.settings import GrpcSettings
+from fleet.net.settings import GrpcLibrary, GrpcSettings
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from fleet.v1 import inference_pb2 as pb
 from tests.support.builders import a_prompt, token_ids
@@ -24,6 +23,11 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.integration
 
 TEXT = "the quick brown fox: Größe 漢字 🎉!"
+
+
+@pytest.fixture(params=list(GrpcLibrary))
+def grpc_library(request):
+    return request.param
 
 
 @pytest.fixture
@@ -388,16 +392,21 @@ async def test_reflection_lists_the_services(channel):
     assert "fleet.v1.Cluster" not in names
 
 
-async def test_port_in_use_is_rejected_with_its_address(frontends):
+def a_frontend(listen, frontends, library):
+    limits = GrpcSettings(library=library)
+    return GrpcFrontend.open(listen, frontends.generation, frontends.clock, max_held_bytes=1, limits=limits)
+
+
+async def test_port_in_use_is_rejected_with_its_address(frontends, grpc_library):
     with pytest.raises(ConfigurationRefused, match=frontends.grpc.address):
-        async with GrpcFrontend.open(frontends.grpc.address, frontends.generation, frontends.clock, max_held_bytes=1):
+        async with a_frontend(frontends.grpc.address, frontends, grpc_library):
             pass
 
 
 @pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999"])
-async def test_invalid_address_is_rejected_with_an_example(frontends, listen):
+async def test_invalid_address_is_rejected_with_an_example(frontends, grpc_library, listen):
     with pytest.raises(ConfigurationRefused, match=f"^cannot listen on {listen}: must be host:port$"):
-        async with GrpcFrontend.open(listen, frontends.generation, SystemClock(), max_held_bytes=1):
+        async with a_frontend(listen, frontends, grpc_library):
             pass
 
 

@@ -1,4 +1,7 @@
-"""Tests of the KServe frontend (Open Inference Protocol), with Triton's own client and with a misbehaving one."""
+"""Tests of the KServe frontend (Open Inference Protocol), with Triton's own client and with a misbehaving one.
+
+Each test runs on both server libraries.
+"""
 
 import asyncio
 import json
@@ -19,7 +22,7 @@ from fleet.core.requests import Logprobs
 from fleet.frontend.kserve import service as kserve_frontend
 from fleet.frontend.kserve.service import KserveFrontend
 from fleet.net.grpc.calls import MAX_REQUEST_BYTES
-from fleet.net.settings import GrpcSettings
+from fleet.net.settings import GrpcLibrary, GrpcSettings
 from fleet.router.tenants import TenantSettings
 from fleet.v1 import inference_pb2, kserve_pb2_grpc
 from fleet.v1 import kserve_pb2 as pb
@@ -48,9 +51,14 @@ def a_kserve(frontends, max_held_bytes=1 << 30, **limits):
     )
 
 
+@pytest.fixture(params=list(GrpcLibrary))
+def grpc_library(request):
+    return request.param
+
+
 @pytest.fixture
-async def kserve(request, frontends):
-    async with a_kserve(frontends, **getattr(request, "param", {})) as kserve:
+async def kserve(request, frontends, grpc_library):
+    async with a_kserve(frontends, library=grpc_library, **getattr(request, "param", {})) as kserve:
         yield kserve
 
 
@@ -259,11 +267,11 @@ class TestTritonsClient:
 
         await frontends.router.until(frontends.router.cancelled)
 
-    async def test_key_in_headers_selects_the_tenant(self, model_dir, process):
+    async def test_key_in_headers_selects_the_tenant(self, model_dir, process, grpc_library):
         tenants = {"acme": TenantSettings(api_key_sha256=(KEY_SHA256,))}
         async with (
             open_frontends(model_dir, tenants) as frontends,
-            a_kserve(frontends) as kserve,
+            a_kserve(frontends, library=grpc_library) as kserve,
         ):
             frontends.will_answer("the fox")
 
@@ -589,9 +597,12 @@ async def test_reflection_lists_the_kserve_service(channel):
     assert b"ModelStreamInfer" in response.file_descriptor_response.file_descriptor_proto[0]
 
 
-async def test_port_in_use_is_rejected_with_its_address(frontends, kserve):
+async def test_port_in_use_is_rejected_with_its_address(frontends, kserve, grpc_library):
+    limits = GrpcSettings(library=grpc_library)
     with pytest.raises(ConfigurationRefused, match=kserve.address):
-        async with KserveFrontend.open(kserve.address, frontends.generation, SimpleNamespace(), max_held_bytes=1):
+        async with KserveFrontend.open(
+            kserve.address, frontends.generation, SimpleNamespace(), max_held_bytes=1, limits=limits
+        ):
             pass
 
 

@@ -31,7 +31,10 @@ async def test_chat_is_rendered_answered_and_counted(frontends, client):
     choice = completion.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
     arrived = frontends.router.submitted[0]
-    assert frontends.codec.decoder().add(token_ids(arrived.tokens)) == "system: be briefuser: Größe?assistant: "
+    assert (
+        "".join(map(frontends.codec.decoder().add, token_ids(arrived.tokens)))
+        == "system: be briefuser: Größe?assistant: "
+    )
     prompt_tokens = len(arrived.tokens) // 4
     assert completion.usage.prompt_tokens == prompt_tokens
     assert completion.usage.completion_tokens == len(answer)

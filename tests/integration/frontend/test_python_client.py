@@ -70,7 +70,10 @@ async def test_conversation_is_accepted_as_a_prompt(frontends, client, prompt):
 
     await client.complete(prompt)
 
-    assert frontends.codec.decoder().add(token_ids(frontends.router.submitted[0].tokens)) == "user: hiassistant: "
+    assert (
+        "".join(map(frontends.codec.decoder().add, token_ids(frontends.router.submitted[0].tokens)))
+        == "user: hiassistant: "
+    )
 
 
 async def test_structured_output_arrives_and_invalid_is_named(frontends, client):

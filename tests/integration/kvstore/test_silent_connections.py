@@ -1,9 +1,8 @@
 """Tests of silent connections on all ports of a node: they do not disturb clients with the secret."""
 
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from urllib.request import urlopen
 
 import grpc
@@ -11,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore.messages import DataPath
+from kvstore.net.socket_guard import MAX_CONNECTIONS
 from kvstore.security.authentication import AuthenticationKey, Purpose
 from kvstore.security.credentials import Credentials
 from kvstore.service import server
@@ -29,6 +29,7 @@ from tests.support.kvstore.builders import (
     node_settings,
 )
 from tests.support.servers.processes import a_free_port
+from tests.support.servers.silent_connections import IdleHttp2Connections, ended_count, silent_connections
 from tests.support.waiting import SECONDS, eventually, until
 
 pytestmark = pytest.mark.integration
@@ -44,27 +45,6 @@ def secret(tmp_path) -> Credentials:
     return Credentials(secret_file=str(tmp_path / "secret"))
 
 
-@contextmanager
-def silent_connections(address: str, count: int = SILENT) -> Iterator[list[socket.socket]]:
-    with ExitStack() as stack:
-        host, _, port = address.rpartition(":")
-        yield [stack.enter_context(socket.create_connection((host, int(port)), SECONDS)) for _ in range(count)]
-
-
-def ended_count(connections: list[socket.socket]) -> int:
-    """Return how many connections the node has ended."""
-    count = 0
-    for each in connections:
-        each.settimeout(0)
-        try:
-            count += not each.recv(1 << 16)
-        except BlockingIOError:
-            continue
-        except ConnectionError:
-            count += 1
-    return count
-
-
 def a_metric(node: NodeProcess, name: str) -> float:
     with urlopen(f"http://{node.settings.metrics_listen}/metrics", timeout=SECONDS) as response:
         return next(float(line.split()[1]) for line in response.read().decode().splitlines() if line.startswith(name))
@@ -77,7 +57,7 @@ def test_silent_connections_block_no_client_with_the_secret(secret):
             shm_socket="", credentials=secret, metrics_listen=f"127.0.0.1:{a_free_port()}", listen=["127.0.0.1:0"]
         ) as node,
         a_store_client(node.endpoints.listen[0], namespace, credentials=secret) as first,
-        silent_connections(node.endpoints.data_address) as silent,
+        silent_connections(node.endpoints.data_address, SILENT) as silent,
         ThreadPoolExecutor(CLIENTS) as threads,
     ):
 
@@ -119,6 +99,19 @@ async def test_silent_connections_to_the_control_plane_are_cut(monkeypatch):
                     await until(lambda: ended_count(silent) == 50)
 
                     await health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+
+
+def test_idle_connections_to_the_control_plane_give_way(secret):
+    count = MAX_CONNECTIONS + 100
+    with (
+        a_node(shm_socket="", credentials=secret, listen=["127.0.0.1:0"]) as node,
+        a_store_client(node.endpoints.listen[0], a_namespace(), credentials=secret) as first,
+        IdleHttp2Connections.open(node.endpoints.listen[0], count) as idle,
+    ):
+        assert eventually(lambda: idle.ended >= count - MAX_CONNECTIONS)
+        assert first.stats() is not None
+        with a_store_client(node.endpoints.listen[0], a_namespace(), credentials=secret) as second:
+            assert second.stats() is not None
 
 
 def test_silent_connections_to_the_memory_socket_give_way():

@@ -6,8 +6,9 @@ import grpc
 import pytest
 
 from fleet.net.grpc import http2 as grpc_http2
-from fleet.net.grpc.http2 import Http2Server
+from fleet.net.grpc.client_servers import client_server
 from fleet.net.grpc.options import SHARED_SERVER_OPTIONS, frontend_server_options
+from fleet.net.settings import GrpcLibrary, GrpcSettings
 from tests.support.waiting import until_answered
 
 pytestmark = pytest.mark.integration
@@ -15,12 +16,13 @@ pytestmark = pytest.mark.integration
 SECONDS = 0.2
 
 
-@pytest.fixture(params=["clients", "gateways"])
+@pytest.fixture(params=[*GrpcLibrary, "gateways"])
 async def server(request, monkeypatch):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
     monkeypatch.setattr(grpc_http2, "SHUTDOWN_NOTICE_SECONDS", 0.05)
-    if request.param == "clients":
-        return Http2Server(connection_seconds=SECONDS)
+    if request.param != "gateways":
+        limits = GrpcSettings(library=request.param)
+        return client_server(limits, connection_seconds=SECONDS, max_held_bytes=1 << 30)
     return grpc.aio.server(options=frontend_server_options(shared=False, connection_seconds=SECONDS))
 
 

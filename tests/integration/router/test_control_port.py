@@ -22,11 +22,13 @@ from fleet.v1 import control_pb2 as control
 from fleet.v1 import control_pb2_grpc, selection_pb2_grpc, worker_pb2, worker_pb2_grpc
 from fleet.v1 import selection_pb2 as selection
 from kvstore.net.addresses import unix_path
+from kvstore.net.socket_guard import MAX_CONNECTIONS
 from kvstore.security.credentials import Credentials
 from tests.support.certificates import Authority
 from tests.support.fleet_processes import FLEET, fleet_up, run_fleet, start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.servers.processes import a_free_port
+from tests.support.servers.silent_connections import IdleHttp2Connections
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -246,6 +248,22 @@ def test_tcp_control_port_requires_a_proof(tmp_path, model_dir, secret):
         assert "--address takes the clients' gRPC address of a router" in told.stderr
 
 
+def test_idle_connections_to_control_ports_give_way(tmp_path, model_dir, secret):
+    """Hold more connections than a port may have, at the router and at a worker; both serve their callers all the same."""
+    credentials = {"secret_file": str(secret)}
+    ours, count = Credentials(secret_file=str(secret)), MAX_CONNECTIONS + 100
+    router = a_router(model_dir, control_listen="127.0.0.1:0", control_credentials=credentials)
+    with a_process("router", router, tmp_path) as (_, endpoints):
+        settings = a_worker(
+            tmp_path, endpoints["control"], registry_credentials=credentials, control_listen="127.0.0.1:0"
+        )
+        with a_process("worker", settings, tmp_path) as (_, worker):
+            for address, asked in ((endpoints["control"], codes), (worker["grpc"], worker_codes)):
+                with IdleHttp2Connections.open(address, count) as idle:
+                    assert eventually(lambda: idle.ended >= count - MAX_CONNECTIONS)
+                    assert grpc.StatusCode.OK in asked(address, ours).values()
+
+
 def test_tcp_control_port_accepts_certificates(tmp_path, model_dir):
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     own = {"authority": ours.file, **ours.issue("router")}
@@ -341,6 +359,35 @@ def test_unknown_caller_cannot_drain_a_worker_over_tcp(short_folder, secret, fie
         ours = Credentials(secret_file=str(secret))
         assert worker_codes(address, ours) == dict.fromkeys(refused, grpc.StatusCode.OK)
         assert process.wait(30) == 0, "the worker has drained"
+
+
+def test_worker_control_port_accepts_only_certificates(short_folder):
+    ours, theirs = Authority(short_folder, "ours"), Authority(short_folder, "theirs")
+    own = {"authority": ours.file, **ours.issue("worker")}
+    settings = a_worker(short_folder, "", control_listen="127.0.0.1:0", control_credentials=own)
+    with a_process("worker", settings, short_folder) as (_, endpoints):
+        address = endpoints["grpc"]
+
+        unreachable = dict.fromkeys(("Describe", "Drain"), grpc.StatusCode.UNAVAILABLE)
+        forged = Credentials(authority=ours.file, **theirs.issue("forged"))
+        assert worker_codes(address) == worker_codes(address, forged) == unreachable
+        shown = Credentials(authority=ours.file, **ours.issue("operator"))
+        assert worker_codes(address, shown) == dict.fromkeys(unreachable, grpc.StatusCode.OK)
+
+
+def test_worker_control_socket_is_private_and_replaced(short_folder):
+    settings = a_worker(short_folder, "")
+    path = Path(unix_path(settings["control_listen"]))
+    with a_process("worker", settings, short_folder) as (process, _):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        process.kill()
+        process.wait(30)
+    assert path.exists()
+    with a_process("worker", settings, short_folder) as (process, _):
+        told = worker_codes(settings["control_listen"])
+        assert told == dict.fromkeys(told, grpc.StatusCode.OK)
+        assert process.wait(30) == 0
+    assert not path.exists()
 
 
 def test_default_control_socket_is_private_and_discoverable(tmp_path, model_dir):

@@ -5,11 +5,16 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import closing
 from http.client import HTTPConnection
 
+import grpc
 import pytest
 
+from fleet.app.native_modules import ROUTER_MODULES, missing_modules
+from fleet.client import Client
+from fleet.v1 import kserve_pb2, kserve_pb2_grpc
 from tests.support.backends.openai_servers import STREAMING_REQUEST, OpenAiServer, fetch, routers_in_front_of
 from tests.support.fleet_processes import FLEET, start_service
 from tests.support.servers.processes import a_free_port
@@ -86,6 +91,54 @@ def test_router_with_taken_ports_ends_before_workers_notice(tmp_path, model_dir)
         for process in reversed(started):
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+
+
+built = pytest.mark.skipif(bool(missing_modules(ROUTER_MODULES)), reason="the C modules are not built")
+
+
+def start_router_without(modules, tmp_path, **settings):
+    """Start a router in which these modules cannot be imported."""
+    settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"} | settings
+    (tmp_path / "router.json").write_text(json.dumps(settings))
+    start = f"import sys; sys.modules.update(dict.fromkeys({modules})); from fleet.cli.main import main; main()"
+    command = [sys.executable, "-c", start, "serve", "router", "--config", str(tmp_path / "router.json")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("absent", "warnings"), [(ROUTER_MODULES, 1), pytest.param((), 0, marks=built)])
+def test_router_without_c_modules_warns_once(tmp_path, absent, warnings):
+    process = start_router_without(absent, tmp_path)
+
+    assert process.stdout.readline()  # it serves
+    process.send_signal(signal.SIGTERM)
+
+    lines = [line for line in process.communicate(timeout=50)[1].splitlines() if "C modules missing" in line]
+    assert len(lines) == warnings
+    assert all("57 % more CPU time per request" in line and "C compiler" in line for line in lines)
+    assert process.returncode == 0
+
+
+def test_fallback_of_grpc_serves_without_ngh2(tmp_path, model_dir):
+    settings = {"grpc": {"library": "grpcio"}, "kserve_listen": "127.0.0.1:0", "models": {"tiny": str(model_dir)}}
+    process = start_router_without(("ngh2",), tmp_path, **settings)
+    try:
+        endpoints = json.loads(process.stdout.readline())
+        with Client(endpoints["grpc"]) as client:
+            assert client.models() == ()  # no worker is there
+        with grpc.insecure_channel(endpoints["kserve"]) as channel:
+            kserve = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
+            assert kserve.ServerLive(kserve_pb2.ServerLiveRequest(), timeout=50).live
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=50)
+    assert process.returncode == 0, log
+
+
+def test_missing_ngh2_is_refused_with_its_setting(tmp_path):
+    process = start_router_without(("ngh2",), tmp_path)
+
+    assert "grpc.library: ngh2 does not load" in process.communicate(timeout=50)[1]
+    assert process.returncode == 3
 
 
 def test_router_stopped_while_it_waits_never_serves(tmp_path):

@@ -125,14 +125,6 @@ async def test_a_prompt_of_100_000_tokens_is_no_hang(folder):
         assert (len(tokens), end.finish) == (3, Finish.LENGTH)
 
 
-async def test_an_engine_that_loads_for_long_is_no_hang(folder):
-    told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.2), start_ms=3000)
-    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
-        _, end = await stream.do(an_attempt(fresh_prompt(10), 3))
-
-        assert end.finish is Finish.LENGTH
-
-
 async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
     """Use steps so long that the watchdog looks at the engine before the next one ends."""
     told = settings(folder, watchdog=IMPATIENT, latency=EngineLatency(step_base_ms=200))
@@ -257,6 +249,40 @@ def test_streams_of_a_hung_worker_continue_exactly_elsewhere(folder):
         assert up.pid_of("both-0") != up.endpoints["pids"]["both-0"]
         assert up.pid_of("both-1") == up.endpoints["pids"]["both-1"]
         assert f"both-0 ended with status {HUNG}" in (folder / "up.log").read_text()
+
+
+LOADING_SECONDS = 5
+LOADING_TOPOLOGY = """
+cluster.kv_paths = []
+supervision.stopped_seconds = 1.0
+supervision.worker_silence_seconds = 1.0
+
+[[pools]]
+role = "both"
+replicas = 2
+simulated.start_ms = {start_ms}
+watchdog.floor_seconds = 0.1
+watchdog.ceiling_seconds = 1.0
+"""
+
+
+def test_restarted_worker_may_load_longer_than_all_limits(folder):
+    """Load the engine of a worker anew while the supervisor, the router and its watchdog could each take it for hung."""
+    topology = folder / "fleet.toml"
+    topology.write_text(LOADING_TOPOLOGY.format(start_ms=1000 * LOADING_SECONDS))
+    with fleet_up(folder, "--config", str(topology)) as up, Client(up.grpc) as client:
+        os.kill(up.pid_of("both-0"), signal.SIGKILL)
+        eventually(lambda: serving(client) == {"both-1"})
+        eventually(lambda: up.pid_of("both-0") != 0)
+        loading, began = up.pid_of("both-0"), time.monotonic()
+
+        eventually(lambda: serving(client) == {"both-0", "both-1"})
+
+        assert time.monotonic() - began > LOADING_SECONDS - 1, "it loads for several limits"
+        assert up.pid_of("both-0") == loading
+        assert up.pid_of("both-1") == up.endpoints["pids"]["both-1"]
+        assert "is killed" not in (folder / "up.log").read_text()
+        client.complete(PROMPTS[0], **ASK)
 
 
 def test_suspended_cluster_loses_nothing(folder):

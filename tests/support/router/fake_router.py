@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from fleet.core.clock import Nanos
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.ids import RequestId
+from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.core.roles import Phase
 from fleet.core.work import Progress
+from fleet.planner.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
@@ -48,6 +50,7 @@ class FakeRouter:
         self.measured = RemotePrefillSnapshot(learned=False, handoffs=0, handoff_seconds=0.0, workers=())
         self.changed = asyncio.Event()
         self.steps_taken = 0
+        self.demanded: tuple[ModelDemand, ...] = ()
 
     def models(self) -> tuple[ModelCard, ...]:
         return self.cards
@@ -65,6 +68,15 @@ class FakeRouter:
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self.explanations.get(request_id)
+
+    def demand(self) -> tuple[Nanos, tuple[ModelDemand, ...], tuple[WorkerLoad, ...]]:
+        return Nanos(0), self.demanded, ()
+
+    def recent_requests(self, after: int) -> tuple[int, tuple[SampledRequest, ...]]:
+        return after, ()
+
+    def turned_away(self, model: ModelName) -> None:
+        self.demanded = (*self.demanded, ModelDemand(model=model, arrivals=1, refused=1))
 
     def thresholds(self) -> Thresholds:
         return self.in_force

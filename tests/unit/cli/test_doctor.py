@@ -18,6 +18,7 @@ def test_every_part_that_is_optional_has_a_line():
 
     wanted = [
         "python",
+        "C modules",
         "memory",
         "ports",
         "hugepages",

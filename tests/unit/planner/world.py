@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, PlannedPool, ScalingRule
+from fleet.planner.decisions import PlanDecision, PlannedPool, ScalingRule
 from fleet.planner.demand import DemandWindow
 from fleet.planner.execution import PlanOutcome, rollback, settled
 from fleet.planner.messages import Observation, Plan, PlanId, PoolGapReason, PoolName, PoolObservation
@@ -99,7 +99,7 @@ class World:
             for each in pools
         }
         self.now = 0.0
-        self.decisions: list[Decision] = []
+        self.decisions: list[PlanDecision] = []
         self.history: list[dict[PoolName, int]] = []
         self.prompt, self.answer = PROMPT, ANSWER
         self.plans: list[PlanRecord] = []
@@ -113,7 +113,7 @@ class World:
             at = self.now + step / 2
             self.tick(self.arrivals((rate(at) if callable(rate) else rate) * step), **fields)
 
-    def tick(self, arrivals: int, **fields: object) -> Decision:
+    def tick(self, arrivals: int, **fields: object) -> PlanDecision:
         began = self.now
         self.now += self.rule.interval / SECOND
         for each in self.pools.values():
@@ -127,7 +127,7 @@ class World:
         self.history.append(self.wanted)
         return decision
 
-    def begin_plan(self, decision: Decision) -> None:
+    def begin_plan(self, decision: PlanDecision) -> None:
         """Write a decision; the plan before it is superseded unless it has ended."""
         if self.plans and self.plans[-1].outcome is None:
             self.plans[-1].outcome = "superseded"

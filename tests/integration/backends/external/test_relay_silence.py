@@ -87,6 +87,36 @@ async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, pat
         await world.settled()
 
 
+async def test_burst_moves_before_its_clients_leave(servers):
+    """Guard against a regression: 8 of 16 simultaneous requests hung because their clients left when the server was found out."""
+    async with a_relay(*servers, probe_seconds=2.0, silence_floor_seconds=4.0) as world:
+        await warm_up(world)
+        servers[0].play = never_answer
+        async with asyncio.TaskGroup() as tasks:
+            asking = [
+                tasks.create_task(status_within(world.http.address, f"{number}", patience=3.8))
+                for number in range(REQUESTS)
+            ]
+
+        assert {each.result() for each in asking} == {200}
+        assert len(servers[0].seen) > 0
+        await until(lambda: state(world, "w0") == "draining")
+        await world.settled()
+
+
+async def test_clients_too_impatient_for_suspicion_find_the_hang(servers):
+    """Guard against a regression: the server got every other request for ever, because no client waited long enough."""
+    async with a_relay(*servers, probe_seconds=2.0) as world:
+        await warm_up(world)
+        servers[0].play = never_answer
+        answers = [
+            await status_within(world.http.address, f"{number}", patience=0.35) for number in range(2 * REQUESTS)
+        ]
+
+        assert answers.count(None) <= 4
+        assert state(world, "w0") == "draining"
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_requests_on_a_hung_server_restart_elsewhere(servers, path):
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:

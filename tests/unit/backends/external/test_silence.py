@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from fleet.backends.external.silence import (
     AbandonRequest,
+    EndHold,
     ForgetTrial,
+    HoldBack,
     OutstandingRequest,
     ReturnToRotation,
     SendTrial,
@@ -185,6 +187,89 @@ def test_leaving_clients_do_not_hide_a_hung_server(patience):
         lost += asked.work_id in hung.works
         world.leave(hung, asked)
         assert lost <= 2
+
+
+def test_suspect_server_is_held_and_requests_move_early():
+    world, hung = a_hung_server()
+    asked = world.send(hung)
+    world.run(0.7)
+    assert hung.silence.held
+    assert not given_up(hung), "the trial request has waited for too short a time"
+    world.run(0.2)
+
+    assert given_up(hung) == [asked.work_id]
+    assert not hung.silence.out
+    world.run(0.4)
+    assert hung.silence.out, "the request that moved is remembered"
+    assert not hung.silence.held
+
+
+def test_answered_trial_ends_the_hold():
+    """The server pauses for a moment, as for garbage collection."""
+    world, paused = a_hung_server()
+    world.send(paused, 0.65)
+    world.run(0.6)
+    assert paused.silence.held
+    paused.hung = False
+    world.run(0.2)
+
+    assert not paused.silence.held
+    assert [type(each) for each in paused.said] == [SendTrial, HoldBack, EndHold]
+
+
+def test_equally_silent_servers_are_not_held():
+    world = World()
+    world.warm()
+    world.run(0.3)  # neither of them has been heard since the requests were sent
+    for server in world.servers:
+        server.hung = True
+        world.send(server)
+    world.run(3)
+
+    assert not any(isinstance(each, HoldBack) for server in world.servers for each in server.said)
+
+
+def test_server_refusing_trials_is_not_held_for_long():
+    world, hung = a_hung_server()
+    hung.refuses_trials = True
+    world.send(hung)
+    world.run(0.9)
+
+    assert not hung.silence.held
+    assert not given_up(hung), "nothing was found out about it"
+
+
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_whole_answer_moves_early_if_trials_do_not_queue(concurrent):
+    world = World()
+    world.warm(0.3, streams=False)
+    server = world.servers[0]
+    for _ in range(6 if concurrent else 0):
+        world.send(server, 0.6, streams=False)
+        quick = world.send(server, 0.3, streams=False)
+        quick.sent_at = Nanos(quick.sent_at + 1)
+        world.run(0.8)
+    server.said.clear()
+    server.hung = True
+    asked = world.send(server, streams=False)
+    world.run(3)
+
+    assert given_up(server) == ([asked.work_id] if concurrent else [])
+
+
+def test_impatient_clients_together_raise_suspicion():
+    """No client waits as long as a silence that is suspicious."""
+    world, hung = a_hung_server()
+    lost = 0
+    while not hung.silence.held:
+        asked = world.send(hung)
+        world.run(0.3)
+        world.leave(hung, asked)
+        lost += 1
+        assert lost <= 3
+    world.run(1.5)
+
+    assert hung.silence.out
 
 
 def test_server_refusing_trials_is_out_after_three_silences():

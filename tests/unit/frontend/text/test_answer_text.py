@@ -13,16 +13,10 @@ class Letters:
     def __init__(self) -> None:
         self._half = ""
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        text = ""
-        for token_id in token_ids:
-            letter = self._half + chr(ord("a") + token_id % 26)
-            self._half = ""
-            if token_id >= 26:
-                self._half = letter
-            else:
-                text += letter
-        return text
+    def add(self, token_id: int) -> str:
+        letter = self._half + chr(ord("a") + token_id % 26)
+        self._half = letter if token_id >= 26 else ""
+        return "" if self._half else letter
 
     def flush(self) -> str:
         half, self._half = self._half, ""

@@ -10,7 +10,7 @@ from fleet.core.errors import ConfigurationRefused, RequestRejected
 from fleet.core.requests import ChatMessage
 from fleet.frontend.text import codec as text_codec
 from fleet.frontend.text.codec import load_codec
-from fleet.frontend.text.decoder import REPLACEMENT, WindowDecoder
+from fleet.frontend.text.decoder import REPLACEMENT
 from tests.support.builders import token_bytes, token_ids
 from tests.support.frontend.text_model import BOS, END, EOS, write_json, write_model, write_sentencepiece_model
 
@@ -64,37 +64,36 @@ def test_fallback_tokenizer_is_used_when_fast_ids_differ(model_dir, monkeypatch,
     assert token_ids(load_codec(model_dir).encode(SAMPLE)) == reference.encode(SAMPLE).ids
 
 
-@given(ids=st.lists(st.integers(0, 520), max_size=60), step=st.integers(1, 5))
-def test_decoding_in_steps_equals_decoding_at_once(ids, step, codec, reference):
+@given(ids=st.lists(st.integers(0, 520), max_size=60))
+def test_decoding_in_steps_equals_decoding_at_once(ids, codec, reference):
     decoder = codec.decoder()
 
-    pieces = [decoder.add(ids[begin : begin + step]) for begin in range(0, len(ids), step)]
+    pieces = [decoder.add(token_id) for token_id in ids]
 
     assert "".join(pieces) + decoder.flush() == reference.decode(ids)
 
 
-@given(text=st.text(max_size=40), step=st.integers(1, 3))
-def test_no_decoding_step_splits_a_character(text, step, codec):
+@given(text=st.text(max_size=40))
+def test_no_decoding_step_splits_a_character(text, codec):
     ids = token_ids(codec.encode(text))
     decoder = codec.decoder()
     given_out = ""
 
-    for begin in range(0, len(ids), step):
-        given_out += decoder.add(ids[begin : begin + step])
+    for token_id in ids:
+        given_out += decoder.add(token_id)
         assert text.startswith(given_out)
 
     assert given_out + decoder.flush() == text
 
 
-@given(text=st.text("the quick\n brown ö漢🎉", max_size=40), step=st.integers(1, 3))
-def test_no_sentencepiece_step_splits_a_character(text, step, sentencepiece):
+@given(text=st.text("the quick\n brown ö漢🎉", max_size=40))
+def test_no_sentencepiece_step_splits_a_character(text, sentencepiece):
     decoder = sentencepiece.decoder(sentencepiece.encode("the"))
-    assert isinstance(decoder, WindowDecoder)
     ids = token_ids(sentencepiece.encode(text))
     given_out = ""
 
-    for begin in range(0, len(ids), step):
-        given_out += decoder.add(ids[begin : begin + step])
+    for token_id in ids:
+        given_out += decoder.add(token_id)
         assert REPLACEMENT not in given_out
 
     assert given_out + decoder.flush() == (" " + text if text else "")
@@ -106,7 +105,7 @@ def test_sentencepiece_decoder_takes_any_tokens(ids, sentencepiece, sentencepiec
     longest = max(len(piece.encode()) for piece in vocabulary)
     decoder = sentencepiece.decoder()
 
-    text = "".join(decoder.add((token,)) for token in ids) + decoder.flush()
+    text = "".join(decoder.add(token) for token in ids) + decoder.flush()
 
     assert len(text.encode()) <= longest * len(ids)
 
@@ -115,7 +114,7 @@ def test_incomplete_character_is_held_back_for_limited_tokens(sentencepiece, sen
     half = Tokenizer.from_file(str(sentencepiece_dir / "tokenizer.json")).token_to_id("<0xE6>")
     decoder = sentencepiece.decoder()
 
-    pieces = [decoder.add((half,)) for _ in range(40)]
+    pieces = [decoder.add(half) for _ in range(40)]
 
     assert any(pieces[:20])
 
@@ -126,7 +125,32 @@ def test_character_split_between_prompt_and_answer_is_decoded(codec, reference):
     assert None not in halves
     assert reference.decode(halves) == "é" == reference.decode(ids)
 
-    assert codec.decoder(token_bytes(halves[:1])).add(halves[1:]) == "é"
+    for before in ("", "the quick", "ö", " "):
+        prompt = [*reference.encode(before, add_special_tokens=False).ids, halves[0]]
+        assert codec.decoder(token_bytes(prompt)).add(halves[1]) == "é"
+
+
+def test_bytes_that_are_no_text_do_not_end_the_answer(sentencepiece, sentencepiece_dir):
+    """Bytes that complete a character and then one that fits none: the library raises at these."""
+    reference = Tokenizer.from_file(str(sentencepiece_dir / "tokenizer.json"))
+    complete = [reference.token_to_id(f"<0x{byte:02X}>") for byte in "ö".encode()]
+    prompt = sentencepiece.encode("the")
+    decoder = sentencepiece.decoder(prompt)
+    stray = [*complete, complete[1], *token_ids(sentencepiece.encode("fox"))[1:]]
+
+    text = "".join(map(decoder.add, stray)) + decoder.flush()
+
+    assert text.startswith("ö")
+    assert REPLACEMENT in text
+    assert text.endswith("fox")
+
+
+def test_special_tokens_give_no_text(codec):
+    decoder = codec.decoder(codec.encode("the"))
+
+    pieces = [decoder.add(token) for token in [*token_ids(codec.encode("quick"))[1:], EOS, END, *[BOS] * 40]]
+
+    assert "".join(pieces) + decoder.flush() == "quick"
 
 
 def test_conversation_is_rendered_by_the_template(codec, reference):

@@ -1,0 +1,93 @@
+"""Demand watch: the method `WatchDemand` of `fleet.v1.Cluster`, which reports to planners every second.
+
+Rules:
+
+1. A report is made when its caller can take it. So a slow caller gets the latest report, and nothing queues up.
+2. At most `MOST_WATCHERS` callers watch at a time; a further one is refused.
+3. Each caller gets its own sample of the requests that ended since its last report.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Never
+
+import grpc
+from msgspec import structs
+
+from fleet.core.clock import Nanos
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import Incarnation, WorkerId
+from fleet.net.grpc.calls import Context, answer_call, parse_message, send_message, serialize
+from fleet.planner.demand_reports import DemandReport
+from fleet.planner.sources.wire import encode_report
+from fleet.router.api import RouterApi
+from fleet.v1 import control_pb2 as pb
+
+REPORT_SECONDS = 1.0
+MOST_WATCHERS = 16
+
+
+class DemandWatch:
+    """Reports the demand of one router process."""
+
+    def __init__(
+        self,
+        router: RouterApi,
+        router_id: str,
+        incarnation: Incarnation,
+        speeds: Callable[[], Mapping[WorkerId, float]] = dict,
+        every_seconds: float = REPORT_SECONDS,
+    ) -> None:
+        """Create the service.
+
+        Args:
+            router: The router.
+            router_id: Its name.
+            incarnation: This run of its process.
+            speeds: Returns the learnt speed of workers, relative to their hardware profiles.
+            every_seconds: Time between two reports.
+        """
+        self._router = router
+        self._router_id = router_id
+        self._incarnation = incarnation
+        self._speeds = speeds
+        self._every = every_seconds
+        self._watchers = 0
+        self._began, _, _ = router.demand()
+
+    def methods(self) -> dict[str, Any]:
+        stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs know no coroutines
+        return {"WatchDemand": stream(self._watch, response_serializer=serialize)}
+
+    def report(self, after: int) -> tuple[int, DemandReport]:
+        """Return the present report, and the number from which the next one continues the sample."""
+        now, models, workers = self._router.demand()
+        speeds = self._speeds()
+        last, recent = self._router.recent_requests(after)
+        return last, DemandReport(
+            router=self._router_id,
+            incarnation=self._incarnation,
+            at=now,
+            uptime=Nanos(now - self._began),
+            models=models,
+            workers=tuple(structs.replace(each, speed=speeds.get(each.worker_id, 1.0)) for each in workers),
+            recent=recent,
+        )
+
+    async def _watch(self, content: bytes, context: Context) -> None:
+        async def follow() -> Never:
+            parse_message(pb.WatchDemandRequest, content)
+            if self._watchers >= MOST_WATCHERS:
+                message = f"{MOST_WATCHERS} callers watch the demand already; one of them must end first"
+                raise RequestRejected(Reason.QUEUE_FULL, message)
+            self._watchers += 1
+            try:
+                last = 0
+                while True:
+                    last, report = self.report(last)
+                    await send_message(context, encode_report(report))
+                    await asyncio.sleep(self._every)
+            finally:
+                self._watchers -= 1
+
+        await answer_call(follow(), context)

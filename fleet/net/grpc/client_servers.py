@@ -1,0 +1,87 @@
+"""gRPC servers of the ports for clients: one by libnghttp2, and gRPC's own as the fallback.
+
+Both serve the same handlers, so services do not know which one runs. `GrpcSettings.library` chooses.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.net.grpc.options import frontend_server_options
+from fleet.net.grpc.port import GrpcServerApi
+from fleet.net.settings import GrpcLibrary, GrpcSettings
+from fleet.net.sockets import split_listen_address
+
+
+class MessageMemory(Protocol):
+    """Memory that the messages of running requests take; a port counts each message while its request runs."""
+
+    held_bytes: int
+    max_held_bytes: int
+
+
+class ClientServer(GrpcServerApi, MessageMemory, Protocol):
+    """Server of a port for clients."""
+
+
+class GrpcioServer:
+    """Implements `ClientServer` by `grpc.aio`."""
+
+    def __init__(
+        self, *, shared: bool = False, connection_seconds: float = 0, limits: GrpcSettings, max_held_bytes: int
+    ) -> None:
+        """Create a server with the arguments of `fleet.net.grpc.http2.Http2Server`."""
+        options = (
+            *frontend_server_options(shared=shared, connection_seconds=connection_seconds),
+            ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            ("grpc.server_handshake_timeout_ms", round(limits.first_byte_timeout_seconds * 1000)),
+        )
+        self.held_bytes = 0
+        self.max_held_bytes = max_held_bytes
+        self._server = grpc.aio.server(options=options)
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_insecure_port(self, listen: str) -> int:
+        """Bind ``host:port`` or ``unix:/path``; return the port.
+
+        Raises:
+            RuntimeError: The address is malformed or in use.
+        """
+        if not listen.startswith("unix:"):
+            try:
+                split_listen_address(listen)
+            except ValueError as error:
+                raise RuntimeError(f"cannot listen on {listen}: {error}") from error
+        return self._server.add_insecure_port(listen)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self, grace: float | None) -> None:
+        await self._server.stop(grace)
+
+
+def client_server(
+    limits: GrpcSettings, *, shared: bool = False, connection_seconds: float = 0, max_held_bytes: int
+) -> ClientServer:
+    """Create the server that `limits.library` names; the arguments are those of `fleet.net.grpc.http2.Http2Server`.
+
+    Raises:
+        ConfigurationRefused: The library does not load.
+    """
+    arguments: dict[str, Any] = {
+        "shared": shared, "connection_seconds": connection_seconds, "limits": limits, "max_held_bytes": max_held_bytes
+    }  # fmt: skip
+    if limits.library is GrpcLibrary.GRPCIO:
+        return GrpcioServer(**arguments)
+    try:
+        from fleet.net.grpc.http2 import Http2Server  # noqa: PLC0415 - the fallback runs where ngh2 does not load
+    except ImportError as error:
+        raise ConfigurationRefused(
+            f"grpc.library: ngh2 does not load ({error}); install it (pip install ngh2), or set grpcio"
+        ) from error
+    return Http2Server(**arguments)

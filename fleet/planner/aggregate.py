@@ -1,0 +1,222 @@
+"""Aggregation of demand: sums the reports of all routers of a model into windows. Pure; `fleet.planner.sources` brings the reports.
+
+Rules:
+
+1. Counters belong to one incarnation of a router process. An incarnation that began within the window counts from zero; another one that
+   is new here counts from its first report, because nobody knows when its earlier requests arrived.
+2. A source is stale until its first report, and again when it has been silent for longer than the limit. What a router counted during
+   such a gap belongs to no window: it would look like a burst. The window in which the reports come back still names the gap.
+3. Abandoned and invalid requests are taken off the arrivals. Their arrival may lie in an earlier window, so what is left to take off is
+   carried over to later windows. Arrivals never fall below zero, and over all windows together the sum is exact.
+4. Several sources may report the same process. The later report counts, and its requests are counted once.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping
+
+from msgspec import Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import Incarnation, ModelName, WorkerId, longest_prefix
+from fleet.core.roles import Role
+from fleet.planner.demand import Counts, DemandWindow, RecentRequest, WorkerDemand, added
+from fleet.planner.demand_reports import DemandReport, ModelDemand, WorkerLoad
+from fleet.planner.messages import PoolName
+
+STALE_AFTER = Nanos(5 * SECOND)  # five missed reports
+SAMPLED = 512
+"""Most requests of the sample for rehearsals."""
+
+_COUNTERS = (
+    *("arrivals", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens"),
+    *("cached_tokens", "finished", "answer_tokens"),
+)
+_HISTOGRAMS = ("ttft", "tpot", "queue_wait")
+
+
+class _Process(Struct):
+    """One incarnation of a router process."""
+
+    source: str
+    heard: Nanos
+    base: ModelDemand  # at the end of the last window
+    latest: ModelDemand
+    workers: tuple[WorkerLoad, ...]
+
+
+class DemandAggregator:
+    """Demand of one model from a set of sources."""
+
+    def __init__(
+        self,
+        model: ModelName,
+        sources: Collection[str],
+        pools: Mapping[PoolName, Role],
+        now: Nanos,
+        stale_after: Nanos = STALE_AFTER,
+    ) -> None:
+        """Begin the first window.
+
+        Args:
+            model: The model.
+            sources: Names of the sources that must report.
+            pools: The planned pools; workers are named after them.
+            now: The instant.
+            stale_after: Longest silence of a source.
+        """
+        self._model = model
+        self._pools = pools
+        self._stale_after = stale_after
+        self._began = now
+        self._heard: dict[str, Nanos | None] = dict.fromkeys(sources)
+        self._troubles: dict[str, str] = {}
+        self._gaps: dict[str, str] = {}
+        self._processes: dict[Incarnation, _Process] = {}
+        self._owed_requests = 0
+        self._owed_tokens = 0
+        self._sample: deque[RecentRequest] = deque(maxlen=SAMPLED)
+
+    def hear(self, source: str, report: DemandReport, now: Nanos) -> None:
+        """Take a report.
+
+        Args:
+            source: The source that sent it.
+            report: The report.
+            now: The instant.
+        """
+        before = self._heard.get(source)
+        self._heard[source] = now
+        self._troubles.pop(source, None)
+        late = before is not None and now - before > self._stale_after
+        if late and before is not None:
+            self._gaps[source] = f"{source}: sent nothing for {(now - before) / SECOND:.0f} s"
+        demand = next((each for each in report.models if each.model == self._model), ModelDemand(model=self._model))
+        known = self._processes.get(report.incarnation)
+        if known is None:
+            fresh = now - report.uptime >= self._began - self._stale_after
+            base = ModelDemand(model=self._model) if fresh else demand
+        elif _went_back(known.latest, demand):
+            if known.source != source:
+                return  # an older report of the same process, by another way
+            base = demand
+            self._gaps[source] = f"{source}: the counters of {report.router} went back"
+        else:
+            base = demand if late and known.source == source else known.base
+        workers = tuple(each for each in report.workers if each.model == self._model)
+        self._processes[report.incarnation] = _Process(source, now, base, demand, workers)
+        self._sample.extend(
+            RecentRequest(
+                arrived=each.arrived,
+                prompt_tokens=each.prompt_tokens,
+                answer_tokens=each.answer_tokens,
+                block_tokens=each.block_tokens,
+                block_keys=each.block_keys,
+            )
+            for each in report.recent
+            if each.model == self._model
+        )
+
+    def failed(self, source: str, why: str) -> None:
+        """Note why a source does not report now."""
+        self._troubles[source] = why
+
+    def sample(self) -> tuple[RecentRequest, ...]:
+        """Return recent requests in the order of their arrival."""
+        return tuple(sorted(self._sample, key=lambda each: each.arrived))
+
+    def stale(self, now: Nanos) -> tuple[str, ...]:
+        """Return the sources that are silent, and why."""
+        found = []
+        for source, heard in self._heard.items():
+            why = self._troubles.get(source, "")
+            why = f" ({why})" if why else ""
+            if heard is None:
+                found.append(f"{source}: has not reported yet{why}")
+            elif now - heard > self._stale_after:
+                found.append(f"{source}: has not reported for {(now - heard) / SECOND:.0f} s{why}")
+        return tuple(found)
+
+    def window(self, now: Nanos) -> DemandWindow:
+        """Return the demand since the last window, and begin the next one."""
+        sums = dict.fromkeys(_COUNTERS, 0)
+        histograms: dict[str, Counts] = dict.fromkeys(_HISTOGRAMS, ())
+        queued, oldest, workers = 0, 0.0, dict[WorkerId, WorkerLoad]()
+        for incarnation, process in sorted(self._processes.items(), key=lambda item: item[1].heard):
+            for name in _COUNTERS:
+                sums[name] += getattr(process.latest, name) - getattr(process.base, name)
+            for name in _HISTOGRAMS:
+                histograms[name] = added(
+                    histograms[name], _minus(getattr(process.latest, name), getattr(process.base, name))
+                )
+            process.base = process.latest
+            if self._replaced(process):
+                del self._processes[incarnation]
+                continue
+            if now - process.heard > self._stale_after:
+                continue
+            queued += process.latest.queued
+            oldest = max(oldest, process.latest.oldest_seconds)
+            workers |= {each.worker_id: each for each in process.workers}
+        arrivals, self._owed_requests = _settled(
+            sums["arrivals"], sums["abandoned"] + sums["invalid"] + self._owed_requests
+        )
+        tokens, self._owed_tokens = _settled(sums["prompt_tokens"], sums["uncounted_tokens"] + self._owed_tokens)
+        window = DemandWindow(
+            began=self._began,
+            ended=now,
+            arrivals=arrivals,
+            refused=sums["refused"],
+            abandoned=sums["abandoned"],
+            prompt_tokens=tokens,
+            cached_tokens=sums["cached_tokens"],
+            finished=sums["finished"],
+            answer_tokens=sums["answer_tokens"],
+            ttft=histograms["ttft"],
+            tpot=histograms["tpot"],
+            queue_wait=histograms["queue_wait"],
+            queued=queued,
+            oldest_seconds=oldest,
+            workers=tuple(self._worker(workers[each]) for each in sorted(workers)),
+            stale=(*self.stale(now), *self._gaps.values()),
+        )
+        self._began, self._gaps = now, {}
+        return window
+
+    def _replaced(self, process: _Process) -> bool:
+        """Return whether the source of a process reports another one now."""
+        heard = self._heard.get(process.source)
+        return heard is None or heard > process.heard
+
+    def _worker(self, load: WorkerLoad) -> WorkerDemand:
+        return WorkerDemand(
+            worker=load.worker_id,
+            pool=self.pool_of(load.worker_id, load.role),
+            running=load.running,
+            waiting=load.waiting,
+            kv_used=load.kv_used,
+            speed=load.speed,
+            start_seconds=load.start_seconds,
+        )
+
+    def pool_of(self, worker_id: WorkerId, role: Role) -> PoolName:
+        """Return the pool of a worker: by its name, or the only pool of its role, or the role itself."""
+        alike = [name for name, its in self._pools.items() if its is role]
+        found = longest_prefix(worker_id, [f"{name}-" for name in alike])
+        if found is not None:
+            return PoolName(found[:-1])
+        return alike[0] if len(alike) == 1 else PoolName(str(role))
+
+
+def _settled(counted: int, owed: int) -> tuple[int, int]:
+    """Take off what is owed; return what is left, and what is still owed."""
+    return max(0, counted - owed), max(0, owed - counted)
+
+
+def _went_back(before: ModelDemand, after: ModelDemand) -> bool:
+    return any(getattr(after, name) < getattr(before, name) for name in _COUNTERS)
+
+
+def _minus(after: Counts, before: Counts) -> Counts:
+    if not before:
+        return after
+    return tuple(max(0, a - b) for a, b in zip(after, before, strict=True))

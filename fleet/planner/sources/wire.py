@@ -1,0 +1,150 @@
+"""Conversion of demand reports between values and protobuf messages."""
+
+from collections.abc import Sequence
+from math import isfinite
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import Incarnation, ModelName, WorkerId
+from fleet.core.roles import Role
+from fleet.planner.demand import EDGES, Counts
+from fleet.planner.demand_reports import DemandReport, ModelDemand, SampledRequest, WorkerLoad
+from fleet.v1 import control_pb2 as pb
+
+BUCKETS = len(EDGES) + 1
+
+
+class BadDemandReport(Exception):
+    """A demand report that cannot be used. The message names the field."""
+
+
+def encode_report(report: DemandReport) -> pb.DemandReport:
+    return pb.DemandReport(
+        router_id=report.router,
+        incarnation=report.incarnation,
+        uptime_seconds=report.uptime / SECOND,
+        models=[
+            pb.ModelDemand(
+                model=each.model,
+                arrivals=each.arrivals,
+                waited=each.waited,
+                refused=each.refused,
+                abandoned=each.abandoned,
+                invalid=each.invalid,
+                prompt_tokens=each.prompt_tokens,
+                uncounted_tokens=each.uncounted_tokens,
+                cached_tokens=each.cached_tokens,
+                finished=each.finished,
+                answer_tokens=each.answer_tokens,
+                ttft=each.ttft,
+                tpot=each.tpot,
+                queue_wait=each.queue_wait,
+                queued=each.queued,
+                oldest_seconds=each.oldest_seconds,
+            )
+            for each in report.models
+        ],
+        workers=[
+            pb.WorkerDemand(
+                worker_id=each.worker_id,
+                model=each.model,
+                role=each.role,
+                running=each.running,
+                waiting=each.waiting,
+                kv_used=each.kv_used,
+                speed=each.speed,
+                start_seconds=each.start_seconds,
+            )
+            for each in report.workers
+        ],
+        recent=[
+            pb.SampledRequest(
+                model=each.model,
+                age_seconds=(report.at - each.arrived) / SECOND,
+                prompt_tokens=each.prompt_tokens,
+                answer_tokens=each.answer_tokens,
+                block_tokens=each.block_tokens,
+                block_keys=each.block_keys,
+            )
+            for each in report.recent
+        ],
+    )
+
+
+def decode_report(message: pb.DemandReport, now: Nanos) -> DemandReport:
+    """Decode a report; its instants become those of the reader's clock, which says `now`.
+
+    Raises:
+        BadDemandReport: A field is missing, not finite, or of another length than this version knows.
+    """
+    if not message.router_id or not message.incarnation:
+        raise BadDemandReport("router_id and incarnation: must not be empty")
+    return DemandReport(
+        router=message.router_id,
+        incarnation=Incarnation(message.incarnation),
+        at=now,
+        uptime=Nanos(round(SECOND * _number(message.uptime_seconds, "uptime_seconds"))),
+        models=tuple(_model(each) for each in message.models),
+        workers=tuple(_worker(each) for each in message.workers),
+        recent=tuple(
+            SampledRequest(
+                model=ModelName(each.model),
+                arrived=Nanos(now - round(SECOND * _number(each.age_seconds, "recent.age_seconds"))),
+                prompt_tokens=each.prompt_tokens,
+                answer_tokens=each.answer_tokens,
+                block_tokens=each.block_tokens,
+                block_keys=tuple(each.block_keys),
+            )
+            for each in message.recent
+        ),
+    )
+
+
+def _model(message: pb.ModelDemand) -> ModelDemand:
+    return ModelDemand(
+        model=ModelName(message.model),
+        arrivals=message.arrivals,
+        waited=message.waited,
+        refused=message.refused,
+        abandoned=message.abandoned,
+        invalid=message.invalid,
+        prompt_tokens=message.prompt_tokens,
+        uncounted_tokens=message.uncounted_tokens,
+        cached_tokens=message.cached_tokens,
+        finished=message.finished,
+        answer_tokens=message.answer_tokens,
+        ttft=_counts(message.ttft, f"models.{message.model}.ttft"),
+        tpot=_counts(message.tpot, f"models.{message.model}.tpot"),
+        queue_wait=_counts(message.queue_wait, f"models.{message.model}.queue_wait"),
+        queued=message.queued,
+        oldest_seconds=_number(message.oldest_seconds, f"models.{message.model}.oldest_seconds"),
+    )
+
+
+def _worker(message: pb.WorkerDemand) -> WorkerLoad:
+    where = f"workers.{message.worker_id}"
+    try:
+        role = Role(message.role)
+    except ValueError:
+        raise BadDemandReport(f"{where}.role: {message.role!r} is not a role") from None
+    return WorkerLoad(
+        worker_id=WorkerId(message.worker_id),
+        model=ModelName(message.model),
+        role=role,
+        running=message.running,
+        waiting=message.waiting,
+        kv_used=_number(message.kv_used, f"{where}.kv_used"),
+        speed=_number(message.speed, f"{where}.speed") or 1.0,
+        start_seconds=_number(message.start_seconds, f"{where}.start_seconds"),
+    )
+
+
+def _counts(counts: Sequence[int], field: str) -> Counts:
+    if len(counts) not in (0, BUCKETS):
+        raise BadDemandReport(f"{field}: has {len(counts)} buckets, and this version knows {BUCKETS}")
+    return tuple(counts)
+
+
+def _number(value: float, field: str) -> float:
+    if not isfinite(value) or value < 0:
+        raise BadDemandReport(f"{field}: {value} is not a number from 0")
+    return value

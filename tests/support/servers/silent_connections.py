@@ -1,0 +1,89 @@
+"""Connections that hold a port without a call: silent ones, and HTTP/2 ones that only keep themselves alive."""
+
+import selectors
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Event, Thread
+
+from tests.support.waiting import SECONDS
+
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+SETTINGS, PING, ACKNOWLEDGED = 4, 6, 1
+FRAME_HEAD = struct.Struct(">BHBBI")  # the length in two parts, type, flags, stream
+
+
+@contextmanager
+def silent_connections(address: str, count: int) -> Iterator[list[socket.socket]]:
+    """Open connections that send nothing."""
+    with ExitStack() as stack:
+        host, _, port = address.rpartition(":")
+        yield [stack.enter_context(socket.create_connection((host, int(port)), SECONDS)) for _ in range(count)]
+
+
+def ended_count(connections: list[socket.socket]) -> int:
+    """Return how many connections the server has ended."""
+    count = 0
+    for each in connections:
+        each.settimeout(0)
+        try:
+            count += not each.recv(1 << 16)
+        except BlockingIOError:
+            continue
+        except ConnectionError:
+            count += 1
+    return count
+
+
+class IdleHttp2Connections:
+    """HTTP/2 connections without calls that acknowledge settings and pings, so no timeout ends them."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self._over = Event()
+        self._selector = selectors.DefaultSelector()
+        self._thread = Thread(target=self._acknowledge)
+
+    @classmethod
+    @contextmanager
+    def open(cls, address: str, count: int) -> Iterator["IdleHttp2Connections"]:
+        idle = cls()
+        with silent_connections(address, count) as opened:
+            for each in opened:
+                each.setblocking(False)
+                idle._selector.register(each, selectors.EVENT_READ)
+                each.send(HTTP2_GREETING)
+            idle._thread.start()
+            try:
+                yield idle
+            finally:
+                idle._over.set()
+                idle._thread.join()
+                idle._selector.close()
+
+    def _acknowledge(self) -> None:
+        while not self._over.is_set():
+            for key, _ in self._selector.select(0.1):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                try:
+                    content = connection.recv(1 << 16)
+                    for answer in acknowledgements(content):
+                        connection.send(answer)
+                except ConnectionError:
+                    content = b""
+                if not content:
+                    self._selector.unregister(connection)
+                    self.ended += 1
+
+
+def acknowledgements(content: bytes) -> Iterator[bytes]:
+    """Yield the answers to the settings and pings among whole frames."""
+    at = 0
+    while at + FRAME_HEAD.size <= len(content):
+        high, low, kind, flags, stream = FRAME_HEAD.unpack_from(content, at)
+        body = content[at + FRAME_HEAD.size : (at := at + FRAME_HEAD.size + (high << 16) + low)]
+        if kind in (SETTINGS, PING) and not flags & ACKNOWLEDGED:
+            echo = body if kind == PING else b""
+            yield FRAME_HEAD.pack(0, len(echo), kind, ACKNOWLEDGED, stream) + echo

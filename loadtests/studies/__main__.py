@@ -30,7 +30,10 @@ STUDIES: dict[str, tuple[str, Callable[[Effort], StudyReport]]] = {
     "wide": ("how even 64 workers are", policies.wide),
     "ratio": ("prefill workers to decode workers", ratio.study),
     "mixes": ("H100, B200, MI300X and mixes of them, by cost", mixes.study),
-    "planner": ("rules that size pools: goals kept and GPU-hours, by start-up and delay of metrics", compare_planners.study),
+    "planner": (
+        "rules that size pools: goals kept and GPU-hours, by start-up and delay of metrics",
+        compare_planners.study,
+    ),
     "planner-tuning": (
         "parameters for the study of planners, on other seeds and other parts of the traces",
         tune_planners.study,

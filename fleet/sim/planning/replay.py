@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.planner.connectors.virtual import VirtualConnector
-from fleet.planner.decisions import Decision, DecisionReason, PlanCondition, PlanGoals, PlannedPool, ScalingRule
+from fleet.planner.decisions import DecisionReason, PlanCondition, PlanDecision, PlanGoals, PlannedPool, ScalingRule
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, Plan, PlanId, PoolName
 from fleet.sim.cluster.elastic_pools import ElasticPool, ElasticPools, PoolState
@@ -45,7 +45,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 HOUR = 3600.0
 PLAN_WITHIN = Nanos(600 * SECOND)
 FORECAST, HORIZON = "forecast", "horizon_seconds"
-"""Names under which a rule states the rate that it expects, and how many seconds ahead (`Decision.numbers`)."""
+"""Names under which a rule states the rate that it expects, and how many seconds ahead (`PlanDecision.numbers`)."""
 
 WORST_OF = Nanos(300 * SECOND)
 LEAST_REQUESTS = 20
@@ -248,7 +248,7 @@ class _Run:
                 await self._connector.apply(Plan(id=plan_id, replicas=changes, within=PLAN_WITHIN), seen)
             self._note(decision, window, seen, changed=bool(changes))
 
-    def _note(self, decision: Decision, window: DemandWindow, seen: Observation, *, changed: bool) -> None:
+    def _note(self, decision: PlanDecision, window: DemandWindow, seen: Observation, *, changed: bool) -> None:
         self._score.decided(decision)
         wanted = {each.name: decision.replicas.get(each.name, each.wanted) for each in seen.pools}
         self._steps.append(
@@ -337,7 +337,7 @@ class _Score:
             self._cached_tokens += ended.cached_tokens
         self._arrivals.append(ended.arrival)
 
-    def decided(self, decision: Decision) -> None:
+    def decided(self, decision: PlanDecision) -> None:
         if (rate := decision.numbers.get(FORECAST)) is not None:
             at = Nanos(decision.at + round(decision.numbers.get(HORIZON, 0.0) * SECOND))
             self._forecasts.append((at, rate))

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, DecisionReason, PlanBudget, PlanGoals, PlannedPool, ScalingRule
+from fleet.planner.decisions import DecisionReason, PlanBudget, PlanDecision, PlanGoals, PlannedPool, ScalingRule
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
 from fleet.sim.cluster.pools import PoolProfile
@@ -72,12 +72,12 @@ class ScheduledReplicas:
         """Replicas that serve from the beginning."""
         return self._timetable[0][1]
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:  # noqa: ARG002 - the port
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:  # noqa: ARG002 - the port
         """Return the replicas of the present entry."""
         while self._next + 1 < len(self._timetable) and self._timetable[self._next + 1][0] <= now:
             self._next += 1
         at, replicas = self._timetable[self._next]
-        return Decision(
+        return PlanDecision(
             at=now,
             replicas=dict(replicas),
             reason=DecisionReason.WITHIN_BAND,

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, DecisionReason, PlannedPool
+from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation
 from fleet.sim.planning.rule_context import RuleContext
@@ -42,10 +42,10 @@ class _Chiron:
         self._load = ObservedLoad()
         self._down = {pool.name: Stabilised(settings.down_seconds) for pool in context.pools}
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         before = wanted_of(seen)
         if not self._load.add(demand):
-            return Decision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
         replicas, numbers = {**before}, {}
         for pool in self._context.pools:
             numbers[f"{pool.name} pressure"] = pressure = self._pressure(pool)
@@ -59,7 +59,7 @@ class _Chiron:
             replicas[pool.name] = self._context.bounded(pool.name, max(wanted, min(highest, before[pool.name])))
         grows = any(replicas[name] > before[name] for name in replicas)
         reason = DecisionReason.LOAD_UP if grows else DecisionReason.WITHIN_BAND
-        return Decision(at=now, replicas=replicas, reason=reason, numbers=numbers)
+        return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
 
     def _pressure(self, pool: PlannedPool) -> float:
         """Return the share of instances that have work; waiting requests count as instances that are missing."""

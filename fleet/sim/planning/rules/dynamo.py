@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, DecisionReason, PlannedPool
+from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
 from fleet.sim.planning.rule_context import RuleContext
@@ -47,10 +47,10 @@ class _Dynamo:
         self._next_throughput = Nanos(0)
         self._rates: list[float] = []
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         before = wanted_of(seen)
         if not self._load.add(demand):
-            return Decision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
         if now >= self._next_throughput:
             self._throughput_tick(before)
             self._next_throughput = Nanos(now + round(self._settings.throughput_seconds * SECOND))
@@ -62,7 +62,7 @@ class _Dynamo:
             )
         grows = any(replicas[name] > before[name] for name in replicas)
         reason = DecisionReason.LOAD_UP if grows else DecisionReason.WITHIN_BAND
-        return Decision(
+        return PlanDecision(
             at=now,
             replicas=replicas,
             reason=reason,

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, DecisionReason
+from fleet.planner.decisions import DecisionReason, PlanDecision
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
 from fleet.sim.planning.rule_context import RuleContext
@@ -48,12 +48,12 @@ class _HeteroScale:
         self._down: dict[PoolName, Stabilised] = {pool.name: Stabilised(settings.down_seconds) for pool in drivers}
         self._ratio = settings.ratio
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         before = wanted_of(seen)
         if not self._ratio:
             self._ratio = self._first_ratio(before)
         if not self._load.add(demand):
-            return Decision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
         late = self._lateness()
         replicas = {**before}
         for name, down in self._down.items():
@@ -69,7 +69,7 @@ class _HeteroScale:
             replicas[pool.name] = self._context.bounded(pool.name, ceil(self._ratio * decodes))
         grows = any(replicas[name] > before[name] for name in replicas)
         reason = DecisionReason.LOAD_UP if grows else DecisionReason.WITHIN_BAND
-        return Decision(at=now, replicas=replicas, reason=reason, numbers={"late": late, "ratio": self._ratio})
+        return PlanDecision(at=now, replicas=replicas, reason=reason, numbers={"late": late, "ratio": self._ratio})
 
     def _first_ratio(self, wanted: dict[PoolName, int]) -> float:
         decodes = sum(wanted[name] for name in self._down)

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, DecisionReason, PlannedPool
+from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation
 from fleet.sim.planning.rule_context import RuleContext
@@ -42,10 +42,10 @@ class _Hpa:
         self._load = ObservedLoad()
         self._down = {pool.name: Stabilised(settings.down_seconds) for pool in context.pools}
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         replicas = wanted_of(seen)
         if not self._load.add(demand):
-            return Decision(at=now, replicas=replicas, reason=DecisionReason.NO_SIGNAL)
+            return PlanDecision(at=now, replicas=replicas, reason=DecisionReason.NO_SIGNAL)
         used = {}
         for pool in self._context.pools:
             used[pool.name] = utilisation = self._utilisation(pool, seen)
@@ -53,7 +53,7 @@ class _Hpa:
         grows = any(replicas[name] > count for name, count in wanted_of(seen).items())
         reason = DecisionReason.LOAD_UP if grows else DecisionReason.WITHIN_BAND
         message = ", ".join(f"{name} is used to {share:.0%}" for name, share in used.items())
-        return Decision(
+        return PlanDecision(
             at=now,
             replicas=replicas,
             reason=reason,

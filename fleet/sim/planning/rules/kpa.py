@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, DecisionReason, PlannedPool
+from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
 from fleet.sim.planning.rule_context import RuleContext
@@ -42,15 +42,15 @@ class _Kpa:
         self._down = {pool.name: Stabilised(settings.down_seconds) for pool in context.pools}
         self._panic_until: dict[PoolName, Nanos] = {}
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         before = wanted_of(seen)
         if not self._load.add(demand):
-            return Decision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
         replicas = {**before}
         for pool in self._context.pools:
             replicas[pool.name] = self._wanted(now, pool, seen, before[pool.name])
         reason = DecisionReason.LOAD_UP if replicas != before else DecisionReason.WITHIN_BAND
-        return Decision(at=now, replicas=replicas, reason=reason)
+        return PlanDecision(at=now, replicas=replicas, reason=reason)
 
     def _wanted(self, now: Nanos, pool: PlannedPool, seen: Observation, before: int) -> int:
         settings, ready = self._settings, ready_of(seen, pool.name)

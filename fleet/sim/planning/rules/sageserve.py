@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, DecisionReason, PlannedPool
+from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
 from fleet.sim.planning.rule_context import RuleContext
@@ -45,10 +45,10 @@ class _SageServe:
         self._next_plan = Nanos(0)
         self._forecast = self._last_rate = 0.0
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         before = wanted_of(seen)
         if not self._load.add(demand):
-            return Decision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
         if now >= self._next_plan:
             self._plan(now)
         replicas = {**before}
@@ -56,7 +56,7 @@ class _SageServe:
             replicas[pool.name] = self._stepped(pool, before[pool.name], seen)
         grows = any(replicas[name] > before[name] for name in replicas)
         reason = DecisionReason.FORECAST_UP if grows else DecisionReason.WITHIN_BAND
-        return Decision(at=now, replicas=replicas, reason=reason, numbers={"forecast": self._forecast})
+        return PlanDecision(at=now, replicas=replicas, reason=reason, numbers={"forecast": self._forecast})
 
     def _plan(self, now: Nanos) -> None:
         settings = self._settings

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, DecisionReason, PlannedPool
+from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation
 from fleet.sim.planning.rule_context import RuleContext
@@ -39,10 +39,10 @@ class _Saturation:
         self._load = ObservedLoad()
         self._down = {pool.name: Stabilised(settings.down_seconds) for pool in context.pools}
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         before = wanted_of(seen)
         if not self._load.add(demand):
-            return Decision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
         replicas, numbers = {**before}, {}
         for pool in self._context.pools:
             capacity, used = self._capacity(pool), self._demand(pool)
@@ -59,7 +59,7 @@ class _Saturation:
             replicas[pool.name] = self._context.bounded(pool.name, bounded)
         grows = any(replicas[name] > before[name] for name in replicas)
         reason = DecisionReason.LOAD_UP if grows else DecisionReason.WITHIN_BAND
-        return Decision(at=now, replicas=replicas, reason=reason, numbers=numbers)
+        return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
 
     def _capacity(self, pool: PlannedPool) -> float:
         """Return the tokens that one replica may hold."""

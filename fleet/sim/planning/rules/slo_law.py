@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import Decision, DecisionReason, PlannedPool
+from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName
 from fleet.sim.planning.rule_context import RuleContext
@@ -52,10 +52,10 @@ class _SloLaw:
         self._load = ObservedLoad()
         self._timers: dict[PoolName, _PoolTimers] = {pool.name: _PoolTimers() for pool in context.pools}
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         before = wanted_of(seen)
         if not self._load.add(demand):
-            return Decision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
         replicas, signals = {**before}, {}
         for pool in self._context.pools:
             signals[pool.name] = signal = self._signal(pool)
@@ -63,7 +63,7 @@ class _SloLaw:
         grows = any(replicas[name] > before[name] for name in replicas)
         reason = DecisionReason.LOAD_UP if grows else DecisionReason.WITHIN_BAND
         message = ", ".join(f"{name} is at {signal:.2f} of its goal" for name, signal in signals.items())
-        return Decision(
+        return PlanDecision(
             at=now,
             replicas=replicas,
             reason=reason,

@@ -11,7 +11,7 @@ from math import ceil
 from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
-from fleet.planner.decisions import Decision, DecisionReason
+from fleet.planner.decisions import DecisionReason, PlanDecision
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation
 from fleet.sim.planning.rule_context import RuleContext
@@ -41,10 +41,10 @@ class _TokenScale:
         self._load = ObservedLoad()
         self._down = {pool.name: Stabilised(settings.down_seconds) for pool in context.pools}
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Decision:
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         before = wanted_of(seen)
         if not self._load.add(demand):
-            return Decision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
+            return PlanDecision(at=now, replicas=before, reason=DecisionReason.NO_SIGNAL)
         rate = self._load.rate(self._settings.velocity_seconds)
         replicas = {**before}
         for pool in self._context.pools:
@@ -54,4 +54,4 @@ class _TokenScale:
             replicas[pool.name] = self._context.bounded(pool.name, max(wanted, min(highest, before[pool.name])))
         grows = any(replicas[name] > before[name] for name in replicas)
         reason = DecisionReason.LOAD_UP if grows else DecisionReason.WITHIN_BAND
-        return Decision(at=now, replicas=replicas, reason=reason, numbers={"rate": rate})
+        return PlanDecision(at=now, replicas=replicas, reason=reason, numbers={"rate": rate})

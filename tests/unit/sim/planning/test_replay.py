@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from fleet.core.clock import SECOND, Nanos
-from fleet.planner.decisions import Decision, DecisionReason
+from fleet.planner.decisions import DecisionReason, PlanDecision
 from fleet.planner.messages import PoolName
 from fleet.sim.planning.replay import direction_changes
 from fleet.sim.planning.rule_context import ScheduledReplicas
@@ -26,7 +26,7 @@ class Scripted:
     def decide(self, now, demand, seen):
         self.told.append((now, demand, seen))
         count = [replicas for second, replicas in sorted(self.wanted.items()) if second * SECOND <= now][-1]
-        return Decision(at=now, replicas={BOTH: count}, reason=DecisionReason.LOAD_UP, numbers=self.numbers)
+        return PlanDecision(at=now, replicas={BOTH: count}, reason=DecisionReason.LOAD_UP, numbers=self.numbers)
 
 
 def static(count: int) -> ScheduledReplicas:

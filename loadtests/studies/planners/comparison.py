@@ -19,7 +19,7 @@ from fleet.sim.planning.scenario import read_replay
 from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
 from loadtests.studies.runs import FOLDER, Effort, spread
 
-TUNED = FOLDER / "planner-tuned.toml"
+TUNED = FOLDER / "planners" / "tuned.toml"
 """Parameters of each rule for each load, as the tuning found them."""
 
 SAMPLED = {"workload.sample": 0.9}

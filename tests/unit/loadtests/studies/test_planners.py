@@ -59,3 +59,9 @@ def test_every_rule_has_as_many_valid_trials(rule):
 def test_all_rules_without_search_are_tuned():
     assert set(tuning.TRIALS) == set(RULES) - {"static_peak", "static_best", "oracle"}
     assert all(comparison.LOADS[load] != changes or load == "day" for load, changes in tuning.LOADS.items())
+
+
+def test_tuned_parameters_are_among_the_trials_of_each_rule():
+    for load in comparison.LOADS:
+        for rule, trials in tuning.TRIALS.items():
+            assert comparison.tuned(load, rule) in trials, (load, rule)

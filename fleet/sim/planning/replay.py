@@ -45,7 +45,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 HOUR = 3600.0
 PLAN_WITHIN = Nanos(600 * SECOND)
 FORECAST, HORIZON = "forecast", "horizon_seconds"
-"""Names under which a rule states the rate that it expects, and how many seconds ahead (`Decision.numbers`)."""
+"""Names under which a rule states the rate that it expects, and how many seconds ahead (`PlanDecision.numbers`)."""
 
 WORST_OF = Nanos(300 * SECOND)
 LEAST_REQUESTS = 20

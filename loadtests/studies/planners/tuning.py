@@ -56,7 +56,7 @@ TRIALS: dict[str, tuple[dict[str, float], ...]] = {
 
 
 def study(effort: Effort) -> StudyReport:
-    """Try all parameters, and write the best ones of each rule and load to `planner-tuned.toml`."""
+    """Try all parameters, and write the best ones of each rule and load to `tuned.toml`."""
     cases = [(load, rule, number) for load in LOADS for rule, trials in TRIALS.items() for number in range(len(trials))]
     runs = dict(zip(cases, spread(_run, cases, effort.processes), strict=True))
     chosen: dict[str, dict[str, int]] = {}

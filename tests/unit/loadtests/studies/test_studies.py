@@ -6,6 +6,7 @@ import pytest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
+from fleet.sim.planning.scenario import read_replay
 from fleet.sim.run_plan import plan
 from fleet.sim.scenario import read_scenario
 from kvstore.eviction.trace_replay import TraceRequest
@@ -22,7 +23,7 @@ SCENARIOS = sorted(path.name for path in FOLDER.glob("*.toml") if path.name != "
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_scenario_can_be_run(name):
     path = FOLDER / name
-    scenario = read_scenario(path)
+    scenario = read_replay(path) if name.startswith("planner-") else read_scenario(path)
 
     planned = plan(scenario, path.parent)
 

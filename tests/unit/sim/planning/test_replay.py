@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from fleet.core.clock import SECOND, Nanos
-from fleet.planner.decisions import Decision, DecisionReason
+from fleet.planner.decisions import DecisionReason, PlanDecision
 from fleet.planner.messages import PoolName
 from fleet.sim.planning.replay import direction_changes
 from fleet.sim.planning.rule_context import ScheduledReplicas
@@ -26,7 +26,7 @@ class Scripted:
     def decide(self, now, demand, seen):
         self.told.append((now, demand, seen))
         count = [replicas for second, replicas in sorted(self.wanted.items()) if second * SECOND <= now][-1]
-        return Decision(at=now, replicas={BOTH: count}, reason=DecisionReason.LOAD_UP, numbers=self.numbers)
+        return PlanDecision(at=now, replicas={BOTH: count}, reason=DecisionReason.LOAD_UP, numbers=self.numbers)
 
 
 def static(count: int) -> ScheduledReplicas:
@@ -57,11 +57,11 @@ def test_planned_growth_serves_after_take_up_and_start(tmp_path):
 
 
 def test_shrinking_holds_gpus_until_streams_have_ended(tmp_path):
-    result = a_replay(tmp_path).run("scripted", Scripted({0: 8, 150: 2}))
+    result = a_replay(tmp_path).run("scripted", Scripted({0: 8, 150: 2}, interval=1))
 
-    held = [step.held["both"] for step in result.steps if step.at >= 155]
-    assert held[0] > 2
-    assert held[-1] == 2
+    held = {step.at: step.held["both"] for step in result.steps}
+    assert held[152] > 2, "replicas drain"
+    assert held[200] == 2
     assert result.outcome.refused == 0
 
 
@@ -84,7 +84,10 @@ def test_gap_of_metrics_is_stale_and_loses_no_request(tmp_path):
     stale = [now // SECOND for now, demand, _ in rule.told if demand.stale]
     assert {100, 125, 200, 225} <= set(stale)
     assert not {95, 130, 195, 230} & set(stale)
-    assert sum(demand.arrivals for _, demand, _ in rule.told) == sum(demand.arrivals for _, demand, _ in whole.told)
+    known = {demand.ended: demand.arrivals for _, demand, _ in whole.told}
+    [after] = [demand for now, demand, _ in rule.told if now == 130 * SECOND]
+    assert (after.began, after.ended) == (95 * SECOND, 130 * SECOND)
+    assert after.arrivals == sum(count for ended, count in known.items() if after.began < ended <= after.ended)
 
 
 def test_windows_add_up_to_what_happened(tmp_path):
@@ -114,7 +117,7 @@ def test_late_and_abandoned_requests_are_missed(tmp_path):
 
 
 def test_abandoned_requests_are_no_demand(tmp_path):
-    rule = Scripted({0: 1}, interval=300)
+    rule = Scripted({0: 1})
     result = a_replay(tmp_path, {"clients.deadline_seconds": 10, "planner.warm_up_seconds": 0}).run("scripted", rule)
 
     windows = [demand for _, demand, _ in rule.told]

@@ -47,7 +47,7 @@ def test_help_loads_no_part_of_the_system():
         ["generate", "text", "--timeout", "nan"],
         ["generate", "text", "--timeout", "0"],
         ["serve", "router"],
-        ["serve", "planner", "--config", "x"],
+        ["serve", "scheduler", "--config", "x"],
         ["generate"],
         ["generate", "text", "--max-tokens", "x"],
     ],

@@ -26,7 +26,7 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     forecast: ForecastMethod = "chosen"
     """Method of the forecast: `chosen` by a back-test, or `level`, which is none."""
 
-    caution: Annotated[float, Meta(ge=0, le=5)] = 0.5
+    caution: Annotated[float, Meta(ge=0, le=5)] = 0.25
     """Standard errors of the forecast that are added to it."""
 
     season_seconds: Annotated[float, Meta(ge=0, le=1e7)] = 86400.0
@@ -35,7 +35,7 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_seconds: PositiveSeconds = 15.0
     """Time between two samples of the forecast."""
 
-    threshold: Annotated[float, Meta(ge=1, le=10)] = 3.5
+    threshold: Annotated[float, Meta(ge=1, le=10)] = 4.0
     """Standard errors by which a load must differ to count as changed."""
 
     mix_saving: Annotated[float, Meta(ge=0, le=1)] = 0.1

@@ -15,6 +15,8 @@ from msgspec import structs
 from fleet.core.errors import ConfigurationRefused
 from loadtests.studies import distserve, lengths, mixes, policies, ratio, splitwise, tuning
 from loadtests.studies.findings import StudyReport
+from loadtests.studies.planners import comparison as compare_planners
+from loadtests.studies.planners import tuning as tune_planners
 from loadtests.studies.runs import Effort
 
 FAILED, MISUSED, REFUSED = 1, 2, 3
@@ -28,6 +30,14 @@ STUDIES: dict[str, tuple[str, Callable[[Effort], StudyReport]]] = {
     "wide": ("how even 64 workers are", policies.wide),
     "ratio": ("prefill workers to decode workers", ratio.study),
     "mixes": ("H100, B200, MI300X and mixes of them, by cost", mixes.study),
+    "planner": (
+        "rules that size pools: goals kept and GPU-hours, by start-up and delay of metrics",
+        compare_planners.study,
+    ),
+    "planner-tuning": (
+        "parameters for the study of planners, on other seeds and other parts of the traces",
+        tune_planners.study,
+    ),
     "tuning": ("parameters for the contest of policies, on the first half of the requests", tuning.study),
 }
 

@@ -100,7 +100,7 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
         if used >= 1.0:
             return inf
         rest = 1.0 - self.percentile
-        together = sqrt(2.0 * (self.replicas + 1.0)) - 1.0
+        together = sqrt(2.0 * (self.replicas / self.dispersion + 1.0)) - 1.0  # bursts meet fewer free engines each
         waits = used**together  # probability that all engines are busy
         slowness = share * (self.dispersion + self.spread) / (2.0 * self.replicas * (1.0 - used))
         queued = log(waits / rest) * slowness if waits > rest else 0.0

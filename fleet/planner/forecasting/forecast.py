@@ -6,7 +6,7 @@ Rules:
 2. The methods: last value; exponentially weighted mean (Brown, 1956); local linear trend by a Kalman filter (Harvey, 1989, chapter 4), with
    a damped slope (Gardner and McKenzie, 1985); additive seasons of a fixed length (Holt, 1957; Winters, 1960).
 3. `ChosenForecaster` makes all of their forecasts and later compares each with what came (a rolling back-test at the horizon that is
-   used). It takes the method with the least squared error, which must beat the present one by `MARGIN`. Its error is a number.
+   used). It takes the method with the least absolute error, which must beat the present one by `MARGIN`. Its error is a number.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-MARGIN = 0.1
+MARGIN = 0.05
 """A method replaces the present one if its error is smaller by this share."""
 
 MEMORY = 240
@@ -87,7 +87,7 @@ class LocalTrend:
     """Kalman filter of a level and its slope, which is damped: far ahead a slope says little."""
 
     def __init__(
-        self, step_seconds: float, *, level_noise: float = 0.05, slope_noise: float = 0.002, damping: float = 0.98
+        self, step_seconds: float, *, level_noise: float = 0.05, slope_noise: float = 0.002, damping: float = 0.99
     ) -> None:
         """Create a filter without samples.
 
@@ -171,7 +171,6 @@ class BacktestScore(Struct, frozen=True, kw_only=True):
     """Errors of one method in the back-test."""
 
     method: str
-    squared: float
     relative: float
     """Mean absolute error, divided by the mean value."""
 
@@ -186,7 +185,6 @@ class ChosenForecaster:
         self._methods = dict(methods)
         self._step = step_seconds
         self._steps = 1
-        self._squared = {name: _Mean() for name in methods}
         self._absolute = {name: _Mean() for name in methods}
         self._mean = _Mean()
         self._made: dict[str, deque[float]] = {}
@@ -210,7 +208,6 @@ class ChosenForecaster:
         for name, method in self._methods.items():
             made = self._made[name]
             if len(made) == self._steps:
-                self._squared[name].add((value - made[0]) ** 2)
                 self._absolute[name].add(abs(value - made[0]))
             method.update(value)
             made.append(method.forecast(self._steps * self._step).mean)
@@ -231,9 +228,8 @@ class ChosenForecaster:
         return [
             BacktestScore(
                 method=name,
-                squared=self._squared[name].value,
                 relative=self._relative(name),
-                samples=self._squared[name].count,
+                samples=self._absolute[name].count,
             )
             for name in self._methods
         ]
@@ -242,10 +238,9 @@ class ChosenForecaster:
         return self._absolute[name].value / self._mean.value if self._mean.value else 0.0
 
     def _choose(self) -> None:
-        best = min(self._methods, key=lambda name: self._squared[name].value)
-        if not self._squared[best].count or self._squared[best].count < self._steps:
-            return
-        if self._squared[best].value < (1.0 - MARGIN) * self._squared[self.chosen].value:
+        best = min(self._methods, key=lambda name: self._absolute[name].value)
+        tested = self._absolute[best]
+        if tested.count >= self._steps and tested.value < (1.0 - MARGIN) * self._absolute[self.chosen].value:
             self.chosen = best
 
 

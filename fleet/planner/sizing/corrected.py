@@ -56,7 +56,7 @@ class CorrectedCapacity:
         self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int], ttft: float | None, tpot: float | None
     ) -> Iterator[str]:
         """Learn from measured percentiles, and yield the latencies whose error has grown."""
-        predicted = self._predicted(load, rate, ready)
+        predicted = self.predicted(load, rate, ready)
         if ttft is not None and self.ttft.observe(predicted[0], ttft):
             yield "ttft"
         if tpot is not None and self.tpot.observe(predicted[1], tpot):
@@ -111,7 +111,7 @@ class CorrectedCapacity:
             default=1.0,
         )
 
-    def _predicted(self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int]) -> tuple[float, float]:
+    def predicted(self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int]) -> tuple[float, float]:
         """Return the predicted TTFT and TPOT of the slowest pools, if the pools of a phase share the rate by their capacity."""
         ttft = tpot = 0.0
         for phase in (Role.PREFILL, Role.DECODE):

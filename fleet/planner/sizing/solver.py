@@ -114,7 +114,7 @@ def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: Pl
             break
         per_replica = lower
     assert found is not None
-    return _mix(candidates, found, rate, rates)
+    return _mix(candidates, _trimmed(candidates, found, rate, rates, budget), rate, rates)
 
 
 def served(candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, rates: Rates) -> float:
@@ -158,6 +158,20 @@ def _mix(candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, 
         served=served(candidates, replicas, rate, rates),
         dollars=sum(each.dollars * count for each, count in zip(candidates, replicas, strict=True)),
     )
+
+
+def _trimmed(
+    candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, rates: Rates, budget: PlanBudget
+) -> list[int]:
+    """Return the replicas without those that the rounding of the rates has left over, dearest first."""
+    trimmed, wanted = list(replicas), served(candidates, replicas, rate, rates) * (1.0 - ROUNDING)
+    for index in sorted(range(len(trimmed)), key=lambda index: -candidates[index].dollars):
+        while trimmed[index] > candidates[index].least:
+            trimmed[index] -= 1
+            if served(candidates, trimmed, rate, rates) < wanted or not within_ratio(candidates, trimmed, budget):
+                trimmed[index] += 1
+                break
+    return trimmed
 
 
 def _one_pool_each(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:

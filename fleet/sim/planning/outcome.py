@@ -8,6 +8,9 @@ class ReplayOutcome(Struct, frozen=True, kw_only=True):
 
     rule: str
     attainment: float
+    worst_attainment: float
+    """Lowest attainment of any five minutes."""
+
     gpu_hours: float
     dollars: float
     direction_changes: int

@@ -45,7 +45,11 @@ from kvstore.eviction.trace_replay import TraceRequest
 HOUR = 3600.0
 PLAN_WITHIN = Nanos(600 * SECOND)
 FORECAST, HORIZON = "forecast", "horizon_seconds"
-"""Names under which a rule states the rate that it expects, and how many seconds ahead (`Decision.numbers`)."""
+"""Names under which a rule states the rate that it expects, and how many seconds ahead (`PlanDecision.numbers`)."""
+
+WORST_OF = Nanos(300 * SECOND)
+LEAST_REQUESTS = 20
+"""Length of the spans of which the worst is reported, and the requests from which on a span counts."""
 
 AROUND = Nanos(30 * SECOND)
 """Time before and after the instant of a forecast in which arrivals are counted to judge it."""
@@ -270,6 +274,7 @@ class _Run:
         return ReplayOutcome(
             rule=self._name,
             attainment=round(self._score.attainment, 5),
+            worst_attainment=round(self._score.worst_attainment, 5),
             gpu_hours=round(sum(gpu_seconds.values()) / HOUR, 4),
             dollars=round(sum(gpu_seconds[name] * prices[name] for name in gpu_seconds) / HOUR, 4),
             direction_changes=sum(direction_changes(self._wanted(history)) for history in histories),
@@ -311,6 +316,7 @@ class _Score:
         self.history = History(slo)
         self.requests = self.refused = self._good = 0
         self._prompt_tokens = self._cached_tokens = 0
+        self._spans: dict[int, list[int]] = {}  # requests and good ones, by number of the span
         self._arrivals: list[Nanos] = []
         self._forecasts: list[tuple[Nanos, float]] = []
 
@@ -323,6 +329,9 @@ class _Score:
         self.requests += 1
         self.refused += not answered
         self._good += good
+        span = self._spans.setdefault(ended.arrival // WORST_OF, [0, 0])
+        span[0] += 1
+        span[1] += good
         if answered:
             self._prompt_tokens += ended.prompt_tokens
             self._cached_tokens += ended.cached_tokens
@@ -336,6 +345,11 @@ class _Score:
     @property
     def attainment(self) -> float:
         return self._good / self.requests if self.requests else 1.0
+
+    @property
+    def worst_attainment(self) -> float:
+        shares = [good / count for count, good in self._spans.values() if count >= LEAST_REQUESTS]
+        return min(shares, default=self.attainment)
 
     @property
     def cached_share(self) -> float:

@@ -37,10 +37,10 @@ class OracleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Replays that search the common scale, and that search the scale of each pool."""
 
     def open(self, context: RuleContext) -> ScheduledReplicas:
-        return _Search(self, context).best()
+        return _OracleSearch(self, context).best()
 
 
-class _Search:
+class _OracleSearch:
     def __init__(self, settings: OracleRule, context: RuleContext) -> None:
         self._settings, self._context = settings, context
         self._shape = known_shape(context)

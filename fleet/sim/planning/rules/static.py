@@ -1,7 +1,7 @@
 """Static pools: sized for the peak, the best in hindsight, and Mélange's.
 
 Sources: a pool for the peak is what most operators run, sized as `fleet.hardware.sizing` does it: the highest minute, with 0.8 of the
-throughput used. The best in hindsight is the cheapest fixed number that keeps the attainment on these very requests, found by replays.
+throughput used, or larger until no five minutes miss the goals. The best in hindsight is the cheapest fixed number that keeps the attainment on these very requests, found by replays.
 Mélange (arXiv 2404.14527) covers slices of the load by length with the cheapest replicas; with one GPU type for each role, as in these
 scenarios, its integer program is a sum over the slices, rounded up.
 """
@@ -20,6 +20,8 @@ from fleet.sim.planning.rules.future_load import mean_shape, needs, peak_replica
 EVERY = Nanos(60 * SECOND)
 PEAK_SECONDS = 60.0
 HALVINGS = 4
+GROWTH = 1.15
+MOST_TRIALS = 8
 SLICES = (0, 1000, 4000, 16_000, 64_000)
 """Prompt tokens at which Mélange's buckets begin."""
 
@@ -39,10 +41,20 @@ class StaticPeakRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Pools that are sized for the highest load."""
 
     use: float = HEADROOM
-    """Share of the throughput that is used at the peak."""
+    """Share of the throughput that is used at the peak, or less if the goals would be missed for five minutes."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.use <= 1:
+            raise ValueError(f"use: {self.use:g} is not between 0 and 1")
 
     def open(self, context: RuleContext) -> ScheduledReplicas:
-        return static(peak_replicas(context, known_shape(context), PEAK_SECONDS, self.use))
+        shape = known_shape(context)
+        uses = [self.use / GROWTH**trial for trial in range(MOST_TRIALS)]
+        pools = [static(peak_replicas(context, shape, PEAK_SECONDS, use)) for use in uses]
+        return next((each for each in pools if self._keeps(context, each)), pools[-1])
+
+    def _keeps(self, context: RuleContext, rule: ScheduledReplicas) -> bool:
+        return context.attempt(rule).worst_attainment >= context.attainment
 
 
 class StaticBestRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,222 @@
+"""`fleet plan size`: the cheapest pools for a load, their cost, and when a hosted endpoint is cheaper."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleet.cli.console.exits import DONE, FAILED
+from fleet.cli.console.seconds import seconds
+from fleet.core.errors import ConfigurationRefused
+
+if TYPE_CHECKING:
+    from fleet.hardware.known_models import SizedModel
+    from fleet.planner.sizing.prices import HostedPrice, PriceBook
+    from fleet.planner.sizing.proposal import PoolProposal, PricedGpu
+
+HIGHEST = 1e9
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="a Hugging Face folder, its config.json, or a repository that is known by name",
+    )
+    load.add_argument("--rate", type=_above_zero, required=True, metavar="R", help="requests per second")
+    load.add_argument("--prompt", type=_above_zero, required=True, metavar="TOKENS", help="mean prompt length")
+    load.add_argument("--answer", type=_above_zero, required=True, metavar="TOKENS", help="mean answer length")
+    load.add_argument(
+        "--cached", type=_number, default=0.0, metavar="TOKENS", help="prompt tokens in a cache (default: 0)"
+    )
+    load.add_argument(
+        "--spread",
+        type=_number,
+        default=0.0,
+        metavar="CV",
+        help="standard deviation of prompt lengths, divided by their mean (default: 0)",
+    )
+    load.add_argument(
+        "--dispersion",
+        type=_above_zero,
+        default=1.0,
+        metavar="I",
+        help="variance of the number of arrivals, divided by its mean: 1 is Poisson, more is bursty (default: 1)",
+    )
+    goals = parser.add_argument_group("goals and limits")
+    goals.add_argument("--ttft", type=seconds, required=True, metavar="SECONDS", help="time to the first token")
+    goals.add_argument("--tpot", type=seconds, required=True, metavar="SECONDS", help="time for each further token")
+    goals.add_argument(
+        "--percentile",
+        type=float,
+        default=0.95,
+        metavar="SHARE",
+        help="requests that must keep each goal (default: 0.95)",
+    )
+    goals.add_argument(
+        "--headroom", type=float, default=0.8, metavar="SHARE", help="most of the throughput used (default: 0.8)"
+    )
+    goals.add_argument("--most-gpus", type=int, metavar="N", help="GPUs that there are")
+    goals.add_argument("--most-dollars", type=_above_zero, metavar="N", help="dollars per hour that may be spent")
+    cost = parser.add_argument_group("hardware and prices")
+    cost.add_argument(
+        "--gpus", metavar="NAMES", help="names from `fleet hardware list`, by commas (default: all with a price)"
+    )
+    cost.add_argument("--backend", default="vllm", help="vllm, sglang or trtllm (default: vllm)")
+    cost.add_argument("--prices", type=Path, metavar="FILE", help="price book; see docs (default: list prices)")
+    cost.add_argument("--region", metavar="NAME", help="region of the price book (default: its first)")
+    cost.add_argument(
+        "--hosted-prompt", type=_number, metavar="DOLLARS", help="hosted price of a million prompt tokens"
+    )
+    cost.add_argument(
+        "--hosted-answer", type=_number, metavar="DOLLARS", help="hosted price of a million answer tokens"
+    )
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write JSON to this file, or to standard output"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status 0: there are such pools; 1: goals or limits do not allow for them, and conditions say why."""
+    import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
+
+    from fleet.cli.console.files import whole_file  # noqa: PLC0415
+    from fleet.hardware.latency.open_loop import RequestShape  # noqa: PLC0415
+    from fleet.planner.decisions import PlanBudget, PlanGoals  # noqa: PLC0415
+    from fleet.planner.sizing.capacity import OfferedLoad  # noqa: PLC0415
+    from fleet.planner.sizing.proposal import propose_pools  # noqa: PLC0415
+
+    _check(arguments)
+    book = _book(arguments.prices)
+    region = arguments.region or next(iter(book.regions))
+    shape = RequestShape(prompt_tokens=arguments.prompt, answer_tokens=arguments.answer, cached_tokens=arguments.cached)
+    proposal = propose_pools(
+        _model(arguments.model),
+        _gpus(arguments.gpus, book, region),
+        OfferedLoad(shape=shape, prompt_spread=arguments.spread**2, dispersion=arguments.dispersion),
+        arguments.rate,
+        PlanGoals(ttft_seconds=arguments.ttft, tpot_seconds=arguments.tpot, percentile=arguments.percentile),
+        PlanBudget(gpus=arguments.most_gpus, dollars_per_hour=arguments.most_dollars),
+        headroom=arguments.headroom,
+        backend=arguments.backend,
+    )
+    answer = msgspec.to_builtins(proposal) | _break_even(arguments, proposal)
+    if arguments.json is None:
+        print("\n".join(_lines(arguments, proposal, answer)))
+    elif arguments.json == "-":
+        print(msgspec.json.encode(answer).decode())
+    else:
+        with whole_file(Path(arguments.json), "--json") as path:
+            path.write_bytes(msgspec.json.encode(answer) + b"\n")
+    return FAILED if proposal.conditions else DONE
+
+
+def _lines(arguments: argparse.Namespace, proposal: "PoolProposal", answer: dict[str, Any]) -> list[str]:
+    pools = [
+        (
+            f"{each.role:8} {each.replicas:5} x {each.tp} {each.gpu:8} {each.gpus:6} GPUs {each.dollars_per_hour:10.2f} $/h"
+            f" {each.rate:10.2f} requests/s at most"
+        )
+        for each in proposal.pools
+    ]
+    conditions = [f"{each.type}: {each.message}" for each in proposal.conditions]
+    if not pools:
+        return conditions
+    cost = (
+        f"{proposal.gpus} GPUs, {proposal.dollars_per_hour:.2f} $/h, {proposal.dollars_per_million_tokens:.3g} $ per million"
+        f" tokens, {proposal.dollars_per_million_answer_tokens:.3g} $ per million answer tokens"
+    )
+    latency = (
+        f"TTFT {proposal.ttft_seconds:.3g} s and TPOT {proposal.tpot_seconds:.3g} s for {arguments.percentile:.0%} of the"
+        f" requests at {proposal.rate:.4g} a second"
+    )
+    return [*pools, cost, latency, *_hosted_lines(answer["break_even_utilisation"]), *conditions]
+
+
+def _hosted_lines(share: float | None) -> list[str]:
+    if share is None:
+        return []
+    if share <= 1.0:
+        return [f"a hosted endpoint is cheaper below {share:.0%} of this rate"]
+    return [f"a hosted endpoint is cheaper at any rate up to this one: the GPUs cost {share:.2g} times as much"]
+
+
+def _break_even(arguments: argparse.Namespace, proposal: "PoolProposal") -> dict[str, float | None]:
+    from fleet.planner.sizing.prices import break_even  # noqa: PLC0415
+
+    hosted = _hosted(arguments)
+    if hosted is None or not proposal.pools:
+        return {"hosted_dollars_per_hour": None, "break_even_utilisation": None}
+    request = hosted.dollars(arguments.prompt, arguments.answer)
+    return {
+        "hosted_dollars_per_hour": request * proposal.rate * 3600.0,
+        "break_even_utilisation": break_even(proposal.dollars_per_hour, proposal.rate, request),
+    }
+
+
+def _hosted(arguments: argparse.Namespace) -> "HostedPrice | None":
+    from fleet.planner.sizing.prices import HostedPrice  # noqa: PLC0415
+
+    if arguments.hosted_prompt is None and arguments.hosted_answer is None:
+        return None
+    return HostedPrice(prompt=arguments.hosted_prompt or 0.0, answer=arguments.hosted_answer or 0.0)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("percentile", "headroom"):
+        if not 0 < getattr(arguments, name) < 1:
+            raise ConfigurationRefused(f"--{name}: {getattr(arguments, name):g} is not between 0 and 1")
+    if arguments.cached >= arguments.prompt:
+        raise ConfigurationRefused(f"--cached: {arguments.cached:g} must be below --prompt, {arguments.prompt:g}")
+    if arguments.most_gpus is not None and arguments.most_gpus < 1:
+        raise ConfigurationRefused(f"--most-gpus: {arguments.most_gpus} must be at least 1")
+    if arguments.backend not in {"vllm", "sglang", "trtllm"}:
+        raise ConfigurationRefused(f"--backend: {arguments.backend!r} is not one of vllm, sglang, trtllm")
+
+
+def _model(named: Path) -> "SizedModel":
+    from fleet.hardware.known_models import SizedModel, model_by_repository  # noqa: PLC0415
+    from fleet.hardware.model_configs import read_model_config  # noqa: PLC0415
+
+    known = None if named.exists() else model_by_repository(str(named))
+    return SizedModel(model=read_model_config(named), context=0) if known is None else known
+
+
+def _book(file: Path | None) -> "PriceBook":
+    from fleet.config import load  # noqa: PLC0415
+    from fleet.planner.sizing.prices import PriceBook, list_prices  # noqa: PLC0415
+
+    book = list_prices() if file is None else load(file, PriceBook)
+    if not book.regions:
+        raise ConfigurationRefused(f"{file}: regions: there must be at least one")
+    return book
+
+
+def _gpus(names: str | None, book: "PriceBook", region: str) -> "list[PricedGpu]":
+    from fleet.hardware.gpus import gpu  # noqa: PLC0415
+    from fleet.planner.sizing.proposal import PricedGpu  # noqa: PLC0415
+
+    if names is None and region not in book.regions:
+        raise ConfigurationRefused(f"--region: {region!r} is not one of {', '.join(book.regions)}")
+    chosen = [name.strip() for name in names.split(",")] if names is not None else list(book.regions[region])
+    return [
+        PricedGpu(gpu=gpu(name, "--gpus"), dollars_per_hour=book.dollars(name, region))
+        for name in dict.fromkeys(chosen)
+    ]
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= HIGHEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {HIGHEST:g}")
+    return number
+
+
+def _above_zero(text: str) -> float:
+    if not (number := _number(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return number

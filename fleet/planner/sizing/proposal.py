@@ -1,0 +1,190 @@
+"""Proposal of pools: the cheapest pools of all GPU types that serve a load within its goals, before any pool exists. Pure.
+
+Rules:
+
+1. Each GPU type may have pools of each role, with every tensor parallelism that holds the model within a node. The solver chooses among them.
+2. The KV of a prompt travels between two nodes with the GPUs of the decode pool; its time counts as part of the TPOT.
+3. If no pool can keep a goal, or limits allow for less than the rate, the result says which, with the best that can be reached.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+
+from msgspec import Struct
+
+from fleet.core.roles import Role
+from fleet.hardware.gpus import Gpu
+from fleet.hardware.known_models import SizedModel
+from fleet.hardware.latency.coefficients import estimate
+from fleet.hardware.latency.open_loop import EngineReplica
+from fleet.hardware.latency.prediction import BUDGET_TOKENS, transfer_seconds
+from fleet.hardware.sharding import ShardedModel
+from fleet.hardware.sizing import MOST_RUNNING, ONE_CONTEXT, node_shardings
+from fleet.planner.decisions import PlanBudget, PlanCondition, PlanConditionType, PlanGoals, PlannedPool
+from fleet.planner.messages import MOST_REPLICAS, PoolName
+from fleet.planner.sizing.capacity import OfferedLoad, PoolEngine, StepCapacity
+from fleet.planner.sizing.corrected import CorrectedCapacity
+from fleet.planner.sizing.prices import MILLION, SECONDS_PER_HOUR
+from fleet.planner.sizing.solver import Candidate, replica_dollars, solve
+
+LONG_PROMPT = 1000
+"""Tokens from which the time of a KV transfer is taken, apart from its start."""
+
+
+class PricedGpu(Struct, frozen=True, kw_only=True):
+    """A GPU type that may be used."""
+
+    gpu: Gpu
+    dollars_per_hour: float
+
+
+class ProposedPool(Struct, frozen=True, kw_only=True):
+    """Pool of a proposal."""
+
+    role: Role
+    gpu: str
+    tp: int
+    """GPUs of one replica, which share the model by tensor parallelism."""
+
+    replicas: int
+    gpus: int
+    dollars_per_hour: float
+    rate: float
+    """Requests per second that the pool can serve."""
+
+
+class PoolProposal(Struct, frozen=True, kw_only=True):
+    """Pools for a load; without any, conditions say why there are none."""
+
+    pools: tuple[ProposedPool, ...]
+    gpus: int
+    dollars_per_hour: float
+    dollars_per_million_tokens: float
+    """For tokens of prompts and answers together, at the stated rate."""
+
+    dollars_per_million_answer_tokens: float
+    ttft_seconds: float
+    """Predicted TTFT at the percentile of the goals; 0: there are no pools."""
+
+    tpot_seconds: float
+    rate: float
+    """Requests per second that are served within the goals: the stated ones, or fewer if limits do not allow for them."""
+
+    conditions: tuple[PlanCondition, ...] = ()
+
+
+def propose_pools(
+    sized: SizedModel,
+    gpus: Sequence[PricedGpu],
+    load: OfferedLoad,
+    rate: float,
+    goals: PlanGoals,
+    budget: PlanBudget,
+    *,
+    headroom: float,
+    backend: str = "vllm",
+) -> PoolProposal:
+    """Return the cheapest pools that serve `rate` requests per second within the goals."""
+    tokens = ceil(load.shape.prompt_tokens + load.shape.answer_tokens)
+    if sized.context and tokens > sized.context:
+        return _nothing(
+            "model", f"a request of {tokens} tokens is longer than the context of the model, {sized.context}"
+        )
+    pools, engines = [], {}
+    for priced in gpus:
+        for placement in node_shardings(sized, priced.gpu, priced.gpu.gpus_per_node, ceil(tokens / ONE_CONTEXT)):
+            engine = pool_engine(placement, backend)
+            for role in (Role.BOTH, Role.PREFILL, Role.DECODE):
+                pool = _pool(role, placement, priced.dollars_per_hour)
+                pools.append(pool)
+                engines[pool.name] = engine
+    if not pools:
+        return _nothing(
+            "gpus",
+            f"no node of {', '.join(each.gpu.id for each in gpus)} holds the model and a request of {tokens} tokens",
+        )
+    model = StepCapacity(engines, headroom)
+    corrected = CorrectedCapacity(model, goals, pools)
+    if conditions := tuple(corrected.out_of_reach(load)):
+        return _empty(conditions)
+    candidates = [Candidate(pool=each, least=0, most=MOST_REPLICAS) for each in pools]
+    mix = solve(candidates, rate, lambda pool, count: corrected.highest_rate(pool, load, count), budget)
+    if mix is None or mix.served <= 0.0:
+        return _nothing("budget", "the limits do not allow for a single replica of each role")
+    used = {pool: count for pool, count in zip(pools, mix.replicas, strict=True) if count}
+    ttft, tpot = corrected.predicted(load, mix.served, used)
+    shape, per_hour = load.shape, mix.served * SECONDS_PER_HOUR / MILLION
+    return PoolProposal(
+        pools=tuple(_proposed(pool, count, corrected.highest_rate(pool, load, count)) for pool, count in used.items()),
+        gpus=sum(pool.gpus * count for pool, count in used.items()),
+        dollars_per_hour=mix.dollars,
+        dollars_per_million_tokens=mix.dollars / (per_hour * (shape.prompt_tokens + shape.answer_tokens)),
+        dollars_per_million_answer_tokens=mix.dollars / (per_hour * shape.answer_tokens),
+        ttft_seconds=ttft,
+        tpot_seconds=tpot,
+        rate=mix.served,
+        conditions=() if mix.served >= rate * (1.0 - 1e-6) else (_too_little(rate, mix.served),),
+    )
+
+
+def pool_engine(placement: ShardedModel, backend: str = "vllm") -> PoolEngine:
+    """Return the engine of a sharded model, by the estimated step model of its GPU."""
+    estimated = estimate(placement, backend)
+    first = transfer_seconds(placement, placement, 1)
+    return PoolEngine(
+        engine=EngineReplica(
+            step=estimated.step,
+            client=estimated.client,
+            capacity_tokens=placement.kv_capacity_tokens(),
+            most_running=MOST_RUNNING,
+            budget_tokens=BUDGET_TOKENS,
+        ),
+        transfer_base=first,
+        transfer_token=(transfer_seconds(placement, placement, LONG_PROMPT) - first) / LONG_PROMPT,
+    )
+
+
+def _pool(role: Role, placement: ShardedModel, dollars: float) -> PlannedPool:
+    gpus = placement.parallelism.gpus
+    name = PoolName(f"{role}-{placement.gpu.id}-tp{gpus}")
+    return PlannedPool(name=name, role=role, gpu=placement.gpu.id, gpus=gpus, dollars_per_hour=dollars)
+
+
+def _proposed(pool: PlannedPool, replicas: int, rate: float) -> ProposedPool:
+    return ProposedPool(
+        role=pool.role,
+        gpu=pool.gpu,
+        tp=pool.gpus,
+        replicas=replicas,
+        gpus=replicas * pool.gpus,
+        dollars_per_hour=replicas * replica_dollars(pool),
+        rate=rate,
+    )
+
+
+def _too_little(rate: float, served: float) -> PlanCondition:
+    return PlanCondition(
+        type=PlanConditionType.BUDGET_EXHAUSTED,
+        field="budget",
+        message=f"budget: {rate:g} requests a second are asked for, and the limits allow for {served:.4g}",
+    )
+
+
+def _nothing(field: str, message: str) -> PoolProposal:
+    return _empty(
+        (PlanCondition(type=PlanConditionType.GOAL_OUT_OF_REACH, field=field, message=f"{field}: {message}"),)
+    )
+
+
+def _empty(conditions: tuple[PlanCondition, ...]) -> PoolProposal:
+    return PoolProposal(
+        pools=(),
+        gpus=0,
+        dollars_per_hour=0.0,
+        dollars_per_million_tokens=0.0,
+        dollars_per_million_answer_tokens=0.0,
+        ttft_seconds=0.0,
+        tpot_seconds=0.0,
+        rate=0.0,
+        conditions=conditions,
+    )

@@ -1,0 +1,73 @@
+"""`fleet plan replay`: figures of rules, its page, and one line for invalid input."""
+
+import json
+
+import pytest
+
+from fleet.cli.main import run
+from tests.support.sim.replays import write_replay
+
+KEYS = {
+    "rule",
+    "attainment",
+    "gpu_hours",
+    "dollars",
+    "direction_changes",
+    "most_replicas",
+    "predicted_error",
+}
+
+
+def test_each_rule_has_one_object_with_its_figures(tmp_path, capsys):
+    file = write_replay(tmp_path)
+
+    assert run(["plan", "replay", str(file), "--rules", "static_peak,hpa", "--json", "-"]) == 0
+
+    peak, hpa = json.loads(capsys.readouterr().out)
+    assert peak.keys() >= KEYS
+    assert (peak["rule"], hpa["rule"]) == ("static_peak", "hpa")
+    assert peak["attainment"] >= 0.97
+    assert peak["direction_changes"] == 0
+    assert 0 < hpa["gpu_hours"] != peak["gpu_hours"]
+    assert peak["dollars"] == pytest.approx(peak["gpu_hours"] * hpa["dollars"] / hpa["gpu_hours"], rel=1e-2)
+
+
+def test_report_shows_replicas_and_decisions_with_reasons(tmp_path, capsys):
+    file, page = write_replay(tmp_path), tmp_path / "page.html"
+
+    assert run(["plan", "replay", str(file), "--report", str(page), "--set", "planner.rule=<b>"]) == 3
+    assert not page.exists()
+    assert run(["plan", "replay", str(file), "--report", str(page)]) == 0
+
+    text = page.read_text()
+    assert "hpa" in capsys.readouterr().out
+    for wanted in ("Demand", "both wanted", "both ready", "Goals kept", "Cost", "load_up", "both is used to"):
+        assert wanted in text, wanted
+    assert "<script" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rules", "hpa,hpa"], "--rules: 'hpa' is named twice"),
+        (["--rules", "hpb"], "rules: 'hpb' is not one of"),
+        (["--set", "planner.pools.other.most=3"], "planner.pools.other: there is no such pool; there are both"),
+        (["--set", "planner.pools.both.least=13"], "planner.pools.both.least: 13 is more than most, which is 12"),
+        (["--set", "planner.gap_every_seconds=5"], "gap_seconds: 0 is not between 0 and gap_every_seconds, 5"),
+        (["--set", "clients.kind=closed"], 'clients must be "open"'),
+        (["--set", "planner.parameters.hpa={goal=1}"], "planner.parameters.hpa"),
+        (["--set", "planner.percentile=nan"], "planner.percentile"),
+    ],
+)
+def test_invalid_input_is_refused_with_its_field(tmp_path, capsys, options, message):
+    file = write_replay(tmp_path)
+
+    assert run(["plan", "replay", str(file), *options]) == 3
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_plain_simulation_refuses_a_planner_section(tmp_path, capsys):
+    assert run(["sim", "run", str(write_replay(tmp_path))]) == 3
+    assert "planner" in capsys.readouterr().err

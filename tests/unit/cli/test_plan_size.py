@@ -1,0 +1,99 @@
+"""`fleet plan size`: proposals, prices and refusals."""
+
+import json
+
+import pytest
+
+from fleet.cli.console.exits import CONFIGURATION_REFUSED, DONE, FAILED
+from fleet.cli.main import run
+
+LOAD = ["--model", "meta-llama/Llama-3.1-70B-Instruct", "--rate", "20", "--prompt", "3000", "--answer", "300"]
+GOALS = ["--ttft", "1", "--tpot", "0.03"]
+
+
+def size(capsys, *more, load=LOAD, goals=GOALS, status=DONE):
+    assert run(["plan", "size", *load, *goals, *more, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_proposal_serves_the_rate_within_goals(capsys):
+    answer = size(capsys)
+    for phase in ("prefill", "decode"):
+        assert sum(each["rate"] for each in answer["pools"] if each["role"] in {phase, "both"}) >= 20
+    assert 0 < answer["ttft_seconds"] <= 1
+    assert 0 < answer["tpot_seconds"] <= 0.03
+    assert answer["gpus"] == sum(each["replicas"] * each["tp"] for each in answer["pools"])
+    tokens = 20 * 3600 * 3300 / 1e6
+    assert answer["dollars_per_million_tokens"] == pytest.approx(answer["dollars_per_hour"] / tokens)
+
+
+def test_more_gpu_types_never_cost_more(capsys):
+    alone = [size(capsys, "--gpus", name)["dollars_per_hour"] for name in ("h100", "b200", "mi300x")]
+    assert size(capsys, "--gpus", "h100,b200,mi300x")["dollars_per_hour"] <= min(alone)
+
+
+def test_bursty_load_needs_more(capsys):
+    tight = ["--ttft", "0.4", "--tpot", "0.03"]
+    steady = size(capsys, "--gpus", "h100", goals=tight)
+    bursty = size(capsys, "--gpus", "h100", "--dispersion", "10", goals=tight)
+    assert bursty["dollars_per_hour"] > steady["dollars_per_hour"]
+
+
+def test_hosted_price_gives_break_even_utilisation(capsys):
+    answer = size(capsys, "--hosted-prompt", "0.5", "--hosted-answer", "1.5")
+    hosted = 20 * 3600 * (3000 * 0.5 + 300 * 1.5) / 1e6
+    assert answer["hosted_dollars_per_hour"] == pytest.approx(hosted)
+    assert answer["break_even_utilisation"] == pytest.approx(answer["dollars_per_hour"] / hosted)
+
+
+def test_unreachable_goal_is_named_with_the_best(capsys):
+    assert run(["plan", "size", *LOAD, "--ttft", "0.01", "--tpot", "0.03"]) == FAILED
+    said = capsys.readouterr().out
+    assert said.startswith("GoalOutOfReach: goals.ttft_seconds: 0.01 s for 95% is out of reach; the best is 0.")
+
+
+def test_gpu_limit_gives_the_rate_that_it_allows(capsys):
+    answer = size(capsys, "--most-gpus", "8", status=FAILED)
+    assert answer["gpus"] <= 8
+    assert 0 < answer["rate"] < 20
+    assert answer["conditions"][0]["type"] == "BudgetExhausted"
+
+
+def test_own_price_book_changes_the_choice(capsys, tmp_path):
+    book = tmp_path / "prices.toml"
+    book.write_text("[regions.here]\nh100 = 0.1\nmi300x = 9.0\n\n[regions.there]\nh100 = 9.0\nmi300x = 0.1\n")
+    here = size(capsys, "--prices", str(book))
+    there = size(capsys, "--prices", str(book), "--region", "there")
+    assert {each["gpu"] for each in here["pools"]} == {"h100"}
+    assert {each["gpu"] for each in there["pools"]} == {"mi300x"}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--gpus", "h900"], "--gpus: 'h900' is not one of h100"),
+        (["--gpus", "gb300"], "regions.list.gb300: the price book has no price for this GPU"),
+        (["--region", "moon"], "--region: 'moon' is not one of list"),
+        (["--percentile", "1"], "--percentile: 1 is not between 0 and 1"),
+        (["--cached", "3000"], "--cached: 3000 must be below --prompt, 3000"),
+        (["--most-gpus", "0"], "--most-gpus: 0 must be at least 1"),
+        (["--backend", "x"], "--backend: 'x' is not one of vllm, sglang, trtllm"),
+    ],
+)
+def test_bad_option_is_refused_by_name(capsys, more, said):
+    assert run(["plan", "size", *LOAD, *GOALS, *more]) == CONFIGURATION_REFUSED
+    assert said in capsys.readouterr().err
+
+
+def test_unknown_gpu_in_price_book_is_refused_by_path(capsys, tmp_path):
+    book = tmp_path / "prices.toml"
+    book.write_text("[regions.here]\nh900 = 0.1\n")
+    assert run(["plan", "size", *LOAD, *GOALS, "--prices", str(book)]) == CONFIGURATION_REFUSED
+    assert "regions.here.h900: is not one of h100" in capsys.readouterr().err
+
+
+def test_model_that_no_node_holds_is_out_of_reach(capsys):
+    load = ["--model", "deepseek-ai/DeepSeek-V3", "--rate", "1", "--prompt", "1000", "--answer", "100"]
+    answer = size(capsys, "--gpus", "l40s", load=load, status=FAILED)
+    assert answer["conditions"][0]["field"] == "gpus"
+    assert not answer["pools"]

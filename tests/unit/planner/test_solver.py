@@ -1,0 +1,106 @@
+"""The solver of pools, compared with complete search."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.core.roles import Role
+from fleet.planner.decisions import PlanBudget, PlannedPool
+from fleet.planner.sizing.solver import Candidate, served, solve, within_budget
+from tests.unit.planner.world import pool
+
+RATES = {"prefill-a": 5.0, "prefill-b": 12.0, "decode-a": 3.0, "decode-b": 7.0, "both": 2.0}
+POOLS = [
+    pool("prefill-a", Role.PREFILL, gpus=1, dollars_per_hour=2.0, start_seconds=0.0),
+    pool("prefill-b", Role.PREFILL, gpus=2, dollars_per_hour=3.0, start_seconds=0.0),
+    pool("decode-a", Role.DECODE, gpus=1, dollars_per_hour=2.0, start_seconds=0.0),
+    pool("decode-b", Role.DECODE, gpus=2, dollars_per_hour=2.2, start_seconds=0.0),
+    pool("both", Role.BOTH, gpus=1, dollars_per_hour=2.0, start_seconds=0.0),
+]
+
+
+def rates(pool: PlannedPool, replicas: int) -> float:
+    return RATES[pool.name] * replicas
+
+
+def best(candidates: list[Candidate], rate: float, budget: PlanBudget) -> tuple[float, float] | None:
+    """Return the highest served rate and its lowest price by trying everything."""
+    found = None
+    for replicas in product(*(range(each.least, each.most + 1) for each in candidates)):
+        if within_budget(candidates, replicas, budget):
+            value = (
+                -served(candidates, replicas, rate, rates),
+                sum(each.dollars * n for each, n in zip(candidates, replicas, strict=True)),
+            )
+            found = value if found is None else min(found, value)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rate=st.floats(0, 40),
+    most=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    least=st.lists(st.integers(0, 1), min_size=5, max_size=5),
+    gpus=st.none() | st.integers(0, 16),
+    dollars=st.none() | st.floats(0, 40),
+    ratio=st.sampled_from([(None, None), (0.5, None), (None, 1.0), (0.5, 2.0)]),
+)
+def test_solution_is_the_best_of_all(rate, most, least, gpus, dollars, ratio) -> None:
+    candidates = [
+        Candidate(pool=each, least=min(low, high), most=high)
+        for each, low, high in zip(POOLS, least, most, strict=True)
+    ]
+    budget = PlanBudget(gpus=gpus, dollars_per_hour=dollars, least_ratio=ratio[0], most_ratio=ratio[1])
+    found, wanted = solve(candidates, rate, rates, budget), best(candidates, rate, budget)
+    assert (found is None) == (wanted is None)
+    if found is not None and wanted is not None:
+        assert within_budget(candidates, found.replicas, budget)
+        assert found.served == pytest.approx(-wanted[0], abs=1e-4)
+        assert found.dollars <= wanted[1] * 1.02 + 1e-6  # starting a replica costs a hundredth more than keeping one
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 17.0, 90.0])
+def test_one_pool_for_each_phase_needs_no_solver_and_agrees_with_it(rate: float) -> None:
+    pair = [POOLS[0], POOLS[2]]
+    alone = solve([Candidate(pool=each, least=1, most=40) for each in pair], rate, rates, PlanBudget())
+    beside = [Candidate(pool=each, least=1 if each in pair else 0, most=40 if each in pair else 0) for each in POOLS]
+    together = solve(beside, rate, rates, PlanBudget())
+    assert alone is not None
+    assert together is not None
+    assert sorted(alone.replicas) == sorted(each for each in together.replicas if each)
+
+
+def test_draining_replicas_hold_the_budget() -> None:
+    drains = Candidate(pool=POOLS[0], least=1, most=8, now=1, held=1, draining=3)
+    grows = Candidate(pool=POOLS[2], least=0, most=8, now=2, held=2)
+    found = solve([drains, grows], 15.0, rates, PlanBudget(gpus=8))
+    assert found is not None
+    assert found.replicas[0] + found.replicas[1] + 3 <= 8
+    free = solve(
+        [Candidate(pool=POOLS[0], least=1, most=8), Candidate(pool=POOLS[2], least=0, most=8)],
+        15.0,
+        rates,
+        PlanBudget(gpus=8),
+    )
+    assert free is not None
+    assert free.served > found.served
+
+
+def test_pools_whose_replicas_serve_more_together_get_no_more_than_needed() -> None:
+    def pooled(pool: PlannedPool, replicas: int) -> float:
+        return RATES[pool.name] * replicas * (1.0 - 0.4 / replicas**0.5)
+
+    candidates = [Candidate(pool=each, least=0, most=200) for each in POOLS]
+    found = solve(candidates, 300.0, pooled, PlanBudget())
+    assert found is not None
+    assert served(candidates, found.replicas, 300.0, pooled) == pytest.approx(300.0)
+    for index, count in enumerate(found.replicas):
+        fewer = [each - (place == index) for place, each in enumerate(found.replicas)]
+        assert not count or served(candidates, fewer, 300.0, pooled) < 300.0
+
+
+def test_limits_below_floors_have_no_solution() -> None:
+    candidates = [Candidate(pool=POOLS[0], least=4, most=8), Candidate(pool=POOLS[2], least=1, most=8)]
+    assert solve(candidates, 1.0, rates, PlanBudget(gpus=4)) is None

@@ -15,7 +15,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    way, and once in a start-up time. The load at which it happened is remembered: that share of the capacity is not used any more, and the memory
    fades within hours. Predictions are corrected by what is measured; an error that grows raises the condition `ModelDrift`.
 6. **Shrinking** needs a guard: the smaller pools must still serve the highest rate of the last cool-down, and a deadband on top. It waits until
-   nothing is under way, and for a cool-down after the last growth. When lengths have changed, the phase that needs less shrinks in the same plan.
+   nothing is under way, for a cool-down after the last growth, and for `LENGTHS_SECONDS` after a change of lengths. If one phase grows because
+   lengths have changed, the other one shrinks in the same plan.
 7. **Cheaper mix.** Another mix of pools must save `mix_saving` of the dollars. Its new replicas start before the old ones end.
 8. **Limits** (floors, ceilings, budgets, ratio) hold at every instant, including replicas that start or drain. A replica that is to replace
    another one without free budget starts when the other one has drained.
@@ -63,6 +64,9 @@ ENOUGH_SERVED = 1.0 - 1e-6
 
 LATE_SHARE = 0.5
 """Share of the capacity below which a missed goal is not the fault of the load, so that replicas would not help."""
+
+LENGTHS_SECONDS = 60.0
+"""Time after a change of lengths during which nothing shrinks: a change of answers shows only when they end."""
 
 LATE_SECONDS = 30.0
 """Time over which latencies are compared with the goals."""
@@ -188,7 +192,7 @@ class PlannerMachine:
 
     def _view(self, demand: DemandWindow, seen: Observation) -> "_View":
         """Return what all further rules look at."""
-        load, level = self._demand.load, self._demand.rate
+        load, level = self._demand.load.rounded(), self._demand.rate
         pools = [_SeenPool(self._pools[name], pool) for name in self._pools if (pool := seen.pool(name)) is not None]
         late = max(0.0, (self._now - demand.ended) / SECOND) if self._now is not None else 0.0
         horizon = (
@@ -199,7 +203,7 @@ class PlannerMachine:
         self._demand.forecaster.aim(horizon)
         ahead = self._demand.forecaster.forecast(horizon)
         forecast = 0.0
-        if self._settings.forecast != "level" and self._demand.forecastable:
+        if self._trusts_forecast(horizon):
             forecast = ahead.mean + self._settings.caution * (ahead.upper - ahead.mean)
         quiet = self._demand.quiet and _idle(demand)
         rate = 0.0 if quiet else max(level, forecast)
@@ -217,6 +221,12 @@ class PlannerMachine:
             horizon=horizon,
             quiet=quiet,
         )
+
+    def _trusts_forecast(self, horizon: float) -> bool:
+        """Return whether the forecast counts. After a fall of the rate a mean is late, and only seasons know more than the level."""
+        if self._settings.forecast == "level" or not self._demand.forecastable:
+            return False
+        return self._demand.since_fall > horizon or self.forecast_method == "seasonal"
 
     def _learn(self, view: "_View") -> None:
         """Correct the predictions by what was measured. While pools change, and until their queues are empty again, latencies say little."""
@@ -297,7 +307,7 @@ class PlannerMachine:
             return replicas, DecisionReason.BOUNDS
         if changed:
             least = {name: replicas[name] if name in grows else 0 for name in replicas}
-            other = self._solve(view, view.rate * (1.0 + self._settings.deadband), least=least, most=replicas)
+            other = self._solve(view, view.highest * (1.0 + self._settings.deadband), least=least, most=replicas)
             if other is not None and view.named(other) != replicas:
                 return view.named(other), DecisionReason.RATIO
         by_level = self._served(view, wanted, view.level) < view.level * ENOUGH_SERVED
@@ -363,10 +373,12 @@ class PlannerMachine:
         if replicas == wanted or self._served(view, replicas, rate) < self._served(view, wanted, rate) * ENOUGH_SERVED:
             return _decision(now, view, wanted, DecisionReason.WITHIN_BAND, "", conditions)
         rest = self._settings.cool_down_seconds - (self._elapsed - self._pool_history.last_growth)
+        if not view.quiet:
+            rest = max(rest, min(LENGTHS_SECONDS, self._settings.cool_down_seconds) - self._demand.since_shape_change)
         if view.under_way:
             return _decision(now, view, wanted, DecisionReason.IN_FLIGHT, "replicas start or drain", conditions)
         if rest > 0.0:
-            said = f"nothing shrinks for {rest:.0f} s after a growth"
+            said = f"nothing shrinks for {rest:.0f} s after a growth or a change of lengths"
             return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, said, conditions)
         if not view.quiet and any(each.type is PlanConditionType.GOAL_OUT_OF_REACH for each in conditions):
             return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, "a goal is out of reach", conditions)

@@ -17,7 +17,7 @@ class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cool_down_seconds: PositiveSeconds = 300.0
     """Time after a growth during which nothing shrinks, and time for which a lower load must last; as in Kubernetes' HPA."""
 
-    deadband: Annotated[float, Meta(ge=0, le=1)] = 0.15
+    deadband: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Rate on top of the highest recent one that smaller pools must still serve."""
 
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.0

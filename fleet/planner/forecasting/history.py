@@ -39,6 +39,12 @@ DISPERSION_MEMORY = 240.0
 LEAST_SPREAD = 0.05
 """Smallest squared coefficient of variation of lengths that is assumed in tests for a change."""
 
+LEAST_CHANGE = 0.1
+"""Smallest change of a mean length that counts, as a share; with many requests much smaller ones are no chance either."""
+
+SPREAD_MEMORY = 2000.0
+"""Requests after which a spread weighs 1/e."""
+
 FIRST_SHAPE = RequestShape(prompt_tokens=1000.0, answer_tokens=200.0)
 """Lengths before the first request."""
 
@@ -59,6 +65,12 @@ class DemandHistory:
         self._arrivals = self._seconds = 0.0  # of the load that has not ended, as a moving mean
         self._step_arrivals = self._step_seconds = 0.0
         self._steps = 0
+        self.since_shape_change = inf
+        """Seconds of demand since mean lengths last changed."""
+
+        self.since_fall = inf
+        """Seconds of demand since the rate last fell by more than chance explains."""
+
         self.ended: Nanos | None = None
         """End of the last window."""
 
@@ -109,12 +121,13 @@ class DemandHistory:
         if demand.seconds <= 0.0:
             return
         self._absorb_rate(demand.seconds, float(demand.arrivals))
-        count = demand.arrivals
+        count, finished, changed = demand.arrivals, demand.finished, []
         if count:
-            self._prompts.add(count, demand.prompt_tokens, demand.prompt_squares)
-            self._cached.add(count, demand.cached_tokens, 0.0)
-        if demand.finished:
-            self._answers.add(demand.finished, demand.answer_tokens, demand.answer_squares)
+            changed.append(self._prompts.add(count, demand.prompt_tokens, demand.prompt_squares))
+            changed.append(self._cached.add(count, demand.cached_tokens, 0.0))
+        if finished:
+            changed.append(self._answers.add(finished, demand.answer_tokens, demand.answer_squares))
+        self.since_shape_change = 0.0 if any(changed) else self.since_shape_change + demand.seconds
         self._recent.append(demand)
         while self._recent[0].ended < demand.ended - RECENT_SECONDS * SECOND:
             self._recent.popleft()
@@ -133,6 +146,7 @@ class DemandHistory:
     def _absorb_rate(self, seconds: float, arrivals: float) -> None:
         expected = self._rate.mean * seconds
         changed = self._rate.add(seconds, arrivals)
+        self.since_fall = 0.0 if changed and self._rate.mean * seconds < expected else self.since_fall + seconds
         if not changed and expected >= 0.5:
             self._dispersion_weight = min(self._dispersion_weight + 1.0, DISPERSION_MEMORY)
             observed = (arrivals - expected) ** 2 / expected
@@ -237,24 +251,21 @@ class _Lengths:
     """Mean and spread of lengths."""
 
     def __init__(self, threshold: float) -> None:
-        self._second = 0.0
-        self._count = 0.0
-        self.level = Level(lambda mean: mean * mean * max(LEAST_SPREAD, self.spread or 1.0), threshold)
+        self._weight = 0.0
+        self.spread = 0.0
+        """Squared coefficient of variation, taken within windows, so that a change of the mean does not count; 0: unknown."""
 
-    @property
-    def spread(self) -> float:
-        """Squared coefficient of variation; 0 if it is unknown."""
-        mean = self.level.mean
-        if not self._count or not mean:
-            return 0.0
-        return max(0.0, self._second / self._count / (mean * mean) - 1.0)
+        self.level = Level(lambda mean: mean * mean * max(LEAST_SPREAD, self.spread or 1.0), threshold, LEAST_CHANGE)
 
-    def add(self, count: float, total: float, squares: float) -> None:
-        if self.level.add(count, total):
-            self._second = self._count = 0.0
-        if squares:
-            kept = 1.0 - min(1.0, count / 2000.0)
-            self._second, self._count = kept * self._second + squares, kept * self._count + count
+    def add(self, count: float, total: float, squares: float) -> bool:
+        """Add the lengths of a window; return True if the mean has changed."""
+        if squares and total and count > 1.0:
+            weight = count - 1.0
+            mean = total / count
+            within = max(0.0, (squares / count / (mean * mean) - 1.0) * count / weight)
+            self._weight = min(self._weight + weight, SPREAD_MEMORY)
+            self.spread += (within - self.spread) * min(1.0, weight / self._weight)
+        return self.level.add(count, total)
 
 
 def _methods(settings: PlannerRuleSettings) -> dict[str, Forecaster]:

@@ -20,15 +20,17 @@ SCALES = (1, 2, 3, 6, 12, 24, 48)
 class Level:
     """Mean since the last change."""
 
-    def __init__(self, variance: Callable[[float], float], threshold: float) -> None:
+    def __init__(self, variance: Callable[[float], float], threshold: float, least: float = 0.0) -> None:
         """Create a level without samples.
 
         Args:
             variance: Variance of the sum over one unit of weight, where the argument is the mean.
             threshold: Standard errors by which two means differ if the measure has changed.
+            least: Smallest difference that counts as a change, as a share of the mean before.
         """
         self._variance = variance
         self._threshold = threshold
+        self._least = least
         self._samples: deque[tuple[float, float]] = deque()
         self.weight = 0.0
         """Weight of the samples since the last change."""
@@ -70,7 +72,7 @@ class Level:
             summed, before = scale, all_weight - weight
             now_mean, was_mean = amount / weight, (all_amount - amount) / before
             variance = self._variance(max(now_mean, was_mean))
-            if variance <= 0.0:
+            if variance <= 0.0 or abs(now_mean - was_mean) < self._least * was_mean:
                 continue
             distance = abs(now_mean - was_mean) / sqrt(variance * (1.0 / weight + 1.0 / before))
             if distance > most:

@@ -47,6 +47,14 @@ DISPERSION_GRID = 1.1
 MOST_DISPERSION = 50.0
 LEAST_FACTOR = 0.25
 MOST_FACTOR = 4.0
+COARSE_STRIDE = 1.25
+COARSE_HALVINGS = 16
+"""Search for a limit: as exact as a decision needs, since a planner searches hundreds of limits in a round."""
+
+REPLICAS_GRID = 1.2
+"""Ratio of two numbers of replicas above `EXACT_REPLICAS` whose rate per replica is computed; numbers between get that of the lower one."""
+
+EXACT_REPLICAS = 8
 KEPT = 4096
 """Most results that a model keeps."""
 
@@ -130,7 +138,9 @@ class StepCapacity:
         self._latency = lru_cache(maxsize=KEPT)(self._computed_latency)
 
     def highest_rate(self, pool: PlannedPool, load: OfferedLoad, goals: PlanGoals, replicas: int) -> float:
-        return replicas * self._rate(self._engines[pool.name], pool.role, load.rounded(), goals, replicas)
+        return replicas * self._rate(
+            self._engines[pool.name], pool.role, load.rounded(), goals, _fewer_on_grid(replicas)
+        )
 
     def latency(
         self, pool: PlannedPool, load: OfferedLoad, percentile: float, replicas: int, rate: float
@@ -197,7 +207,7 @@ class _SharedEngine:
                 and self.ttft(running) <= ttft
             )
 
-        running = highest_unbroken(kept, 0.0, self.room)
+        running = highest_unbroken(kept, 0.0, self.room, COARSE_STRIDE, COARSE_HALVINGS)
         return aggregated_rate(self._engine, self._shape, running) if running else 0.0
 
     def highest_decode_rate(self, tpot: float, headroom: float) -> float:
@@ -210,12 +220,12 @@ class _SharedEngine:
                 and self.decode_tpot(running) <= tpot
             )
 
-        running = highest(kept, 0.0, self.room)
+        running = highest(kept, 0.0, self.room, COARSE_HALVINGS)
         return decode_rate(self._engine, self._shape, running) if running else 0.0
 
     def highest_prefill_rate(self, ttft: float, headroom: float) -> float:
         most = headroom * highest_prefill_rate(self._engine, self._shape)
-        return highest(lambda rate: self.prefill_ttft(rate) <= ttft, 0.0, most)
+        return highest(lambda rate: self.prefill_ttft(rate) <= ttft, 0.0, most, COARSE_HALVINGS)
 
     def prefill_ttft(self, rate: float) -> float:
         alone = prefill_ttft(self._engine, self._shape, self._occupancy, 0.0)
@@ -237,7 +247,9 @@ class _SharedEngine:
 
     def running(self, rates: "_EngineRate", rate: float) -> float:
         """Return the number of running requests at a rate."""
-        return highest(lambda running: rates(self._engine, self._shape, running) <= rate, 0.0, self.room)
+        return highest(
+            lambda running: rates(self._engine, self._shape, running) <= rate, 0.0, self.room, COARSE_HALVINGS
+        )
 
     def _has_room(self, running: float) -> bool:
         return self._occupancy.others(running) + 1.0 <= max(1.0, self.room)
@@ -324,6 +336,13 @@ def _longer(load: OfferedLoad, percentile: float) -> RequestShape:
         prompt_tokens=load.shape.prompt_tokens * factor,
         cached_tokens=load.shape.cached_tokens * factor,
     )
+
+
+def _fewer_on_grid(replicas: int) -> int:
+    if replicas <= EXACT_REPLICAS:
+        return replicas
+    steps = int(log(replicas / EXACT_REPLICAS) / log(REPLICAS_GRID) + 1e-9)
+    return int(EXACT_REPLICAS * REPLICAS_GRID**steps)
 
 
 def _on_grid(value: float, ratio: float) -> float:

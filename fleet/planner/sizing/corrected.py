@@ -38,6 +38,7 @@ class CorrectedCapacity:
         self.tpot = LatencyCorrection()
         self._misses: dict[Role, tuple[float, float]] = {}  # share of the capacity, and instant
         self._elapsed = 0.0
+        self._goals_of: tuple[OfferedLoad, PlanGoals] | None = None
 
     def advance(self, elapsed: float) -> None:
         """Tell the time in seconds, by which memories fade."""
@@ -57,6 +58,7 @@ class CorrectedCapacity:
     ) -> Iterator[str]:
         """Learn from measured percentiles, and yield the latencies whose error has grown."""
         predicted = self.predicted(load, rate, ready)
+        self._goals_of = None
         if ttft is not None and self.ttft.observe(predicted[0], ttft):
             yield "ttft"
         if tpot is not None and self.tpot.observe(predicted[1], tpot):
@@ -86,13 +88,17 @@ class CorrectedCapacity:
         return ttft, tpot
 
     def _model_goals(self, load: OfferedLoad) -> PlanGoals:
-        """Return the goals as the uncorrected model has to keep them."""
+        """Return the goals as the uncorrected model has to keep them. Those of the last load are kept until something is learnt."""
+        if self._goals_of is not None and self._goals_of[0] == load:
+            return self._goals_of[1]
         ttft, tpot = self._best(load)
-        return PlanGoals(
+        goals = PlanGoals(
             ttft_seconds=self._model_goal(self.ttft, self._goals.ttft_seconds, ttft),
             tpot_seconds=self._model_goal(self.tpot, self._goals.tpot_seconds, tpot),
             percentile=self._goals.percentile,
         )
+        self._goals_of = (load, goals)
+        return goals
 
     def _model_goal(self, correction: LatencyCorrection, goal: float, best: float) -> float:
         goal = goal if best <= goal else RELAXED * best

@@ -1,22 +1,30 @@
 """The planner's rule in a small world: growth, shrinking, steadiness and doubt."""
 
+import math
+
 import pytest
 
 from fleet.core.roles import Role
-from fleet.planner.decisions import PlanGoals
+from fleet.hardware.latency.open_loop import RequestShape
+from fleet.planner.decisions import DecisionReason, PlanBudget, PlanConditionType, PlanGoals
+from fleet.planner.demand import EDGES, DemandWindow, bucket_of
 from fleet.planner.machine import PlannerMachine
+from fleet.planner.messages import Observation
 from fleet.planner.rule_settings import PlannerRuleSettings
-from fleet.planner.sizing.capacity import StepCapacity
+from fleet.planner.sizing.capacity import OfferedLoad, StepCapacity
 from tests.unit.planner.engines import engine
-from tests.unit.planner.world import World, pool
+from tests.unit.planner.world import ANSWER, PROMPT, World, pool, seconds
 
 POOLS = (pool("decode", Role.DECODE, least=1), pool("prefill", Role.PREFILL, least=1))
 GOALS = PlanGoals(ttft_seconds=1.0, tpot_seconds=0.03)
 
 
-def machine(**settings: object) -> PlannerMachine:
-    capacity = StepCapacity({each.name: engine() for each in POOLS})
-    return PlannerMachine(PlannerRuleSettings(**settings), POOLS, GOALS, capacity)  # type: ignore[arg-type]
+CAPACITY = StepCapacity({each.name: engine() for each in POOLS})
+LOAD = OfferedLoad(shape=RequestShape(prompt_tokens=PROMPT, answer_tokens=ANSWER))
+
+
+def machine(budget: PlanBudget | None = None) -> PlannerMachine:
+    return PlannerMachine(PlannerRuleSettings(), POOLS, GOALS, CAPACITY, budget)
 
 
 @pytest.mark.parametrize("rate", [0.05, 1.0, 12.0, 27.0, 120.0])
@@ -40,3 +48,185 @@ def test_end_of_load_reaches_floor_in_cool_down_and_drain() -> None:
     assert world.wanted["decode"] > 4
     world.run(300 + 60 + 10, 0.0)
     assert {name: each.held for name, each in world.pools.items()} == {"prefill": 1, "decode": 1}
+
+
+def test_step_never_wants_more_than_needed_while_replicas_start() -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    world.run(1800, 20.0)
+    world.run(120, 100.0, queued=5000, oldest_seconds=60.0)
+    needed = {
+        each.name: next(n for n in range(1, 50) if CAPACITY.highest_rate(each, LOAD, GOALS, n) >= 100.0)
+        for each in POOLS
+    }
+    highest = {name: max(each[name] for each in world.history) for name in needed}
+    assert all(needed[name] <= highest[name] <= needed[name] + 1 for name in needed)
+
+
+@pytest.mark.parametrize("budget", [PlanBudget(), PlanBudget(gpus=9)])
+def test_ratio_follows_changed_lengths_in_one_plan(budget: PlanBudget) -> None:
+    world = World(machine(budget), POOLS, {"prefill": 5, "decode": 3})
+    world.prompt, world.answer = 4000, 40
+    world.run(1800, 70.0)
+    before, plans = world.wanted, len(world.plans)
+    assert before["prefill"] > 2 * before["decode"]
+    world.prompt, world.answer = 400, 1500
+    world.run(60, 30.0)
+    assert world.wanted["decode"] > before["decode"] or world.pools["prefill"].draining
+    world.run(240, 30.0)
+    assert world.wanted["decode"] > world.wanted["prefill"]
+    assert world.plans[plans].reason is DecisionReason.RATIO
+
+
+def test_missed_goal_adds_one_replica_that_stays() -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    slow = (0,) * bucket_of(0.05) + (100,) + (0,) * (len(EDGES) - bucket_of(0.05))
+    world.run(1200, 24.0)
+    assert world.wanted["decode"] == 1
+    world.run(200, 24.0, tpot=slow)
+    assert world.wanted["decode"] == 2
+    world.run(3600, 24.0)
+    assert world.wanted["decode"] == 2
+    assert world.direction_changes("decode") == 0
+
+
+def test_measured_latency_corrects_the_capacity() -> None:
+    """P5: an engine that is slower than its profile gets more replicas, without any miss of the goals."""
+    exact, slow = (World(machine(), POOLS, {"prefill": 2, "decode": 4}) for _ in range(2))
+    exact.run(3600, 80.0)
+    predicted = CAPACITY.latency(POOLS[0], LOAD, 0.95, 4, 80.0).tpot
+    counts = tuple(100 * (index == bucket_of(1.9 * predicted)) for index in range(len(EDGES) + 1))
+    slow.run(7200, 80.0, tpot=counts)
+    assert 1.9 * predicted < GOALS.tpot_seconds
+    assert slow.wanted["decode"] > exact.wanted["decode"]
+
+
+def test_pool_without_room_is_rolled_back_and_replaced() -> None:
+    pools = (*POOLS, pool("decode-b200", Role.DECODE, gpu="b200", dollars_per_hour=9.0))
+    capacity = StepCapacity({each.name: engine(each.gpu) for each in pools})
+    world = World(PlannerMachine(PlannerRuleSettings(), pools, GOALS, capacity), pools, {"prefill": 1, "decode": 1})
+    world.run(600, 20.0)
+    world.pools["decode"].stuck = True
+    world.run(600, 100.0)
+    assert world.pools["decode"].wanted == 1
+    assert world.pools["decode-b200"].ready >= 1
+    served = world.pools["decode-b200"].ready * CAPACITY.highest_rate(POOLS[0], LOAD, GOALS, 1)
+    assert served + CAPACITY.highest_rate(POOLS[0], LOAD, GOALS, 1) > 60.0
+
+
+def test_pinned_pool_keeps_its_number_and_others_are_planned_around_it() -> None:
+    pools = (*POOLS, pool("decode-b200", Role.DECODE, gpu="b200", dollars_per_hour=9.0))
+    capacity = StepCapacity({each.name: engine(each.gpu) for each in pools})
+    world = World(PlannerMachine(PlannerRuleSettings(), pools, GOALS, capacity), pools, {"prefill": 1, "decode": 1})
+    world.pools["decode"].pinned = "kubectl scale has written the number"
+    world.run(600, 100.0)
+    assert world.wanted["decode"] == 1
+    assert world.wanted["decode-b200"] >= 1
+    pinned = [each for each in world.decisions[-1].conditions if each.type is PlanConditionType.PINNED]
+    assert [each.field for each in pinned] == ["pools.decode"]
+
+
+def test_budget_below_the_need_is_named_with_what_it_allows() -> None:
+    world = World(machine(PlanBudget(gpus=4)), POOLS, {"prefill": 1, "decode": 1})
+    world.run(900, 300.0)
+    assert sum(world.wanted.values()) == 4
+    (condition,) = world.decisions[-1].conditions
+    assert (condition.type, condition.field) == (PlanConditionType.BUDGET_EXHAUSTED, "budget.gpus")
+    assert "300" in condition.message or "30" in condition.message
+    assert world.direction_changes("decode") == 0
+
+
+def test_unreachable_goal_is_named_and_growth_goes_on() -> None:
+    goals = PlanGoals(ttft_seconds=0.001, tpot_seconds=0.03)
+    world = World(PlannerMachine(PlannerRuleSettings(), POOLS, goals, CAPACITY), POOLS, {"prefill": 1, "decode": 1})
+    world.run(900, 60.0)
+    assert world.wanted["prefill"] >= 2
+    assert PlanConditionType.GOAL_OUT_OF_REACH in {each.type for each in world.decisions[-1].conditions}
+    assert world.direction_changes("prefill") == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"stale": ("router-7: silent for 30 s",)}, "router-7"),
+        ({"oldest_seconds": math.nan}, "demand.oldest_seconds"),
+        ({"answer_tokens": -5}, "demand.answer_tokens"),
+        ({"prompt_squares": math.inf}, "demand.prompt_squares"),
+        ({"ttft": (1, -1)}, "demand.ttft"),
+    ],
+)
+def test_doubtful_demand_holds_and_names_its_field(fields: dict[str, object], field: str) -> None:
+    world = World(machine(), POOLS, {"prefill": 2, "decode": 2})
+    world.run(300, 30.0)
+    decision = world.tick(100_000, **fields)
+    assert decision.replicas == {"prefill": 2, "decode": 2}
+    assert decision.reason is DecisionReason.NO_SIGNAL
+    assert decision.conditions[0].field == field
+    world.run(60, 30.0)
+    assert world.decisions[-1].reason is not DecisionReason.NO_SIGNAL
+
+
+@pytest.mark.parametrize(("began", "ended", "now", "field"), [
+    (10, 5, 20, "demand.ended"),
+    (10, 90, 20, "demand.ended"),
+    (-5, 15, 20, "demand.began"),
+    (10, 15, -1, "now"),
+])  # fmt: skip
+def test_clock_that_jumps_holds_and_names_its_field(began: int, ended: int, now: int, field: str) -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    world.run(100, 10.0)
+    rule, start = world.rule, world.now
+    demand = DemandWindow(began=seconds(start + began), ended=seconds(start + ended), arrivals=9000)
+    decision = rule.decide(seconds(start + now), demand, world.observation)
+    assert decision.reason is DecisionReason.NO_SIGNAL
+    assert field in {each.field for each in decision.conditions}
+    assert decision.replicas == {"prefill": 1, "decode": 1}
+
+
+def test_pool_that_is_not_reported_is_named_and_nothing_changes() -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    world.run(100, 10.0)
+    only = Observation(tuple(each for each in world.observation.pools if each.name == "decode"))
+    decision = world.rule.decide(seconds(world.now + 5), world.window(world.now, 900), only)
+    assert decision.replicas == {"decode": 1}
+    assert decision.conditions[0].field == "pools.prefill"
+
+
+def test_first_request_wakes_pools_that_were_at_zero() -> None:
+    pools = tuple(pool(each.name, each.role, least=0) for each in POOLS)
+    world = World(PlannerMachine(PlannerRuleSettings(), pools, GOALS, CAPACITY), pools, {"prefill": 0, "decode": 0})
+    world.run(900, 0.0)
+    assert world.wanted == {"prefill": 0, "decode": 0}
+    world.tick(1, queued=1)
+    assert world.wanted == {"prefill": 1, "decode": 1}
+
+
+def test_cheaper_mix_starts_before_the_old_one_ends() -> None:
+    pools = (*POOLS, pool("decode-b200", Role.DECODE, gpu="b200", dollars_per_hour=2.0))
+    capacity = StepCapacity({each.name: engine(each.gpu) for each in pools})
+    world = World(PlannerMachine(PlannerRuleSettings(), pools, GOALS, capacity), pools, {"prefill": 4, "decode": 5})
+    world.run(3600, 100.0)
+    assert world.wanted["decode"] == 1
+    assert world.wanted["decode-b200"] >= 1
+    ready = [sum(each[name] for name in ("decode", "decode-b200")) for each in world.history]
+    assert min(ready) >= 2
+    assert DecisionReason.CHEAPER_MIX in {each.reason for each in world.decisions}
+    assert world.direction_changes("decode") == world.direction_changes("decode-b200") == 0
+
+
+@pytest.mark.parametrize(
+    ("pools", "budget", "said"),
+    [
+        ((pool("prefill", Role.PREFILL),), PlanBudget(), "pools: there must be pools for prefill and for decode"),
+        ((pool("a", Role.BOTH), pool("a", Role.BOTH)), PlanBudget(), "pools: a is named twice"),
+        ((pool("a", Role.BOTH, least=3, most=2),), PlanBudget(), "pools.a.least: 3 is above most, which is 2"),
+        ((pool("a", Role.BOTH, least=3, gpus=4),), PlanBudget(gpus=8), "budget.gpus: 8 is below what the floors"),
+        (
+            (pool("a", Role.BOTH),),
+            PlanBudget(least_ratio=2, most_ratio=1),
+            "budget.least_ratio: 2.* is above most_ratio",
+        ),
+    ],
+)
+def test_contradictory_limits_are_refused_by_field(pools: object, budget: PlanBudget, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PlannerMachine(PlannerRuleSettings(), pools, GOALS, CAPACITY, budget)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
-from fleet.planner.decisions import PlanDecision, PlannedPool, ScalingRule
+from fleet.planner.decisions import DecisionReason, PlanDecision, PlannedPool, ScalingRule
 from fleet.planner.demand import DemandWindow
 from fleet.planner.execution import PlanOutcome, rollback, settled
 from fleet.planner.messages import Observation, Plan, PlanId, PoolGapReason, PoolName, PoolObservation
@@ -80,6 +80,7 @@ class PlanRecord:
     """A plan and how it ended."""
 
     plan: Plan
+    reason: DecisionReason
     before: Observation
     deadline: float
     outcome: str | None = None
@@ -134,7 +135,9 @@ class World:
         plan = Plan(
             id=PlanId(f"plan-{len(self.plans)}"), replicas=dict(decision.replicas), within=seconds(PLAN_SECONDS)
         )
-        self.plans.append(PlanRecord(plan=plan, before=self.observation, deadline=self.now + PLAN_SECONDS))
+        self.plans.append(
+            PlanRecord(plan=plan, reason=decision.reason, before=self.observation, deadline=self.now + PLAN_SECONDS)
+        )
         for name, count in plan.replicas.items():
             self.pools[name].plan = plan.id
             if count != self.pools[name].wanted:

@@ -190,7 +190,7 @@ class PlannerMachine:
 
     # Rules 2 and 3.
 
-    def _view(self, demand: DemandWindow, seen: Observation) -> "_View":
+    def _view(self, demand: DemandWindow, seen: Observation) -> "_PoolState":
         """Return what all further rules look at."""
         load, level = self._demand.load.rounded(), self._demand.rate
         pools = [_SeenPool(self._pools[name], pool) for name in self._pools if (pool := seen.pool(name)) is not None]
@@ -211,7 +211,7 @@ class PlannerMachine:
         while self._needs[0][0] < self._elapsed - self._settings.cool_down_seconds:
             self._needs.popleft()
         highest = 0.0 if quiet else max(rate for _, rate in self._needs)
-        return _View(
+        return _PoolState(
             pools=tuple(pools),
             load=load,
             level=level,
@@ -228,7 +228,7 @@ class PlannerMachine:
             return False
         return self._demand.since_fall > horizon or self.forecast_method == "seasonal"
 
-    def _learn(self, view: "_View") -> None:
+    def _learn(self, view: "_PoolState") -> None:
         """Correct the predictions by what was measured. While pools change, and until their queues are empty again, latencies say little."""
         rested = self._elapsed - max(self._learned, self._pool_history.last_change)
         if view.under_way or rested < max(view.horizon, RECENT_SECONDS):
@@ -248,7 +248,7 @@ class PlannerMachine:
                     message=f"{field}: predictions have become wrong, and are learnt anew; their error is {self.model_error[field]:.0%}",
                 )
 
-    def _pins(self, view: "_View") -> Iterator[PlanCondition]:
+    def _pins(self, view: "_PoolState") -> Iterator[PlanCondition]:
         for each in view.pools:
             if each.seen.pinned:
                 yield PlanCondition(
@@ -257,7 +257,7 @@ class PlannerMachine:
 
     # Rules 4 to 10.
 
-    def _decide(self, now: Nanos, demand: DemandWindow, view: "_View") -> PlanDecision:
+    def _decide(self, now: Nanos, demand: DemandWindow, view: "_PoolState") -> PlanDecision:
         conditions = list(self._model.out_of_reach(view.load))
         wanted = view.wanted
         needed = self._solve(view, view.rate)
@@ -280,7 +280,7 @@ class PlannerMachine:
                 return _decision(now, view, replicas, DecisionReason.LOAD_UP, said, conditions)
         return self._fewer(now, view, conditions)
 
-    def _too_few(self, view: "_View") -> bool:
+    def _too_few(self, view: "_PoolState") -> bool:
         """Return whether the replicas that serve or start do not suffice, or are out of their bounds."""
         for each in view.pools:
             least, most = self._bounds(each)
@@ -291,7 +291,7 @@ class PlannerMachine:
             return True
         return self._served(view, view.wanted, view.rate) < view.rate * ENOUGH_SERVED
 
-    def _more(self, view: "_View") -> tuple[dict[PoolName, int], DecisionReason]:
+    def _more(self, view: "_PoolState") -> tuple[dict[PoolName, int], DecisionReason]:
         """Return numbers that serve the present rate, by growth alone if that is possible."""
         rate = view.rate * (1.0 + self._settings.margin)
         wanted = view.wanted
@@ -313,7 +313,7 @@ class PlannerMachine:
         by_level = self._served(view, wanted, view.level) < view.level * ENOUGH_SERVED
         return replicas, DecisionReason.LOAD_UP if by_level else DecisionReason.FORECAST_UP
 
-    def _exchange(self, view: "_View", rate: float, grown: Mix | None) -> dict[PoolName, int] | None:
+    def _exchange(self, view: "_PoolState", rate: float, grown: Mix | None) -> dict[PoolName, int] | None:
         """Return numbers by which some pools shrink so that others may grow, or None if growth alone does as well.
 
         Replicas that drain still hold what the others are to get, so these grow when the drains have ended.
@@ -328,7 +328,7 @@ class PlannerMachine:
         first = self._solve(view, rate, least=least, most=most)
         return view.named(first) if first is not None else None
 
-    def _late(self, demand: DemandWindow, view: "_View") -> Role | None:
+    def _late(self, demand: DemandWindow, view: "_PoolState") -> Role | None:
         """Return the phase that misses its goal although its replicas should suffice, or None."""
         rested = self._elapsed - max(self._latency_growth, self._pool_history.last_change)
         if view.under_way or view.quiet or rested < view.horizon:
@@ -342,7 +342,7 @@ class PlannerMachine:
             return None
         return phase if self._load_share(view, phase) >= LATE_SHARE else None
 
-    def _one_more(self, view: "_View", phase: Role) -> dict[PoolName, int]:
+    def _one_more(self, view: "_PoolState", phase: Role) -> dict[PoolName, int]:
         """Return the numbers with one more replica of the cheapest pool of a phase that has one and may grow."""
         replicas = dict(view.wanted)
         able = [
@@ -358,7 +358,7 @@ class PlannerMachine:
                 return grown
         return replicas
 
-    def _fewer(self, now: Nanos, view: "_View", conditions: list[PlanCondition]) -> PlanDecision:
+    def _fewer(self, now: Nanos, view: "_PoolState", conditions: list[PlanCondition]) -> PlanDecision:
         """Return the decision if nothing has to grow: fewer replicas, a cheaper mix, or the same."""
         wanted = view.wanted
         rate = view.highest * (1.0 + self._settings.deadband)
@@ -384,7 +384,7 @@ class PlannerMachine:
             return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, "a goal is out of reach", conditions)
         return _decision(now, view, replicas, reason, "", conditions)
 
-    def _cheaper(self, view: "_View", target: Mix) -> dict[PoolName, int]:
+    def _cheaper(self, view: "_PoolState", target: Mix) -> dict[PoolName, int]:
         """Return the first part of a change to a cheaper mix, which only grows, if it saves enough and fits beside what there is."""
         wanted = view.wanted
         dollars = sum(replica_dollars(each.pool) * each.seen.wanted for each in view.pools)
@@ -405,7 +405,7 @@ class PlannerMachine:
 
     def _solve(
         self,
-        view: "_View",
+        view: "_PoolState",
         rate: float,
         least: Mapping[PoolName, int] | None = None,
         most: Mapping[PoolName, int] | None = None,
@@ -426,19 +426,19 @@ class PlannerMachine:
             candidates.append(each.candidate(low, high, drained=drained))
         return solve(candidates, rate, lambda pool, count: self._rate(view, pool, count), self._budget)
 
-    def _rate(self, view: "_View", pool: PlannedPool, replicas: int) -> float:
+    def _rate(self, view: "_PoolState", pool: PlannedPool, replicas: int) -> float:
         return self._model.highest_rate(pool, view.load, replicas)
 
-    def _served(self, view: "_View", replicas: Mapping[PoolName, int], rate: float) -> float:
+    def _served(self, view: "_PoolState", replicas: Mapping[PoolName, int], rate: float) -> float:
         candidates = [each.candidate(0, each.seen.wanted) for each in view.pools]
         counts = [replicas[each.pool.name] for each in view.pools]
         return served(candidates, counts, rate, lambda pool, count: self._rate(view, pool, count))
 
-    def _fits(self, view: "_View", replicas: Mapping[PoolName, int]) -> bool:
+    def _fits(self, view: "_PoolState", replicas: Mapping[PoolName, int]) -> bool:
         candidates = [each.candidate(0, each.seen.wanted) for each in view.pools]
         return within_budget(candidates, [replicas[each.pool.name] for each in view.pools], self._budget)
 
-    def _load_share(self, view: "_View", phase: Role) -> float:
+    def _load_share(self, view: "_PoolState", phase: Role) -> float:
         """Return the level of the rate as a share of what the phase can serve by the model."""
         most = sum(
             self._rate(view, each.pool, each.seen.ready)
@@ -447,7 +447,7 @@ class PlannerMachine:
         )
         return view.level / most if most else 0.0
 
-    def _shortage(self, view: "_View", needed: Mix) -> PlanCondition:
+    def _shortage(self, view: "_PoolState", needed: Mix) -> PlanCondition:
         """Return why the rate cannot be served: a budget, or the most replicas of the pools."""
         unlimited = solve(
             [each.candidate(*self._bounds(each)) for each in view.pools],
@@ -488,7 +488,7 @@ class _SeenPool(Struct, frozen=True):
         )
 
 
-class _View(Struct, frozen=True, kw_only=True):
+class _PoolState(Struct, frozen=True, kw_only=True):
     """State of the pools and the load that one decision rests on."""
 
     pools: tuple[_SeenPool, ...]
@@ -523,7 +523,7 @@ class _View(Struct, frozen=True, kw_only=True):
 
 def _decision(
     now: Nanos,
-    view: _View,
+    view: _PoolState,
     replicas: Mapping[PoolName, int],
     reason: DecisionReason,
     said: str,

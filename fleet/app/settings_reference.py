@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from fleet.local.settings import Topology
+from fleet.planner.settings import PlannerSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.service.settings import StoreSettings
 from operators.chart.generate import documented_fields
@@ -24,6 +25,7 @@ FILES: tuple[tuple[str, type[Struct]], ...] = (
     ("`fleet serve worker --config`", WorkerSettings),
     ("`fleet serve kvstore --config`", StoreSettings),
     ("`fleet serve operator --config`", OperatorSettings),
+    ("`fleet serve planner --config`", PlannerSettings),
     ("`fleet up --config`", Topology),
 )
 

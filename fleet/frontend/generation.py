@@ -252,6 +252,8 @@ class Generation:
             if len(models) > 1:
                 raise invalid("model", f"must be one of {', '.join(sorted(cards))}")
             if not models:
+                if len(self._codecs) == 1:  # only one model can have been meant
+                    self._router.turned_away(next(iter(self._codecs)))
                 raise RequestRejected(Reason.NO_WORKER, "no worker serves any model yet", retry_after_ms=RETRY_AFTER_MS)
             (model,) = models
         if model in cards and (parent := cards[model].parent):

@@ -10,7 +10,7 @@ from fleet.hardware.latency.linear import EngineLatency
 from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import PlannerRuleSettings
-from kvstore.net.addresses import host_port
+from kvstore.net.addresses import host_port, unix_path
 from kvstore.security.credentials import Credentials
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -242,6 +242,13 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time after a plan over which its prediction is compared with what happened."""
 
     def __post_init__(self) -> None:
+        proof = self.control_credentials
+        asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
+        if self.listen and not unix_path(self.listen) and not asks:
+            raise ValueError(
+                f"listen: whoever reaches {self.listen} could read the plans: set control_credentials.secret_file, or certificate, key and"
+                " authority, or listen at unix:/path; control_credentials.insecure = true is for networks that nobody else is on"
+            )
         names = [pool.name for pool in self.pools]
         for index, pool in enumerate(self.pools):
             if pool.name in names[:index]:

@@ -2,12 +2,14 @@
 
 Rules:
 
-1. A request costs a few increments and four look-ups in a table of bucket edges. Everything else is computed for a report.
+1. A request costs a few increments and three look-ups in a table of bucket edges. Everything else is computed for a report.
 2. Times run from the request's arrival at the machine, after its prompt was tokenized.
 3. The first token ends TTFT and queue wait, once for each request: a request that is placed again after a failure is not a new one.
-4. The latest `KEPT_REQUESTS` ended requests are kept as a sample. Each reader names the last one that it has read.
+4. The sample takes at most one ended request in `SAMPLE_EVERY`, so that a busy router does not pay for it. The latest `KEPT_REQUESTS` are kept.
+   Each reader names the last one that it has read.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
@@ -17,11 +19,12 @@ from msgspec import Struct, field
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName
-from fleet.planner.demand import EDGES, bucket_of
+from fleet.planner.demand import EDGES
 from fleet.planner.demand_reports import RECENT_KEYS, RECENT_REQUESTS, ModelDemand, SampledRequest
 from fleet.router.state.live_requests import LiveRequest, RequestStage
 
 KEPT_REQUESTS = 256
+SAMPLE_EVERY = Nanos(SECOND // RECENT_REQUESTS)
 MOST_MODELS = 1000
 """Most models that are counted; the names of models come from workers and settings, so this is a guard against a fault."""
 
@@ -35,6 +38,9 @@ _INVALID = frozenset(
         Reason.UNAUTHENTICATED,
     }
 )
+
+
+_EDGES = tuple(edge * SECOND for edge in EDGES)
 
 
 def _buckets() -> list[int]:
@@ -65,44 +71,46 @@ class RouterDemand:
     def __init__(self) -> None:
         self._models: dict[ModelName, _ModelCounters] = {}
         self._recent: deque[SampledRequest] = deque(maxlen=KEPT_REQUESTS)
-        self._ended = 0
+        self._sampled = 0
+        self._sample_due = Nanos(0)
 
-    def _of(self, model: ModelName) -> _ModelCounters:
-        counters = self._models.get(model)
-        if counters is None:
-            counters = _ModelCounters()
-            if len(self._models) < MOST_MODELS:
-                self._models[model] = counters
+    def _new(self, model: ModelName) -> _ModelCounters:
+        counters = _ModelCounters()
+        if len(self._models) < MOST_MODELS:
+            self._models[model] = counters
         return counters
 
     def arrived(self, live: LiveRequest) -> None:
         """Count a request that has arrived."""
-        counters = self._of(live.arrived.model)
+        counters = self._models.get(model := live.arrived.model) or self._new(model)
+        tokens = live.own_tokens
         counters.arrivals += 1
-        counters.prompt_tokens += live.own_tokens
-        counters.prompt_squares += live.own_tokens * live.own_tokens
+        counters.prompt_tokens += tokens
+        counters.prompt_squares += tokens * tokens
 
     def turned_away(self, model: ModelName) -> None:
         """Count a request that was refused before its prompt was read, because the model has no worker."""
-        counters = self._of(model)
+        counters = self._models.get(model) or self._new(model)
         counters.arrivals += 1
         counters.refused += 1
 
     def queued(self, live: LiveRequest) -> None:
         """Count a new request that enters the admission queue."""
-        self._of(live.arrived.model).waited += 1
+        counters = self._models.get(model := live.arrived.model) or self._new(model)
+        counters.waited += 1
 
     def first_token(self, live: LiveRequest, now: Nanos) -> None:
         """Note the first token of a request."""
         live.first_token_at = now
-        counters = self._of(live.arrived.model)
-        counters.ttft[bucket_of((now - live.since) / SECOND)] += 1
-        counters.queue_wait[bucket_of(((live.sent_at or now) - live.since) / SECOND)] += 1
+        counters = self._models.get(model := live.arrived.model) or self._new(model)
+        since = live.since
+        counters.ttft[bisect_left(_EDGES, now - since)] += 1
+        counters.queue_wait[bisect_left(_EDGES, live.sent_at - since)] += 1
         counters.cached_tokens += live.cached_tokens
 
     def ended(self, live: LiveRequest, now: Nanos) -> None:
         """Count a request that was completed or cancelled."""
-        counters = self._of(live.arrived.model)
+        counters = self._models.get(model := live.arrived.model) or self._new(model)
         if not live.first_token_at:
             counters.abandoned += 1
             counters.uncounted_tokens += live.own_tokens
@@ -112,11 +120,16 @@ class RouterDemand:
         counters.answer_tokens += tokens
         counters.answer_squares += tokens * tokens
         if tokens > 1:
-            counters.tpot[bucket_of((now - live.first_token_at) / SECOND / (tokens - 1))] += 1
+            counters.tpot[bisect_left(_EDGES, (now - live.first_token_at) / (tokens - 1))] += 1
+        if now >= self._sample_due:
+            self._sample(live, tokens, now)
+
+    def _sample(self, live: LiveRequest, tokens: int, now: Nanos) -> None:
+        self._sample_due = Nanos(now + SAMPLE_EVERY)
         block_tokens, keys = next(iter(live.chains.items()), (0, ()))
         if not block_tokens:
             block_tokens, keys = next(iter(live.arrived.keys.items()), (0, ()))
-        self._ended += 1
+        self._sampled += 1
         self._recent.append(
             SampledRequest(
                 model=live.arrived.model,
@@ -130,7 +143,7 @@ class RouterDemand:
 
     def rejected(self, live: LiveRequest, reason: Reason) -> None:
         """Count a request that was rejected; what was answered of it before still counts as tokens."""
-        counters = self._of(live.arrived.model)
+        counters = self._models.get(model := live.arrived.model) or self._new(model)
         if live.first_token_at:
             counters.finished += 1
             counters.answer_tokens += len(live.sent)
@@ -174,14 +187,13 @@ class RouterDemand:
         )
 
     def recent(self, after: int) -> tuple[int, tuple[SampledRequest, ...]]:
-        """Return a sample of the requests that ended after another one.
+        """Return the requests of the sample that were taken after another one.
 
         Args:
             after: The number of the last request that the reader has read; 0 for none.
 
         Returns:
-            The number of the last request, and at most `RECENT_REQUESTS` requests, evenly spaced.
+            The number of the last request, and at most the last `RECENT_REQUESTS` requests.
         """
-        fresh = min(max(0, self._ended - after), len(self._recent))
-        step = max(1, -(-fresh // RECENT_REQUESTS))
-        return self._ended, tuple(islice(self._recent, len(self._recent) - fresh, None, step))
+        fresh = min(max(0, self._sampled - after), len(self._recent), RECENT_REQUESTS)
+        return self._sampled, tuple(islice(self._recent, len(self._recent) - fresh, None))

@@ -11,6 +11,7 @@ Rules:
 
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from inspect import iscoroutinefunction
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -69,7 +70,8 @@ class ProofServerInterceptor(grpc.aio.ServerInterceptor):
         if handler.request_streaming:
             proven = self._without_proofs(handler)
         elif handler.response_streaming:
-            behaviour = self._asking_once(method, handler.unary_stream, handler.request_deserializer)
+            asking = self._asking if iscoroutinefunction(handler.unary_stream) else self._asking_once
+            behaviour = asking(method, handler.unary_stream, handler.request_deserializer)
             proven = grpc.unary_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
         else:
             behaviour = self._asking(method, handler.unary_unary, handler.request_deserializer)
@@ -175,8 +177,12 @@ class _ProofClient:
         return details._replace(metadata=metadata), is_answered
 
 
-class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor):
-    """Proves synchronous calls, and checks the node's proof."""
+class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Proves synchronous calls, and checks the node's proof if the answer is one message."""
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        details, _ = self._proven(client_call_details, request)
+        return continuation(details, request)
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, is_answered = self._proven(client_call_details, request)

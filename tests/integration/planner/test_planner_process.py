@@ -275,16 +275,31 @@ async def test_rehearsal_is_part_of_the_record(folder):
     assert rehearsal["planned"]["ttft_seconds"] <= rehearsal["present"]["ttft_seconds"] + 0.001
 
 
-def test_contradictory_settings_name_the_field(folder):
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("pools", 0, "least"), 5, "pools[0].least: 5 is above `most`, 4"),
+        (("pools", 1, "name"), "decode", "pools[1].name: 'decode' is there twice"),
+        (("engines",), {"other": {"kind": "linear"}}, "engines.other: `pools` has no such pool"),
+        (("rule",), {"kind": "fleet"}, "engines: has no engine of pool decode"),
+        (("goals", "ttft_seconds"), -1, "goals.ttft_seconds"),
+        (("listen",), "127.0.0.1:0", "listen: whoever reaches 127.0.0.1:0 could read the plans"),
+        (("mode",), "fast", "mode"),
+    ],
+)
+def test_wrong_settings_name_the_field(folder, path, value, told):
     wrong = settings(folder)
-    wrong["pools"][0]["least"] = 5
+    place = wrong
+    for each in path[:-1]:
+        place = place[each]
+    place[path[-1]] = value
     file = folder / "wrong.json"
     file.write_text(json.dumps(wrong))
 
     done = run_fleet("serve", "planner", "--config", str(file))
 
     assert done.returncode == 3
-    assert "pools[0].least: 5 is above `most`, 4" in done.stderr
+    assert told in done.stderr
 
 
 def test_command_without_a_planner_says_how_to_start_one(folder):

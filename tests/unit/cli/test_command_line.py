@@ -72,7 +72,7 @@ def test_help_of_every_command_says_what_it_does(capsys):
         ["generate", "text", "--timeout", "nan"],
         ["generate", "text", "--timeout", "0"],
         ["serve", "router"],
-        ["serve", "planner", "--config", "x"],
+        ["serve", "scheduler", "--config", "x"],
         ["generate"],
         ["generate", "text", "--max-tokens", "x"],
     ],

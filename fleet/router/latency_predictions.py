@@ -54,7 +54,7 @@ ALARMS = 100
 
 
 class StepSeconds(Protocol):
-    """The duration of a step; `fleet.hardware.steps.StepModel` is one."""
+    """The duration of a step; `fleet.hardware.latency.step_model.StepModel` is one."""
 
     def seconds(
         self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float, /

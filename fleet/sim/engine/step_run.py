@@ -31,7 +31,7 @@ class StepRun:
         return running if running < self.steps and self.until(running) == now else running - 1
 
     def cut(self, kernel: Kernel, ended: Callable[[], None]) -> None:
-        """End the run with the step that is under way."""
+        """End the run with the step that is under way; a step that ends now still is."""
         steps = self._running_at(kernel.instant)
         if steps < self.steps:
             self.forget()

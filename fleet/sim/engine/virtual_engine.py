@@ -4,7 +4,8 @@ Rules:
 
 1. While no prompt is being computed, steps differ only by the length of their contexts. Such steps are simulated as one step
    run, up to the next end of a sequence; the instant of every token is still exact.
-2. An attempt that arrives during a step run ends the run with the step that is under way.
+2. An attempt that arrives during a step run ends the run with the step that is under way. If it arrives at the instant at which
+   a step ends, it joins the next step; at the end of a run or of a single step, however, the kernel draws which event is first.
 3. An answer's full blocks get their names when the answer ends, as far as their names are known.
 4. Progress is reported when an answer begins a new block, and at most every `REPORT_TOKENS` tokens: routers count blocks.
    `progress` reports the rest at any time.

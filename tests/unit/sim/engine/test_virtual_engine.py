@@ -1,7 +1,7 @@
 """Virtual engine: step runs compared with single steps, and a block budget that always adds up."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleet.batching.attempts import EngineLimits, Job
@@ -30,8 +30,8 @@ class OneByOne(VirtualEngine):
 class Bench:
     """An engine with its clock and all its reports."""
 
-    def __init__(self, kind: type[VirtualEngine] = VirtualEngine, **limits: int):
-        self.kernel = Kernel(1)
+    def __init__(self, kind: type[VirtualEngine] = VirtualEngine, seed: int = 1, **limits: int):
+        self.kernel = Kernel(seed)
         self.told: dict[str, list[tuple[Nanos, StepProgress]]] = {}
         self.stored: set[int] = set()
         given = {"kv_blocks": 100, "block_tokens": BLOCK, "max_running": 8, "step_tokens": 64, **limits}
@@ -182,7 +182,7 @@ def test_cancelled_attempt_leaves_nothing_in_any_state():
 
 jobs = st.lists(
     st.tuples(
-        st.integers(0, 200_000).map(lambda tick: tick * 1e-5 + 3e-6),  # arrival; steps end at multiples of 10 µs
+        st.integers(0, 200_000),  # arrival in ticks of 10 µs; all steps last whole ticks
         st.integers(1, 120),  # prompt
         st.integers(1, 60),  # answer
         st.integers(0, 3),  # which of four prefixes it has
@@ -192,14 +192,24 @@ jobs = st.lists(
 )
 
 
+def instants_of(ticks: set[int]) -> dict[int, float]:
+    """Return the instant of each tick in seconds, moved so that no two of them lie whole ticks apart.
+
+    The engine's steps end whole ticks after an arrival, so no other arrival falls on the end of a step.
+    """
+    return {tick: tick * 1e-5 + place * 8e-7 for place, tick in enumerate(sorted(ticks))}
+
+
 @given(jobs=jobs, kv_blocks=st.integers(13, 40))
+@example(jobs=[(30_933, 102, 12, 0), (55_208, 1, 1, 0)], kv_blocks=15)  # unmoved, the second comes at the end of a step
 @settings(max_examples=60, deadline=None)
 def test_step_run_ends_when_single_steps_would(jobs, kv_blocks):
     benches = [Bench(kind, kv_blocks=kv_blocks) for kind in (VirtualEngine, OneByOne)]
+    instants = instants_of({tick for tick, *_ in jobs})
     for bench in benches:
-        for number, (at, prompt, answer, family) in enumerate(jobs):
+        for number, (tick, prompt, answer, family) in enumerate(jobs):
             keys = tuple(100 * family + index for index in range(prompt // BLOCK))
-            bench.work(str(number), prompt, answer, at, keys)
+            bench.work(str(number), prompt, answer, instants[tick], keys)
         bench.run()
     jumping, stepping = benches
     for name in map(str, range(len(jobs))):
@@ -209,6 +219,21 @@ def test_step_run_ends_when_single_steps_would(jobs, kv_blocks):
     assert jumping.engine.preempted == stepping.engine.preempted
     assert jumping.stored == stepping.stored
     assert jumping.engine.busy == pytest.approx(stepping.engine.busy, abs=1000)
+
+
+def test_arrival_at_step_end_comes_first_in_step_run():
+    """Between single steps, the seed draws whether the end of a step or the arrival is first; within a run, the arrival is."""
+    found: list[set[tuple[float, float]]] = []
+    for kind in (VirtualEngine, OneByOne):
+        benches = [Bench(kind, seed) for seed in range(12)]
+        for bench in benches:
+            bench.work("long", 102, 12)
+            bench.work("short", 1, 1, at=0.24275)  # prompt steps of 74 and 48 ms, and ten decode steps
+            bench.run()
+        found.append({bench.instants("short") for bench in benches})
+    in_step_run, by_single_steps = found
+    assert len(by_single_steps) == 2
+    assert in_step_run == {min(by_single_steps)}
 
 
 def test_next_turn_finds_named_answer_blocks():

@@ -72,7 +72,6 @@ class PlanConditionType(StrEnum):
     BUDGET_EXHAUSTED = "BudgetExhausted"
     PINNED = "Pinned"
     CONNECTOR_FAILED = "ConnectorFailed"
-    REHEARSAL_FAILED = "RehearsalFailed"
     MODEL_DRIFT = "ModelDrift"
 
 

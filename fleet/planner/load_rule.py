@@ -43,14 +43,14 @@ class LoadRule:
         observed = {pool.name: found for pool in self._pools if (found := seen.pool(pool.name)) is not None}
         wanted = {name: found.wanted for name, found in observed.items()}
         doubts = [
-            PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field="source", message=each)
+            PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field=each.partition(": ")[0], message=each)
             for each in demand.stale
         ]
         doubts += [
             PlanCondition(
-                type=PlanConditionType.NO_DEMAND_SIGNAL,
+                type=PlanConditionType.CONNECTOR_FAILED,
                 field=f"pools.{pool.name}",
-                message="the target has no such pool",
+                message=f"pool {pool.name} is not reported",
             )
             for pool in self._pools
             if pool.name not in observed

@@ -147,7 +147,7 @@ def test_unreachable_goal_is_named_and_growth_goes_on() -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"stale": ("router-7: silent for 30 s",)}, "router-7"),
+        ({"stale": ("router-7:50052: silent for 30 s",)}, "router-7:50052"),
         ({"oldest_seconds": math.nan}, "demand.oldest_seconds"),
         ({"answer_tokens": -5}, "demand.answer_tokens"),
         ({"prompt_squares": math.inf}, "demand.prompt_squares"),

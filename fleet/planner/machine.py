@@ -140,7 +140,11 @@ class PlannerMachine:
         conditions = [*self._pins(view), *self._drifts()]
         decision = self._decide(now, demand, view)
         self._pool_history.decided(decision.replicas)
-        return structs.replace(decision, conditions=(*decision.conditions, *conditions))
+        return structs.replace(
+            decision,
+            numbers=decision.numbers | {"forecast_error": self.forecast_error},
+            conditions=(*decision.conditions, *conditions),
+        )
 
     @property
     def forecast_error(self) -> float:

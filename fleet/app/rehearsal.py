@@ -89,9 +89,12 @@ class SimulatedRehearsal:
             present=dict(present),
             planned=dict(planned),
         )
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "fleet.app.rehearsal", stdin=PIPE, stdout=PIPE, stderr=PIPE
-        )
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "fleet.app.rehearsal", stdin=PIPE, stdout=PIPE, stderr=PIPE
+            )
+        except OSError as error:
+            raise RehearsalSkipped(f"the simulator cannot be started: {error.strerror}") from error
         try:
             told, errors = await child.communicate(msgspec.json.encode(task))
         finally:
@@ -158,8 +161,8 @@ def _shared(request: RecentRequest, blocks: int, again: int) -> tuple[int, ...]:
 
 def _predict(task: RehearsalTask, replicas: Mapping[PoolName, int], traffic: Sequence[TraceRequest]) -> PoolsPrediction:
     held = [(each, replicas.get(each.pool.name, 0)) for each in task.pools]
-    gpus = float(sum(count * (each.pool.gpus if each.pool.gpu else 0) for each, count in held))
-    dollars = sum(count * each.pool.dollars_per_hour * (each.pool.gpus if each.pool.gpu else 1) for each, count in held)
+    gpus = float(sum(count * each.pool.replica_gpus for each, count in held))
+    dollars = sum(count * each.pool.replica_dollars for each, count in held)
     if not any(count and each.pool.role is not Role.PREFILL for each, count in held):
         longest = HORIZON
         return PoolsPrediction(

@@ -216,7 +216,10 @@ def _settled(counted: int, owed: int) -> tuple[int, int]:
 
 
 def _went_back(before: ModelDemand, after: ModelDemand) -> bool:
-    return any(getattr(after, name) < getattr(before, name) for name in _COUNTERS)
+    """Return whether a counter has fallen, or a histogram is missing that was there before."""
+    return any(getattr(after, name) < getattr(before, name) for name in _COUNTERS) or any(
+        len(getattr(after, name)) < len(getattr(before, name)) for name in _HISTOGRAMS
+    )
 
 
 def _minus(after: Counts, before: Counts) -> Counts:

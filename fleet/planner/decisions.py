@@ -52,6 +52,16 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     drain_seconds: Seconds = 60.0
     """Time from telling a replica to end until it has ended."""
 
+    @property
+    def replica_gpus(self) -> int:
+        """Return the GPUs of one replica; 0 if it needs none."""
+        return self.gpus if self.gpu else 0
+
+    @property
+    def replica_dollars(self) -> float:
+        """Return the dollars per hour of one replica."""
+        return self.dollars_per_hour * (self.gpus if self.gpu else 1)
+
 
 class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits that hold at every instant, including replicas that start or drain. None: there is no limit."""
@@ -72,7 +82,6 @@ class PlanConditionType(StrEnum):
     BUDGET_EXHAUSTED = "BudgetExhausted"
     PINNED = "Pinned"
     CONNECTOR_FAILED = "ConnectorFailed"
-    REHEARSAL_FAILED = "RehearsalFailed"
     MODEL_DRIFT = "ModelDrift"
 
 

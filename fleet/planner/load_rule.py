@@ -43,14 +43,14 @@ class LoadRule:
         observed = {pool.name: found for pool in self._pools if (found := seen.pool(pool.name)) is not None}
         wanted = {name: found.wanted for name, found in observed.items()}
         doubts = [
-            PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field="source", message=each)
+            PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field=each.partition(": ")[0], message=each)
             for each in demand.stale
         ]
         doubts += [
             PlanCondition(
-                type=PlanConditionType.NO_DEMAND_SIGNAL,
+                type=PlanConditionType.CONNECTOR_FAILED,
                 field=f"pools.{pool.name}",
-                message="the target has no such pool",
+                message=f"pool {pool.name} is not reported",
             )
             for pool in self._pools
             if pool.name not in observed
@@ -105,16 +105,16 @@ class LoadRule:
         """Return the numbers that the budget allows, with replicas that drain."""
         budget = self._budget
         gpus = sum(pool.gpus * observed[pool.name].draining for pool in self._pools if pool.gpu)
-        dollars = sum(_dollars(pool) * observed[pool.name].draining for pool in self._pools)
+        dollars = sum(pool.replica_dollars * observed[pool.name].draining for pool in self._pools)
         gpus += sum(pool.gpus * min(needs[pool.name], pool.least) for pool in self._pools if pool.gpu)
-        dollars += sum(_dollars(pool) * min(needs[pool.name], pool.least) for pool in self._pools)
+        dollars += sum(pool.replica_dollars * min(needs[pool.name], pool.least) for pool in self._pools)
         replicas = {}
         for pool in self._pools:
             given = min(needs[pool.name], pool.least)
             while given < needs[pool.name]:
-                own = pool.gpus if pool.gpu else 0
+                own = pool.replica_gpus
                 over = budget.gpus is not None and own and gpus + own > budget.gpus
-                dear = budget.dollars_per_hour is not None and dollars + _dollars(pool) > budget.dollars_per_hour
+                dear = budget.dollars_per_hour is not None and dollars + pool.replica_dollars > budget.dollars_per_hour
                 if over or dear:
                     field = "budget.gpus" if over else "budget.dollars_per_hour"
                     message = f"{pool.name} needs {needs[pool.name]} replicas, and {field} leaves {given}"
@@ -122,10 +122,6 @@ class LoadRule:
                         PlanCondition(type=PlanConditionType.BUDGET_EXHAUSTED, field=field, message=message)
                     )
                     break
-                given, gpus, dollars = given + 1, gpus + own, dollars + _dollars(pool)
+                given, gpus, dollars = given + 1, gpus + own, dollars + pool.replica_dollars
             replicas[pool.name] = given
         return replicas
-
-
-def _dollars(pool: PlannedPool) -> float:
-    return pool.dollars_per_hour * (pool.gpus if pool.gpu else 1)

@@ -25,7 +25,6 @@ from fleet.planner.decisions import (
     PlanCondition,
     PlanConditionType,
     PlanDecision,
-    PlannedPool,
     ScalingRule,
 )
 from fleet.planner.demand import Counts, DemandWindow, added, bucket_of, interpolated
@@ -434,8 +433,10 @@ class PlannerLoop:
         for scored in list(self._scored):
             scored.ttft, scored.tpot = added(scored.ttft, window.ttft), added(scored.tpot, window.tpot)
             held = {each.name: each.wanted + each.draining for each in seen.pools}
-            scored.held_seconds += window.seconds * sum(_gpus(self._pools[name]) * n for name, n in held.items())
-            scored.dollars += window.seconds / 3600 * sum(_dollars(self._pools[name]) * n for name, n in held.items())
+            scored.held_seconds += window.seconds * sum(self._pools[name].replica_gpus * n for name, n in held.items())
+            scored.dollars += (
+                window.seconds / 3600 * sum(self._pools[name].replica_dollars * n for name, n in held.items())
+            )
             scored.seconds += window.seconds
             if now >= scored.until:
                 self._scored.remove(scored)
@@ -493,14 +494,6 @@ class PlannerLoop:
 def _pinned(seen: Observation, name: PoolName) -> bool:
     pool = seen.pool(name)
     return pool is None or bool(pool.pinned)
-
-
-def _gpus(pool: PlannedPool) -> int:
-    return pool.gpus if pool.gpu else 0
-
-
-def _dollars(pool: PlannedPool) -> float:
-    return pool.dollars_per_hour * (pool.gpus if pool.gpu else 1)
 
 
 def _error(predicted: float | None, observed: float | None) -> float | None:

@@ -51,8 +51,6 @@ from fleet.planner.sizing.corrected import CorrectedCapacity
 from fleet.planner.sizing.solver import (
     Candidate,
     Mix,
-    replica_dollars,
-    replica_gpus,
     served,
     solve,
     within_budget,
@@ -142,7 +140,11 @@ class PlannerMachine:
         conditions = [*self._pins(view), *self._drifts()]
         decision = self._decide(now, demand, view)
         self._pool_history.decided(decision.replicas)
-        return structs.replace(decision, conditions=(*decision.conditions, *conditions))
+        return structs.replace(
+            decision,
+            numbers=decision.numbers | {"forecast_error": self.forecast_error},
+            conditions=(*decision.conditions, *conditions),
+        )
 
     @property
     def forecast_error(self) -> float:
@@ -162,7 +164,7 @@ class PlannerMachine:
 
     def _doubts(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Iterator[PlanCondition]:
         for source in demand.stale:
-            yield _no_signal(source.partition(":")[0], f"no demand from {source}")
+            yield _no_signal(source.partition(": ")[0], f"no demand from {source}")
         for field, value in _numbers(demand):
             if not isfinite(value) or value < 0:
                 yield _no_signal(f"demand.{field}", f"demand.{field}: {value} is not a number of at least 0")
@@ -351,7 +353,7 @@ class PlannerMachine:
             if each.pool.role in {phase, Role.BOTH} and each.seen.wanted and each.seen.wanted < self._bounds(each)[1]
         ]
         for each in sorted(
-            able, key=lambda each: replica_dollars(each.pool) / max(1e-9, self._rate(view, each.pool, 1))
+            able, key=lambda each: each.pool.replica_dollars / max(1e-9, self._rate(view, each.pool, 1))
         ):
             grown = {**replicas, each.pool.name: each.seen.wanted + 1}
             if self._fits(view, grown):
@@ -387,7 +389,7 @@ class PlannerMachine:
     def _cheaper(self, view: "_PlanningView", target: Mix) -> dict[PoolName, int]:
         """Return the first part of a change to a cheaper mix, which only grows, if it saves enough and fits beside what there is."""
         wanted = view.wanted
-        dollars = sum(replica_dollars(each.pool) * each.seen.wanted for each in view.pools)
+        dollars = sum(each.pool.replica_dollars * each.seen.wanted for each in view.pools)
         grown = {name: max(count, wanted[name]) for name, count in view.named(target).items()}
         saves = target.dollars <= dollars * (1.0 - self._settings.mix_saving)
         return grown if saves and self._fits(view, grown) else wanted
@@ -549,7 +551,7 @@ def _decision(
             "cached_tokens": shape.cached_tokens,
             "answer_tokens": shape.answer_tokens,
             "dispersion": view.load.dispersion,
-            "dollars_per_hour": sum(replica_dollars(each.pool) * replicas[each.pool.name] for each in view.pools),
+            "dollars_per_hour": sum(each.pool.replica_dollars * replicas[each.pool.name] for each in view.pools),
         },
         conditions=tuple(conditions),
     )
@@ -603,10 +605,9 @@ def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
         raise ValueError("pools: there must be pools for prefill and for decode, or one for both")
     if budget.least_ratio is not None and budget.most_ratio is not None and budget.least_ratio > budget.most_ratio:
         raise ValueError(f"budget.least_ratio: {budget.least_ratio} is above most_ratio, which is {budget.most_ratio}")
-    for field, limit, price in (
-        ("gpus", budget.gpus, replica_gpus),
-        ("dollars_per_hour", budget.dollars_per_hour, replica_dollars),
+    for field, limit, floor in (
+        ("gpus", budget.gpus, sum(each.least * each.replica_gpus for each in pools)),
+        ("dollars_per_hour", budget.dollars_per_hour, sum(each.least * each.replica_dollars for each in pools)),
     ):
-        floor = sum(each.least * price(each) for each in pools)
         if limit is not None and floor > limit:
             raise ValueError(f"budget.{field}: {limit} is below what the floors of the pools take, which is {floor}")

@@ -5,7 +5,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Never
 
@@ -40,8 +40,9 @@ class FileElection:
             return
         self._leads = True
         log.info("leader election won", extra={"identity": self._identity})
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{self._identity}\n".encode(), 0)  # for people
+        with suppress(OSError):  # the name is for people, and a full disk ends no leader
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{self._identity}\n".encode(), 0)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from fleet.planner.messages import MOST_REPLICAS, PoolName
 from fleet.planner.sizing.capacity import OfferedLoad, PoolEngine, StepCapacity
 from fleet.planner.sizing.corrected import CorrectedCapacity
 from fleet.planner.sizing.prices import MILLION, SECONDS_PER_HOUR
-from fleet.planner.sizing.solver import Candidate, replica_dollars, solve
+from fleet.planner.sizing.solver import Candidate, solve
 
 LONG_PROMPT = 1000
 """Tokens from which the time of a KV transfer is taken, apart from its start."""
@@ -157,7 +157,7 @@ def _proposed(pool: PlannedPool, replicas: int, rate: float) -> ProposedPool:
         tp=pool.gpus,
         replicas=replicas,
         gpus=replicas * pool.gpus,
-        dollars_per_hour=replicas * replica_dollars(pool),
+        dollars_per_hour=replicas * pool.replica_dollars,
         rate=rate,
     )
 

@@ -60,7 +60,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
     @property
     def dollars(self) -> float:
         """Dollars per hour of one replica."""
-        return replica_dollars(self.pool)
+        return self.pool.replica_dollars
 
 
 class Rates(Protocol):
@@ -82,16 +82,6 @@ class Mix(Struct, frozen=True, kw_only=True):
 
     dollars: float
     """Dollars per hour."""
-
-
-def replica_dollars(pool: PlannedPool) -> float:
-    """Return the dollars per hour of one replica."""
-    return pool.dollars_per_hour * (pool.gpus if pool.gpu else 1)
-
-
-def replica_gpus(pool: PlannedPool) -> int:
-    """Return the GPUs of one replica; 0 if it needs none."""
-    return pool.gpus if pool.gpu else 0
 
 
 def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:
@@ -128,7 +118,7 @@ def within_budget(candidates: Sequence[Candidate], replicas: Sequence[int], budg
     gpus = dollars = 0.0
     for each, count in zip(candidates, replicas, strict=True):
         held = max(count, each.held) + each.draining
-        gpus += held * replica_gpus(each.pool)
+        gpus += held * each.pool.replica_gpus
         dollars += held * each.dollars
     return (
         (budget.gpus is None or gpus <= budget.gpus)
@@ -232,7 +222,7 @@ def _solve(
     dollars of n and s, less r by its weight, subject to: n - s <= now, h - n >= 0, h >= held, both phases serve r, budgets and ratio.
     """
     count = len(candidates)
-    cost = [each.dollars or float(replica_gpus(each.pool) or 1) for each in candidates]
+    cost = [each.dollars or float(each.pool.replica_gpus or 1) for each in candidates]
     start = [
         price * (0.01 + each.pool.start_seconds / HORIZON_SECONDS) for price, each in zip(cost, candidates, strict=True)
     ]
@@ -254,10 +244,12 @@ def _solve(
     for other in (Role.DECODE, Role.PREFILL):
         phase = {index: per_replica[index] for index, each in enumerate(candidates) if each.pool.role is not other}
         rows.add({**phase, 3 * count: -1.0}, 0.0, inf)
-    for limit, price in ((budget.gpus, replica_gpus), (budget.dollars_per_hour, replica_dollars)):
+    for limit, prices in (
+        (budget.gpus, [float(each.pool.replica_gpus) for each in candidates]),
+        (budget.dollars_per_hour, [each.dollars for each in candidates]),
+    ):
         if limit is None:
             continue
-        prices = [float(price(each.pool)) for each in candidates]
         held = sum(one * each.held for one, each in zip(prices, candidates, strict=True))
         drains = sum(one * each.draining for one, each in zip(prices, candidates, strict=True))
         rows.add(dict(enumerate(prices)), -inf, limit)

@@ -8,9 +8,8 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from typing import Any, Never
-from urllib.error import URLError
-from urllib.request import urlopen
 
+import aiohttp
 import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +26,8 @@ from fleet.planner.sources.wire import BadDemandReport
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 5.0
+"""Limit for a whole page, however slowly it comes."""
+
 MOST_BYTES = 64 << 20
 COUNTERS = (
     *("arrivals", "waited", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens", "prompt_squares"),
@@ -61,11 +62,11 @@ class MetricsDemandSource:
         told = ""
         while True:
             try:
-                report = parse_page(await asyncio.to_thread(_page, url), self._clock.now())
+                report = parse_page(await _page(url), self._clock.now())
                 self._aggregator.hear(url, report, self._clock.now())
                 told = ""
-            except (OSError, ValueError, BadDemandReport) as error:
-                cause = str(error.reason) if isinstance(error, URLError) else str(error)
+            except (aiohttp.ClientError, OSError, BadDemandReport) as error:
+                cause = "no answer in time" if isinstance(error, TimeoutError) else str(error)
                 self._aggregator.failed(url, cause)
                 if cause != told:
                     told = cause
@@ -77,9 +78,17 @@ def parse_page(page: str, now: Nanos) -> DemandReport:
     """Return the demand on a page of metrics.
 
     Raises:
-        BadDemandReport: The page is not that of a router that counts its demand.
-        ValueError: It is not in the Prometheus text format.
+        BadDemandReport: The page is not that of a router that counts its demand, or not in the Prometheus text format.
     """
+    try:
+        return _report(page, now)
+    except KeyError as error:
+        raise BadDemandReport(f"a metric of the demand has no label {error}") from error
+    except (ValueError, OverflowError) as error:
+        raise BadDemandReport(f"the page cannot be read: {error}") from error
+
+
+def _report(page: str, now: Nanos) -> DemandReport:
     families = {family.name: family for family in text_string_to_metric_families(page)}
     if (uptime := families.get("fleet_demand_uptime_seconds")) is None or not uptime.samples:
         raise BadDemandReport("the page has no fleet_demand_uptime_seconds; is it that of a router of this version?")
@@ -130,7 +139,15 @@ def _samples(families: dict[str, Metric], name: str) -> Iterable[Any]:
     return () if family is None else (each for each in family.samples if not each.name.endswith("_created"))
 
 
-def _page(url: str) -> str:
-    with urlopen(url, timeout=CALL_SECONDS) as response:  # noqa: S310 - the address comes from the settings
-        content: bytes = response.read(MOST_BYTES)
-    return content.decode()
+async def _page(url: str) -> str:
+    content = bytearray()
+    async with (
+        asyncio.timeout(CALL_SECONDS),
+        aiohttp.ClientSession(raise_for_status=True) as session,
+        session.get(url) as answer,
+    ):
+        async for part in answer.content.iter_any():
+            content += part
+            if len(content) > MOST_BYTES:
+                raise BadDemandReport(f"the page is longer than {MOST_BYTES} bytes")
+    return content.decode(errors="replace")

@@ -1,6 +1,7 @@
 """Tests of the rehearsal in the simulator: more replicas serve better, samples decide, and failures are said."""
 
 import asyncio
+import errno
 
 import pytest
 
@@ -118,3 +119,13 @@ async def test_failed_simulator_says_why():
         await SimulatedRehearsal((broken, broken), GOALS).rehearse(
             a_sample(), 10.0, {PoolName(""): -1}, {PoolName(""): -1}
         )
+
+
+async def test_machine_without_processes_skips_the_rehearsal(monkeypatch):
+    async def full(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, "no process is left")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
+
+    with pytest.raises(RehearsalSkipped, match="no process is left"):
+        await SimulatedRehearsal((a_pool(),), GOALS).rehearse(a_sample(), 10.0, {BOTH: 1}, {BOTH: 2})

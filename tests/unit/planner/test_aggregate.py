@@ -44,6 +44,18 @@ def counts(*seconds):
     return tuple(found)
 
 
+def test_histogram_that_vanishes_is_a_gap():
+    aggregator = an_aggregator()
+    aggregator.hear("a", a_report(arrivals=5, ttft=counts(0.1, 0.2)), at(1))
+    aggregator.window(at(2))
+    aggregator.hear("a", a_report(arrivals=6), at(3))
+
+    window = aggregator.window(at(4))
+
+    assert (window.arrivals, window.ttft) == (0, ())
+    assert window.stale == ("a: the counters of router-0 went back",)
+
+
 def test_counters_before_the_first_report_are_no_demand():
     aggregator = an_aggregator()
     aggregator.hear("a", a_report(arrivals=500), at(1))

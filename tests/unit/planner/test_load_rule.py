@@ -53,11 +53,11 @@ def test_shrink_waits_for_the_cool_down():
 
 
 def test_stale_demand_holds_and_names_the_source():
-    decision = a_rule().decide(Nanos(0), a_window(decode=50, stale=("a: silent",)), seen(decode=2))
+    decision = a_rule().decide(Nanos(0), a_window(decode=50, stale=("http://a/metrics: silent",)), seen(decode=2))
 
     assert (decision.replicas, decision.reason) == ({DECODE: 2}, DecisionReason.NO_SIGNAL)
-    assert [(each.type, each.message) for each in decision.conditions] == [
-        (PlanConditionType.NO_DEMAND_SIGNAL, "a: silent")
+    assert [(each.type, each.field, each.message) for each in decision.conditions] == [
+        (PlanConditionType.NO_DEMAND_SIGNAL, "http://a/metrics", "http://a/metrics: silent")
     ]
 
 
@@ -65,7 +65,8 @@ def test_missing_pool_holds_and_is_named():
     decision = a_rule(a_pool(), a_pool(PREFILL, Role.PREFILL)).decide(Nanos(0), a_window(decode=50), seen(decode=2))
 
     assert decision.replicas == {DECODE: 2}
-    assert decision.conditions[0].field == "pools.prefill"
+    (condition,) = decision.conditions
+    assert (condition.type, condition.field) == (PlanConditionType.CONNECTOR_FAILED, "pools.prefill")
 
 
 def test_budget_limits_growth_and_is_named():

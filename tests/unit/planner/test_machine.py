@@ -77,6 +77,13 @@ def test_ratio_follows_changed_lengths_in_one_plan(budget: PlanBudget) -> None:
     assert world.plans[plans].reason is DecisionReason.RATIO
 
 
+def test_decision_names_the_error_of_the_forecast() -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    world.run(300, 20.0)
+    world.run(300, 40.0)
+    assert 0.0 < world.decisions[-1].numbers["forecast_error"] < 1.0
+
+
 def test_missed_goal_adds_one_replica_that_stays() -> None:
     world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
     slow = (0,) * bucket_of(0.05) + (100,) + (0,) * (len(EDGES) - bucket_of(0.05))
@@ -147,7 +154,7 @@ def test_unreachable_goal_is_named_and_growth_goes_on() -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"stale": ("router-7: silent for 30 s",)}, "router-7"),
+        ({"stale": ("router-7:50052: silent for 30 s",)}, "router-7:50052"),
         ({"oldest_seconds": math.nan}, "demand.oldest_seconds"),
         ({"answer_tokens": -5}, "demand.answer_tokens"),
         ({"prompt_squares": math.inf}, "demand.prompt_squares"),

@@ -1,0 +1,76 @@
+"""Tests of the metrics demand source: a router whose page is no page, cut off or endless costs the planner nothing but the signal."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from fleet.core.clock import Nanos
+from fleet.core.ids import ModelName
+from fleet.core.roles import Role
+from fleet.core.system_clock import SystemClock
+from fleet.planner.aggregate import DemandAggregator
+from fleet.planner.messages import PoolName
+from fleet.planner.settings import MetricsDemandSettings
+from fleet.planner.sources.metrics import MetricsDemandSource, parse_page
+from fleet.planner.sources.wire import BadDemandReport
+from tests.support.waiting import until
+
+UPTIME = 'fleet_demand_uptime_seconds{router="r",incarnation="i"} 5.0\n'
+TYPE = "# TYPE fleet_demand_arrivals_total counter\n"
+PAGE = f'{UPTIME}{TYPE}fleet_demand_arrivals_total{{model="m"}} 3.0\n'
+
+
+def answer(body, length=None):
+    return f"HTTP/1.1 200 OK\r\nContent-Length: {length or len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+
+
+@asynccontextmanager
+async def a_page(*answers):
+    """Serve the answers in turn, the last one again and again; yield the URL."""
+    left = list(answers)
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(left.pop(0) if len(left) > 1 else left[0])
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics"
+
+
+@pytest.mark.parametrize(
+    ("broken", "cause"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "Bad status line"),
+        (answer(PAGE, 10_000), "payload is not completed"),
+        (b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n", "500"),
+        (answer(PAGE.replace("model=", "kind=")), "has no label 'model'"),
+    ],
+)
+async def test_broken_page_is_told_and_read_again(broken, cause):
+    clock = SystemClock()
+    async with a_page(broken, answer(PAGE)) as url:
+        aggregator = DemandAggregator(ModelName("m"), [url], {PoolName("both"): Role.BOTH}, clock.now())
+        source = MetricsDemandSource(MetricsDemandSettings(urls=(url,), every_seconds=0.2), aggregator, clock)
+        running = asyncio.create_task(source.run())
+        try:
+            await until(lambda: any(cause in each for each in aggregator.stale(clock.now())), 10.0)
+            await until(lambda: not aggregator.stale(clock.now()), 10.0)
+        finally:
+            running.cancel()
+        assert source.window().arrivals == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ('fleet_demand_arrivals_total{model="m"} +Inf\n', "cannot be read"),
+        ('fleet_demand_arrivals_total{model="m"} NaN\n', "cannot be read"),
+        ('fleet_demand_arrivals_total{kind="m"} 1.0\n', "has no label 'model'"),
+        ("fleet_demand_arrivals_total{ 1.0\n", "cannot be read"),
+    ],
+)
+def test_page_with_an_impossible_metric_is_refused(line, cause):
+    with pytest.raises(BadDemandReport, match=cause):
+        parse_page(UPTIME + TYPE + line, Nanos(0))

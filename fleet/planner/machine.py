@@ -162,7 +162,7 @@ class PlannerMachine:
 
     def _doubts(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Iterator[PlanCondition]:
         for source in demand.stale:
-            yield _no_signal(source.partition(":")[0], f"no demand from {source}")
+            yield _no_signal(source.partition(": ")[0], f"no demand from {source}")
         for field, value in _numbers(demand):
             if not isfinite(value) or value < 0:
                 yield _no_signal(f"demand.{field}", f"demand.{field}: {value} is not a number of at least 0")

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20
 KEPT_RECORDS = 200
+APPENDING = (
+    os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+)  # a pipe that nobody reads is an error
 
 
 class PlanState(StrEnum):
@@ -140,7 +143,7 @@ class PlanHistory:
             with suppress(FileNotFoundError):
                 if self._path.stat().st_size > self._most_bytes:
                     self._path.replace(_older(self._path))
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(self._path, APPENDING, 0o600)
             try:
                 os.write(descriptor, msgspec.json.encode(record) + b"\n")
             finally:
@@ -172,10 +175,12 @@ class PlanHistory:
         if self._path is None:
             return
         for path in (_older(self._path), self._path):
+            if not path.is_file():  # reading a device or a pipe may never end
+                continue
             try:
                 with path.open("rb") as file:
                     for line in file:
-                        with suppress(msgspec.DecodeError, msgspec.ValidationError):  # a torn or foreign line
+                        with suppress(msgspec.DecodeError, UnicodeDecodeError):  # a torn or foreign line
                             yield msgspec.json.decode(line, type=PlanRecord)
             except OSError:
                 continue

@@ -1,5 +1,6 @@
 """Settings of a planner: its goals, pools and sources, and where its plans are written."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -35,11 +36,7 @@ class EtcdTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """TLS: `authority` signs etcd's certificate; `certificate` and `key` are the client's. Without any, TLS is off."""
 
     def __post_init__(self) -> None:
-        for endpoint in self.endpoints:
-            try:
-                host_port(endpoint)
-            except ValueError as error:
-                raise ValueError(f"endpoints: {error}") from error
+        _check_addresses("endpoints", self.endpoints)
 
 
 class KubernetesTarget(
@@ -96,6 +93,9 @@ class RouterDemandSettings(
     stale_seconds: Seconds = 5.0
     """Longest silence of a router; then the planner holds."""
 
+    def __post_init__(self) -> None:
+        _check_addresses("addresses", [each for each in self.addresses if not unix_path(each)])
+
 
 class MetricsDemandSettings(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="metrics"
@@ -124,6 +124,9 @@ class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time after which another planner leads if the leader was killed."""
 
     credentials: Credentials = Credentials()
+
+    def __post_init__(self) -> None:
+        _check_addresses("endpoints", self.endpoints)
 
 
 class KubernetesElectionSettings(
@@ -264,3 +267,11 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(
                 f'engines: has no engine of pool {missing[0]}, which the rule `fleet` needs; or use rule.kind "load"'
             )
+
+
+def _check_addresses(field: str, addresses: Iterable[str]) -> None:
+    for address in addresses:
+        try:
+            host_port(address)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from error

@@ -155,6 +155,7 @@ def test_unreachable_goal_is_named_and_growth_goes_on() -> None:
     ("fields", "field"),
     [
         ({"stale": ("router-7:50052: silent for 30 s",)}, "router-7:50052"),
+        ({"stale": ("unix:/run/control.sock: has not reported yet",)}, "unix:/run/control.sock"),
         ({"oldest_seconds": math.nan}, "demand.oldest_seconds"),
         ({"answer_tokens": -5}, "demand.answer_tokens"),
         ({"prompt_squares": math.inf}, "demand.prompt_squares"),

@@ -1,5 +1,8 @@
 """Tests of the records of plans: the last state counts, files are rotated, and damage costs one line."""
 
+import os
+
+import pytest
 from msgspec import structs
 
 from fleet.planner.decisions import DecisionReason
@@ -57,7 +60,7 @@ def test_damaged_lines_are_left_out(tmp_path):
     path = tmp_path / "plans.jsonl"
     PlanHistory(path).keep(a_record())
     with path.open("ab") as file:
-        file.write(b'{"id": "plan-2", "at_ms"\n\xff\xfe\n[]\n')
+        file.write(b'{"id": "plan-2", "at_ms"\n\xff\xfe\n[]\n{"id": "\xff"}\n')
     PlanHistory(path).keep(a_record(3))
 
     assert [each.id for each in PlanHistory(path).latest(5)] == ["plan-3", "plan-1"]
@@ -69,3 +72,13 @@ def test_unwritable_file_costs_no_plan(tmp_path):
     history.keep(a_record(2))
 
     assert [each.id for each in history.latest(5)] == ["plan-2", "plan-1"]
+
+
+@pytest.mark.timeout(20)
+def test_pipe_as_file_is_neither_read_nor_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "plans.jsonl")
+    history = PlanHistory(tmp_path / "plans.jsonl")
+    history.keep(a_record())
+
+    assert history.latest(5) == (a_record(),)
+    assert history.find(PlanId("plan-2")) is None

@@ -1,0 +1,23 @@
+"""Tests of the settings of a planner: a malformed address is refused with the name of its field."""
+
+import pytest
+
+from fleet.config import build_settings
+from fleet.core.errors import ConfigurationRefused
+from fleet.planner.settings import EtcdElectionSettings, EtcdTarget, RouterDemandSettings
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(RouterDemandSettings, "addresses"), (EtcdElectionSettings, "endpoints"), (EtcdTarget, "endpoints")],
+)
+@pytest.mark.parametrize("address", ["router-0", "router-0:", "router-0:99999", ":50052"])
+def test_malformed_address_is_refused(kind, field, address):
+    with pytest.raises(ConfigurationRefused, match=f"^{field}: '{address}' is neither"):
+        build_settings(kind, **{field: ("router-1:50052", address)})
+
+
+def test_router_may_be_reached_over_a_unix_socket():
+    settings = build_settings(RouterDemandSettings, addresses=("unix:/run/control.sock", "[::1]:50052"))
+
+    assert settings.addresses == ("unix:/run/control.sock", "[::1]:50052")

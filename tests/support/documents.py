@@ -27,6 +27,7 @@ SKIP_REASONS = frozenset(
         "builds images",
         "runs the tests",
         "takes minutes",
+        "has a test of its own",
         "needs a GPU",
         "needs nodes and pods of a real cluster",
         "needs servers that are not part of Fleet",

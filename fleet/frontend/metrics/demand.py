@@ -46,7 +46,7 @@ class DemandMetrics:
         uptime = GaugeMetricFamily(
             "fleet_demand_uptime_seconds",
             "Time since the router's counters of demand began",
-            labels=["router", "incarnation"],
+            labels=["source", "incarnation"],
         )
         uptime.add_metric([report.router, report.incarnation], report.uptime / SECOND)
         yield uptime

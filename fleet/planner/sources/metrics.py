@@ -106,7 +106,7 @@ def _report(page: str, now: Nanos) -> DemandReport:
                 raise BadDemandReport(f"fleet_demand_{name}_seconds: bucket {bucket} is not known here")
             counts[bucket] = int(sample.value)
     return DemandReport(
-        router=labels["router"],
+        router=labels["source"],
         incarnation=Incarnation(labels["incarnation"]),
         at=now,
         uptime=Nanos(round(SECOND * uptime.samples[0].value)),

@@ -15,7 +15,7 @@ from fleet.config import load
 from fleet.local.settings import Topology
 from fleet.local.tiny_model import build_tiny_model
 from fleet.planner.connectors.virtual import Intent, PlanReport
-from fleet.planner.settings import PlanConnectorSettings
+from fleet.planner.settings import PlanConnectorSettings, PlannerSettings
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.scenario import Scenario
 from kvstore.service.settings import StoreSettings
@@ -37,6 +37,7 @@ SETTINGS = {
     "scenario": (Scenario, tomllib.loads((ROOT / "loadtests" / "studies" / "conversation.toml").read_text())),
     "plan": (Intent, {}),
     "report": (PlanReport, {}),
+    "planner": (PlannerSettings, {}),
 }
 """Settings type of an example, and the required keys that the example may leave out."""
 

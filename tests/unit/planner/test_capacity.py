@@ -139,6 +139,6 @@ def test_missed_goal_lowers_the_capacity_until_it_fades() -> None:
 def test_linear_engine_has_the_step_times_of_its_latency_model() -> None:
     latency = EngineLatency()
     both = linear_engine(latency, Role.BOTH, capacity_tokens=1e5, most_running=32, budget_tokens=8192).engine.step
-    assert both.seconds(0, 0, 8, 8 * 500) == pytest.approx(1e-3 * latency.decode_ms(8, 4000))
+    assert both.seconds(0, 0, 8, 8 * 500) == pytest.approx(latency.seconds(0, 0, 8, 4000))
     prefill = linear_engine(latency, Role.PREFILL, capacity_tokens=1e5, most_running=32, budget_tokens=8192).engine.step
-    assert prefill.seconds(1000, 500_000, 0, 0) == pytest.approx(1e-3 * latency.prefill_ms(1000))
+    assert prefill.seconds(1000, 500_000, 0, 0) == pytest.approx(latency.seconds(1000, 500_000, 0, 0))

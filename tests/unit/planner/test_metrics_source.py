@@ -16,7 +16,7 @@ from fleet.planner.sources.metrics import MetricsDemandSource, parse_page
 from fleet.planner.sources.wire import BadDemandReport
 from tests.support.waiting import until
 
-UPTIME = 'fleet_demand_uptime_seconds{router="r",incarnation="i"} 5.0\n'
+UPTIME = 'fleet_demand_uptime_seconds{source="r",incarnation="i"} 5.0\n'
 TYPE = "# TYPE fleet_demand_arrivals_total counter\n"
 PAGE = f'{UPTIME}{TYPE}fleet_demand_arrivals_total{{model="m"}} 3.0\n'
 

@@ -2,7 +2,7 @@
 
     python -m fleet.local.orphan_reaper FOLDER
 
-The supervisor writes lines to the reaper's standard input: ``+GROUP`` when it has started a process group, ``-GROUP``
+The groups that run already are its arguments. The supervisor writes lines to the reaper's standard input: ``+GROUP`` when it has started a process group, ``-GROUP``
 when the group has ended, and ``.`` every `BEAT_SECONDS`. The end of the input means that the supervisor has ended. Then
 the reaper ends the remaining groups and removes the runtime folder. After an orderly end nothing is left to do.
 
@@ -35,8 +35,8 @@ SILENT_FILE = "supervisor-silent"
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends only with its input
-    (folder,) = sys.argv[1:]
-    groups: list[int] = []
+    folder, *running = sys.argv[1:]
+    groups = [int(group) for group in running]
     alive = Path(folder) / ALIVE_FILE
     with share_lock_file(alive):  # so the run counts as alive until the reaper ends
         for line in lines(SupervisorWatch(Path(folder), os.getppid())):

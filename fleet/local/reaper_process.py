@@ -32,16 +32,19 @@ class ReaperProcess:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start a reaper, and tell it of the running groups."""
+        """Start a reaper that knows the running groups from its first instant, because the supervisor may be killed in the next one."""
+        known = list(self._groups)
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fleet.local.orphan_reaper", str(self._folder)),
+            *(sys.executable, "-m", "fleet.local.orphan_reaper", str(self._folder), *map(str, known)),
             stdin=PIPE,
             stdout=DEVNULL,
             env=self._environment,
             start_new_session=True,
         )
-        for group in self._groups:
+        for group in self._groups.keys() - set(known):
             self._write(f"+{group}\n")
+        for group in set(known) - self._groups.keys():
+            self._write(f"-{group}\n")
 
     def tell(self, change: str, group: int) -> None:
         """Tell the reaper that a process group has started (``+``) or ended (``-``)."""

@@ -1,9 +1,9 @@
 """Orphan reaper: ends what a killed supervisor has left running, and reports a supervisor that hangs.
 
-    python -m fleet.local.orphan_reaper FOLDER
+    python -m fleet.local.orphan_reaper FOLDER [GROUP ...]
 
-The groups that run already are its arguments. The supervisor writes lines to the reaper's standard input: ``+GROUP`` when it has started a process group, ``-GROUP``
-when the group has ended, and ``.`` every `BEAT_SECONDS`. The end of the input means that the supervisor has ended. Then
+The arguments name the process groups that run already. The supervisor writes lines to the reaper's standard input:
+``+GROUP`` when it has started a group, ``-GROUP`` when the group has ended, and ``.`` every `BEAT_SECONDS`. The end of the input means that the supervisor has ended. Then
 the reaper ends the remaining groups and removes the runtime folder. After an orderly end nothing is left to do.
 
 The kernel kills direct children with their parent (`die_with_parent`). The reaper ends what these had started.

@@ -1,4 +1,4 @@
-"""Status of RoleScalers, and of ServingPlans, which have no effect while no planner exists. Pure."""
+"""Status of RoleScalers, and of ServingPlans, which no planner obeys yet. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

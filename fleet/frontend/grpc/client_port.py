@@ -1,5 +1,6 @@
 """gRPC port for clients: listening, draining, memory for messages and deadlines, for any service."""
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import ClassVar, Self
@@ -16,7 +17,7 @@ from fleet.net.grpc.port import open_port
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, ORDINARY_BODY_BYTES, GrpcSettings
 
 
-class ClientPort:
+class ClientPort(ABC):
     """Base class of the gRPC frontends. Requests are admitted until `drain`."""
 
     SERVICE: ClassVar[str]
@@ -65,9 +66,9 @@ class ClientPort:
         async with open_port(server, listen, (cls.SERVICE,), frontend.ready) as frontend.address:
             yield frontend
 
+    @abstractmethod
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """Return the handlers of the service, whose methods take bytes."""
-        raise NotImplementedError
 
     def drain(self) -> None:
         """Admit no more requests; running ones continue."""

@@ -179,8 +179,8 @@ class PoolHistory:
         self._ready: dict[PoolName, int] = {}
         self._decided: dict[PoolName, int] = {}
         self._written: dict[PoolName, int] = {}
-        self.last_growth = -inf
-        """Instant at which a pool's number last grew."""
+        self.last_growth = 0.0
+        """Instant at which a pool's number last grew. Nobody knows what was before the start, so it counts as a growth."""
 
         self.last_change = -inf
         """Instant at which the replicas of a pool last changed."""

@@ -238,3 +238,12 @@ def test_cheaper_mix_starts_before_the_old_one_ends() -> None:
 def test_contradictory_limits_are_refused_by_field(pools: object, budget: PlanBudget, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PlannerMachine(PlannerRuleSettings(), pools, GOALS, CAPACITY, budget)  # type: ignore[arg-type]
+
+
+def test_restarted_planner_shrinks_nothing_for_a_cool_down() -> None:
+    world = World(machine(), POOLS, {"prefill": 4, "decode": 4})
+    world.run(PlannerRuleSettings().cool_down_seconds - 10, 0.0)
+    assert world.wanted == {"prefill": 4, "decode": 4}
+
+    world.run(60, 0.0)
+    assert world.wanted["decode"] < 4

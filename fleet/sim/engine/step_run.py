@@ -14,11 +14,18 @@ from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 class StepRun:
     """Steps of which number n (from 0) lasts `first + n * slope` seconds. A step that computes prompts is a run of one."""
 
-    __slots__ = ("began", "end", "first", "plan", "slope", "steps")
+    __slots__ = ("began", "counted", "end", "first", "plan", "slope", "steps")
 
     def __init__(self, began: int, first: float, slope: float, steps: int, plan: StepPlan[int]):
         self.began, self.first, self.slope, self.steps, self.plan = began, first, slope, steps, plan
+        self.counted = 0
+        """Steps that the scheduler has counted already."""
         self.end: ScheduledEvent | None = None
+
+    @property
+    def left(self) -> int:
+        """Steps that the scheduler has still to count."""
+        return self.steps - self.counted
 
     def until(self, steps: int) -> int:
         """Return the instant at which the first `steps` steps are done."""
@@ -29,6 +36,11 @@ class StepRun:
         """Return how many steps are done; the run must not be over."""
         running = self._running_at(now)
         return running if running < self.steps and self.until(running) == now else running - 1
+
+    def count(self, now: int) -> int:
+        """Return the steps that ended before `now` and are not counted yet, and count them; the step under way is never counted."""
+        before, self.counted = self.counted, self._running_at(now) - 1
+        return self.counted - before
 
     def cut(self, kernel: Kernel, ended: Callable[[], None]) -> None:
         """End the run with the step that is under way; a step that ends now still is."""

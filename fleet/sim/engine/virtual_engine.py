@@ -6,8 +6,10 @@ Rules:
    run, up to the next end of a sequence; the instant of every token is still exact.
 2. An attempt that arrives during a step run ends the run with the step that is under way. If it arrives at the instant at which
    a step ends, it joins the next step; at the end of a run or of a single step, however, the kernel draws which event is first.
-3. An answer's full blocks get their names when the answer ends, as far as their names are known.
-4. Progress is reported when an answer begins a new block, and at most every `REPORT_TOKENS` tokens: routers count blocks.
+3. A fetch that begins or ends during a step run comes after the growth of the steps that are done. If it leaves too few blocks for
+   the rest of the run, the run ends likewise.
+4. An answer's full blocks get their names when the answer ends, as far as their names are known.
+5. Progress is reported when an answer begins a new block, and at most every `REPORT_TOKENS` tokens: routers count blocks.
    `progress` reports the rest at any time.
 """
 
@@ -117,12 +119,16 @@ class VirtualEngine:
             The number of blocks to fetch; `fetched` or `not_fetched` has to follow. None if there is no room now: the attempt is then
             queued, and asks the block supply when it is admitted.
         """
+        self._count_steps()
         if (blocks := self._scheduler.fetch(job)) is None:
             self.submit(job)
+        elif (step_run := self._step_run) is not None and self._may_need(step_run.left) > self._blocks.available:
+            step_run.cut(self._kernel, self._end)
         return blocks
 
     def fetched(self, attempt_id: RequestId) -> None:
         """Note that all blocks of a fetch have come."""
+        self._count_steps()
         if (attempt := self._scheduler.fetched(attempt_id)) is not None:  # otherwise it was cancelled
             attempt.computed = max(attempt.computed, attempt.coming)
             self._blocks.name(attempt, attempt.job.keys, attempt.computed)
@@ -140,7 +146,7 @@ class VirtualEngine:
 
     def progress(self) -> list[StepProgress]:
         """Return, once, the generated tokens that were not reported yet."""
-        done = 0 if self._step_run is None else self._step_run.done(self._kernel.instant)
+        done = 0 if (step_run := self._step_run) is None else step_run.done(self._kernel.instant) - step_run.counted
         scheduler, reports = self._scheduler, []
         for attempt in scheduler.attempts.values():
             if attempt in scheduler.running and (tokens := scheduler.generated(attempt) + done - attempt.reported):
@@ -192,6 +198,12 @@ class VirtualEngine:
         elif step_run.steps > 1:
             step_run.cut(self._kernel, self._end)
 
+    def _count_steps(self) -> None:
+        """Count the done steps of the step run, so that their tokens have blocks before others take or name blocks."""
+        if (step_run := self._step_run) is not None and (steps := step_run.count(self._kernel.instant)):
+            self.generated_tokens += self._scheduler.advance(steps)
+            self._scheduler.grow()
+
     def _begin(self) -> None:
         if (plan := self._scheduler.plan()) is None:
             return
@@ -208,10 +220,13 @@ class VirtualEngine:
         """Return the steps until a sequence ends or blocks may run out."""
         steps = self._scheduler.steps_to(self._ends)
         assert steps is not None
-        worst = len(self._scheduler.running) * (1 + steps // self._block_tokens)
-        if worst > self._blocks.available and (growth := self._scheduler.steps_to_growth()) is not None:
+        if self._may_need(steps) > self._blocks.available and (growth := self._scheduler.steps_to_growth()) is not None:
             steps = min(steps, max(1, growth))
         return steps
+
+    def _may_need(self, steps: int) -> int:
+        """Return the most blocks that the running attempts take in so many steps."""
+        return len(self._scheduler.running) * (1 + steps // self._block_tokens)
 
     def _end(self) -> None:
         step_run, scheduler = self._step_run, self._scheduler
@@ -225,8 +240,8 @@ class VirtualEngine:
         if running:
             steps = step_run.steps
             self.gaps.add(lasted / steps / MILLISECOND, running * steps)
-            if steps > 1:
-                self.generated_tokens += scheduler.advance(steps - 1)
+            if step_run.left > 1:
+                self.generated_tokens += scheduler.advance(step_run.left - 1)
             scheduler.grow()  # before the last step, because sequences that end with it hold their blocks until then
             self.generated_tokens += scheduler.advance(1)
             now = scheduler.steps

@@ -236,6 +236,28 @@ def test_arrival_at_step_end_comes_first_in_step_run():
     assert in_step_run == {min(by_single_steps)}
 
 
+@pytest.mark.parametrize("instant", [0.06, 0.2, 0.45, 0.7])
+def test_fetch_in_step_run_preempts_when_single_steps_would(instant):
+    benches = [Bench(kind, kv_blocks=20) for kind in (VirtualEngine, OneByOne)]
+    for bench in benches:
+        bench.work("old", 16, 100)
+        bench.work("young", 16, 100)
+        name = RequestId("fetched")
+        job = Job(attempt_id=name, prompt_tokens=128, answer_tokens=5, keys=tuple(range(8)), fetched_tokens=127)
+
+        def fetch(bench=bench, job=job) -> None:
+            if bench.engine.fetch(job) is not None:
+                bench.kernel.after(5 * SECOND, lambda: bench.engine.fetched(job.attempt_id))
+
+        bench.kernel.at(Nanos(round(instant * SECOND) + 1), fetch)
+        bench.run()
+    jumping, stepping = benches
+    assert jumping.engine.preempted == stepping.engine.preempted == 1
+    for name in ("old", "young", "fetched"):
+        assert jumping.instants(name) == pytest.approx(stepping.instants(name), abs=1e-6)
+        assert jumping.tokens(name) == stepping.tokens(name)
+
+
 def test_next_turn_finds_named_answer_blocks():
     bench = Bench()
     job = Job(attempt_id=RequestId("one"), prompt_tokens=40, answer_tokens=30, keys=(1, 2), answer_keys=(3, 4, 5))

@@ -88,6 +88,8 @@ class LoadRule:
         numbers[f"{pool.name}.load"] = float(load)
         needed = min(max(ceil(load / self._target), pool.least), pool.most)
         past = self._needs[pool.name]
+        if not past:  # what was before the start is unknown, so the present number counts as needed
+            past.append((now, seen.wanted))
         past.append((now, needed))
         while past[0][0] < now - self._cool_down or past[0][0] > now:
             past.popleft()

@@ -6,12 +6,14 @@ from msgspec import Meta, Struct
 
 ForecastMethod = Literal["chosen", "level", "last", "mean", "trend", "seasonal"]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
+IntervalSeconds = Annotated[float, Meta(ge=0.1, le=3600)]
+"""Period of repeated work; a shorter one would keep a core busy."""
 
 
 class PlannerRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the planner's rule."""
 
-    interval_seconds: PositiveSeconds = 5.0
+    interval_seconds: IntervalSeconds = 5.0
     """Time between two decisions."""
 
     cool_down_seconds: PositiveSeconds = 300.0

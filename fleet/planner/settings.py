@@ -10,7 +10,7 @@ from fleet.core.ids import ModelName
 from fleet.hardware.latency.linear import EngineLatency
 from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool
 from fleet.planner.messages import PoolName
-from fleet.planner.rule_settings import PlannerRuleSettings
+from fleet.planner.rule_settings import IntervalSeconds, PlannerRuleSettings
 from kvstore.net.addresses import host_port, unix_path
 from kvstore.security.credentials import Credentials
 
@@ -105,8 +105,15 @@ class MetricsDemandSettings(
     urls: Annotated[tuple[Text, ...], Meta(min_length=1)]
     """Pages with metrics, such as http://router:8000/metrics."""
 
-    every_seconds: Seconds = 5.0
+    every_seconds: IntervalSeconds = 5.0
     stale_seconds: Seconds = 15.0
+
+    def __post_init__(self) -> None:
+        if self.stale_seconds <= self.every_seconds:
+            raise ValueError(
+                f"stale_seconds: {self.stale_seconds:g} must exceed every_seconds ({self.every_seconds:g}),"
+                " or every page would be out of date before the next one"
+            )
 
 
 class FileElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="file"):
@@ -183,7 +190,7 @@ class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     requests_per_replica: Annotated[float, Meta(gt=0, le=1e6)]
     """Running and waiting requests that one replica should have."""
 
-    interval_seconds: Seconds = 5.0
+    interval_seconds: IntervalSeconds = 5.0
     cool_down_seconds: Annotated[float, Meta(ge=0, le=1e6)] = 300.0
     """Time for which a lower need must last before a pool shrinks."""
 

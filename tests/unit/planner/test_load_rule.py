@@ -52,6 +52,16 @@ def test_shrink_waits_for_the_cool_down():
     assert (late.replicas, late.reason) == ({DECODE: 1}, DecisionReason.LOAD_DOWN)
 
 
+def test_restarted_rule_shrinks_nothing_for_a_cool_down():
+    rule = a_rule()
+
+    first, early, late = (
+        rule.decide(Nanos(at * SECOND), a_window(), seen(decode=4)).replicas[DECODE] for at in (0, 59, 61)
+    )
+
+    assert (first, early, late) == (4, 4, 1)
+
+
 def test_stale_demand_holds_and_names_the_source():
     decision = a_rule().decide(Nanos(0), a_window(decode=50, stale=("http://a/metrics: silent",)), seen(decode=2))
 

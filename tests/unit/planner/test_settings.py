@@ -1,10 +1,18 @@
-"""Tests of the settings of a planner: a malformed address is refused with the name of its field."""
+"""Tests of the settings of a planner: a bad address or period is refused with the name of its field."""
 
+import msgspec
 import pytest
 
 from fleet.config import build_settings
 from fleet.core.errors import ConfigurationRefused
-from fleet.planner.settings import EtcdElectionSettings, EtcdTarget, RouterDemandSettings
+from fleet.planner.rule_settings import PlannerRuleSettings
+from fleet.planner.settings import (
+    EtcdElectionSettings,
+    EtcdTarget,
+    LoadRuleSettings,
+    MetricsDemandSettings,
+    RouterDemandSettings,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,3 +29,17 @@ def test_router_may_be_reached_over_a_unix_socket():
     settings = build_settings(RouterDemandSettings, addresses=("unix:/run/control.sock", "[::1]:50052"))
 
     assert settings.addresses == ("unix:/run/control.sock", "[::1]:50052")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "field"),
+    [
+        (LoadRuleSettings, {"interval_seconds": 1e-9}, "interval_seconds"),
+        (PlannerRuleSettings, {"interval_seconds": 1e-9}, "interval_seconds"),
+        (MetricsDemandSettings, {"urls": ["http://r/metrics"], "every_seconds": 1e-9}, "every_seconds"),
+        (MetricsDemandSettings, {"urls": ["http://r/metrics"], "every_seconds": 20}, "stale_seconds"),
+    ],
+)
+def test_period_that_cannot_work_is_refused_by_field(kind, fields, field):
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.convert(fields, kind)

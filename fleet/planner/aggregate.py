@@ -18,10 +18,11 @@ from typing import Any
 from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.demand_reports import DemandReport, ModelDemand, WorkerLoad
+from fleet.core.duration_counts import Counts, added
 from fleet.core.ids import Incarnation, ModelName, WorkerId, longest_prefix
 from fleet.core.roles import Role
-from fleet.planner.demand import Counts, DemandWindow, RecentRequest, WorkerDemand, added
-from fleet.planner.demand_reports import DemandReport, ModelDemand, WorkerLoad
+from fleet.planner.demand import DemandWindow, RecentRequest, WorkerDemand
 from fleet.planner.messages import PoolName
 
 STALE_AFTER = Nanos(5 * SECOND)  # five missed reports

@@ -20,6 +20,7 @@ from typing import Never
 from msgspec import Struct, structs
 
 from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.duration_counts import Counts, added, bucket_of, interpolated
 from fleet.planner.decisions import (
     DecisionReason,
     PlanCondition,
@@ -27,7 +28,7 @@ from fleet.planner.decisions import (
     PlanDecision,
     ScalingRule,
 )
-from fleet.planner.demand import Counts, DemandWindow, added, bucket_of, interpolated
+from fleet.planner.demand import DemandWindow
 from fleet.planner.election.ports import PlanElection
 from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import Observation, Plan, PlanId, PoolName

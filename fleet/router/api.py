@@ -5,9 +5,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from fleet.core.clock import Nanos
+from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import ModelCard
-from fleet.planner.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import Arrived, PeerEvent, ReservationTotals, WorkerEvent
 from fleet.router.placement.decision import Decision

@@ -17,10 +17,10 @@ from itertools import islice
 from msgspec import Struct, field
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.demand_reports import RECENT_KEYS, RECENT_REQUESTS, ModelDemand, SampledRequest
+from fleet.core.duration_counts import EDGES
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName
-from fleet.planner.demand import EDGES
-from fleet.planner.demand_reports import RECENT_KEYS, RECENT_REQUESTS, ModelDemand, SampledRequest
 from fleet.router.state.live_requests import LiveRequest, RequestStage
 
 KEPT_REQUESTS = 256

@@ -22,12 +22,12 @@ from typing import assert_never
 from msgspec import structs
 
 from fleet.core.clock import Nanos
+from fleet.core.demand_reports import ModelDemand, WorkerLoad
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import Finish, ModelCard
 from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Progress, Rejected
-from fleet.planner.demand_reports import ModelDemand, WorkerLoad
 from fleet.router.attempts import Attempts
 from fleet.router.demand import RouterDemand
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements

@@ -15,11 +15,11 @@ from typing import Never, Protocol, Self, assert_never
 from msgspec import structs
 
 from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import KvPhase, ModelCard
 from fleet.core.work import Progress
-from fleet.planner.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (

@@ -118,7 +118,7 @@ Global___WatchDemandRequest: _TypeAlias = WatchDemandRequest  # noqa: Y015
 
 @_typing.final
 class DemandReport(_message.Message):
-    """Demand that one router process has counted since it started; see fleet.planner.demand_reports."""
+    """Demand that one router process has counted since it started; see fleet.core.demand_reports."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -160,7 +160,7 @@ Global___DemandReport: _TypeAlias = DemandReport  # noqa: Y015
 
 @_typing.final
 class ModelDemand(_message.Message):
-    """Counters and histograms are cumulative; the buckets are fleet.planner.demand.EDGES."""
+    """Counters and histograms are cumulative; the buckets are fleet.core.duration_counts.EDGES."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

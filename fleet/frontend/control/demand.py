@@ -15,10 +15,10 @@ import grpc
 from msgspec import structs
 
 from fleet.core.clock import Nanos
+from fleet.core.demand_reports import DemandReport
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.net.grpc.calls import Context, answer_call, parse_message, send_message, serialize
-from fleet.planner.demand_reports import DemandReport
 from fleet.planner.sources.wire import encode_report
 from fleet.router.api import RouterApi
 from fleet.v1 import control_pb2 as pb

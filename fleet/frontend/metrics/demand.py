@@ -6,7 +6,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fleet.core.clock import SECOND
-from fleet.planner.demand_reports import DemandReport
+from fleet.core.demand_reports import DemandReport
 
 COUNTERS = {
     "arrivals": "Requests that arrived",
@@ -36,7 +36,7 @@ class DemandReporter(Protocol):
 
 
 class DemandMetrics:
-    """Collector for a `CollectorRegistry`. Histograms have the label `bucket`, an index of `fleet.planner.demand.EDGES`."""
+    """Collector for a `CollectorRegistry`. Histograms have the label `bucket`, an index of `fleet.core.duration_counts.EDGES`."""
 
     def __init__(self, demand: DemandReporter) -> None:
         self._demand = demand

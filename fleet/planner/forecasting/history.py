@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.duration_counts import Counts, added, interpolated
 from fleet.hardware.latency.open_loop import RequestShape
 from fleet.planner.decisions import PlannedPool
-from fleet.planner.demand import Counts, DemandWindow, added, interpolated
+from fleet.planner.demand import DemandWindow
 from fleet.planner.forecasting.forecast import (
     ChosenForecaster,
     Forecaster,

@@ -15,11 +15,12 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.demand_reports import DemandReport, ModelDemand, WorkerLoad
+from fleet.core.duration_counts import EDGES
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
 from fleet.planner.aggregate import DemandAggregator
-from fleet.planner.demand import EDGES, DemandWindow, RecentRequest
-from fleet.planner.demand_reports import DemandReport, ModelDemand, WorkerLoad
+from fleet.planner.demand import DemandWindow, RecentRequest
 from fleet.planner.settings import MetricsDemandSettings
 from fleet.planner.sources.wire import BadDemandReport
 

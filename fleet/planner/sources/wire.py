@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from math import isfinite
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.demand_reports import DemandReport, ModelDemand, SampledRequest, WorkerLoad
+from fleet.core.duration_counts import EDGES, Counts
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
-from fleet.planner.demand import EDGES, Counts
-from fleet.planner.demand_reports import DemandReport, ModelDemand, SampledRequest, WorkerLoad
 from fleet.v1 import control_pb2 as pb
 
 BUCKETS = len(EDGES) + 1

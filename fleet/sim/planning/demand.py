@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.duration_counts import EDGES, added, bucket_of
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId
 from fleet.core.requests import TOKEN_BYTES
-from fleet.planner.demand import EDGES, DemandWindow, WorkerDemand, added, bucket_of
+from fleet.planner.demand import DemandWindow, WorkerDemand
 from fleet.planner.messages import PoolName
 from fleet.router.messages import (
     Arrived,

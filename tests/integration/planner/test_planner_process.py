@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 
 from fleet.core.clock import SECOND, Nanos
-from fleet.planner.demand_reports import ModelDemand, SampledRequest
+from fleet.core.demand_reports import ModelDemand, SampledRequest
 from tests.support.fleet_processes import FLEET, run_fleet
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.planner.connectors import FakeOrchestrator

@@ -8,8 +8,8 @@ from msgspec import structs
 
 from fleet.client import Client
 from fleet.core.clock import Nanos
+from fleet.core.duration_counts import percentile
 from fleet.net.grpc.options import CHANNEL_OPTIONS
-from fleet.planner.demand import percentile
 from fleet.planner.sources.metrics import parse_page
 from fleet.planner.sources.wire import BadDemandReport, decode_report
 from fleet.v1 import control_pb2 as pb

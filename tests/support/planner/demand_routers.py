@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 import grpc
 
 from fleet.core.clock import Nanos
+from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
 from fleet.core.system_clock import SystemClock
 from fleet.frontend.control.demand import DemandWatch
-from fleet.planner.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 
 MODEL = ModelName("tiny")
 

@@ -6,12 +6,12 @@ from types import TracebackType
 from typing import Self
 
 from fleet.core.clock import Nanos
+from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.core.roles import Phase
 from fleet.core.work import Progress
-from fleet.planner.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot

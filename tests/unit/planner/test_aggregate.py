@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.demand_reports import DemandReport, ModelDemand, SampledRequest, WorkerLoad
+from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
 from fleet.planner.aggregate import STALE_AFTER, DemandAggregator
-from fleet.planner.demand import EDGES, bucket_of
-from fleet.planner.demand_reports import DemandReport, ModelDemand, SampledRequest, WorkerLoad
 from fleet.planner.messages import PoolName
 
 MODEL = ModelName("m")

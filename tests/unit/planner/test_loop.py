@@ -7,9 +7,10 @@ import pytest
 from msgspec import structs
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecision, PlanGoals, PlannedPool
-from fleet.planner.demand import EDGES, DemandWindow, bucket_of
+from fleet.planner.demand import DemandWindow
 from fleet.planner.loop import PlannerLoop
 from fleet.planner.messages import Observation, PlanId, PoolName, PoolObservation
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused

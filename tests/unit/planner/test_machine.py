@@ -4,10 +4,11 @@ import math
 
 import pytest
 
+from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.roles import Role
 from fleet.hardware.latency.open_loop import RequestShape
 from fleet.planner.decisions import DecisionReason, PlanBudget, PlanConditionType, PlanGoals
-from fleet.planner.demand import EDGES, DemandWindow, bucket_of
+from fleet.planner.demand import DemandWindow
 from fleet.planner.machine import PlannerMachine
 from fleet.planner.messages import Observation
 from fleet.planner.rule_settings import PlannerRuleSettings

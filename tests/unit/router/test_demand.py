@@ -1,10 +1,10 @@
 """Tests of the router's demand counters: which requests count, and what is measured of them."""
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.duration_counts import percentile
 from fleet.core.errors import Reason
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
-from fleet.planner.demand import percentile
 from tests.support.builders import MODEL, a_handoff, an_arrival
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
 

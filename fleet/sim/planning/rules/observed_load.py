@@ -3,7 +3,8 @@
 from collections import deque
 
 from fleet.core.clock import SECOND, Nanos
-from fleet.planner.demand import DemandWindow, WorkerDemand, added, percentile
+from fleet.core.duration_counts import added, percentile
+from fleet.planner.demand import DemandWindow, WorkerDemand
 from fleet.planner.messages import Observation, PoolName
 from fleet.sim.planning.capacity import TrafficShape
 

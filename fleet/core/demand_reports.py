@@ -11,9 +11,9 @@ Rules:
 from msgspec import Struct
 
 from fleet.core.clock import Nanos
+from fleet.core.duration_counts import Counts
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
-from fleet.planner.demand import Counts
 
 RECENT_REQUESTS = 64
 """Most requests of the sample in one report."""

@@ -3,13 +3,12 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +16,7 @@ from typing import Self
 import psutil
 
 from tests.support.documents import ROOT, Block
+from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 
 COMMAND_SECONDS = 300.0  # the longest takes 20 on an idle machine
@@ -68,7 +68,7 @@ class ShellSession:
         self._programs = programs or {}
         self._environment = environment
         self._open = ExitStack()
-        self._ports: dict[str, int] = defaultdict(_free_port)
+        self._ports: dict[str, int] = defaultdict(a_free_port)
         self._number = 0
         self.folder = Path()
         self.output = ""
@@ -217,8 +217,3 @@ def _temporary_folder(process: psutil.Process | None) -> str:
 
 def _lines(file: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
-
-
-def _free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as found:
-        return int(found.getsockname()[1])

@@ -38,6 +38,8 @@ GAP = 1e-6
 """Relative distance to the optimum at which the solver may stop."""
 
 ROUNDING = 1e-9
+ENOUGH = 1.0 - 1e-6
+"""Share of a rate that counts as all of it."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
@@ -216,10 +218,35 @@ def _highs() -> Any:
 def _solve(
     candidates: Sequence[Candidate], rate: float, per_replica: Sequence[float], budget: PlanBudget
 ) -> list[int] | None:
-    """Solve the linear integer program once.
+    """Return the cheapest replicas among those that serve most of the rate; None if the bounds contradict each other.
+
+    The weight of the served rate decides almost always at once. A last bit of the rate may be worth less than the replica that it needs.
+    Then the highest rate is found by itself, and becomes a bound.
+    """
+    found = _minimise(candidates, rate, per_replica, budget)
+    if found is None or found[1] >= rate * ENOUGH:
+        return found[0] if found is not None else None
+    most = _minimise(candidates, rate, per_replica, budget, by_price=False)
+    if most is None or found[1] >= most[1] * ENOUGH:
+        return found[0]
+    bounded = _minimise(candidates, rate, per_replica, budget, least_served=most[1] * ENOUGH)
+    return bounded[0] if bounded is not None else most[0]
+
+
+def _minimise(
+    candidates: Sequence[Candidate],
+    rate: float,
+    per_replica: Sequence[float],
+    budget: PlanBudget,
+    *,
+    by_price: bool = True,
+    least_served: float = 0.0,
+) -> tuple[list[int], float] | None:
+    """Solve the linear integer program once, and return the replicas and the served rate.
 
     Columns: replicas n of each candidate, replicas started s, replicas held h, and the served rate r. Minimise
-    dollars of n and s, less r by its weight, subject to: n - s <= now, h - n >= 0, h >= held, both phases serve r, budgets and ratio.
+    dollars of n and s (unless not `by_price`), less r by its weight, subject to: n - s <= now, h - n >= 0, h >= held, both phases serve r,
+    r >= least_served, budgets and ratio.
     """
     count = len(candidates)
     cost = [each.dollars or float(each.pool.replica_gpus or 1) for each in candidates]
@@ -268,9 +295,15 @@ def _solve(
             )
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = 3 * count + 1, rows.count
-    program.col_cost_ = np.array([*cost, *start, *([0.0] * count), -weight])
+    objective = [*cost, *start] if by_price else [0.0] * (2 * count)
+    program.col_cost_ = np.array([*objective, *([0.0] * count), -weight])
     program.col_lower_ = np.array(
-        [*(float(each.least) for each in candidates), *([0.0] * count), *(float(each.held) for each in candidates), 0.0]
+        [
+            *(float(each.least) for each in candidates),
+            *([0.0] * count),
+            *(float(each.held) for each in candidates),
+            least_served,
+        ]
     )
     program.col_upper_ = np.array([*(float(each.most) for each in candidates), *([inf] * (2 * count)), max(0.0, rate)])
     program.row_lower_, program.row_upper_ = np.array(rows.lower), np.array(rows.upper)
@@ -285,7 +318,8 @@ def _solve(
     solver.run()
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
-    return [round(each) for each in solver.getSolution().col_value[:count]]
+    values = solver.getSolution().col_value
+    return [round(each) for each in values[:count]], float(values[3 * count])
 
 
 class _Rows:

@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleet.core.roles import Role
@@ -47,6 +47,8 @@ def best(candidates: list[Candidate], rate: float, budget: PlanBudget) -> tuple[
     dollars=st.none() | st.floats(0, 40),
     ratio=st.sampled_from([(None, None), (0.5, None), (None, 1.0), (0.5, 2.0)]),
 )
+@example(rate=0.0078125, most=[0, 0, 0, 0, 1], least=[0] * 5, gpus=None, dollars=None, ratio=(None, None))
+@example(rate=4.0078125, most=[0, 0, 0, 0, 4], least=[0] * 5, gpus=None, dollars=None, ratio=(None, None))
 def test_solution_is_the_best_of_all(rate, most, least, gpus, dollars, ratio) -> None:
     candidates = [
         Candidate(pool=each, least=min(low, high), most=high)

@@ -115,8 +115,9 @@ class LeaseCandidate:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause):
                     await self._leader.changed.wait()
+            if self._leader.changed.is_set():  # also when it was set in the moment in which the wait ended
+                self._leader.changed.clear()
                 written = None
-            self._leader.changed.clear()
             now = self._clock.now()
             if not self.leads() or (written is not None and now < written + WRITTEN_ANEW):
                 continue

@@ -77,8 +77,8 @@ class LeaseLeader:
         wall: WallClock,
     ) -> None:
         self.changed = asyncio.Event()
-        """Set when it begins to act, and when it has created the Lease again, because objects owned by the former Lease go
-        with that. The waiting task clears it."""
+        """Set when it begins to act, and when the Lease that it wrote is another object than before, because objects owned by
+        the former Lease go with that. The waiting task clears it."""
 
         self.waits = False
         """True if another candidate held the Lease when it was last read."""
@@ -91,6 +91,7 @@ class LeaseLeader:
         self._wall = wall
         self.election = Election(identity, Nanos(int(settings.renew_within_seconds * SECOND)))
         self._owner_uid: str | None = None
+        self._lease_uid = ""  # of the Lease that this candidate wrote last
         self._led = False
 
     def leads(self) -> bool:
@@ -135,9 +136,11 @@ class LeaseLeader:
             return
         if step is not ElectionStep.RENEW or self._owner_uid is None:
             self._owner_uid = await self._owner()
-        await self._write(lease, step, holder=self._identity)
+        written = await self._write(lease, step, holder=self._identity)
         self.election.wrote(began)
-        if step is ElectionStep.CREATE:
+        # The step does not tell: the answer to a creation may be lost, and the next round finds the new Lease and renews it.
+        if written.metadata.uid != self._lease_uid:
+            self._lease_uid = written.metadata.uid
             self.changed.set()
 
     async def _read(self) -> KubernetesLease | None:
@@ -156,7 +159,7 @@ class LeaseLeader:
             log.warning("lease has no owner and will stay", extra={"owner": name, "cause": str(error)})
             return ""
 
-    async def _write(self, lease: KubernetesLease | None, step: ElectionStep, holder: str) -> None:
+    async def _write(self, lease: KubernetesLease | None, step: ElectionStep, holder: str) -> KubernetesLease:
         now = self._wall().astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         before = None if lease is None else lease.spec
         spec: dict[str, Any] = {
@@ -178,10 +181,11 @@ class LeaseLeader:
             "spec": spec,
         }
         if lease is None:
-            await self._cluster.create(kinds.LEASE, KubernetesLease, self._namespace, manifest)
-        else:
-            metadata["resourceVersion"] = lease.metadata.resource_version
-            await self._cluster.replace(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest)
+            return await self._cluster.create(kinds.LEASE, KubernetesLease, self._namespace, manifest)
+        metadata["resourceVersion"] = lease.metadata.resource_version
+        return await self._cluster.replace(
+            kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest
+        )
 
     def tell(self) -> None:
         leads = self.leads()

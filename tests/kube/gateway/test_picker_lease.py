@@ -213,7 +213,8 @@ async def test_cut_off_picker_is_not_ready_but_refuses_nobody(tmp_path):
         await way.close()
 
 
-async def test_removed_lease_is_created_again_soon(tmp_path):
+@pytest.mark.parametrize("answer", ["arrives", "is lost"])
+async def test_removed_lease_is_created_again_soon(tmp_path, answer):
     with an_api_server(with_controllers=True) as server, Api(server.url) as api:
         api.post("/api/v1/namespaces", {"metadata": {"name": "serving"}}).expect(201)
         given = {"namespace": "serving", "kubeconfig": str(server.kubeconfig(tmp_path))}
@@ -226,6 +227,8 @@ async def test_removed_lease_is_created_again_soon(tmp_path):
 
         async with open_candidate(lease, SystemClock(), utc_now):
             before = await until_answered(owner)
+            if answer == "is lost":
+                server.order_fault("drop", verb="create", resource="leases")
             api.delete(LEASE).expect(200)
 
             await until_answered(lambda: _differs(owner, before))

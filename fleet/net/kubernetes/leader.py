@@ -183,9 +183,7 @@ class LeaseLeader:
         if lease is None:
             return await self._cluster.create(kinds.LEASE, KubernetesLease, self._namespace, manifest)
         metadata["resourceVersion"] = lease.metadata.resource_version
-        return await self._cluster.replace(
-            kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest
-        )
+        return await self._cluster.replace(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest)
 
     def tell(self) -> None:
         leads = self.leads()

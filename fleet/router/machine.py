@@ -405,6 +405,10 @@ class RouterMachine:
             # A listener that is only told about the end needs no last tokens, and their reservation ends now.
             if progress.finish is None or not live.arrived.only_end:
                 self._emit(live, attempt.worker_id, progress, now, out)
+            else:
+                if not live.first_token_at:
+                    self.demand.first_token(live, now)
+                live.sent.extend(progress.token_ids)
         if progress.finish is not None:
             self._complete(live, progress.finish, now, out)
 

@@ -94,6 +94,18 @@ def test_request_stopped_after_its_first_token_is_served():
     assert (found.abandoned, found.finished, found.answer_tokens) == (0, 1, 2)
 
 
+def test_relayed_answer_in_one_report_is_served():
+    driver = RouterMachineDriver(("w1", Role.BOTH))
+    work = the(Dispatch, arrive(driver, only_end=True))
+    later(driver, 0.5)
+    driver.step(work, 1, 2, 3, finish=Finish.STOP)
+
+    found = demand_of(driver)
+
+    assert (found.abandoned, found.finished, found.answer_tokens, found.uncounted_tokens) == (0, 1, 3, 0)
+    assert 0.4 < percentile(found.ttft, 1.0) < 0.7
+
+
 def test_refusals_for_load_and_wrong_requests_differ():
     driver = RouterMachineDriver(("w1", Role.BOTH))
     driver.join("w2", Role.BOTH)

@@ -29,6 +29,10 @@ This covers several round trips around the world with a retransmission, and is a
 timeout.
 """
 
+ORDER_SECONDS = 0.1
+"""Connections that began to wait within this time of each other may give way in any order, so that a connection that is
+served more often costs nothing here."""
+
 IPV6_NETWORK_BITS = 64  # the usual size of one customer's network, so its addresses count as one
 
 
@@ -135,7 +139,7 @@ class ConnectionTable(Generic[Client]):
             slot.since = now
             self._waiting.add(slot, group)
             slot.address.waiting.add(slot, group)
-        elif slot.served:
+        elif slot.served and now - slot.since >= ORDER_SECONDS:
             slot.since = now
             self._waiting.move_to_end(slot, group)
             slot.address.waiting.move_to_end(slot, group)

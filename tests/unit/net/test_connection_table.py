@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fleet.net.connection_table import (
     GRACE_SECONDS,
+    ORDER_SECONDS,
     ConnectionAdmission,
     ConnectionSlot,
     ConnectionTable,
@@ -88,10 +89,21 @@ def test_longest_idle_gives_way_not_the_longest_connected():
     clients = Clients(2)
     clients.admit("one", "two")
     for name in ("one", "two", "one"):
+        clients.pass_time(ORDER_SECONDS)
         clients.serves(name)
         clients.mark_waiting(name, WaitingFor.IDLE)
 
     assert clients.displaced_by("three") == "two"
+
+
+def test_connection_served_again_at_once_keeps_its_turn():
+    clients = Clients(2)
+    clients.admit("one", "two")
+    for name in ("one", "two", "one"):
+        clients.serves(name)
+        clients.mark_waiting(name, WaitingFor.IDLE)
+
+    assert clients.displaced_by("three") == "one"
 
 
 def test_waiting_twice_in_a_group_keeps_the_turn():

@@ -58,7 +58,7 @@ class RandomSource(Protocol):
     def randrange(self, stop: int, /) -> int: ...
 
 
-class PlacementRequest(Struct, frozen=True, kw_only=True):
+class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
     """The properties of a request that placement needs."""
 
     prompt_tokens: int

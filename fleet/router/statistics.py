@@ -29,9 +29,7 @@ class RouterStatistics:
     def __init__(self, explained_requests: int) -> None:
         self.counters = RouterCounters()
         self._most_explained = explained_requests
-        self._explained: OrderedDict[RequestId, list[Decision]] = (
-            OrderedDict()
-        )  # an OrderedDict finds its first key fast
+        self._explained: OrderedDict[RequestId, tuple[Decision, ...]] = OrderedDict()  # finds its first key fast
         self._compared = dict.fromkeys(Knowledge, CacheComparison())
         self._prompts_compared = dict.fromkeys(Knowledge, 0)
 
@@ -44,7 +42,7 @@ class RouterStatistics:
         self.counters.placed(decision, policy)
         if live.sent:
             self.counters.continued += 1
-        self._explained.setdefault(live.id, []).append(decision)
+        self._explained[live.id] = (*self._explained.get(live.id, ()), decision)
         if len(self._explained) > self._most_explained:
             self._explained.popitem(last=False)
 

@@ -168,7 +168,7 @@ class ServingWorkers(Struct, frozen=True):
         return cls(draining, ~draining, answering, answering.nonzero()[0])
 
 
-class CandidateTable(Struct, frozen=True, eq=False):
+class CandidateTable(Struct, frozen=True, eq=False, gc=False):
     """All workers of a model for one request. Nothing in it changes, so that the decision can be explained later."""
 
     topology: PoolTopology

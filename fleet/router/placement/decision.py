@@ -70,6 +70,7 @@ class PlacementReason(StrEnum):
 
 # Every decision needs these; module variables are ten times as fast as enum attributes.
 _WHOLE, _AUTO, _SHORT = Phase.AGGREGATED, Placement.AUTO, PlacementReason.SHORT_UNCACHED_PROMPT
+_TOGETHER, _ALONE = Placement.AGGREGATED, PlacementReason.NO_PREFILL_WORKER
 
 
 class CostTerms(Struct, frozen=True, kw_only=True):
@@ -97,7 +98,8 @@ class DecisionExplanation(Struct, frozen=True, kw_only=True):
     unfit: tuple[tuple[WorkerId, IneligibleReason], ...] = ()
 
 
-class Decision(Struct, frozen=True, kw_only=True):
+# Decisions are kept for explanations. Nothing in one refers back to it, so collections need not visit it or its parts.
+class Decision(Struct, frozen=True, kw_only=True, gc=False):
     """The chosen workers, and the data that the choice was made on. Without `prefill` the decode worker does everything."""
 
     decode: WorkerId
@@ -174,7 +176,7 @@ def decide(
         min_tokens = break_even.min_tokens(token_seconds(columns, row), int(columns[REQUESTS, row]), min_tokens)
     if request.placement is _AUTO and uncached < min_tokens:
         splitting, why = False, _SHORT
-    elif request.placement is Placement.AGGREGATED:
+    elif request.placement is _TOGETHER:
         splitting, why = False, PlacementReason.ASKED_BY_CLIENT
     else:
         partners = topology.partners(row, request.placement, request.kv_path)
@@ -188,7 +190,7 @@ def decide(
             request.placement,
             uncached,
             min_tokens,
-            pool=_pool(candidate_table, partners.pool) if len(partners.pool) else PrefillPoolState.EMPTY,
+            pool=_pool(candidate_table, partners.pool) if len(partners.pool) else _EMPTY,
             paired=len(pairing) > 0,
             free=len(prefill_rows) > 0,
         )
@@ -265,6 +267,9 @@ class PrefillPoolState(StrEnum):
     EMPTY = "empty"
 
 
+_EMPTY = PrefillPoolState.EMPTY
+
+
 def split(
     placement: Placement, uncached: int, min_tokens: int, *, pool: PrefillPoolState, paired: bool, free: bool
 ) -> tuple[bool, PlacementReason]:
@@ -278,12 +283,12 @@ def split(
         paired: Whether one of them is compatible with the decode worker.
         free: Whether one of the compatible ones has room.
     """
-    if placement is not Placement.AUTO:
+    if placement is not _AUTO:
         return placement is Placement.DISAGGREGATED, PlacementReason.ASKED_BY_CLIENT
     if uncached < min_tokens:
-        return False, PlacementReason.SHORT_UNCACHED_PROMPT
-    if pool is PrefillPoolState.EMPTY:
-        return False, PlacementReason.NO_PREFILL_WORKER
+        return False, _SHORT
+    if pool is _EMPTY:
+        return False, _ALONE
     if pool is PrefillPoolState.ALL_FAILED:
         return False, PlacementReason.PREFILL_LOST
     if not paired:

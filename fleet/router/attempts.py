@@ -34,6 +34,7 @@ class Attempts:
         self._attempts: dict[RequestId, Attempt] = {}
         self._rates: dict[WorkerId, PrefillRate] = {}  # by worker that was sent a prompt
         self._begun = 0
+        self.opened = self._queues.opened  # `move` may send something while it is not empty
         self.get = self._attempts.get
         """Return the attempt with this id, or None."""
 
@@ -98,11 +99,6 @@ class Attempts:
                 self._note_idle(live.attempt.worker_id)
             del self._attempts[live.attempt.id]
             live.attempt = None
-
-    @property
-    def opened(self) -> bool:
-        """True if `move` may send something."""
-        return self._queues.opened
 
     def move(self, requests: Mapping[RequestId, LiveRequest], now: Nanos, out: list[Command]) -> None:
         """Send the prompts that their workers are about to compute.

@@ -90,12 +90,51 @@ PROBE_INTERVAL = MILLISECOND // 2  # between two checks, for each of its request
 PROBE_INTERVAL_WHILE_HEARD = SECOND  # while some requests make progress
 LEARNED_AT_ONCE = 64  # first bytes that a check evaluates, ten times a second
 
+_STOP = Finish.STOP  # a module variable is three times as fast as the enum attribute
+
 Hear = Callable[[WorkerEvent], None]
 """`RouterServer.hear`, which handles an event at once."""
 
 
 class ExternalBackend:
     """One external server. Implements `fleet.backends.external.upstream.UpstreamOwner`."""
+
+    # CPython reads attributes of an object with more than 30 of them slowly, unless they are slots.
+    __slots__ = (
+        "_address",
+        "_cache",
+        "_can_spare",
+        "_clock",
+        "_compared_tokens",
+        "_connect_timeout_seconds",
+        "_failures",
+        "_health",
+        "_hear",
+        "_heard",
+        "_idle",
+        "_incarnations",
+        "_look",
+        "_looked_at",
+        "_not_before",
+        "_openings",
+        "_own_time",
+        "_pause_seconds",
+        "_taking",
+        "_tasks",
+        "_tells_cached",
+        "_trial",
+        "_trial_path",
+        "_works",
+        "asked",
+        "first_bytes",
+        "heads",
+        "joined",
+        "says_done",
+        "settings",
+        "silence",
+        "worker_id",
+        "write_batcher",
+    )
 
     def __init__(
         self,
@@ -342,7 +381,7 @@ class ExternalBackend:
             self._compare(work_id, usage)
         if reusable:
             self._idle.append(upstream)
-        self._step(work_id, tokens, Finish.STOP)
+        self._step(work_id, tokens, _STOP)
         if not self._taking:
             self._leave_when_done()
 

@@ -77,6 +77,9 @@ class RelayStage(Enum):
     OVER = auto()
 
 
+_READING, _SUBMITTED, _OVER = RelayStage.READING, RelayStage.SUBMITTED, RelayStage.OVER  # faster than enum attributes
+
+
 class RelayedRequest:
     """One request between its client and its server.
 
@@ -88,7 +91,7 @@ class RelayedRequest:
         head = request.head
         self._relay = relay
         self._exchange = exchange
-        self._stage = RelayStage.READING
+        self._stage = _READING
         self._began = False
         self.request_id = request_id
         self.path = head.path
@@ -129,8 +132,8 @@ class RelayedRequest:
 
     def end(self, *, keep_alive: bool) -> None:
         """Note that the answer was relayed completely."""
-        if self._stage is not RelayStage.OVER:
-            self._stage = RelayStage.OVER
+        if self._stage is not _OVER:
+            self._stage = _OVER
             self._relay.ended(self, None)
             self._exchange.relayed(keep_alive=keep_alive)
 
@@ -147,12 +150,12 @@ class RelayedRequest:
             self.refuse(rename_field(item, OPENAI_FIELD_NAMES))
 
     def submitted(self) -> None:
-        self._stage = RelayStage.SUBMITTED
+        self._stage = _SUBMITTED
 
     def refuse(self, refused: RequestRejected) -> None:
-        if self._stage is RelayStage.OVER:
+        if self._stage is _OVER:
             return
-        self._stage = RelayStage.OVER
+        self._stage = _OVER
         self._relay.ended(self, refused)
         if self.flow is not None:
             self.flow.flush()
@@ -173,10 +176,10 @@ class RelayedRequest:
 
     def cancel(self) -> None:
         """End the request, because the client has disconnected."""
-        if self._stage is RelayStage.OVER:
+        if self._stage is _OVER:
             return
-        submitted = self._stage is RelayStage.SUBMITTED
-        self._stage = RelayStage.OVER
+        submitted = self._stage is _SUBMITTED
+        self._stage = _OVER
         self._relay.ended(self, RequestRejected(Reason.CANCELLED, "the client has gone"))
         if submitted:
             self._relay.router.close(self.request_id, self)
@@ -184,7 +187,7 @@ class RelayedRequest:
 
     @property
     def over(self) -> bool:
-        return self._stage is RelayStage.OVER
+        return self._stage is _OVER
 
 
 class PendingRequests(Protocol):
@@ -314,9 +317,10 @@ class Relay:
 
     def ended(self, relayed: RelayedRequest, refused: RequestRejected | None) -> None:
         self._workers.forget(relayed)
+        now = self._clock.now()
         if relayed.answer_tokens:
-            self._tenants.used(relayed.tenant, relayed.answer_tokens, self._clock.now())
-        self._metrics.ended(None if refused is None else refused.reason, self._clock.now() - relayed.began_at)
+            self._tenants.used(relayed.tenant, relayed.answer_tokens, now)
+        self._metrics.ended(None if refused is None else refused.reason, now - relayed.began_at)
         self._active -= 1
         if self._active == 0:
             self._quiet.set()
@@ -386,8 +390,9 @@ class Relay:
             RequestRejected: See `_submit`.
         """
         settle = self._tenants.settle_with_others
-        tokens = len(read.tokens) // TOKEN_BYTES
-        if settle is None or not self._tenants.is_unsure(relayed.tenant, tokens, self._clock.now()):
+        if settle is None or not self._tenants.is_unsure(
+            relayed.tenant, len(read.tokens) // TOKEN_BYTES, self._clock.now()
+        ):
             self._submit(relayed, body, read)
             return
         settling = asyncio.get_running_loop().create_task(await_settle(settle), name="shared limits")

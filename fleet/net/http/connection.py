@@ -65,12 +65,64 @@ class ConnectionStage(Enum):
     CLOSING = auto()  # further bytes are dropped
 
 
+# Module variables, because reading a member of an enum takes three times as long, and a request reads ten.
+_IDLE, _HEAD, _BODY, _CLOSING = (
+    ConnectionStage.IDLE,
+    ConnectionStage.HEAD,
+    ConnectionStage.BODY,
+    ConnectionStage.CLOSING,
+)
+_WAITS_IDLE = WaitingFor.IDLE
+
 ErrorBody = Callable[[MalformedRequest], bytes]
 """Returns the JSON body that explains a malformed request."""
 
 
 class HttpConnection(asyncio.Protocol):
     """Connection of one client."""
+
+    # CPython reads attributes of an object with more than 30 of them slowly, unless they are slots.
+    __slots__ = (
+        "_body",
+        "_buffer",
+        "_clock",
+        "_connections",
+        "_declined_head",
+        "_expires_at",
+        "_explain",
+        "_half_closed",
+        "_head_bytes",
+        "_headers",
+        "_heads",
+        "_held",
+        "_held_bytes",
+        "_idle_nanos",
+        "_known_head",
+        "_lost",
+        "_overhead_bytes",
+        "_parser",
+        "_raw_head",
+        "_reading",
+        "_serve",
+        "_served",
+        "_serving",
+        "_settings",
+        "_slot",
+        "_slow_log",
+        "_slow_reader",
+        "_source",
+        "_stage",
+        "_starting",
+        "_table",
+        "_turn_scheduled",
+        "_url",
+        "deadline",
+        "exchange",
+        "paused",
+        "transport",
+        "unparsed",
+        "waiting",
+    )
 
     def __init__(
         self,
@@ -99,7 +151,7 @@ class HttpConnection(asyncio.Protocol):
         self._slow_log = slow_log
         self._held_bytes = 0  # bytes held by this connection
         self._parser = httptools.HttpRequestParser(self)
-        self._stage = ConnectionStage.IDLE
+        self._stage = _IDLE
         self._idle_nanos = int(settings.idle_timeout_seconds * SECOND)
         self.deadline = self._deadline_in(settings.first_byte_timeout_seconds)
         self._url = b""
@@ -159,7 +211,7 @@ class HttpConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Return whether the connection stays open for writing."""
         self._half_closed = True
-        if self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
+        if self._stage in (_HEAD, _BODY):
             self._reject(HTTPStatus.BAD_REQUEST, "the request is incomplete")
         if self.exchange is None:
             return False
@@ -173,7 +225,7 @@ class HttpConnection(asyncio.Protocol):
             return
         stage = self._stage
         begin = 0  # start of the bytes that are not handled yet
-        if stage is ConnectionStage.IDLE and self.exchange is None and self.paused is None:
+        if stage is _IDLE and self.exchange is None and self.paused is None:
             end = data.find(b"\r\n\r\n") + 4
             content = data[:end]
             known = self._heads.find(content)
@@ -185,12 +237,12 @@ class HttpConnection(asyncio.Protocol):
                     return
                 self._known_head = known
                 self._body = BodyBuffer()
-                self._stage = ConnectionStage.BODY
+                self._stage = _BODY
                 self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
                 begin = end
             else:
                 self._raw_head = content
-        elif stage is ConnectionStage.CLOSING:
+        elif stage is _CLOSING:
             return
         self._handle_bytes(data, begin)
         self._note_waiting()
@@ -199,10 +251,10 @@ class HttpConnection(asyncio.Protocol):
         """Handle the received bytes from `begin` on."""
         if self._known_head is not None:
             data = self._take_known_body(data, begin)
-            if not data or self._stage is ConnectionStage.CLOSING:
+            if not data or self._stage is _CLOSING:
                 return
         self._served = 0
-        if self._stage is ConnectionStage.BODY:
+        if self._stage is _BODY:
             self._overhead_bytes += len(data)
         else:
             self._head_bytes += len(data)
@@ -215,12 +267,9 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             no_version = self._is_http_0_9(b"")
             self._reject(HTTPStatus.BAD_REQUEST, WRONG_VERSION if no_version else f"the request is not HTTP: {error}")
-        if (
-            self._stage in (ConnectionStage.IDLE, ConnectionStage.HEAD)
-            and self._head_bytes > self._settings.max_head_bytes
-        ):
+        if self._stage in (_IDLE, _HEAD) and self._head_bytes > self._settings.max_head_bytes:
             self._reject_head()
-        elif self._stage is ConnectionStage.BODY and self._overhead_bytes > self._settings.max_head_bytes:
+        elif self._stage is _BODY and self._overhead_bytes > self._settings.max_head_bytes:
             self._reject_overhead()
         elif self._is_http_0_9(data):
             self._reject(HTTPStatus.BAD_REQUEST, WRONG_VERSION)
@@ -243,9 +292,9 @@ class HttpConnection(asyncio.Protocol):
     # From the parser
 
     def on_message_begin(self) -> None:
-        if self._stage is ConnectionStage.CLOSING:
+        if self._stage is _CLOSING:
             return
-        self._stage = ConnectionStage.HEAD
+        self._stage = _HEAD
         self.deadline = self._deadline_in(self._settings.head_timeout_seconds)
         self._url = b""
         self._headers = {}
@@ -255,14 +304,14 @@ class HttpConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._stage is not ConnectionStage.HEAD:
+        if self._stage is not _HEAD:
             return  # a trailer, which may be ignored (RFC 9110, 6.5.1)
         name = name.lower()
         known = self._headers.get(name)
         self._headers[name] = value if known is None else known + b", " + value
 
     def on_headers_complete(self) -> None:
-        if self._stage is ConnectionStage.CLOSING:
+        if self._stage is _CLOSING:
             return
         size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers.items())
         self._head_bytes = 0
@@ -272,7 +321,7 @@ class HttpConnection(asyncio.Protocol):
         if (problem := version_problem(self._parser.get_http_version(), self._headers)) is not None:
             self._reject(HTTPStatus.BAD_REQUEST, problem)
             return
-        self._stage = ConnectionStage.BODY
+        self._stage = _BODY
         self._overhead_bytes = 0
         self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
         declared = self._headers.get(b"content-length", b"0")
@@ -282,7 +331,7 @@ class HttpConnection(asyncio.Protocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        if self._stage is ConnectionStage.CLOSING:
+        if self._stage is _CLOSING:
             return
         self._body.add(body)
         self._overhead_bytes = 0
@@ -293,9 +342,9 @@ class HttpConnection(asyncio.Protocol):
             self._reject_long()
 
     def on_message_complete(self) -> None:
-        if self._stage is ConnectionStage.CLOSING:
+        if self._stage is _CLOSING:
             return
-        self._stage = ConnectionStage.IDLE
+        self._stage = _IDLE
         self.deadline = self._deadline_in(self._settings.idle_timeout_seconds)
         offered = self._parser.should_upgrade()
         head = HttpHead(
@@ -351,10 +400,10 @@ class HttpConnection(asyncio.Protocol):
             self.transport.abort()  # it does not read
         elif silent:
             self._refuse_connection("too many connections; retry later")
-        elif self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
+        elif self._stage in (_HEAD, _BODY):
             self._refuse_connection("too many connections, and the request was not complete; retry later")
         else:
-            self._stage = ConnectionStage.CLOSING
+            self._stage = _CLOSING
             self.transport.close()
 
     def abort(self) -> None:
@@ -365,7 +414,7 @@ class HttpConnection(asyncio.Protocol):
         """Close now if no request is being served, otherwise after it."""
         if self.exchange is None:
             self.transport.close()
-        self._stage = ConnectionStage.CLOSING
+        self._stage = _CLOSING
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
         if self._lost or self.transport.is_closing():
@@ -425,7 +474,7 @@ class HttpConnection(asyncio.Protocol):
             )
             return
         self._known_head = (head, int(head.headers.get(b"content-length", b"0")))
-        self._stage = ConnectionStage.BODY
+        self._stage = _BODY
         self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
         self._take_known_body(rest, 0)
 
@@ -458,7 +507,7 @@ class HttpConnection(asyncio.Protocol):
             return b""
         body, self._body = self._body.whole(), BodyBuffer()
         self._known_head = None
-        self._stage = ConnectionStage.IDLE if head.keep_alive else ConnectionStage.CLOSING
+        self._stage = _IDLE if head.keep_alive else _CLOSING
         self._start(HttpRequest(head, body))
         return data[end:]
 
@@ -505,15 +554,19 @@ class HttpConnection(asyncio.Protocol):
         self.exchange = self._serving = self._source = None
         if self._lost:
             return
-        if self._half_closed or not keep_alive or (self._stage is ConnectionStage.CLOSING and not self.waiting):
+        if self._half_closed or not keep_alive or (self._stage is _CLOSING and not self.waiting):
             self._drop_waiting()
             self._linger()
             return
-        if self._stage is ConnectionStage.IDLE:
-            self.deadline = Nanos(self._clock.now() + self._idle_nanos)
-        if not (self.waiting or self.unparsed):
+        waits = not (self.waiting or self.unparsed)
+        if self._stage is _IDLE:
+            now = self._clock.now()
+            self.deadline = Nanos(now + self._idle_nanos)
+            if waits and self._slot is not None:
+                self._table.mark_waiting(self._slot, _WAITS_IDLE, now / SECOND)
+        elif waits:
             self._note_waiting()
-        elif not self._starting:  # else `_advance` continues by itself
+        if not (waits or self._starting):  # else `_advance` continues by itself
             self._advance()
 
     def _hold(self, size: int) -> None:
@@ -534,7 +587,7 @@ class HttpConnection(asyncio.Protocol):
         if len(self._connections) - len(self._table) <= MAX_LINGERING:
             self._linger()
         else:
-            self._stage = ConnectionStage.CLOSING
+            self._stage = _CLOSING
             self.transport.close()
 
     def _reject_long(self) -> None:
@@ -547,11 +600,11 @@ class HttpConnection(asyncio.Protocol):
         """Note in the table what the connection waits for, unless a request is being or about to be served."""
         if self.exchange is not None or self.waiting or self.unparsed:
             return
-        if self._stage is ConnectionStage.IDLE:
+        if self._stage is _IDLE:
             group = WaitingFor.IDLE
-        elif self._stage is ConnectionStage.HEAD:
+        elif self._stage is _HEAD:
             group = WaitingFor.HEAD
-        elif self._stage is ConnectionStage.BODY:
+        elif self._stage is _BODY:
             group = WaitingFor.BODY
         else:
             group = WaitingFor.CLOSING
@@ -563,17 +616,17 @@ class HttpConnection(asyncio.Protocol):
 
         The parser notices it one byte later, and would wait for the rest of a head that such clients never send.
         """
-        if self._stage is not ConnectionStage.HEAD or not self._url:
+        if self._stage is not _HEAD or not self._url:
             return False
         version = self._parser.get_http_version()
         return version == "0.9" or (version == "0.0" and data.endswith(b"\n"))
 
     def _reject(self, status: HTTPStatus, message: str, retry_after_seconds: int = 0) -> None:
-        if self._stage is ConnectionStage.CLOSING:
+        if self._stage is _CLOSING:
             return
         self._hold(-self._body.size)
         self._body = BodyBuffer()
-        self._stage = ConnectionStage.CLOSING
+        self._stage = _CLOSING
         self.waiting.append(MalformedRequest(status, message, retry_after_seconds))
         self._advance()
 
@@ -592,7 +645,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         """Close after the answer was sent and the rest of the request was dropped."""
-        self._stage = ConnectionStage.CLOSING
+        self._stage = _CLOSING
         if self._slot is not None:
             self._table.mark_waiting(self._slot, WaitingFor.CLOSING, self._clock.now() / SECOND)
         if self._half_closed or not self.transport.can_write_eof():

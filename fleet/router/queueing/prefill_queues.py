@@ -50,7 +50,8 @@ class PrefillQueues:
         self._tokens: dict[WorkerId, int] = {}  # tokens sent and not computed
         self._held: dict[WorkerId, OrderedRequests] = {}  # workers with waiting prompts
         self._prompts: dict[RequestId, _QueuedPrompt] = {}
-        self._opened: dict[WorkerId, None] = {}  # workers that may have room since a prompt left
+        self.opened: dict[WorkerId, None] = {}
+        """Workers that may have room since a prompt left; `next` may return a request while there is one."""
         self._waiting = 0
 
     def __len__(self) -> int:
@@ -99,7 +100,7 @@ class PrefillQueues:
         else:
             self._tokens.pop(worker_id, None)
         if worker_id in self._held:
-            self._opened[worker_id] = None
+            self.opened[worker_id] = None
         return prompt.tokens
 
     def full(self, worker_id: WorkerId) -> bool:
@@ -127,19 +128,14 @@ class PrefillQueues:
         prompt = self._prompts.get(request_id)
         return prompt is not None and not prompt.sent
 
-    @property
-    def opened(self) -> bool:
-        """True if `next` may return a request."""
-        return bool(self._opened)
-
     def next(self) -> RequestId | None:
         """Return a request whose prompt goes now, and count it as sent; None if no queue may send."""
-        while self._opened:
-            worker_id = next(iter(self._opened))
+        while self.opened:
+            worker_id = next(iter(self.opened))
             held = self._held.get(worker_id)
             tokens = self._tokens.get(worker_id, 0)
             if held is None or tokens >= self._window:
-                del self._opened[worker_id]
+                del self.opened[worker_id]
                 continue
             first = held.first
             assert first is not None
@@ -160,7 +156,7 @@ class PrefillQueues:
 
     def check(self) -> None:
         """Assert that the sums are those of the prompts, and that no prompt waits without a cause."""
-        assert not self._opened
+        assert not self.opened
         assert self._waiting == sum(not prompt.sent for prompt in self._prompts.values())
         sent: dict[WorkerId, int] = {}
         for prompt in self._prompts.values():

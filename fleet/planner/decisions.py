@@ -83,6 +83,7 @@ class PlanConditionType(StrEnum):
     PINNED = "Pinned"
     CONNECTOR_FAILED = "ConnectorFailed"
     MODEL_DRIFT = "ModelDrift"
+    RULE_FAILED = "RuleFailed"
 
 
 class PlanCondition(Struct, frozen=True, kw_only=True):

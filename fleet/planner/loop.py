@@ -8,7 +8,8 @@ Rules:
 3. A new leader goes on with an unfinished plan of its predecessor: it waits for it, and rolls back what does not come in time.
 4. Bounds of pools are checked here again, whatever the rule says. Pinned pools are left out of plans.
 5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep.
-6. If the orchestrator does not answer, nothing is decided; what was written last stays.
+6. If the orchestrator does not answer, nothing is decided; what was written last stays. The same holds if the rule fails: its error is a
+   condition, and the rule is asked again in the next round.
 """
 
 import asyncio
@@ -133,6 +134,9 @@ class PlannerLoop:
         self.error: float | None = None
         """Running relative error of predicted latencies; None: nothing was scored yet."""
 
+        self.rule_failures = 0
+        """Number of rounds in which the rule raised an error."""
+
         self.ended: dict[PlanState, int] = dict.fromkeys(PlanState, 0)
         """Number of plans by the state in which they ended."""
 
@@ -189,9 +193,17 @@ class PlannerLoop:
                 log.warning("pools not observed", extra={"cause": str(error)})
             self._trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=str(error))
             return
-        self._trouble = None
         now, window = self._clock.now(), self._demand.window()
-        decision = self._bounded(self._rule.decide(now, window, seen))
+        try:
+            decision = self._bounded(self._rule.decide(now, window, seen))
+        except Exception as error:  # supervisor: a bug of a rule must not end what watches over the pools
+            self.rule_failures += 1
+            message = f"{type(error).__name__}: {error}"
+            if self._trouble is None or self._trouble.message != message:
+                log.exception("rule failed, replicas stay as they are")
+            self._trouble = PlanCondition(type=PlanConditionType.RULE_FAILED, field="rule", message=message)
+            return
+        self._trouble = None
         if self._decision is None or self._decision.reason is not decision.reason:
             log.info("decision", extra={"reason": decision.reason, "why": decision.message})
         self._decision, self._window, self._seen = decision, window, seen

@@ -13,6 +13,7 @@ class MeteredPlanner(Protocol):
     """The part of `fleet.planner.loop.PlannerLoop` that is counted."""
 
     error: float | None
+    rule_failures: int
     ended: dict[PlanState, int]
     decided: dict[DecisionReason, int]
 
@@ -70,6 +71,11 @@ class PlannerMetrics:
         for reason, count in self._planner.decided.items():
             decided.add_metric([reason], count)
         yield decided
+        yield CounterMetricFamily(
+            "fleet_planner_rule_failures",
+            "Rounds in which the rule raised an error and nothing was decided",
+            self._planner.rule_failures,
+        )
         plans = CounterMetricFamily("fleet_planner_plans", "Plans by the state in which they ended", labels=["state"])
         for state, count in self._planner.ended.items():
             plans.add_metric([state], count)

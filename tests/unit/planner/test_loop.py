@@ -37,9 +37,12 @@ class Rule:
         self.replicas = {DECODE: 1}
         self.reason = DecisionReason.LOAD_UP
         self.asked = 0
+        self.error = None
 
     def decide(self, now, demand, seen):
         self.asked += 1
+        if self.error is not None:
+            raise self.error
         return PlanDecision(
             at=now, replicas=dict(self.replicas), reason=self.reason, message="said so", numbers={"rate": 3.0}
         )
@@ -311,6 +314,25 @@ def test_unreachable_orchestrator_is_a_condition():
     ((condition,),) = told
     assert (condition.type, condition.field) == (PlanConditionType.CONNECTOR_FAILED, "target")
     assert world.rule.asked == 0
+
+
+def test_failing_rule_is_a_condition_and_is_asked_again():
+    world = World()
+    told = []
+
+    def recover():
+        told.append(world.loop.status().conditions)
+        world.rule.error, world.rule.replicas = None, {DECODE: 3}
+
+    world.rule.error = ZeroDivisionError("no rate")
+    played(world, (2.5, recover), (6, lambda: told.append(world.loop.status().conditions)))
+
+    (condition,), afterwards = told
+    assert (condition.type, condition.field) == (PlanConditionType.RULE_FAILED, "rule")
+    assert condition.message == "ZeroDivisionError: no rate"
+    assert world.loop.rule_failures == 3
+    assert afterwards == ()
+    assert world.states() == [PlanState.SETTLED]
 
 
 @pytest.mark.parametrize(

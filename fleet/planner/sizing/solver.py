@@ -37,6 +37,9 @@ SERVED_FIRST = 100.0
 GAP = 1e-6
 """Relative distance to the optimum at which the solver may stop."""
 
+TIME_LIMIT_SECONDS = 5.0
+"""Longest time for one linear program. The largest ones that were measured take a quarter of a second."""
+
 ROUNDING = 1e-9
 ENOUGH = 1.0 - 1e-6
 """Share of a rate that counts as all of it."""
@@ -65,6 +68,10 @@ class Candidate(Struct, frozen=True, kw_only=True):
         return self.pool.replica_dollars
 
 
+class SolverTimeout(RuntimeError):
+    """The solver found no solution in time, so nobody knows whether there is one."""
+
+
 class Rates(Protocol):
     """Rate of a pool."""
 
@@ -87,7 +94,11 @@ class Mix(Struct, frozen=True, kw_only=True):
 
 
 def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:
-    """Return the cheapest replicas that serve the rate, or those that serve most of it; None if the bounds contradict each other."""
+    """Return the cheapest replicas that serve the rate, or those that serve most of it; None if the bounds contradict each other.
+
+    Raises:
+        SolverTimeout: A program took longer than `TIME_LIMIT_SECONDS`.
+    """
     simple = _one_pool_each(candidates, rate, rates, budget)
     if simple is not None:
         return simple
@@ -315,8 +326,12 @@ def _minimise(
     solver = _highs()
     solver.clearModel()
     solver.passModel(program)
+    solver.setOptionValue("time_limit", TIME_LIMIT_SECONDS)
     solver.run()
-    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kTimeLimit:
+        raise SolverTimeout(f"the solver found no solution for {count} pools within {TIME_LIMIT_SECONDS:g} s")
+    if status != highspy.HighsModelStatus.kOptimal:
         return None
     values = solver.getSolution().col_value
     return [round(each) for each in values[:count]], float(values[3 * count])

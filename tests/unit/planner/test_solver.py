@@ -1,5 +1,6 @@
 """The solver of pools, compared with complete search."""
 
+import random
 from itertools import product
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 
 from fleet.core.roles import Role
 from fleet.planner.decisions import PlanBudget, PlannedPool
-from fleet.planner.sizing.solver import Candidate, served, solve, within_budget
+from fleet.planner.sizing import solver
+from fleet.planner.sizing.solver import Candidate, SolverTimeout, served, solve, within_budget
 from tests.unit.planner.world import pool
 
 RATES = {"prefill-a": 5.0, "prefill-b": 12.0, "decode-a": 3.0, "decode-b": 7.0, "both": 2.0}
@@ -114,3 +116,15 @@ def test_replicas_that_shrink_hold_the_budget_until_they_drain() -> None:
     found = solve([shrinks, grows], 15.0, rates, PlanBudget(gpus=8))
     assert found is not None
     assert found.replicas[1] <= 2
+
+
+def test_solver_without_time_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(solver, "TIME_LIMIT_SECONDS", 0.0)
+    draw = random.Random(1)
+    many = [
+        Candidate(pool=pool(f"both-{n}", Role.BOTH, gpus=1, dollars_per_hour=draw.uniform(1, 9)), least=0, most=40)
+        for n in range(60)
+    ]
+    speeds = {each.pool.name: draw.uniform(1.0, 9.0) for each in many}
+    with pytest.raises(SolverTimeout, match="for 60 pools within 0 s"):
+        solve(many, 500.0, lambda pool, replicas: speeds[pool.name] * replicas, PlanBudget(gpus=90))

@@ -193,18 +193,22 @@ router.heartbeat_timeout_seconds = 1.5
 [[pools]]
 role = "both"
 simulated.hang_file = "{folder}/hang"
+simulated.latency.step_base_ms = {step_ms}
 watchdog.floor_seconds = 1.0
+watchdog.step_factor = 2.0
 
 [[pools]]
 role = "both"
+simulated.latency.step_base_ms = {step_ms}
 watchdog.floor_seconds = 1.0
+watchdog.step_factor = 2.0
 """
 
 
 @contextmanager
-def a_cluster(folder: Path):
+def a_cluster(folder: Path, step_ms: int = 5):
     topology = folder / "fleet.toml"
-    topology.write_text(TOPOLOGY.format(folder=folder))
+    topology.write_text(TOPOLOGY.format(folder=folder, step_ms=step_ms))
     with fleet_up(folder, "--config", str(topology)) as up, Client(up.grpc) as client:
         yield up, client
 
@@ -221,8 +225,8 @@ def workers_of(result) -> list[str]:
 class Streams:
     """One stream per prompt, whose first tokens have arrived."""
 
-    def __init__(self, client: Client) -> None:
-        self._streams = [client.generate(prompt, **ASK) for prompt in PROMPTS]
+    def __init__(self, client: Client, **more: object) -> None:
+        self._streams = [client.generate(prompt, **ASK | more) for prompt in PROMPTS]
         self._tokens = [list(next(stream).token_ids) for stream in self._streams]
 
     def finish(self) -> list[tuple[int, ...]]:
@@ -286,10 +290,13 @@ def test_restarted_worker_may_load_longer_than_all_limits(folder):
 
 
 def test_suspended_cluster_loses_nothing(folder):
-    with a_cluster(folder) as (up, client):
-        expected = [client.complete(prompt, **ASK).token_ids for prompt in PROMPTS]
-        streams = Streams(client)
+    """Use steps so long that the watchdogs look at the engines before the next step ends."""
+    few = {"max_tokens": 6}
+    with a_cluster(folder, step_ms=1000) as (up, client):
+        expected = Streams(client, **few).finish()
+        streams = Streams(client, **few)
         everybody = [up.process.pid, *up.pids()]
+        time.sleep(0.3)  # to the middle of a step that the watchdogs have seen
 
         for pid in everybody:
             os.kill(pid, signal.SIGSTOP)
@@ -297,7 +304,7 @@ def test_suspended_cluster_loses_nothing(folder):
         for pid in everybody:
             os.kill(pid, signal.SIGCONT)
 
-        assert streams.finish() == [tuple(tokens) for tokens in expected]
+        assert streams.finish() == expected
         assert serving(client) == {"both-0", "both-1"}
         assert {name: up.pid_of(name) for name in ("both-0", "both-1")}.items() <= up.endpoints["pids"].items()
 

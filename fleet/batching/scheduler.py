@@ -1,6 +1,6 @@
 """Continuous batching with chunked prefill over a budget of KV blocks: which attempt is admitted, and what a step computes.
 
-It owns no time and no bytes. `fleet.sim.engine.virtual_engine` drives it in virtual time, `workers.engines.simulated.engine` in
+It owns no time and no bytes. `fleet.sim.virtual_engine` drives it in virtual time, `workers.engines.simulated.engine` in
 real time with real KV bytes.
 
 Rules:

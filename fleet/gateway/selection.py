@@ -37,7 +37,7 @@ from fleet.net.grpc.port import GrpcServerApi
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived
 from fleet.router.placement.decision import Decision
-from fleet.router.settings.selection import SelectionSettings
+from fleet.router.settings.router import SelectionSettings
 from fleet.router.state.lora import resolve_model
 from fleet.v1 import selection_pb2 as pb
 from kvstore.block import tenant_salt

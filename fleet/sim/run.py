@@ -13,7 +13,6 @@ from fleet.router.settings.router import RouterSettings
 from fleet.sim.cluster.faults import Fault
 from fleet.sim.cluster.node_store import StoreProfile
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.engine.virtual_engine import VirtualEngine
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import (
     EndedRequest,
@@ -25,6 +24,7 @@ from fleet.sim.results.outcomes import (
     seconds,
 )
 from fleet.sim.results.quantiles import Quantiles
+from fleet.sim.virtual_engine import VirtualEngine
 from fleet.sim.workload.clients import ClientSection, OpenClients, Traffic, start_clients
 from fleet.sim.world import World
 

@@ -47,9 +47,9 @@ from fleet.sim.cluster.node_store import StoreProfile
 from fleet.sim.cluster.pools import PoolProfile
 from fleet.sim.cluster.simulated_cluster import SimulatedCluster
 from fleet.sim.cluster.worker import MODEL
-from fleet.sim.engine.virtual_engine import VirtualEngine
 from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 from fleet.sim.results.outcomes import EndedRequest, TimelineSample
+from fleet.sim.virtual_engine import VirtualEngine
 from kvstore.eviction.trace_replay import TraceRequest
 
 ENDS_PER_HASH = 256  # ended requests that go into the digest together

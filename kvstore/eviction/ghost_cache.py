@@ -113,7 +113,7 @@ class GhostCache(Generic[K]):
         Args:
             capacity_blocks: Capacity of the live pool, in blocks of the usual size.
             scenarios: Scenarios to simulate.
-            sample: Samples blocks by their hash: `sample_names`, or `sample_numbers`.
+            sample: Samples blocks by their hash, such as `sample_names`.
             sampled_blocks: Blocks of the live capacity that are in the sample.
             half_life: Half-life of the observations (rule 5).
 
@@ -264,12 +264,6 @@ def sample_names(names: Sequence[BlockHash], share: float) -> list[BlockHash]:
     """Sample by the first two bytes of a block hash."""
     below = round(share * 65_536)
     return [name for name in names if name[0] << 8 | name[1] < below]
-
-
-def sample_numbers(numbers: Sequence[int], share: float) -> list[int]:
-    """Sample the numbers of a trace by a multiplicative hash (Knuth's, with 2⁶⁴ over the golden ratio)."""
-    below = round(share * (1 << 24))
-    return [number for number in numbers if (number * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFFF < below]
 
 
 def _policy(scenario: GhostCacheScenario) -> EvictionPolicy[Any]:

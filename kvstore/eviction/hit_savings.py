@@ -22,7 +22,7 @@ from kvstore.namespace import KvNamespace
 
 SAMPLES = 64
 MAX_NAMESPACES = 256  # namespaces whose reports are remembered; the one with the oldest report is forgotten first
-UNKNOWN_SECONDS_A_TOKEN = 0.0005  # default of workers before they have measured: `workers.engines.vllm.prefill_speed`
+UNKNOWN_SECONDS_A_TOKEN = 0.0005  # default of workers before they have measured: `workers.engines.vllm.store_planner`
 MEMORY_BYTES_A_SECOND = 5e9  # a copy with its checksum by one core
 LEAST = 2.0**-60  # seconds per byte, for blocks that save nothing
 

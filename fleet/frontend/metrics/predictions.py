@@ -19,7 +19,7 @@ from fleet.hardware.model_configs import read_model_config
 from fleet.hardware.sharding import ShardingDegrees, shard_model
 from fleet.router.latency_predictions import LatencyPredictions, WorkerProfile
 from fleet.router.messages import Command, RouterEvent
-from fleet.router.settings.profiles import ProfileSettings
+from fleet.router.settings.router import ProfileSettings
 
 log = logging.getLogger(__name__)
 

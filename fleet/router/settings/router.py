@@ -10,11 +10,54 @@ from fleet.core.hub import HubSettings
 from fleet.core.ids import ModelName
 from fleet.net.settings import KIB, MIB, GrpcSettings, HttpSettings
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
-from fleet.router.settings.profiles import ProfileSettings
-from fleet.router.settings.selection import SelectionSettings
 from fleet.router.tenants import TenantSettings
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
+
+
+class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the leases that `Select` gives."""
+
+    max_lease_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
+    """The longest lease in milliseconds; a longer request is refused. Each report renews a lease, so it needs to be no longer than the
+    pause between two reports; the capacity of a caller that died is free again after that time."""
+
+    max_wait_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 60_000
+    """The longest wait of `Select` in milliseconds while all workers are busy; a longer one is refused."""
+
+    caller_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of a model's places (batch sizes times `oversubscribe`) that all leases of one caller may hold. With `oversubscribe` 2, half of
+    them are as many as all batches together: one caller can keep the workers busy, and requests of others still find a place. One lease
+    is always allowed."""
+
+    max_leases: Annotated[int, Meta(ge=1, le=1 << 20)] = 65_536
+    """Leases of all callers together; further selections are rejected. Each takes about 2 KB."""
+
+
+Degree = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class ProfileSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The hardware, model and engine of a kind of workers."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    """Folder with a Hugging Face config.json, or that file."""
+
+    gpu: Annotated[str, Meta(min_length=1)]
+    """Short name, as listed by `fleet hardware list`."""
+
+    backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
+    """The engine whose measured efficiencies are used."""
+
+    tp: Degree = 1
+    pp: Degree = 1
+    dp: Degree = 1
+    ep: Degree = 1
+    """Parallelism in GPUs: tensor, pipeline, attention data, and expert parallelism."""
+
+    step_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] = 8192
+    """The most prompt tokens of one step."""
+
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e9)]

@@ -19,8 +19,8 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.work import Handoff
 from fleet.sim.cluster.network import Network
-from fleet.sim.engine.virtual_engine import VirtualEngine
 from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
+from fleet.sim.virtual_engine import VirtualEngine
 from kvstore.block import blocks_for
 
 LEASE = Nanos(30 * SECOND)

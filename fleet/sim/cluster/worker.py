@@ -36,8 +36,8 @@ from fleet.sim.cluster.channels import Channel
 from fleet.sim.cluster.handoffs import Handoffs, handoff_params
 from fleet.sim.cluster.node_store import AttachedWorker, NodeStore
 from fleet.sim.cluster.pools import PoolProfile
-from fleet.sim.engine.virtual_engine import StepProgress, VirtualEngine
 from fleet.sim.kernel import Kernel
+from fleet.sim.virtual_engine import StepProgress, VirtualEngine
 
 MODEL = ModelName("model")
 FINGERPRINT = "simulated"

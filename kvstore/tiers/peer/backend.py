@@ -14,7 +14,7 @@ Rules:
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -23,16 +23,20 @@ from msgspec.structs import replace
 
 from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray, crc32c
-from kvstore.clock import Clock, Nanos, nanos
+from kvstore.clock import SECOND, Clock, Nanos, nanos
 from kvstore.errors import NamespaceUnknown, TierFailed
 from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
 from kvstore.namespace import KvNamespace
+from kvstore.recent_map import RecentMap
 from kvstore.tiers.peer.connections import Connect, PeerNodeConnection
-from kvstore.tiers.peer.hints import PeerHints, SuspectBlocks
 from kvstore.tiers.peer.settings import PeerSettings
 from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTier
 from kvstore.tiers.second_reading import ReadingVerdict
 from kvstore.tiers.statistics import TierStatistics
+
+HINTS = 1 << 16  # blocks with a known holder
+SUSPECTS = 4096  # blocks that were found bad lately
+SUSPECT_FOR = Nanos(60 * SECOND)  # in this time, peers can write the blocks again
 
 Which = TypeVar("Which")
 
@@ -304,3 +308,42 @@ def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
         return xxhash.xxh3_64_intdigest(key.digest + key.name + address.encode()), address
 
     return sorted(peers, key=weight, reverse=True)
+
+
+class PeerHints:
+    """The peer that was last seen to hold each block."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: RecentMap[BlockKey, str] = RecentMap(HINTS)
+
+    def note(self, keys: Iterable[BlockKey], holder: str) -> None:
+        with self._lock:
+            for key in keys:
+                self._holders.note(key, holder)
+
+    def drop(self, keys: Iterable[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._holders.forget(key)
+
+    def recall(self, key: BlockKey) -> str | None:
+        with self._lock:
+            return self._holders.get(key)
+
+
+class SuspectBlocks:
+    """Blocks that were found bad lately."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: RecentMap[BlockKey, Nanos] = RecentMap(SUSPECTS)
+
+    def note(self, keys: Iterable[BlockKey], now: Nanos) -> None:
+        with self._lock:
+            for key in keys:
+                self._until.note(key, Nanos(now + SUSPECT_FOR))
+
+    def has(self, key: BlockKey, now: Nanos) -> bool:
+        until = self._until.get(key)
+        return until is not None and now < until

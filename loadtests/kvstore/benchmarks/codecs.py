@@ -8,11 +8,11 @@ from functools import cache, partial
 import numpy as np
 
 from kvstore.clock import Nanos
-from kvstore.codecs.benchmark import CodecFigures, measure
 from kvstore.codecs.registry import Codecs, CodecSettings, Compression
 from kvstore.errors import StoreNotStarted
 from kvstore.namespace import KvNamespace
 from loadtests.environments import SystemUnavailable
+from loadtests.kvstore.benchmarks.codec_figures import CodecFigures, measure
 from loadtests.kvstore.benchmarks.memory import speed
 from loadtests.kvstore.benchmarks.plan import BenchmarkPlan
 from loadtests.kvstore.compared.systems import GIGABYTE, ComparedSystems

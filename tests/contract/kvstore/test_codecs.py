@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.benchmark import kv_like_block
 from kvstore.codecs.encoded_block import bound_of
 from kvstore.codecs.registry import Codecs, CodecSettings, Compression
 from kvstore.errors import UndecodableBlock
+from loadtests.kvstore.benchmarks.codec_figures import kv_like_block
 from tests.support.kvstore.shapes import a_key, a_typed_namespace
 
 EXACT = ("none", "zstd", "lz4")

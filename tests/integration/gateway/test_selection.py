@@ -18,8 +18,7 @@ from fleet.gateway.selection import SelectionService
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import WorkerLeft
 from fleet.router.server import RouterServer
-from fleet.router.settings.router import RouterSettings
-from fleet.router.settings.selection import SelectionSettings
+from fleet.router.settings.router import RouterSettings, SelectionSettings
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
 from tests.support.builders import a_joined_worker, a_prompt

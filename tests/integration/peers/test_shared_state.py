@@ -23,8 +23,7 @@ from fleet.peers.routers import PeerLimits, PeerRouters
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import PeerReserved
 from fleet.router.server import RouterServer
-from fleet.router.settings.router import RouterSettings
-from fleet.router.settings.selection import SelectionSettings
+from fleet.router.settings.router import RouterSettings, SelectionSettings
 from fleet.router.tenants import Tenants, TenantSettings, admit_with_peers
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub

@@ -21,8 +21,7 @@ from fleet.router.machine import RouterMachine
 from fleet.router.messages import WorkerJoined
 from fleet.router.server import RouterServer
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
-from fleet.router.settings.router import RouterSettings
-from fleet.router.settings.selection import SelectionSettings
+from fleet.router.settings.router import RouterSettings, SelectionSettings
 from fleet.router.tenants import Tenants
 from tests.support.builders import MODEL, a_description
 from tests.support.gateway.envoy import a_completion, a_gateway

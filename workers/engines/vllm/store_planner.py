@@ -20,6 +20,7 @@ Rules:
    blocks loaded (as the worker side confirmed them), and blocks pulled directly. The rest was computed.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
@@ -32,10 +33,12 @@ from kvstore import block
 from kvstore.block import BlockHash, HashAlgorithm
 from kvstore.messages import LeaseId, Match, blocks_by_tier, merge_promoted
 from kvstore.recent_map import RecentMap
-from workers.engines.vllm.prefill_speed import PrefillSpeed
 
 LEASE_SECONDS = 30.0  # vLLM's NIXL connector holds handed-off blocks as long
 MAX_WAIT_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
+LEAST_TOKENS = 64  # in a step that counts for `PrefillSpeed`, because smaller steps only decode
+SAMPLES = 16  # step durations that `PrefillSpeed` remembers
+UNKNOWN_SECONDS_A_TOKEN = 0.0005  # until something was measured: a small model on a CPU, an unhurried GPU
 LOOK_AGAIN_SECONDS = 0.002  # between two calls about blocks that are being promoted
 MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks again after this long, well within the lease
 FETCHES_A_STEP = 4  # prefetches for queued requests; a call takes 0.5 ms, and the step waits for it
@@ -379,3 +382,27 @@ class StorePlanner:
             work.deferred.append(BlockSave(request_id, names[first:], list(block_ids[first:full]), tracked.salt))
         for index in fresh:
             self._offered.note(names[index], None)
+
+
+class PrefillSpeed:
+    """An upper estimate of the seconds per prompt token, learned from when the scheduler plans steps.
+
+    Schedulers may plan a step while the previous one still runs. So a step's duration is taken as the time until the
+    second plan after it, if none of them was idle. The shortest of the last samples contains the least other work.
+    """
+
+    def __init__(self) -> None:
+        self._plans: deque[tuple[float, int]] = deque(maxlen=3)  # seconds, tokens
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+
+    def planned(self, tokens: int, now: float) -> None:
+        """Note that a step with that many tokens was planned; `now` is in monotonic seconds."""
+        self._plans.append((now, tokens))
+        if len(self._plans) == 3 and all(tokens for _, tokens in self._plans):
+            (began, tokens), _, (ended, _) = self._plans
+            if tokens >= LEAST_TOKENS:
+                self._samples.append((ended - began) / tokens)
+
+    def seconds(self, tokens: int) -> float:
+        """Return how long computing that many tokens will take."""
+        return tokens * min(self._samples, default=UNKNOWN_SECONDS_A_TOKEN)

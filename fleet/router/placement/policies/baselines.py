@@ -8,8 +8,7 @@ import xxhash
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.placement.policies.pickers import InTurn, TwoChoices
-from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.placement.policies.pipeline import InTurn, Pipeline, TwoChoices
 from fleet.router.policy import Candidates, Flags, Floats, PlacementRequest, RandomSource
 
 RING_POINTS = 64  # points of each worker; the shares of the key space then differ by about an eighth

@@ -19,7 +19,7 @@ from fleet.router.placement.policies.baselines import (
 from fleet.router.placement.policies.composed import Composed, PolicyCatalog
 from fleet.router.placement.policies.fleet import Fleet, FleetCost, HeadroomFilter
 from fleet.router.placement.policies.operating_price import PriceScorer
-from fleet.router.placement.policies.pickers import Lowest, Softmax, TwoChoices
+from fleet.router.placement.policies.pipeline import Lowest, Softmax, TwoChoices
 from fleet.router.placement.policies.published.aibrix import Aibrix
 from fleet.router.placement.policies.published.dynamo import Dynamo, DynamoCost
 from fleet.router.placement.policies.published.infera import Infera

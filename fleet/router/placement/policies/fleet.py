@@ -39,8 +39,7 @@ from msgspec import Struct
 from fleet.core.roles import Phase
 from fleet.router.native.costs import fleet_costs, fleet_lowest, lowest
 from fleet.router.native.twin import credit_of, price_of
-from fleet.router.placement.policies.pickers import Lowest, Softmax
-from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.placement.policies.pipeline import Lowest, Pipeline, Softmax
 from fleet.router.policy import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,

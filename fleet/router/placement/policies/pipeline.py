@@ -1,11 +1,14 @@
 """Policy pipeline: filters, then weighted scorers, then a picker. All policies have this shape."""
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
+from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.placement.policies.pickers import Lowest, drawn
+from fleet.router.native import costs as native
 from fleet.router.policy import (
     Candidates,
     Filter,
@@ -19,6 +22,8 @@ from fleet.router.policy import (
     Rows,
     Scorer,
 )
+
+_STEPS = 1 << 53  # number of different random floats between 0 and 1
 
 
 class Pipeline:
@@ -86,3 +91,81 @@ class Pipeline:
             for part, costs in found.items():
                 parts[part] = parts.get(part, 0.0) + weight * costs
         return parts
+
+
+def lowest(costs: Floats, rng: RandomSource) -> int:
+    """Return the place of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares."""
+    return drawn(native.lowest(costs), rng)
+
+
+def drawn(places: list[int], rng: RandomSource) -> int:
+    """Return one of the places, drawn uniformly."""
+    return places[0] if len(places) == 1 else places[rng.randrange(len(places))]
+
+
+class Lowest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The lowest cost; ties are drawn."""
+
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
+        return lowest(costs, rng)
+
+
+class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Lower costs are more likely: p ∝ exp(-(cost - lowest) / ((highest - lowest) · temperature)), the rule of NVIDIA Dynamo.
+
+    Costs are normalised over the candidates, so that a temperature has the same meaning for any unit; 0 is the same as `Lowest`.
+    """
+
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError("temperature: must be 0 or more")
+
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
+        if self.temperature == 0:
+            return lowest(costs, rng)
+        values = costs.tolist()
+        low, high = min(values), max(values)
+        if low == high:
+            return rng.randrange(len(values))
+        if (scale := (high - low) * self.temperature) == 0:  # the product underflows
+            return lowest(costs, rng)
+        sums = list(accumulate(math.exp((low - value) / scale) for value in values))
+        drawn = sums[-1] * rng.randrange(_STEPS) / _STEPS
+        return next(place for place, bound in enumerate(sums) if drawn < bound)
+
+
+class InTurn:
+    """Workers in turn, whatever they cost: the worker that has waited longest is next.
+
+    It remembers workers instead of places, so that a join or a leave neither repeats nor skips a worker.
+    """
+
+    def __init__(self) -> None:
+        self._turns: dict[str, int] = {}  # the turn in which each was last chosen
+        self._turn = 0
+
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
+        turns = self._turns
+        if len(turns) > 2 * len(candidates) + 64:  # forget workers that have left
+            known = set(candidates.worker_ids)
+            self._turns = turns = {name: turn for name, turn in turns.items() if name in known}
+        names = candidates.worker_ids
+        place = min(range(len(names)), key=lambda row: turns.get(names[row], 0))
+        self._turn += 1
+        turns[names[place]] = self._turn
+        return place
+
+
+class TwoChoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cheaper of two candidates drawn at random (Mitzenmacher, "The Power of Two Choices", IEEE TPDS 2001)."""
+
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
+        count = len(costs)
+        if count == 1:
+            return 0
+        first = rng.randrange(count)
+        second = rng.randrange(count - 1)
+        second += second >= first
+        return first if costs[first] <= costs[second] else second

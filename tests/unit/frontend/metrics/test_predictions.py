@@ -16,7 +16,7 @@ from fleet.frontend.metrics.predictions import PredictionMetrics, profile_lookup
 from fleet.router.latency_predictions import WorkerProfile
 from fleet.router.messages import WorkerJoined, WorkerStepped
 from fleet.router.observer import ObservedMachine
-from fleet.router.settings.profiles import ProfileSettings
+from fleet.router.settings.router import ProfileSettings
 from tests.support.builders import a_description
 from tests.support.sim.model_configs import LLAMA_8B
 from tests.support.sim.worlds import LinearStepTimes

@@ -9,8 +9,7 @@ from tokenizers import Tokenizer
 from fleet.core.errors import ConfigurationRefused, RequestRejected
 from fleet.core.requests import ChatMessage
 from fleet.frontend.text import codec as text_codec
-from fleet.frontend.text.codec import load_codec
-from fleet.frontend.text.decoder import REPLACEMENT
+from fleet.frontend.text.codec import REPLACEMENT, load_codec
 from tests.support.builders import token_bytes, token_ids
 from tests.support.frontend.text_model import BOS, END, EOS, write_json, write_model, write_sentencepiece_model
 

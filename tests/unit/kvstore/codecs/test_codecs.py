@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.buffers import crc32c
-from kvstore.codecs.benchmark import kv_like_block, measure
 from kvstore.codecs.byte_planes import SplitCodec
 from kvstore.codecs.encoded_block import EXACT, ErrorBound, PayloadForm, bound_of, pack
 from kvstore.codecs.lz4 import Lz4
@@ -21,6 +20,7 @@ from kvstore.codecs.verification import decoded
 from kvstore.codecs.zstd import Zstd
 from kvstore.errors import LayoutMismatch, UndecodableBlock
 from kvstore.native.float_formats import HalfFormat, e4m3_codes, e4m3_encoder, e4m3_numbers
+from loadtests.kvstore.benchmarks.codec_figures import kv_like_block, measure
 from tests.support.kvstore.shapes import a_key, a_typed_namespace
 
 THEIRS = {HalfFormat.BFLOAT16: ml_dtypes.bfloat16, HalfFormat.FLOAT16: np.float16}

@@ -15,7 +15,6 @@ from kvstore.eviction.ghost_cache import (
     GhostCacheScenario,
     HitRateEstimate,
     sample_names,
-    sample_numbers,
 )
 from kvstore.eviction.policies import policy
 from kvstore.eviction.trace_replay import distinct_blocks, replay
@@ -24,6 +23,12 @@ from tests.support.sim.traces import agentic, conversation
 
 CHAIN = a_chain(10)
 SCALES = (0.5, 1, 2, 4)
+
+
+def sample_numbers(numbers, share):
+    """Sample the numbers of a trace by a multiplicative hash (Knuth's, with 2⁶⁴ over the golden ratio)."""
+    below = round(share * (1 << 24))
+    return [number for number in numbers if (number * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFFF < below]
 
 
 def replayed_ghost_cache(trace, capacity_blocks, scenarios, sampled_blocks):

@@ -9,8 +9,8 @@ from fleet.core.roles import KvPath
 from fleet.core.work import Handoff
 from fleet.sim.cluster.handoffs import LEASE, Handoffs, TransferEndpoint, handoff_params
 from fleet.sim.cluster.network import Network
-from fleet.sim.engine.virtual_engine import VirtualEngine
 from fleet.sim.kernel import Kernel
+from fleet.sim.virtual_engine import VirtualEngine
 
 BLOCK = 16
 PREFILL, DECODE = WorkerId("prefill"), WorkerId("decode")

@@ -9,8 +9,7 @@ deviations.
 
 from msgspec import Struct
 
-from fleet.router.placement.policies.pickers import lowest
-from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.placement.policies.pipeline import Pipeline, lowest
 from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
 

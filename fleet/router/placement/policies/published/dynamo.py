@@ -22,8 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.placement.policies.pickers import Softmax
-from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.placement.policies.pipeline import Pipeline, Softmax
 from fleet.router.policy import Candidates, Floats, PlacementRequest
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.placement.policies.pickers import lowest
+from fleet.router.placement.policies.pipeline import lowest
 from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource
 
 FADES = 0.97  # factor for each pick; half is left after 23 picks

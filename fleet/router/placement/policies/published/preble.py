@@ -44,7 +44,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fleet.core.roles import Phase
-from fleet.router.placement.policies.pickers import lowest
+from fleet.router.placement.policies.pipeline import lowest
 from fleet.router.placement.policies.published.preble_window import RequestWindow
 from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource, Rows
 

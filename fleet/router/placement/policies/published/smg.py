@@ -13,8 +13,7 @@ from math import isfinite
 import numpy as np
 from msgspec import Struct
 
-from fleet.router.placement.policies.pickers import lowest
-from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.placement.policies.pipeline import Pipeline, lowest
 from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
 MAX_TREE_BLOCKS = 10_000  # SMG's cap on a tree; larger trees count as equal

@@ -17,7 +17,7 @@ from fleet.core.roles import Phase, Role
 from fleet.core.work import KvStored
 from fleet.router.messages import Arrived, KvChanged, WorkerStepped
 from fleet.router.placement.policies.built_in import BUILT_IN, parameters, policy
-from fleet.router.placement.policies.pickers import Softmax
+from fleet.router.placement.policies.pipeline import Softmax
 from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from kvstore.block import chain

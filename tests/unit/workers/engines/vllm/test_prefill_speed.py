@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.engines.vllm.prefill_speed import SAMPLES, UNKNOWN_SECONDS_A_TOKEN, PrefillSpeed
+from workers.engines.vllm.store_planner import SAMPLES, UNKNOWN_SECONDS_A_TOKEN, PrefillSpeed
 
 
 def paced(*plans: tuple[float, int]) -> PrefillSpeed:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from fleet.batching.attempts import EngineLimits, Job
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.ids import RequestId
-from fleet.sim.engine.virtual_engine import StepProgress, VirtualEngine
 from fleet.sim.kernel import Kernel
+from fleet.sim.virtual_engine import StepProgress, VirtualEngine
 
 BLOCK = 16
 

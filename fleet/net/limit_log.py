@@ -9,6 +9,7 @@ from fleet.net.settings import ConnectionSettings
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_SECONDS = 60.0  # between two messages about one port
+TLS_HANDSHAKE = b"\x16\x03"  # the first bytes of a client that speaks TLS (RFC 8446, 5.1)
 
 
 class ConnectionLimitLog:
@@ -34,35 +35,61 @@ class ConnectionLimitLog:
         )
 
 
-class SlowClientLog:
-    """Counts and logs clients that were disconnected because they read too slowly."""
+class ClientLog:
+    """Counts and logs what clients of one port did wrong: they read too slowly, or speak TLS to a port without TLS."""
 
     def __init__(self, limits: ConnectionSettings) -> None:
-        self.disconnected = 0  # clients disconnected since the start
+        self.disconnected = 0  # clients disconnected since the start because they read too slowly
+        self.tls_clients = 0  # connections that began with TLS since the start
         self._limits = limits
-        self._logged = 0  # count at the last message
-        self._next_log_at = float("-inf")
-        self._client = ""  # the client that was disconnected last
-        self._waiting = 0  # bytes that this client had not read
+        self._slow = _LoggedCount()
+        self._tls = _LoggedCount()
+        self._waiting = 0  # bytes that the last slow client had not read
 
-    def note(self, client: str, waiting: int) -> None:
+    def note_slow(self, client: str, waiting: int) -> None:
         """Note that a client is disconnected because it read too little."""
         self.disconnected += 1
-        self._client, self._waiting = client, waiting
+        self._slow.client, self._waiting = client, waiting
+
+    def note_bytes(self, client: str, data: bytes) -> None:
+        """Note the bytes of a client that the port could not read; only those of a TLS handshake are counted."""
+        if data.startswith(TLS_HANDSHAKE):
+            self.tls_clients += 1
+            self._tls.client = client
 
     def log_changes(self, now: float, listen: str) -> None:
-        """Log how many clients were disconnected since the last message, if any, and the last of them."""
-        if self.disconnected == self._logged or now < self._next_log_at:
-            return
-        log.warning(
-            "clients cut off because they read too slowly",
-            extra={
-                "listen": listen,
-                "clients": self.disconnected - self._logged,
-                "last_client": self._client,
-                "unread_bytes": self._waiting,
-                "write_timeout_seconds": self._limits.write_timeout_seconds,
-                "min_read_bytes": self._limits.min_read_bytes,
-            },
-        )
-        self._logged, self._next_log_at = self.disconnected, now + LOG_INTERVAL_SECONDS
+        """Log how many clients were noted since the last message, if any, and the last of them."""
+        if clients := self._slow.due(self.disconnected, now):
+            log.warning(
+                "clients cut off because they read too slowly",
+                extra={
+                    "listen": listen,
+                    "clients": clients,
+                    "last_client": self._slow.client,
+                    "unread_bytes": self._waiting,
+                    "write_timeout_seconds": self._limits.write_timeout_seconds,
+                    "min_read_bytes": self._limits.min_read_bytes,
+                },
+            )
+        if clients := self._tls.due(self.tls_clients, now):
+            log.warning(
+                "clients speak TLS, and this port does not",
+                extra={"listen": listen, "clients": clients, "last_client": self._tls.client},
+            )
+
+
+class _LoggedCount:
+    """A count that is logged at most once in `LOG_INTERVAL_SECONDS`."""
+
+    def __init__(self) -> None:
+        self.client = ""  # the client that was counted last
+        self._logged = 0  # count at the last message
+        self._next_log_at = float("-inf")
+
+    def due(self, count: int, now: float) -> int:
+        """Return by how much the count has grown since the last message if another message is due, or else 0."""
+        if count == self._logged or now < self._next_log_at:
+            return 0
+        grown = count - self._logged
+        self._logged, self._next_log_at = count, now + LOG_INTERVAL_SECONDS
+        return grown

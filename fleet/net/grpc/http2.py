@@ -31,7 +31,7 @@ from ngh2.events import DataReceived, RequestReceived, StreamClosed, TrailersRec
 
 from fleet.net.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
 from fleet.net.grpc.http2_call import CallContext
-from fleet.net.limit_log import ConnectionLimitLog, SlowClientLog
+from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import BACKLOG, configure_client_socket, split_listen_address
@@ -98,7 +98,7 @@ class Http2Server:
         self._servers: list[asyncio.Server] = []
         self._sweep: asyncio.Task[Never] | None = None
         self._limit_log = ConnectionLimitLog(self.table)
-        self.slow_log = SlowClientLog(limits)
+        self.client_log = ClientLog(limits)
         self._listen = ""
         self._left = asyncio.Event()  # set when the last client has left
 
@@ -209,7 +209,7 @@ class Http2Server:
             for connection in list(self.connections):
                 connection.check_limits(now)
             self._limit_log.log_changes(now, self._listen)
-            self.slow_log.log_changes(now, self._listen)
+            self.client_log.log_changes(now, self._listen)
 
 
 class Http2Connection(asyncio.Protocol):
@@ -273,6 +273,7 @@ class Http2Connection(asyncio.Protocol):
         try:
             self.http.receive_data(data)
         except ngh2.NGH2Error:
+            self.server.client_log.note_bytes(self.peer(), data)
             self._handle_events()
             self.flush()  # send the library's error frame
             self.transport.close()
@@ -334,7 +335,7 @@ class Http2Connection(asyncio.Protocol):
         unanswered = self.pinged_at is not None and now - self.pinged_at > SILENCE_SECONDS
         slow = self._slow_reader.overdue(now, waiting, self._buffer.written)
         if slow:
-            self.server.slow_log.note(self.peer(), waiting)
+            self.server.client_log.note_slow(self.peer(), waiting)
         if silent or unanswered or slow:
             self.transport.abort()
             return

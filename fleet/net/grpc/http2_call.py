@@ -29,7 +29,7 @@ import ngh2
 from fleet.net.grpc.compression import ENCODINGS, IDENTITY, DecompressedTooLarge, decompress_message
 from fleet.net.grpc.errors import encode_status, long_message_rejection
 from fleet.net.grpc.options import LONGEST_REQUEST_BYTES
-from fleet.net.limit_log import SlowClientLog
+from fleet.net.limit_log import ClientLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 from fleet.net.slow_reader import SlowReader
 
@@ -61,7 +61,7 @@ class Http2ServerApi(Protocol):
     """The part of `Http2Server` that a call needs."""
 
     limits: GrpcSettings
-    slow_log: SlowClientLog
+    client_log: ClientLog
     held_bytes: int  # of the requests of all calls, from the first byte to the end of the answer
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any: ...
@@ -283,7 +283,7 @@ class CallContext:
         waiting = self._connection.http.queued_body_size(self.stream) if blocked else 0
         slow = self._slow_reader.overdue(now, waiting, self._written)
         if slow:
-            self._connection.server.slow_log.note(self._connection.peer(), waiting)
+            self._connection.server.client_log.note_slow(self._connection.peer(), waiting)
         return slow
 
     def _discard_input(self) -> None:

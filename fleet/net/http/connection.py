@@ -42,7 +42,7 @@ from fleet.net.http.messages import (
     request_path,
     version_problem,
 )
-from fleet.net.limit_log import SlowClientLog
+from fleet.net.limit_log import ClientLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, HttpSettings
 from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import configure_client_socket
@@ -83,8 +83,10 @@ class HttpConnection(asyncio.Protocol):
 
     # CPython reads attributes of an object with more than 30 of them slowly, unless they are slots.
     __slots__ = (
+        "__weakref__",
         "_body",
         "_buffer",
+        "_client_log",
         "_clock",
         "_connections",
         "_declined_head",
@@ -108,7 +110,6 @@ class HttpConnection(asyncio.Protocol):
         "_serving",
         "_settings",
         "_slot",
-        "_slow_log",
         "_slow_reader",
         "_source",
         "_stage",
@@ -134,7 +135,7 @@ class HttpConnection(asyncio.Protocol):
         table: "ConnectionTable[HttpConnection]",
         heads: HeadCache,
         held: HeldBodyBytes,
-        slow_log: SlowClientLog,
+        client_log: ClientLog,
         lasts_seconds: float = 0,
     ) -> None:
         """Create the protocol. After `lasts_seconds` the next answer asks the client to reconnect; 0 sets no limit."""
@@ -148,7 +149,7 @@ class HttpConnection(asyncio.Protocol):
         self._slot: ConnectionSlot[HttpConnection] | None = None  # the slot in the table; None if the table was full
         self._heads = heads
         self._held = held
-        self._slow_log = slow_log
+        self._client_log = client_log
         self._held_bytes = 0  # bytes held by this connection
         self._parser = httptools.HttpRequestParser(self)
         self._stage = _IDLE
@@ -265,6 +266,7 @@ class HttpConnection(asyncio.Protocol):
             self._decline_upgrade(data[offered.args[0] :])
             return
         except httptools.HttpParserError as error:
+            self._client_log.note_bytes(client_key(self.transport.get_extra_info("peername")), data)
             no_version = self._is_http_0_9(b"")
             self._reject(HTTPStatus.BAD_REQUEST, WRONG_VERSION if no_version else f"the request is not HTTP: {error}")
         if self._stage in (_IDLE, _HEAD) and self._head_bytes > self._settings.max_head_bytes:
@@ -377,7 +379,7 @@ class HttpConnection(asyncio.Protocol):
         if self.paused is not None or self.exchange is None:  # a served request may fill the buffer
             waiting = self.transport.get_write_buffer_size()
         if self._slow_reader.overdue(now, waiting, self._buffer.written):
-            self._slow_log.note(client_key(self.transport.get_extra_info("peername")), waiting)
+            self._client_log.note_slow(client_key(self.transport.get_extra_info("peername")), waiting)
             self.transport.abort()
             return
         if now < self.deadline or self.exchange is not None:

@@ -17,7 +17,7 @@ from fleet.net.http.connection import HttpConnection
 from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes
-from fleet.net.limit_log import ConnectionLimitLog, SlowClientLog
+from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import HttpSettings
 from fleet.net.sockets import BACKLOG, bind_tcp
 
@@ -75,7 +75,7 @@ class HttpServer:
         self.connections: dict[HttpConnection, None] = {}  # including refused ones that are still open
         self.table: ConnectionTable[HttpConnection] = ConnectionTable(settings.max_connections, settings.address_share)
         self._limit_log = ConnectionLimitLog(self.table)
-        self._slow_log = SlowClientLog(settings)
+        self._client_log = ClientLog(settings)
         self._heads = HeadCache()
         self.held = HeldBodyBytes()
         self._serving: set[asyncio.Task[None]] = set()
@@ -93,7 +93,7 @@ class HttpServer:
             self.table,
             self._heads,
             self.held,
-            self._slow_log,
+            self._client_log,
             self._connection_seconds,
         )
 
@@ -123,7 +123,7 @@ class HttpServer:
             for connection in list(self.connections):
                 connection.expire(now)
             self._limit_log.log_changes(now / SECOND, self.address)
-            self._slow_log.log_changes(now / SECOND, self.address)
+            self._client_log.log_changes(now / SECOND, self.address)
             await asyncio.sleep(SWEEP_SECONDS)
 
     def serve(self, exchange: Exchange) -> ExchangeTask:

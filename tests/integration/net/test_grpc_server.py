@@ -149,6 +149,14 @@ async def a_world(monkeypatch, limits):
     assert (len(server.connections), server.calls, server.held_bytes) == (0, 0, 0)
 
 
+async def test_client_that_speaks_tls_is_logged(world, caplog):
+    async with grpc.aio.secure_channel(f"127.0.0.1:{world.port}", grpc.ssl_channel_credentials()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/x.Y/Thrice")(b"a", timeout=2)
+
+    await until(lambda: "clients speak TLS, and this port does not" in caplog.messages)
+
+
 async def test_writes_of_one_turn_share_a_connection_and_a_write(world, monkeypatch):
     async with world.channel() as channel:
         calls = [channel.unary_stream("/x.Y/Wait")(b"%d" % number) for number in range(8)]

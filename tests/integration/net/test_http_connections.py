@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import socket
+import ssl
 import tracemalloc
 import weakref
 from collections import Counter
@@ -57,6 +58,15 @@ async def test_invalid_request_is_answered_on_a_live_connection(frontends, sent,
             assert said in error_of(body)["message"]
             assert (status == 405) == ("allow" in headers)
     assert frontends.router.submitted == []
+
+
+async def test_client_that_speaks_tls_is_logged(frontends, caplog):
+    host, port = frontends.http.address.rsplit(":", 1)
+
+    with pytest.raises(ssl.SSLError):
+        await asyncio.open_connection(host, int(port), ssl=ssl.create_default_context())
+
+    await until(lambda: "clients speak TLS, and this port does not" in caplog.messages)
 
 
 @pytest.mark.parametrize(

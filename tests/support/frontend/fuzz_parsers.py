@@ -26,7 +26,7 @@ with atheris.instrument_imports(include=["fleet"]):
     from fleet.net.http.connection import HttpConnection
     from fleet.net.http.errors import http_error_body
     from fleet.net.http.messages import HeadCache, HeldBodyBytes
-    from fleet.net.limit_log import SlowClientLog
+    from fleet.net.limit_log import ClientLog
     from fleet.net.settings import HttpSettings
     from fleet.v1 import inference_pb2, kserve_pb2
     from fleet.wire.inference import decode_request
@@ -110,7 +110,7 @@ def answers(*pieces):
         table,
         HeadCache(),
         HeldBodyBytes(),
-        SlowClientLog(HttpSettings()),
+        ClientLog(HttpSettings()),
     )
     connection.connection_made(transport)
     for piece in pieces:

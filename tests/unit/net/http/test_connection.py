@@ -8,7 +8,7 @@ from fleet.core.system_clock import SystemClock
 from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection
 from fleet.net.http.messages import HeadCache, HeldBodyBytes, HttpHead
-from fleet.net.limit_log import SlowClientLog
+from fleet.net.limit_log import ClientLog
 from fleet.net.settings import HttpSettings
 from tests.support.kvstore.builders import ManualClock
 
@@ -72,7 +72,7 @@ def a_connection(transport, held=None, clock=None, lasts_seconds=0):
         ConnectionTable(1, 1.0),
         HeadCache(),
         held or HeldBodyBytes(),
-        SlowClientLog(HttpSettings()),
+        ClientLog(HttpSettings()),
         lasts_seconds,
     )
     connection.connection_made(transport)

@@ -6,9 +6,11 @@ could receive nothing. A judgement about the silence of others has to leave that
 
 from fleet.core.clock import SECOND, Nanos
 
-GRACE = (
-    SECOND // 2
-)  # allowed pause between two ticks; on a busy machine a tick comes late, and only the excess is left out
+GRACE = SECOND // 5
+"""The allowed pause between two ticks, twice the usual one.
+
+Only the excess is left out, so a sleep counts for this long. It has to be well below the shortest silence that is suspicious.
+"""
 
 
 class RunningTime:

@@ -99,6 +99,7 @@ class ExternalBackends:
 
     async def _look(self) -> Never:
         """Check regularly whether the servers answer."""
+        self._own_time.tick(self._clock.now())  # a pause before the first look is left out too
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             now = self._own_time.tick(self._clock.now())

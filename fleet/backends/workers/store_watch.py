@@ -33,7 +33,7 @@ class WatchBroken(Exception):
 
 
 class GrpcStoreWatch:
-    """Follows one store node. The connection's keepalive notices a hung node within ten seconds."""
+    """Follows one store node. The connection's keepalive notices a hung node within eight seconds."""
 
     def __init__(self, address: str, settings: RouterSettings):
         """Prepare; `run` connects.

@@ -284,7 +284,6 @@ def _with_own_ports(topology: Topology) -> Topology:
 
 
 def _pool(topology: Topology, role: Role) -> PoolSection:
-    """Return one worker of a role as the topology has it, without a watchdog: a NIXL transfer on CPUs can stall longer than its floor."""
+    """Return one worker of a role as the topology has it."""
     of_role = [pool for pool in topology.pools if pool.role is role]
-    pool = structs.replace(of_role[0], replicas=1) if of_role else PoolSection(role=role)
-    return structs.replace(pool, watchdog=structs.replace(pool.watchdog, enabled=False))
+    return structs.replace(of_role[0], replicas=1) if of_role else PoolSection(role=role)

@@ -5,7 +5,7 @@ from typing import Final
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """A prompt of a million tokens has 4 MiB; messages with KV events are far smaller."""
 
-PING_TIMEOUT_MS: Final = 5_000
+PING_TIMEOUT_MS: Final = 3_500
 
 PING_TIMEOUT: Final = (
     # Since 1.60 the library waits for an answered ping on idle transports by its own setting, whose default is a
@@ -16,9 +16,9 @@ PING_TIMEOUT: Final = (
 """Milliseconds for which a peer may leave a ping unanswered before the connection is closed."""
 
 _KEEPALIVE: Final = (
-    # A hung peer (SIGSTOP, pulled cable) is noticed within ten seconds where no heartbeat notices it sooner:
-    # five until the next ping, five for its answer.
-    ("grpc.keepalive_time_ms", 5_000),
+    # A hung peer (SIGSTOP, pulled cable) is noticed within eight seconds where no heartbeat notices it sooner:
+    # 4.5 until the next ping, 3.5 for its answer.
+    ("grpc.keepalive_time_ms", 4_500),
     *PING_TIMEOUT,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # 0: no limit

@@ -1,5 +1,5 @@
 """Child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE | beat |
-slow SECONDS``.
+compute | slow SECONDS``.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ def main() -> None:
             Path(rest[0]).write_text(kept.name)
     if how == "slow":
         time.sleep(float(rest[0]))
-    if how in ("beat", "slow"):
-        asyncio.run(stay_alive(int(ready_fd)))
+    if how in ("beat", "compute", "slow"):
+        asyncio.run(stay_alive(int(ready_fd), computes=how == "compute"))
     if how != "loading":
         say_ready(int(ready_fd))
         os.close(int(ready_fd))
@@ -51,11 +51,14 @@ def say_ready(ready_fd: int) -> None:
     os.write(ready_fd, json.dumps({"grpc": f"pid-{os.getpid()}"}).encode() + b"\n")
 
 
-async def stay_alive(ready_fd: int) -> None:
-    """Send heartbeats until SIGUSR1 blocks the event loop."""
+async def stay_alive(ready_fd: int, *, computes: bool) -> None:
+    """Send heartbeats until SIGUSR1 blocks the event loop; with `computes`, use a part of a core meanwhile."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: time.sleep(3600))
     say_ready(ready_fd)
     send_heartbeats(ready_fd)
+    while computes:
+        sum(range(200_000))
+        await asyncio.sleep(0.05)
     await asyncio.Event().wait()
 
 

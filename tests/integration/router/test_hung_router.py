@@ -19,9 +19,9 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
-NOTICED_SECONDS = 10  # five until the next ping, five for its answer
-SLACK_SECONDS = 10  # for a busy machine; without pings the failure is noticed after a minute
-LONG = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0, "timeout_seconds": NOTICED_SECONDS + SLACK_SECONDS}
+NOTICED_SECONDS = 8  # 4.5 until the next ping, 3.5 for its answer
+SLACK_SECONDS = 1.5  # for a busy machine; together they are below the promised ten
+LONG = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0, "timeout_seconds": 20}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ async def async_calls_fail(address, hang):
         return await asyncio.gather(seconds(rest(stream)), seconds(client.complete("x", **LONG)))
 
 
-def test_hung_router_fails_all_calls_in_ten_seconds(cluster):
+def test_hung_router_fails_all_calls_under_ten_seconds(cluster):
     address, process = cluster
     idle, waiting, streaming = (is_served(address) for _ in range(3))
     with ThreadPoolExecutor() as threads, streaming.generate("x", **LONG) as stream:

@@ -4,7 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.backends.external.running_time import GRACE, RunningTime
+from fleet.backends.external.silence import SUSPECT_FACTOR
+from fleet.backends.external.workers import PROBE_SECONDS
 from fleet.core.clock import MILLISECOND, SECOND
+from fleet.router.settings.router import OpenAiWorkerSettings
 
 
 @given(st.lists(st.integers(0, GRACE), min_size=2, max_size=30))
@@ -24,6 +27,11 @@ def test_suspension_is_left_out_permanently():
     assert own.of(woke) == SECOND + 100 * MILLISECOND + GRACE, "before the tick that is due"
     assert own.tick(woke) == SECOND + 100 * MILLISECOND + GRACE
     assert own.tick(woke + 100 * MILLISECOND) == SECOND + 200 * MILLISECOND + GRACE
+
+
+def test_sleep_counts_less_than_a_suspicious_silence():
+    floor = OpenAiWorkerSettings(worker_id="w", url="http://127.0.0.1:1", model="m").silence_floor_seconds
+    assert floor / SUSPECT_FACTOR * SECOND > GRACE + 2 * PROBE_SECONDS * SECOND
 
 
 @given(st.lists(st.integers(0, 100 * SECOND), min_size=1, max_size=30))

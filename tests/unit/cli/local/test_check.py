@@ -94,4 +94,4 @@ def test_router_of_the_check_queues_as_long_as_the_check(path):
     topology = disaggregated(Topology(), path)
 
     assert topology.router.max_queue_seconds * SECOND >= WITHIN[path]
-    assert not any(pool.watchdog.enabled for pool in topology.pools)
+    assert all(pool.watchdog.enabled for pool in topology.pools)

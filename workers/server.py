@@ -66,7 +66,7 @@ class WorkerServer:
         incarnation: Incarnation,
         *,
         keeper: PinKeeper | None = None,
-        golden: TokenizerDigests | None = None,
+        tokenizer_digests: TokenizerDigests | None = None,
         evacuator: Evacuator | None = None,
         store_goes: bool = False,
         start_seconds: float = 0.0,
@@ -79,7 +79,7 @@ class WorkerServer:
             clock: The clock of deadlines.
             incarnation: The incarnation of this process.
             keeper: Pins the chains of waiting sessions.
-            golden: The worker's result of the tokenizer check.
+            tokenizer_digests: The worker's result of the tokenizer check.
             evacuator: Copies warm blocks when the worker drains.
             store_goes: Whether its store's memory ends with this process.
             start_seconds: Time from the start of this process until now; 0: unknown.
@@ -104,7 +104,7 @@ class WorkerServer:
             labels=settings.labels,
             adapters=facts.adapters,
             adapter_slots=facts.adapter_slots,
-            golden=golden,
+            tokenizer_digests=tokenizer_digests,
             keeps_forms=facts.keeps_forms,
             generation=settings.generation,
             start_seconds=start_seconds,

@@ -177,11 +177,11 @@ def _predict(task: RehearsalTask, replicas: Mapping[PoolName, int], traffic: Seq
         message_delay=Nanos(MILLISECOND // 4),
         seed=1,
     )
-    tally = simulate(plan, iter(traffic)).tally
+    totals = simulate(plan, iter(traffic)).totals
     return PoolsPrediction(
-        ttft_seconds=tally.ttft.quantile(goals.percentile) / 1000 if tally.ttft.count else HORIZON,
-        tpot_seconds=tally.tpot.quantile(goals.percentile) / 1000 if tally.tpot.count else 0.0,
-        attainment=tally.attainment,
+        ttft_seconds=totals.ttft.quantile(goals.percentile) / 1000 if totals.ttft.count else HORIZON,
+        tpot_seconds=totals.tpot.quantile(goals.percentile) / 1000 if totals.tpot.count else 0.0,
+        attainment=totals.attainment,
         gpu_hours=gpus,
         dollars=dollars,
     )

@@ -75,14 +75,14 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             evacuator = await held.enter_async_context(_evacuator(settings, engine, leaving=own_store))
         except LayoutMismatch as error:
             raise ConfigurationRefused(f"{error.field}: {error}") from error
-        golden = await asyncio.to_thread(folder_tokenizer_digests, settings.model_dir, engine.facts.block_tokens)
+        digests = await asyncio.to_thread(folder_tokenizer_digests, settings.model_dir, engine.facts.block_tokens)
         worker = WorkerServer(
             settings,
             engine,
             SystemClock(),
             incarnation,
             keeper=keeper,
-            golden=golden,
+            tokenizer_digests=digests,
             evacuator=evacuator,
             store_goes=own_store,
             start_seconds=process_age(),

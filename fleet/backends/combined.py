@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 class CombinedBackends:
     """Fleet's own workers and the external backends together. Implements `fleet.router.ports.Workers`."""
 
-    def __init__(self, own: Workers, external: ExternalBackends, golden: TokenizerCheck | None = None) -> None:
+    def __init__(self, own: Workers, external: ExternalBackends, tokenizer_check: TokenizerCheck | None = None) -> None:
         self._own = own
         self._external = external
-        self._golden = golden
+        self._tokenizer_check = tokenizer_check
 
     def only_acceptable(self, hear: Hear) -> Hear:
         """Return `hear` without events of own workers that use the name or the model of an external backend."""
@@ -45,7 +45,7 @@ class CombinedBackends:
                         "worker ignored, its name or model belongs to one of openai_workers",
                         extra={"worker": description.worker_id, "model": description.model},
                     )
-                return not taken and (self._golden is None or self._golden.accepts(description))
+                return not taken and (self._tokenizer_check is None or self._tokenizer_check.accepts(description))
             case StoreChanged():
                 return True
             case _:

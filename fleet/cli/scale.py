@@ -67,11 +67,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status 0: all pools have their sizes; 1: not all do, or nobody answered."""
-    wishes = dict(arguments.pools)
-    if len(wishes) != len(arguments.pools):
+    wanted = dict(arguments.pools)
+    if len(wanted) != len(arguments.pools):
         raise ConfigurationRefused("POOL=N: a pool is named twice")
     try:
-        return asyncio.run(_scale(target_of(arguments), wishes, arguments.within, _place(arguments)))
+        return asyncio.run(_scale(target_of(arguments), wanted, arguments.within, _place(arguments)))
     except ConnectorError as error:
         _say(str(error))
     except asyncio.CancelledError:
@@ -79,17 +79,17 @@ def run(arguments: argparse.Namespace) -> int:
     return FAILED
 
 
-async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: float, place: str) -> int:
+async def _scale(target: Target, wanted: dict[PoolName, int], within_seconds: float, place: str) -> int:
     this = asyncio.current_task()
     assert this is not None
-    if wishes and threading.current_thread() is threading.main_thread():  # signals reach the main thread only
+    if wanted and threading.current_thread() is threading.main_thread():  # signals reach the main thread only
         for number in INTERRUPT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     async with connector_of(target, PlanWriter.PERSON) as connector:
         before = await connector.observe()
         outcome, seen = PlanOutcome.SETTLED, before
-        if wishes:
-            outcome, seen = await _change(connector, wishes, before, within_seconds)
+        if wanted:
+            outcome, seen = await _change(connector, wanted, before, within_seconds)
     for line in table(seen):
         print(line)
     if outcome is PlanOutcome.SETTLED:
@@ -99,17 +99,17 @@ async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: fl
 
 
 async def _change(
-    connector: PlanConnector, wishes: dict[PoolName, int], before: Observation, within_seconds: float
+    connector: PlanConnector, wanted: dict[PoolName, int], before: Observation, within_seconds: float
 ) -> tuple[PlanOutcome, Observation]:
     plan = Plan(
         id=PlanId(f"scale-{unix_milliseconds()}-{os.getpid()}"),
-        replicas=wishes,
+        replicas=wanted,
         within=Nanos(round(within_seconds * SECOND)),
     )
 
     def tell(seen: Observation) -> None:
         for each in seen.pools:
-            if each.name in wishes and not each.settled:
+            if each.name in wanted and not each.settled:
                 _say(pool_line(each))
 
     outcome, seen = await carry_out(

@@ -29,8 +29,8 @@ class TokenizerDigests(Struct, frozen=True, kw_only=True):
     blocks: str = ""
 
 
-class WorkerDescription(Struct, frozen=True, kw_only=True):
-    """Description of a worker.
+class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_digests": "golden"}):
+    """Description of a worker. Recordings call its tokenizer digests `golden`.
 
     It is constant for one incarnation, except `kv_paths` and `store_id`: they change when a worker joins its store
     late.
@@ -55,7 +55,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()  # labels that a request can demand
     adapters: tuple[LoraAdapter, ...] = ()  # adapters that are loaded, or that it loads when a request needs them
     adapter_slots: int = 0  # adapters that can be loaded at a time; 0: all of them
-    golden: TokenizerDigests | None = None
+    tokenizer_digests: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
     start_seconds: float = 0.0  # from the start of its process to this description; 0: unknown
     generation: str = ""  # deployment generation; only workers of one generation hand prompts over to each other

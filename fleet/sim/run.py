@@ -54,7 +54,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
     """Results of a run, with the data that its report draws."""
 
     outcome: RunOutcome
-    tally: RequestSums
+    totals: RequestSums
     timeline: list[TimelineSample]
 
 
@@ -77,10 +77,10 @@ def simulate(
     """
     began = time.process_time()
     kernel = Kernel(plan.seed)
-    tally = RequestSums(plan.slo)
+    totals = RequestSums(plan.slo)
 
     def ended(request: EndedRequest) -> None:
-        tally.add(request)
+        totals.add(request)
         if on_end is not None:
             on_end(request)
 
@@ -93,8 +93,8 @@ def simulate(
         kernel.run()
     world.check()
     return RunResult(
-        outcome=_outcome(world, tally, world.last_end, time.process_time() - began),
-        tally=tally,
+        outcome=_outcome(world, totals, world.last_end, time.process_time() - began),
+        totals=totals,
         timeline=timeline.samples,
     )
 
@@ -156,7 +156,7 @@ class _GarbageCollectorOff:
             gc.enable()
 
 
-def _outcome(world: World, tally: RequestSums, end: Nanos, cpu_seconds: float) -> RunOutcome:
+def _outcome(world: World, totals: RequestSums, end: Nanos, cpu_seconds: float) -> RunOutcome:
     simulated = seconds(end)
     sums: dict[str, _PoolSums] = {}
     gaps = Quantiles()
@@ -168,23 +168,23 @@ def _outcome(world: World, tally: RequestSums, end: Nanos, cpu_seconds: float) -
     busy_all = sum(sum(pool.busy) for pool in sums.values())
     cost = sum(pool.cost for pool in sums.values())
     joules = sum(pool.joules for pool in sums.values())
-    tokens = tally.prompt_tokens + tally.output_tokens
+    tokens = totals.prompt_tokens + totals.output_tokens
     return RunOutcome(
         digest=world.digest,
-        requests=tally.requests,
-        refused=tally.refused,
+        requests=totals.requests,
+        refused=totals.refused,
         simulated_seconds=round(simulated, 3),
         cpu_seconds=round(cpu_seconds, 3),
-        requests_per_cpu_second=round(tally.requests / cpu_seconds, 1) if cpu_seconds else 0.0,
-        ttft_ms=tally.ttft.summary(),
-        tpot_ms=tally.tpot.summary(),
+        requests_per_cpu_second=round(totals.requests / cpu_seconds, 1) if cpu_seconds else 0.0,
+        ttft_ms=totals.ttft.summary(),
+        tpot_ms=totals.tpot.summary(),
         itl_ms=gaps.summary(),
-        e2e_ms=tally.e2e.summary(),
-        goodput_rps=round(tally.good / simulated, 4) if simulated else 0.0,
-        attainment=round(tally.attainment, 5),
-        hit_rate=round(tally.hit_rate, 5),
-        hit_rate_by_tier={tier: round(share, 5) for tier, share in tally.hit_rate_by_tier.items()},
-        retries=tally.retries,
+        e2e_ms=totals.e2e.summary(),
+        goodput_rps=round(totals.good / simulated, 4) if simulated else 0.0,
+        attainment=round(totals.attainment, 5),
+        hit_rate=round(totals.hit_rate, 5),
+        hit_rate_by_tier={tier: round(share, 5) for tier, share in totals.hit_rate_by_tier.items()},
+        retries=totals.retries,
         imbalance=max(pool.imbalance for pool in pools),
         utilisation=round(busy_all / up_all, 4) if up_all else 0.0,
         disaggregated=world.machine.snapshot().counters.disaggregated,
@@ -194,7 +194,7 @@ def _outcome(world: World, tally: RequestSums, end: Nanos, cpu_seconds: float) -
         cost=round(cost, 4),
         cost_per_million_tokens=round(cost / tokens * 1e6, 4) if tokens else 0.0,
         energy_kwh=round(joules / HOUR / 1000, 4),
-        joules_per_token=round(joules / tally.output_tokens, 4) if tally.output_tokens else 0.0,
+        joules_per_token=round(joules / totals.output_tokens, 4) if totals.output_tokens else 0.0,
         pools=pools,
     )
 

@@ -186,7 +186,7 @@ def encode_description(description: WorkerDescription) -> pb.Description:
         labels=description.labels,
         adapters=[pb.Adapter(name=each.name, revision=each.revision) for each in description.adapters],
         adapter_slots=description.adapter_slots,
-        golden=_tokenizer_digests_to_wire(description.golden),
+        golden=_tokenizer_digests_to_wire(description.tokenizer_digests),
         keeps_forms=description.keeps_forms,
         generation=description.generation,
         start_seconds=description.start_seconds,
@@ -221,7 +221,7 @@ def decode_description(description: pb.Description) -> WorkerDescription:
             for each in description.adapters
         ),
         adapter_slots=description.adapter_slots,
-        golden=_tokenizer_digests_from_wire(description.golden) if description.HasField("golden") else None,
+        tokenizer_digests=_tokenizer_digests_from_wire(description.golden) if description.HasField("golden") else None,
         keeps_forms=description.keeps_forms,
         generation=description.generation,
         start_seconds=_start_seconds(description.start_seconds),
@@ -234,8 +234,10 @@ def _start_seconds(seconds: float) -> float:
     return seconds
 
 
-def _tokenizer_digests_to_wire(golden: TokenizerDigests | None) -> pb.Golden | None:
-    return None if golden is None else pb.Golden(tokens=golden.tokens, template=golden.template, blocks=golden.blocks)
+def _tokenizer_digests_to_wire(digests: TokenizerDigests | None) -> pb.Golden | None:
+    return (
+        None if digests is None else pb.Golden(tokens=digests.tokens, template=digests.template, blocks=digests.blocks)
+    )
 
 
 def _tokenizer_digests_from_wire(golden: pb.Golden) -> TokenizerDigests:

@@ -113,9 +113,9 @@ class TokenizerCheck:
     def accepts(self, description: WorkerDescription) -> bool:
         """Return whether a worker that joins may be used; log the reason if not."""
         self._refused.pop(description.worker_id, None)
-        if description.golden is None:
+        if description.tokenizer_digests is None:
             return True
-        ours, theirs = self._digests_for(description), description.golden
+        ours, theirs = self._digests_for(description), description.tokenizer_digests
         different = [
             field
             for field in ("tokens", "blocks", "template")

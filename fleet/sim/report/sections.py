@@ -101,7 +101,7 @@ def load(curve: Sequence[LoadPoint], outcome: RunOutcome) -> ReportSection:
 
 
 def latency(run: RunResult, slo: Slo) -> ReportSection:
-    outcome, tally = run.outcome, run.tally
+    outcome, totals = run.outcome, run.totals
     rows = {
         "first token, ms": outcome.ttft_ms,
         "per token after it, ms": outcome.tpot_ms,
@@ -111,9 +111,9 @@ def latency(run: RunResult, slo: Slo) -> ReportSection:
         title="Latency",
         said="Lines of distributions rise to the share of requests that took at most so long.",
         charts=(
-            _distribution("Time to the first token", tally.ttft, slo.ttft_ms),
-            _distribution("Time per token after it", tally.tpot, slo.tpot_ms),
-            _distribution("Time of the whole answer", tally.e2e, slo.e2e_ms),
+            _distribution("Time to the first token", totals.ttft, slo.ttft_ms),
+            _distribution("Time per token after it", totals.tpot, slo.tpot_ms),
+            _distribution("Time of the whole answer", totals.e2e, slo.e2e_ms),
         ),
         tables=(
             ReportTable(

@@ -144,12 +144,12 @@ async def test_router_and_worker_serve_a_model_from_a_repository(hub, tmp_path, 
         async with a_process(tmp_path, "worker", worker) as working:
             stream = (await endpoints(working))["stream"]
             async with a_router_stream(stream) as asking:
-                golden = (await asking.next(WorkerDescription)).golden
+                digests = (await asking.next(WorkerDescription)).tokenizer_digests
             answer = await ask(found["http"], {"model": "tiny", "prompt": "once upon a time", "max_tokens": 4})
 
     assert answer["usage"]["completion_tokens"] == 4
     assert answer["usage"]["prompt_tokens"] < len("once upon a time")  # its tokenizer is used, not bytes
-    assert golden.tokens == folder_tokenizer_digests(str(model_dir), 32).tokens  # the worker has the tokenizer too
+    assert digests.tokens == folder_tokenizer_digests(str(model_dir), 32).tokens  # the worker has the tokenizer too
     assert hub.sent("tokenizer.json") == 1  # both processes share one download
     assert not any(hub.sent(name) for name in PARTS)  # no process runs the model
     assert set(hub.authorised) == {f"Bearer {TOKEN}"}

@@ -167,7 +167,7 @@ worker_messages = (
         labels=st.lists(TEXT, max_size=3).map(tuple),
         adapters=st.lists(st.builds(LoraAdapter, NAME.map(ModelName), TEXT), max_size=2).map(tuple),
         adapter_slots=U32,
-        golden=st.none() | st.builds(TokenizerDigests, tokens=TEXT, template=TEXT, blocks=TEXT),
+        tokenizer_digests=st.none() | st.builds(TokenizerDigests, tokens=TEXT, template=TEXT, blocks=TEXT),
         keeps_forms=st.booleans(),
         generation=TEXT,
     )

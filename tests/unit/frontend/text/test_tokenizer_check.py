@@ -8,7 +8,7 @@ from msgspec import structs
 from fleet.backends.combined import CombinedBackends
 from fleet.backends.external.workers import ExternalBackends
 from fleet.core.work import TokenizerDigests
-from fleet.frontend.text import tokenizer_check as golden
+from fleet.frontend.text import tokenizer_check
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_check import TokenizerCheck, folder_tokenizer_digests, tokenizer_digests
 from fleet.router.messages import WorkerJoined
@@ -25,7 +25,7 @@ def test_a_worker_with_the_same_tokenizer_is_accepted(codec, model_dir):
     told = folder_tokenizer_digests(str(model_dir), 32)
 
     assert all((told.tokens, told.template, told.blocks))
-    assert check.accepts(structs.replace(a_description(), golden=told))
+    assert check.accepts(structs.replace(a_description(), tokenizer_digests=told))
     assert check.accepts(a_description()), "an older worker reports no digests"
     assert check.refused() == {"tokens": 0, "blocks": 0}
 
@@ -34,8 +34,8 @@ def test_missing_digest_is_not_compared(codec, tmp_path):
     told = folder_tokenizer_digests(str(tmp_path), 32)
 
     assert (told.tokens, told.template) == ("", "")
-    assert TokenizerCheck({MODEL: codec}).accepts(structs.replace(a_description(), golden=told))
-    assert TokenizerCheck({}).accepts(structs.replace(a_description(), golden=tokenizer_digests(codec, 32)))
+    assert TokenizerCheck({MODEL: codec}).accepts(structs.replace(a_description(), tokenizer_digests=told))
+    assert TokenizerCheck({}).accepts(structs.replace(a_description(), tokenizer_digests=tokenizer_digests(codec, 32)))
 
 
 @pytest.mark.parametrize("field", ["tokens", "blocks"])
@@ -43,19 +43,19 @@ def test_worker_with_other_tokens_or_block_names_is_refused(codec, field, caplog
     check = TokenizerCheck({MODEL: codec})
     told = structs.replace(tokenizer_digests(codec, 32), **{field: "0" * 32})
 
-    assert not check.accepts(structs.replace(a_description(), golden=told))
+    assert not check.accepts(structs.replace(a_description(), tokenizer_digests=told))
     assert check.refused()[field] == 1
     (said,) = caplog.records
     assert (said.levelno, said.worker, said.different) == (logging.ERROR, "w1", field)
 
-    assert check.accepts(structs.replace(a_description(), golden=tokenizer_digests(codec, 32)))
+    assert check.accepts(structs.replace(a_description(), tokenizer_digests=tokenizer_digests(codec, 32)))
     assert check.refused()[field] == 0, "a new incarnation is checked again"
 
 
 def test_worker_with_another_template_is_only_logged(codec, caplog):
     told = structs.replace(tokenizer_digests(codec, 32), template="0" * 32)
 
-    assert TokenizerCheck({MODEL: codec}).accepts(structs.replace(a_description(), golden=told))
+    assert TokenizerCheck({MODEL: codec}).accepts(structs.replace(a_description(), tokenizer_digests=told))
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
@@ -64,7 +64,7 @@ def test_digest_depends_on_block_size_and_salt_rule(codec, monkeypatch):
 
     assert tokenizer_digests(codec, 16).blocks != ours.blocks
     assert tokenizer_digests(codec, 16).tokens == ours.tokens
-    monkeypatch.setattr(golden, "adapter_salt", lambda adapter, salt: b"x" * 32)
+    monkeypatch.setattr(tokenizer_check, "adapter_salt", lambda adapter, salt: b"x" * 32)
     assert tokenizer_digests(codec, 32).blocks != ours.blocks
     assert tokenizer_digests(None, 32) == TokenizerDigests(blocks=tokenizer_digests(codec, 32).blocks)
 
@@ -80,6 +80,6 @@ def test_refused_worker_never_joins(codec):
     hear = workers.only_acceptable(heard.append)
     strange = structs.replace(tokenizer_digests(codec, 32), tokens="0" * 32)
     for told in (strange, tokenizer_digests(codec, 32)):
-        hear(WorkerJoined(description=structs.replace(a_description(), golden=told), address="x"))
+        hear(WorkerJoined(description=structs.replace(a_description(), tokenizer_digests=told), address="x"))
 
-    assert [event.description.golden for event in heard] == [tokenizer_digests(codec, 32)]
+    assert [event.description.tokenizer_digests for event in heard] == [tokenizer_digests(codec, 32)]

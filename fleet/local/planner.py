@@ -1,5 +1,6 @@
 """Planner of a local cluster: the settings of its process, which follow from the topology."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -74,7 +75,8 @@ def planner_settings(
             score_seconds=section.score_seconds,
         )
     except ConfigurationRefused as error:
-        raise ConfigurationRefused(f"planner.{error}") from error
+        named = re.sub(r"^pools\[([0-9]+)\]", lambda place: f"pools.{names[int(place[1])]}", str(error))
+        raise ConfigurationRefused(f"planner.{named}") from error
 
 
 def _pool(topology: Topology, section: LocalPlannerSection, name: str, pool: PoolSection) -> PlannedPool:

@@ -179,8 +179,13 @@ def _model(named: Path) -> "SizedModel":
     from fleet.hardware.known_models import SizedModel, model_by_repository  # noqa: PLC0415
     from fleet.hardware.model_configs import read_model_config  # noqa: PLC0415
 
-    known = None if named.exists() else model_by_repository(str(named))
-    return SizedModel(model=read_model_config(named), context=0) if known is None else known
+    if named.exists():
+        return SizedModel(model=read_model_config(named), context=0)
+    if (known := model_by_repository(str(named))) is None:
+        raise ConfigurationRefused(
+            f"--model: {named} is no file or folder, and no repository that Fleet knows; name the model's config.json"
+        )
+    return known
 
 
 def _book(file: Path | None) -> "PriceBook":

@@ -85,6 +85,11 @@ def test_bad_option_is_refused_by_name(capsys, more, said):
     assert said in capsys.readouterr().err
 
 
+def test_unknown_model_is_refused_with_what_may_be_named(capsys):
+    assert run(["plan", "size", *LOAD, *GOALS, "--model", "/nowhere/model"]) == CONFIGURATION_REFUSED
+    assert "--model: /nowhere/model is no file or folder, and no repository" in capsys.readouterr().err
+
+
 def test_unknown_gpu_in_price_book_is_refused_by_path(capsys, tmp_path):
     book = tmp_path / "prices.toml"
     book.write_text("[regions.here]\nh900 = 0.1\n")

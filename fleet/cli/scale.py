@@ -19,6 +19,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock, unix_milliseconds
 from fleet.local.runs import LocalRun, local_plans, local_runs, run_at
 from fleet.planner.connectors.open import connector_of
+from fleet.planner.connectors.virtual import VirtualConnector
 from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PlanWriter, PoolName
 from fleet.planner.ports import ConnectorError, PlanConnector
@@ -33,6 +34,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_desired_size,
         metavar="POOL=N",
         help="number of workers for a pool; without any: show all pools",
+    )
+    parser.add_argument(
+        "--release",
+        action="append",
+        default=[],
+        type=PoolName,
+        metavar="POOL",
+        help="give a pool back to the planner: it keeps its size until the planner changes it (not on Kubernetes)",
     )
     parser.add_argument(
         "--within",
@@ -70,7 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = dict(arguments.pools)
     if len(wanted) != len(arguments.pools):
         raise ConfigurationRefused("POOL=N: a pool is named twice")
+    if arguments.release and wanted:
+        raise ConfigurationRefused("--release: cannot go with POOL=N, because a size that you set pins the pool")
     try:
+        if arguments.release:
+            asyncio.run(_release(target_of(arguments), arguments.release))
         return asyncio.run(_scale(target_of(arguments), wanted, arguments.within, _place(arguments)))
     except ConnectorError as error:
         _say(str(error))
@@ -96,6 +109,15 @@ async def _scale(target: Target, wanted: dict[PoolName, int], within_seconds: fl
         for line in unfinished(seen, place):
             _say(line)
     return DONE if outcome is PlanOutcome.SETTLED else FAILED
+
+
+async def _release(target: Target, pools: list[PoolName]) -> None:
+    async with connector_of(target, PlanWriter.PERSON) as connector:
+        if not isinstance(connector, VirtualConnector):
+            raise ConfigurationRefused(
+                "--release: on Kubernetes, a pool is pinned by the field manager that owns `spec.replicas` of its RoleScaler"
+            )
+        await connector.release(pools)
 
 
 async def _change(

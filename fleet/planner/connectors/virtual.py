@@ -31,7 +31,7 @@ from fleet.planner.messages import (
     PoolObservation,
     Replicas,
 )
-from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict
+from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict, PlanRefused
 
 TRIES = 4  # tries to write a plan while others write plans for other pools
 
@@ -129,6 +129,37 @@ class VirtualConnector:
                 await self._apply(plan, seen)
         except TimeoutError as error:
             raise ConnectorUnreachable("the plan cannot be written in time; perhaps it is") from error
+
+    async def release(self, pools: Sequence[PoolName]) -> None:
+        """Give pools back to the planner: they keep their numbers, and the planner may change them again.
+
+        Raises:
+            PlanConflict: Others write all the time; nothing is written.
+            PlanRefused: A pool does not exist; nothing is written.
+            ConnectorUnreachable: The records may be written.
+        """
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                await self._release(pools)
+        except TimeoutError as error:
+            raise ConnectorUnreachable("the pools cannot be released in time; perhaps they are") from error
+
+    async def _release(self, pools: Sequence[PoolName]) -> None:
+        for _ in range(TRIES):
+            kept = await self.records.read()
+            there = {each.name for each in self._seen(kept).pools}
+            for name in pools:
+                if name not in there:
+                    raise PlanRefused(name, f"there is no such pool; there are {', '.join(sorted(there))}")
+            released = {
+                name: structs.replace(kept.intent.pools[name], writer=PlanWriter.PLANNER)
+                for name in pools
+                if name in kept.intent.pools and kept.intent.pools[name].writer != PlanWriter.PLANNER
+            }
+            intent = structs.replace(kept.intent, revision=kept.intent.revision + 1, pools=kept.intent.pools | released)
+            if not released or await self.records.write(intent, kept):
+                return
+        raise PlanConflict(pools[0])
 
     async def _apply(self, plan: Plan, seen: Observation) -> None:
         for _ in range(TRIES):

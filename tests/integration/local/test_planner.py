@@ -100,6 +100,20 @@ async def test_pool_pinned_by_a_person_keeps_its_size(cluster):
     assert "fleet-scale has set it to 2" in status["pools"][0]["pinned"]
     assert all(each.result() for each in clients)
 
+    released = run_fleet("scale", "--release", "decode", "--plans", str(plans_of(cluster)))
+    assert released.returncode == 0, released.stderr
+
+    await until(lambda: ready(cluster) == 1)  # nobody asks for anything any more
+
+
+def test_release_refuses_unknown_pools_and_sizes(cluster):
+    plans = str(plans_of(cluster))
+    unknown = run_fleet("scale", "--release", "nobody", "--plans", plans)
+    assert (unknown.returncode, unknown.stderr.strip()) == (1, "fleet: nobody: there is no such pool; there are decode")
+    both = run_fleet("scale", "--release", "decode", "decode=2", "--plans", plans)
+    assert both.returncode == 3
+    assert "--release: cannot go with POOL=N" in both.stderr
+
 
 def test_wrong_planner_section_names_the_field(tmp_path):
     topology = tmp_path / "topology.toml"

@@ -19,6 +19,7 @@ from fleet.local.process_group import die_with_parent
 
 PARTS = ("router", "worker", "kvstore", "operator", "planner")
 MAX_PROCESSES = 64
+MIN_OPEN_FILES = 64  # an idle router opens about 30
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.heartbeat:
         raise ConfigurationRefused("--heartbeat: needs --ready-fd, where it is written")
 
+    _require_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     if arguments.part == "router":  # a stream needs two; the usual limit of 1024 would leave none for workers
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -98,6 +100,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
         return REPLACED
     return DONE
+
+
+def _require_open_files(limit: int) -> None:
+    """Refuse a limit of open files with which event loops and gRPC would fail in the middle of the start."""
+    if limit < MIN_OPEN_FILES:
+        raise ConfigurationRefused(
+            f"the limit of open files is {limit}, too low for any service: raise it to {MIN_OPEN_FILES} at least (ulimit -n)"
+        )
 
 
 def _serve_routers(arguments: argparse.Namespace) -> int:

@@ -59,7 +59,12 @@ async def open_endpoint_picker(
     server = grpc.aio.server(options=frontend_server_options(shared=shared, connection_seconds=connection_seconds))
     picker.add(server)
     async with open_port(
-        server, settings.listen, (READINESS, SERVICE), picker.ready, alive={LIVENESS: lambda: True}
+        server,
+        settings.listen,
+        (READINESS, SERVICE),
+        picker.ready,
+        setting="endpoint_picker.listen",
+        alive={LIVENESS: lambda: True},
     ) as picker.address:
         yield picker
 

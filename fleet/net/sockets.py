@@ -21,11 +21,11 @@ def split_listen_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def bind_tcp(address: str, *, shared: bool = False) -> tuple[socket.socket, str]:
+def bind_tcp(address: str, *, setting: str, shared: bool = False) -> tuple[socket.socket, str]:
     """Bind a listening socket at ``host:port``; also return the address with the port that was taken.
 
     Port 0 takes a free port. With `shared`, other processes of this user may listen on the port, and the kernel spreads
-    connections.
+    connections. Errors name the `setting` that holds the address.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.
@@ -33,12 +33,12 @@ def bind_tcp(address: str, *, shared: bool = False) -> tuple[socket.socket, str]
     try:
         host, port = split_listen_address(address)
     except ValueError as error:
-        raise ConfigurationRefused(f"cannot listen on {address}: {error}") from error
+        raise ConfigurationRefused(f"{setting}: cannot listen on {address}: {error}") from error
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
     except OSError as error:
-        raise ConfigurationRefused(f"cannot listen on {address}: {error.strerror or error}") from error
+        raise ConfigurationRefused(f"{setting}: cannot listen on {address}: {error.strerror or error}") from error
     return listening, f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
 

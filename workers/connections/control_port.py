@@ -68,6 +68,7 @@ async def serve_control(
             listen,
             (SERVICE,),
             lambda: worker.phase is LifePhase.SERVING and presence.ready,
+            setting="control_listen",
             alive={LIVENESS: lambda: worker.live},
             bind=access.binder(held),
             guard=guard,
@@ -85,5 +86,5 @@ async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[
     alive = {LIVENESS: lambda: True}
     guard = SocketGuard()
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
-    async with open_port(server, listen, (), serving, alive=alive, guard=guard) as address:
+    async with open_port(server, listen, (), serving, setting="control_listen", alive=alive, guard=guard) as address:
         yield address

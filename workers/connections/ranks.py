@@ -186,7 +186,7 @@ async def leading_group(group: GroupSettings, common: str, clock: Clock) -> Asyn
         ConfigurationRefused: The address to listen at cannot be used.
         EngineDied: A rank did not come in time, or was lost later.
     """
-    listening, _ = bind_tcp(group.listen or group.leader)
+    listening, _ = bind_tcp(group.listen or group.leader, setting="group.listen" if group.listen else "group.leader")
     listening.setblocking(False)
     lead = GroupLeader(group, common, clock)
     with listening:

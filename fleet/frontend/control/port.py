@@ -76,5 +76,6 @@ async def open_control_port(
         for add in services.values():
             add(server)
 
-        port = open_port(server, listen, (CLUSTER, *services), serving, bind=access.binder(held), guard=guard)
+        bind, names = access.binder(held), (CLUSTER, *services)
+        port = open_port(server, listen, names, serving, setting="control_listen", bind=bind, guard=guard)
         yield await held.enter_async_context(port)

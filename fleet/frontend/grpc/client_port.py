@@ -23,6 +23,9 @@ class ClientPort(ABC):
     SERVICE: ClassVar[str]
     """The full name of the service."""
 
+    SETTING: ClassVar[str]
+    """The settings field that holds the address, for errors."""
+
     def __init__(self, generation: Generation, clock: Clock, memory: MessageMemory, limits: GrpcSettings) -> None:
         self.address = ""  # with the port that was taken
         self.memory = memory
@@ -63,7 +66,7 @@ class ClientPort(ABC):
         )
         frontend = cls(generation, clock, server, limits)
         server.add_generic_rpc_handlers(frontend.handlers())
-        async with open_port(server, listen, (cls.SERVICE,), frontend.ready) as frontend.address:
+        async with open_port(server, listen, (cls.SERVICE,), frontend.ready, setting=cls.SETTING) as frontend.address:
             yield frontend
 
     @abstractmethod

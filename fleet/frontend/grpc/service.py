@@ -27,6 +27,7 @@ class GrpcFrontend(ClientPort):
     """The service `fleet.v1.Inference`."""
 
     SERVICE = "fleet.v1.Inference"
+    SETTING = "grpc_listen"
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs know no coroutines

@@ -63,6 +63,7 @@ class KserveFrontend(ClientPort):
     """The Open Inference Protocol."""
 
     SERVICE = SERVICE
+    SETTING = "kserve_listen"
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """Return the handlers of the service's methods, which take bytes, and one for all other methods."""

@@ -90,10 +90,10 @@ async def open_http_frontend(
     """
     async with AsyncExitStack() as opened:
         frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds)
-        await opened.enter_async_context(run_server(frontend, listen, shared=shared))
+        await opened.enter_async_context(run_server(frontend, listen, setting="http_listen", shared=shared))
         if health_listen:
             health = HttpServer(HEALTH_LIMITS, clock, frontend.health_routes)
-            await opened.enter_async_context(run_server(health, health_listen, shared=shared))
+            await opened.enter_async_context(run_server(health, health_listen, setting="health_listen", shared=shared))
             frontend.health_address = health.address
         yield frontend
 

@@ -48,6 +48,7 @@ async def open_port(
     services: Sequence[str],
     serving: Callable[[], bool],
     *,
+    setting: str,
     alive: Mapping[str, Callable[[], bool]] | None = None,
     bind: Callable[[Any, str], int] | None = None,
     guard: SocketGuard | None = None,
@@ -59,6 +60,7 @@ async def open_port(
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
         services: The full service names, for health and reflection.
         serving: Returns whether the services can serve now; called for each health request and several times a second.
+        setting: The settings field that holds the address; errors name it.
         alive: Further health services by name: whether the process is sound, independent of what it can serve.
         bind: Binds the server and returns the port, or raises RuntimeError. None binds without TLS.
         guard: Limits the connections of a TCP port; the server has it as an interceptor.
@@ -69,7 +71,7 @@ async def open_port(
     healths = _HealthService(dict.fromkeys(("", *services), serving) | dict(alive or {}))
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
-    address = _bind(server, listen, bind)
+    address = _bind(server, listen, setting, bind)
     await healths.notify()
     await server.start()
     failure: Exception | None = None
@@ -90,12 +92,12 @@ async def open_port(
         raise failure
 
 
-def _bind(server: GrpcServerApi, listen: str, bind: Callable[[Any, str], int] | None) -> str:
+def _bind(server: GrpcServerApi, listen: str, setting: str, bind: Callable[[Any, str], int] | None) -> str:
     try:
         port = server.add_insecure_port(listen) if bind is None else bind(server, listen)
     except RuntimeError as error:
         why = error.__cause__ or "in use, or no address of this machine"  # grpc.aio gives no reason
-        raise ConfigurationRefused(f"cannot listen on {listen}: {why}") from error
+        raise ConfigurationRefused(f"{setting}: cannot listen on {listen}: {why}") from error
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
 
 

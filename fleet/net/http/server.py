@@ -31,15 +31,15 @@ Routes = Mapping[str, Mapping[str, RouteHandler]]
 
 
 @asynccontextmanager
-async def run_server(server: "HttpServer", listen: str, *, shared: bool = False) -> AsyncIterator[None]:
+async def run_server(server: "HttpServer", listen: str, *, setting: str, shared: bool = False) -> AsyncIterator[None]:
     """Listen at ``host:port`` (port 0 takes a free one) until the context ends; then cancel the requests that still run.
 
-    With `shared`, other processes may listen on the same port.
+    With `shared`, other processes may listen on the same port. Errors name the `setting` that holds the address.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.
     """
-    listening, server.address = bind_tcp(listen, shared=shared)
+    listening, server.address = bind_tcp(listen, setting=setting, shared=shared)
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks

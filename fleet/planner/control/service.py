@@ -100,5 +100,6 @@ async def open_planner_port(listen: str, access: ControlAccess, planner: ShownPl
         server = access.server(guard)
         server.add_generic_rpc_handlers((PlannerService(planner).handler(),))
 
-        port = open_port(server, listen, (PLANNER,), lambda: True, bind=access.binder(held), guard=guard)
+        bind = access.binder(held)
+        port = open_port(server, listen, (PLANNER,), lambda: True, setting="listen", bind=bind, guard=guard)
         yield await held.enter_async_context(port)

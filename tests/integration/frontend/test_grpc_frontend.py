@@ -405,7 +405,7 @@ async def test_port_in_use_is_rejected_with_its_address(frontends, grpc_library)
 
 @pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999"])
 async def test_invalid_address_is_rejected_with_an_example(frontends, grpc_library, listen):
-    with pytest.raises(ConfigurationRefused, match=f"^cannot listen on {listen}: must be host:port$"):
+    with pytest.raises(ConfigurationRefused, match=f"^grpc_listen: cannot listen on {listen}: must be host:port$"):
         async with a_frontend(listen, frontends, grpc_library):
             pass
 

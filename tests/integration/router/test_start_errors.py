@@ -1,0 +1,60 @@
+"""Tests of errors at the start of a service: they name the settings field or the limit, and show no traceback."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.kvstore.builders import a_short_folder
+
+pytestmark = pytest.mark.integration
+
+FLEET = Path(sys.executable).with_name("fleet")
+
+
+def failed_start(folder, settings: dict, *, open_files: int | None = None) -> str:
+    """Start a router that must fail at once; return the last line that it writes."""
+    config = folder / "settings.json"
+    config.write_text(json.dumps(settings))
+    limit = f"ulimit -n {open_files}; " if open_files else ""
+    command = ["/bin/sh", "-c", f'{limit}exec "$@"', "sh", FLEET, "serve", "router", "--config", config]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def folder():
+    with a_short_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def router_settings(folder, **changed) -> dict:
+    ports = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "control_listen": f"unix:{folder}/c.sock"}
+    return ports | changed
+
+
+@pytest.mark.parametrize("field", ["http_listen", "health_listen", "grpc_listen", "kserve_listen", "control_listen"])
+def test_port_in_use_is_named_by_its_setting(folder, taken, field):
+    changed: dict = {field: taken}
+    if field == "control_listen":
+        changed["control_credentials"] = {"insecure": True}
+
+    assert f"{field}: cannot listen on {taken}: " in failed_start(folder, router_settings(folder, **changed))
+
+
+@pytest.mark.parametrize("limit", [12, 20])
+def test_low_limit_of_open_files_is_refused_clearly(folder, limit):
+    line = failed_start(folder, router_settings(folder), open_files=limit)
+
+    assert f"the limit of open files is {limit}, too low for any service" in line

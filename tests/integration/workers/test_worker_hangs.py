@@ -292,15 +292,15 @@ def test_restarted_worker_may_load_longer_than_all_limits(folder):
 def test_suspended_cluster_loses_nothing(folder):
     """Use steps so long that the watchdogs look at the engines before the next step ends."""
     few = {"max_tokens": 6}
-    with a_cluster(folder, step_ms=1000) as (up, client):
+    with a_cluster(folder, step_ms=500) as (up, client):
         expected = Streams(client, **few).finish()
         streams = Streams(client, **few)
         everybody = [up.process.pid, *up.pids()]
-        time.sleep(0.3)  # to the middle of a step that the watchdogs have seen
+        time.sleep(0.2)  # to the middle of a step that the watchdogs have seen
 
         for pid in everybody:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(5)  # longer than any timeout between its processes
+        time.sleep(2.5)  # longer than any timeout between its processes, and shorter than the client's
         for pid in everybody:
             os.kill(pid, signal.SIGCONT)
 

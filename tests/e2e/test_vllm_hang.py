@@ -20,8 +20,9 @@ pytestmark = [
 ]
 
 READY_SECONDS = 300
+OUT_SECONDS = 200  # the patience is twenty steps, and a step takes seconds where other tests use the cores too
 PROMPTS = [list(range(100 + each, 180 + each)) for each in range(4)]
-ASK = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "timeout_seconds": 240.0}
+ASK = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "timeout_seconds": 500.0}
 TOPOLOGY = """
 cluster.kv_paths = []
 
@@ -86,7 +87,7 @@ async def test_streams_of_a_stopped_engine_continue_exactly_elsewhere(tmp_path):
 
             os.kill(core.pid, signal.SIGSTOP)
 
-            await until_answered(lambda: is_out(client))
+            await until_answered(lambda: is_out(client), OUT_SECONDS)
             for number in range(8):
                 late = await client.complete([number + 5, *PROMPTS[0]], **ASK | {"max_tokens": 2})
                 assert workers_of(late) == ["both-1"]

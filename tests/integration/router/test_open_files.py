@@ -48,13 +48,16 @@ def test_connection_tables_leave_spare_descriptors(caplog):
 
 def test_silent_clients_leave_a_router_with_few_files_its_health(tmp_path):
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "health_listen": "127.0.0.1:0"}
-    router, endpoints = start_service(
-        "router",
-        settings,
-        tmp_path / "router.json",
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)),
-    )
+    log = tmp_path / "router.log"
+    with log.open("w") as output:
+        router, endpoints = start_service(
+            "router",
+            settings,
+            tmp_path / "router.json",
+            stderr=output,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)),
+        )
+    assert endpoints, log.read_text()
     host, _, port = endpoints["http"].rpartition(":")
     silent = []
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvstore.system_clock import MonotonicClock as SystemClock
 
-__all__ = ["SystemClock", "process_age", "unix_milliseconds", "unix_seconds", "utc_now"]
+__all__ = ["SystemClock", "process_age", "unix_milliseconds", "unix_nanoseconds", "unix_seconds", "utc_now"]
 
 
 def unix_seconds() -> int:
@@ -17,7 +17,12 @@ def unix_seconds() -> int:
 
 def unix_milliseconds() -> int:
     """Return the wall-clock time in milliseconds."""
-    return time.time_ns() // 1_000_000
+    return unix_nanoseconds() // 1_000_000
+
+
+def unix_nanoseconds() -> int:
+    """Return the wall-clock time in nanoseconds."""
+    return time.time_ns()
 
 
 def utc_now() -> datetime:

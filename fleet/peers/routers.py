@@ -48,7 +48,7 @@ from msgspec import Struct
 from fleet.core.clock import MILLISECOND, Clock
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation, RequestId, WorkerId
-from fleet.core.system_clock import unix_milliseconds
+from fleet.core.system_clock import unix_nanoseconds
 from fleet.frontend.control.cluster import encode_explanation
 from fleet.membership.messages import Deregister, Register, Registration
 from fleet.net.streams.handshake import PROVE_SECONDS, StreamAuthenticator, dial
@@ -139,7 +139,7 @@ class PeerRouters:
         *,
         private: int = 0,
         limits: "PeerLimits | None" = None,
-        now_unix_ms: Callable[[], int] = unix_milliseconds,
+        now_unix_ns: Callable[[], int] = unix_nanoseconds,
     ) -> None:
         """Prepare the connections; `run` dials.
 
@@ -151,7 +151,8 @@ class PeerRouters:
             metrics: Returns the metrics of this process in Prometheus' text format.
             private: Fingerprint of the secret for block keys (rule 9); 0: no other router has it.
             limits: Tenant limits to share with the other routers; None: not shared here.
-            now_unix_ms: Clock that decides which threshold change is the latest.
+            now_unix_ns: Clock that decides which threshold change is the latest, and which session binding of routers that
+                have not met. In nanoseconds, because two requests may be less than a millisecond apart.
 
         Raises:
             ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to strangers.
@@ -163,7 +164,7 @@ class PeerRouters:
         self._leases = leases
         self._metrics = metrics
         self._private = private
-        self._now_unix_ms = now_unix_ms
+        self._now_unix_ns = now_unix_ns
         self._tuned: PeerThresholds | None = None  # the latest change
         self.links: dict[str, _PeerConnection] = {}  # by address
         self._timer: asyncio.TimerHandle | None = None
@@ -183,7 +184,7 @@ class PeerRouters:
         Raises:
             ConfigurationRefused: `replicas_listen` cannot be listened on.
         """
-        self._router.hear(SessionsBound(clock=self._now_unix_ms() * MILLISECOND))
+        self._router.hear(SessionsBound(clock=self._now_unix_ns()))
         listen = self._settings.replicas_listen
         door = None
         if not self._own.is_open:
@@ -253,7 +254,7 @@ class PeerRouters:
 
     def tuned(self, thresholds: Thresholds) -> None:
         """Tell the other routers that an operator has set the thresholds here."""
-        self._tuned = PeerThresholds(thresholds, self._now_unix_ms())
+        self._tuned = PeerThresholds(thresholds, self._now_unix_ns() // MILLISECOND)
         self._send(encode_thresholds(self._tuned))
 
     def tuned_elsewhere(self, tuned: PeerThresholds) -> None:
@@ -397,7 +398,7 @@ class PeerRouters:
                 continue
             pause, cause = FIRST_PAUSE_SECONDS, ""
             log.info("peer router reached", extra={"address": address})
-            hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ms())
+            hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ns() // MILLISECOND)
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             router = self._router
             self._tell_taken()  # before what is left, so that it is not counted twice

@@ -323,7 +323,7 @@ async def listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         _, writer = await asyncio.open_connection(host, int(port))
-    except ConnectionRefusedError:
+    except ConnectionError:  # refused, or reset because the port was closed during the attempt
         return False
     writer.close()
     return True

@@ -89,6 +89,7 @@ class StreamingClient(asyncio.Protocol):
         self.received = b""
         self.tokens = 0
         self.ended = False
+        self.lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -99,6 +100,14 @@ class StreamingClient(asyncio.Protocol):
         self.received += data
         self.tokens = self.received.count(b'"text"')
         self.ended = self.received.endswith(END)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - a protocol's signature
+        self.lost = True
+
+    @property
+    def refused(self) -> bool:
+        """True if no answer will come, or another one than a stream."""
+        return self.lost or not b"HTTP/1.1 200".startswith(self.received[:12])
 
     def text(self) -> str:
         """Return the text of the answer."""
@@ -117,8 +126,21 @@ async def clients(world: RelaySetup, server: CrowdServer, prompts: list[str]) ->
             *(loop.create_connection(lambda prompt=prompt: StreamingClient(prompt), host, int(port)) for prompt in some)
         )
         asking |= dict(zip(some, (client for _, client in made), strict=True))
-        await until(lambda: server.streams.keys() >= asking.keys(), SECONDS)  # noqa: B023
+        await until_begun(world, server, asking)
     return asking
+
+
+async def until_begun(world: RelaySetup, server: CrowdServer, asking: dict[str, StreamingClient]) -> None:
+    """Wait until the server has all requests; fail at once with the cause if one of them was refused."""
+    try:
+        async with asyncio.timeout(SECONDS / 2):
+            while missing := asking.keys() - server.streams.keys():
+                refused = {prompt: asking[prompt].received for prompt in missing if asking[prompt].refused}
+                assert not refused, f"{len(refused)} refused: {next(iter(refused.items()))}"
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        counters = world.router.status().counters
+        pytest.fail(f"{len(missing)} of {len(asking)} requests did not arrive, such as {min(missing)}: {counters}")
 
 
 @pytest.fixture

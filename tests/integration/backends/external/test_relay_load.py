@@ -101,7 +101,7 @@ class StreamingClient(asyncio.Protocol):
         self.tokens = self.received.count(b'"text"')
         self.ended = self.received.endswith(END)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - a protocol's signature
+    def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
 
     @property

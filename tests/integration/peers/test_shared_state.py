@@ -29,6 +29,7 @@ from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
 from kvstore.net.frames import open_server
 from tests.support.builders import a_joined_worker, a_prompt
+from tests.support.kvstore.builders import ManualClock
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -149,10 +150,7 @@ class PeerRouterSetup:
 
     def homes(self):
         """Return the worker of each session."""
-        return {binding.key[1]: binding.worker_id for binding in self.bindings()}
-
-    def bindings(self):
-        return self.server.sessions.latest()
+        return {binding.key[1]: binding.worker_id for binding in self.server.sessions.latest()}
 
     def booked(self):
         return sum(worker.booked_requests for pool in self.server.status().pools for worker in pool.workers)
@@ -238,10 +236,7 @@ async def test_routers_send_a_known_prompt_to_the_same_worker(tmp_path):
 
 
 async def test_reconnected_routers_agree_on_sessions(tmp_path):
-    """Keep the binding with the latest stamp, whoever made it, without a further request.
-
-    The stamps of two routers of one host differ from the true time by up to some milliseconds on a busy machine.
-    """
+    """Keep the latest binding, whoever made it, without a further request."""
     wires = [SeverableLink(tmp_path, number) for number in range(2)]
     for wire in wires:
         await wire.heal()
@@ -265,16 +260,31 @@ async def test_reconnected_routers_agree_on_sessions(tmp_path):
             await router.select(session=session, pin=WorkerId(worker))
         assert a.homes() == {"first a": "w0", "first b": "w0"}
         assert b.homes() == {"first a": "w1", "first b": "w1"}
-        stamped = sorted((*a.bindings(), *b.bindings()), key=lambda binding: binding.stamp)
-        latest = {binding.key[1]: binding.worker_id for binding in stamped}
 
         for wire in wires:
             await wire.heal()
 
-        await until(lambda: a.homes() == b.homes())
-        assert a.homes() == latest
+        await until(lambda: a.homes() == b.homes() == {"first a": "w1", "first b": "w0"})
     for wire in wires:
         wire.cut()
+
+
+async def test_session_stamps_keep_nanoseconds_of_unix_time(tmp_path):
+    """Order two bindings that routers make within one millisecond before they have met."""
+    clock, unix_ns = ManualClock(), 1_700_000_000_000_999_999
+    settings = RouterSettings(router_id="r", replicas_listen=f"unix:{tmp_path}/r", replicas=(f"unix:{tmp_path}/none",))
+    server = RouterServer(RouterMachine(settings, random.Random(1)), SelectionAwareWorkers(NoWorkers()), clock)
+    members = RegistryServer(MembershipSettings(lease_ms=60_000), clock)
+    peers = PeerRouters(settings, server, members, None, lambda: "", now_unix_ns=lambda: unix_ns)
+    running = asyncio.create_task(peers.run())
+    await until((tmp_path / "r").exists)
+
+    server.sessions.bind(("", "s"), WorkerId("w0"), clock.now())
+
+    (binding,) = server.sessions.latest()
+    assert binding.stamp == unix_ns
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_lease_can_be_reported_and_released_at_any_router(tmp_path):

@@ -320,11 +320,14 @@ async def test_answers_continue_after_sigterm_for_the_drain_time(server, model_d
 
 
 async def listens(address: str) -> bool:
+    """Return whether the port is open; a connection that is reset says only that it was open when the attempt began."""
     host, _, port = address.rpartition(":")
     try:
         _, writer = await asyncio.open_connection(host, int(port))
-    except ConnectionError:  # refused, or reset because the port was closed during the attempt
+    except ConnectionRefusedError:
         return False
+    except ConnectionResetError:
+        return True
     writer.close()
     return True
 

@@ -1,7 +1,10 @@
 """KV memory of a vLLM engine as blocks, or as one rank's shards of them."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
 
 from kvstore.buffers import ByteArray, MutableBlock
 from kvstore.client.store_client import StoreClient, batch_blocks
@@ -11,6 +14,8 @@ from workers.engines.vllm.store_planner import BlockLoad
 
 if TYPE_CHECKING:
     import torch
+
+GATHER_BYTES = 32 << 20  # memory of the device that a copy takes for a moment, twice
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
 """Returns the block at an index, in one piece or in several; it stays valid until `kvstore.client.store_client.batch_blocks` more
@@ -36,22 +41,42 @@ class ShareReader:
         return self._client.read_shard(match, indices, self._share, destinations)
 
 
+Wait: TypeAlias = Callable[[], None]
+"""Waits until something that was begun on the device has ended."""
+
+
 class EngineBlocks(Protocol):
     """KV memory of one rank by block number; it holds whole blocks, or this rank's shards."""
 
     block_bytes: int
 
-    def load(self, reader: BlockReader, load: BlockLoad) -> list[bool]:
-        """Fill the blocks of `load`; return for each whether its bytes arrived whole."""
+    def fence(self) -> Wait:
+        """Return an order for `load`: what the engine's thread has launched so far goes first. The engine's thread calls it."""
+        ...
+
+    def load(self, reader: BlockReader, load: BlockLoad, fence: Wait) -> list[bool]:
+        """Fill the blocks of `load` after `fence`; return for each whether its bytes arrived whole."""
         ...
 
     def source(self, block_ids: Sequence[int]) -> Source:
         """Return the source of these blocks' bytes for a write to the store. One source is in use at a time."""
         ...
 
-    def copy_out(self, block_id: int, into: ByteArray) -> None:
-        """Copy one block to host memory, in the store's layout."""
+    def host_rows(self, count: int) -> ByteArray:
+        """Return host memory for blocks, [count, block_bytes], to and from which copies are fast."""
         ...
+
+    def copy_out(self, block_ids: Sequence[int], rows: Sequence[ByteArray]) -> Wait:
+        """Copy blocks to host memory, in the store's layout; each row is one of `host_rows`.
+
+        The engine's thread calls it, and may launch work that overwrites the blocks when it returns. The rows are complete
+        when the returned function has returned; any thread may call that.
+        """
+        ...
+
+
+def _done() -> None:
+    """Wait for nothing: the copy was complete when the call returned."""
 
 
 class HostBlocks:
@@ -70,26 +95,47 @@ class HostBlocks:
         self._layer_bytes: int = self.layers[0].shape[1]
         self.block_bytes = self._layer_bytes * len(self.layers)
 
-    def load(self, reader: BlockReader, load: BlockLoad) -> list[bool]:
+    def fence(self) -> Wait:
+        return _done
+
+    def load(self, reader: BlockReader, load: BlockLoad, fence: Wait) -> list[bool]:
+        fence()
         destinations = [self._pieces(block_id) for block_id in load.block_ids]
         return reader.read(load.match, range(load.first, load.first + len(destinations)), destinations)
 
     def source(self, block_ids: Sequence[int]) -> Source:
         return lambda index: self._pieces(block_ids[index])
 
-    def copy_out(self, block_id: int, into: ByteArray) -> None:
-        for index, layer in enumerate(self.layers):
-            into[index * self._layer_bytes : (index + 1) * self._layer_bytes] = layer[block_id]
+    def host_rows(self, count: int) -> ByteArray:
+        # Filled in advance, because the first touch of a page is thirty times slower than a copy.
+        return np.full((count, self.block_bytes), 1, dtype=np.uint8)
+
+    def copy_out(self, block_ids: Sequence[int], rows: Sequence[ByteArray]) -> Wait:
+        size = self._layer_bytes
+        for block_id, row in zip(block_ids, rows, strict=True):
+            for index, layer in enumerate(self.layers):
+                row[index * size : (index + 1) * size] = layer[block_id]
+        return _done
 
     def _pieces(self, block_id: int) -> list[ByteArray]:
         return [layer[block_id] for layer in self.layers]
 
 
 class DeviceBlocks:
-    """KV memory of an accelerator: blocks pass through pinned host buffers, a batch at a time."""
+    """KV memory of an accelerator. Blocks are gathered on the device, and cross to pinned host memory many at a time.
+
+    Rules:
+
+    1. Reading blocks (`copy_out`, `source`) begins with a gather on the engine's own stream, so it sees what was launched
+       before it and nothing that was launched after it. The gathered bytes then cross on a stream of their own, while the
+       engine goes on.
+    2. Loads have a stream of their own too. On the engine's stream each of their copies would wait for the steps
+       that the engine has launched. `fence` orders a load after the work that may still use its blocks.
+    3. At most `GATHER_BYTES` are gathered at a time, because the engine has taken nearly all memory of the device.
+    """
 
     def __init__(self, layers: "Sequence[torch.Tensor]"):
-        """Allocate one host buffer for each direction, because loads and saves run in different threads.
+        """Allocate host buffers for each direction, because loads and saves run in different threads.
 
         Args:
             layers: One tensor for each layer, logically [blocks, heads, tokens, elements] in any physical order.
@@ -99,49 +145,142 @@ class DeviceBlocks:
         self._torch = torch
         self.layers = layers
         one = layers[0][0]
-        self._layer_bytes: int = one.numel() * one.element_size()
-        self.block_bytes = self._layer_bytes * len(layers)
-        pinned = layers[0].device.type != "cpu"
-        self._incoming, self._outgoing = (
-            torch.empty((batch_blocks(self.block_bytes), self.block_bytes), dtype=torch.uint8, pin_memory=pinned)
-            for _ in range(2)
-        )
+        self._shape = one.shape
+        self.block_bytes = one.numel() * one.element_size() * len(layers)
+        self._device = layers[0].device
+        self._streams = _Streams(torch, self._device) if self._device.type != "cpu" else None
+        self._gathered_blocks = max(1, GATHER_BYTES // self.block_bytes)
+        self._batch = batch_blocks(self.block_bytes)
+        self._incoming = self._host_tensor(self._batch)
+        self._outgoing = self._host_tensor(2 * self._batch).numpy()
 
-    def load(self, reader: BlockReader, load: BlockLoad) -> list[bool]:
+    def fence(self) -> Wait:
+        return _done if self._streams is None else self._streams.loads_wait()
+
+    def load(self, reader: BlockReader, load: BlockLoad, fence: Wait) -> list[bool]:
         whole: list[bool] = []
-        for start in range(0, len(load.block_ids), len(self._incoming)):
-            ids = load.block_ids[start : start + len(self._incoming)]
-            rows = self._incoming[: len(ids)]
+        for start in range(0, len(load.block_ids), self._batch):
+            ids = load.block_ids[start : start + self._batch]
             first = load.first + start
-            arrived = reader.read(load.match, range(first, first + len(ids)), [row.numpy() for row in rows])
-            for row, block_id, good in zip(rows, ids, arrived, strict=True):
-                if good:
-                    for host, device in self._layer_pairs(row, block_id):
-                        device.copy_(host)
+            rows = [row.numpy() for row in self._incoming[: len(ids)]]
+            arrived = reader.read(load.match, range(first, first + len(ids)), rows)
+            if not start:
+                fence()
+            self._copy_in([(row, block_id) for row, block_id in enumerate(ids) if arrived[row]])
             whole += arrived
         return whole
 
     def source(self, block_ids: Sequence[int]) -> Source:
-        asked = 0
+        """Return the source of these blocks' bytes.
+
+        Indices are usually requested one after the other, so it copies a batch ahead. After the first gap it copies single
+        blocks: a row is then never overwritten before `batch_blocks` more were requested.
+        """
+        rows: dict[int, ByteArray] = {}  # by index: what was copied ahead
+        used, expected, ahead = 0, -1, self._batch
 
         def block(index: int) -> ByteArray:
-            nonlocal asked
-            row: ByteArray = self._outgoing[asked % len(self._outgoing)].numpy()
-            asked += 1
-            self.copy_out(block_ids[index], row)
-            return row
+            nonlocal used, expected, rows, ahead
+            if expected not in (-1, index):
+                ahead = 1
+            expected = index + 1
+            if index not in rows:
+                ids = block_ids[index : index + ahead]
+                places = [self._outgoing[(used + at) % len(self._outgoing)] for at in range(len(ids))]
+                used += len(ids)
+                self.copy_out(ids, places)()
+                rows = dict(enumerate(places, index))
+            return rows[index]
 
         return block
 
-    def copy_out(self, block_id: int, into: ByteArray) -> None:
-        """Copy one block to host memory; the copy waits for the step that may still be writing it."""
-        for host, device in self._layer_pairs(self._torch.from_numpy(into), block_id):
-            host.copy_(device)
+    def host_rows(self, count: int) -> ByteArray:
+        rows: ByteArray = self._host_tensor(count).numpy()
+        return rows
 
-    def _layer_pairs(self, row: "torch.Tensor", block_id: int) -> "list[tuple[torch.Tensor, torch.Tensor]]":
-        """Return each layer's piece of a host block and its place on the device, in equal shapes."""
-        pieces = row.view(len(self.layers), self._layer_bytes)
-        return [
-            (piece.view(layer.dtype).view(layer[block_id].shape), layer[block_id])
-            for piece, layer in zip(pieces, self.layers, strict=True)
-        ]
+    def copy_out(self, block_ids: Sequence[int], rows: Sequence[ByteArray]) -> Wait:
+        wait: Wait = _done
+        for start in range(0, len(block_ids), self._gathered_blocks):
+            some = slice(start, start + self._gathered_blocks)
+            ids = self._indices(block_ids[some])
+            # The shape is [blocks, layers, heads, tokens, elements], as blocks are in the store.
+            gathered = self._torch.stack([layer.index_select(0, ids) for layer in self.layers], dim=1)
+            flat = gathered.view(len(ids), -1).view(self._torch.uint8)
+            if self._streams is None:
+                self._fill(rows[some], flat)
+            else:
+                with self._streams.saving(flat) as wait:
+                    self._fill(rows[some], flat)
+        return wait
+
+    def _fill(self, rows: Sequence[ByteArray], flat: "torch.Tensor") -> None:
+        for row, content in zip(rows, flat, strict=True):
+            self._torch.from_numpy(row).copy_(content, non_blocking=True)
+
+    def _copy_in(self, places: Sequence[tuple[int, int]]) -> None:
+        """Copy rows of the incoming buffer, given with their block numbers, to the device, and wait for it."""
+        for start in range(0, len(places), self._gathered_blocks):
+            rows, block_ids = zip(*places[start : start + self._gathered_blocks], strict=True)
+            with nullcontext() if self._streams is None else self._streams.loading():
+                gathered = self._torch.empty(
+                    (len(rows), self.block_bytes), dtype=self._torch.uint8, device=self._device
+                )
+                if rows[-1] - rows[0] == len(rows) - 1:
+                    gathered.copy_(self._incoming[rows[0] : rows[-1] + 1], non_blocking=True)
+                else:
+                    for content, row in zip(gathered, rows, strict=True):
+                        content.copy_(self._incoming[row], non_blocking=True)
+                pieces = gathered.view(self.layers[0].dtype).view(len(rows), len(self.layers), *self._shape)
+                ids = self._indices(block_ids)
+                for index, layer in enumerate(self.layers):
+                    layer.index_copy_(0, ids, pieces[:, index])
+
+    def _indices(self, block_ids: Sequence[int]) -> "torch.Tensor":
+        """Return block numbers on the device. They come from pinned memory, because a copy from other memory waits."""
+        pinned = self._torch.tensor(block_ids, dtype=self._torch.int64, pin_memory=self._streams is not None)
+        return pinned.to(self._device, non_blocking=True)
+
+    def _host_tensor(self, count: int) -> "torch.Tensor":
+        """Return host memory for blocks; `ones` touches every page, which a first copy would pay for."""
+        pinned = self._streams is not None
+        return self._torch.ones((count, self.block_bytes), dtype=self._torch.uint8, pin_memory=pinned)
+
+
+class _Streams:
+    """The streams of one device for loads and for saves; other work of the process is on the engine's own stream."""
+
+    def __init__(self, torch: Any, device: "torch.device"):
+        self._cuda = torch.cuda  # ROCm's builds of torch have the same name
+        self._device = device
+        # A small copy need not wait for room beside the engine's large kernels, and hardly delays them.
+        self._loads = torch.cuda.Stream(device, priority=-1)
+        self._saves = torch.cuda.Stream(device)
+
+    def loads_wait(self) -> Wait:
+        """Return a function that lets later loads wait for all that is on the calling thread's current stream now."""
+        launched = self._cuda.current_stream(self._device).record_event()
+        return lambda: self._loads.wait_event(launched)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Put the work of the block on the stream of loads, and wait for it at the end."""
+        with self._cuda.stream(self._loads):
+            yield
+        self._loads.synchronize()
+
+    @contextmanager
+    def saving(self, gathered: "torch.Tensor") -> Iterator[Wait]:
+        """Put the work of the block on the stream of saves, after all that is on the current stream.
+
+        Args:
+            gathered: The tensor that the block reads; its memory is kept until the block's work has ended.
+
+        Yields:
+            Function that waits for the block's work.
+        """
+        self._saves.wait_stream(self._cuda.current_stream(self._device))
+        copied = self._cuda.Event()
+        with self._cuda.stream(self._saves):
+            yield copied.synchronize
+            copied.record()
+        gathered.record_stream(self._saves)

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.client.store_client import StoreClient
 from kvstore.messages import LeaseId
-from workers.engines.vllm.block_memory import BlockReader, EngineBlocks, ShareReader
+from workers.engines.vllm.block_memory import BlockReader, EngineBlocks, ShareReader, Wait
 from workers.engines.vllm.rank_writes import FollowerRank, LeaderRank
 from workers.engines.vllm.saves import BlockSaverThread, FollowingSaver, LeaderRankStore, LeadingSaver, SingleRankStore
 from workers.engines.vllm.store_planner import BlockLoad, StoreWork
@@ -55,7 +55,7 @@ class BlockMover:
         for load in work.loads:
             with self._ended:
                 self._loading += 1
-            self.loader.submit(self._load, load)
+            self.loader.submit(self._load, load, self.blocks.fence())
         if work.releases and not isinstance(self.ranks, FollowerRank):
             self.loader.submit(self._release, work.releases)
 
@@ -78,10 +78,10 @@ class BlockMover:
         if isinstance(self.ranks, LeaderRank):
             self.ranks.close()
 
-    def _load(self, load: BlockLoad) -> None:
+    def _load(self, load: BlockLoad, fence: Wait) -> None:
         whole = [False] * len(load.block_ids)
         try:
-            whole = self.blocks.load(self._reader, load)
+            whole = self.blocks.load(self._reader, load, fence)
             if self.ranks is None:
                 self.client.release(load.match.lease_id)
         except Exception:  # supervisor: every load has to end; the request computes its blocks instead

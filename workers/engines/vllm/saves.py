@@ -18,16 +18,16 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
-import numpy as np
 from msgspec import Struct, field
 
 from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
 from kvstore.client.store_client import StoreClient
 from workers.engines.vllm import rank_writes as vllm_ranks
-from workers.engines.vllm.block_memory import EngineBlocks, Source
+from workers.engines.vllm.block_memory import EngineBlocks, Source, Wait
 from workers.engines.vllm.rank_writes import FollowerRank, LeaderLost, LeaderRank, RankChannel, SavedBlock, SaveKey
 from workers.engines.vllm.store_planner import BlockSave, StoreWork
 
@@ -82,14 +82,18 @@ def by_request(gathered: Sequence[Staged]) -> list[Staged]:
     return list(merged.values())
 
 
+def _never() -> None:
+    raise AssertionError("nothing was copied to this slot")
+
+
 class StagingArea:
     """Host memory for blocks that wait to be written."""
 
     def __init__(self, blocks: EngineBlocks):
         self.engine_blocks = blocks
         self.capacity = max(MIN_STAGED_BLOCKS, STAGING_BYTES // blocks.block_bytes)
-        # Filled in advance, because the first touch of a page is thirty times slower than a copy.
-        self._rows: ByteArray = np.full((self.capacity, blocks.block_bytes), 1, dtype=np.uint8)
+        self._rows = blocks.host_rows(self.capacity)
+        self._copied: list[Wait] = [_never] * self.capacity  # by slot: waits for the copy into it
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.give_back(range(self.capacity))
         self._full = False
@@ -99,28 +103,30 @@ class StagingArea:
         return self._free.qsize()
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Copy as many of the engine's blocks as fit; return their slots. Never raises."""
+        """Begin to copy as many of the engine's blocks as fit; return their slots. Never raises."""
         slots: list[int] = []
-        full = False
-        for block_id in block_ids:
-            try:
-                slot = self._free.get_nowait()
-            except queue.Empty:
-                full = True
-                break
-            try:
-                self.engine_blocks.copy_out(block_id, self._rows[slot])
-            except Exception:  # supervisor: a block that is not saved is only a later miss
-                log.exception("kv block copy failed")
-                self._free.put(slot)
-                break
-            slots.append(slot)
+        with suppress(queue.Empty):
+            while len(slots) < len(block_ids):
+                slots.append(self._free.get_nowait())
+        full = len(slots) < len(block_ids)
         if full and not self._full:
             log.warning("store slower than engine, blocks are not saved")
         self._full = full
+        if not slots:
+            return []
+        try:
+            copied = self.engine_blocks.copy_out(block_ids[: len(slots)], [self._rows[slot] for slot in slots])
+        except Exception:  # supervisor: a block that is not saved is only a later miss
+            log.exception("kv block copy failed")
+            self.give_back(slots)
+            return []
+        for slot in slots:
+            self._copied[slot] = copied
         return slots
 
     def __getitem__(self, slot: int) -> ByteArray:
+        """Return the block in a slot; wait until it has been copied."""
+        self._copied[slot]()
         row: ByteArray = self._rows[slot]
         return row
 

@@ -10,7 +10,7 @@ from kvstore.client.store_client import StoreClient, batch_blocks
 from kvstore.messages import Match
 from tests.support.kvstore.builders import a_block, a_chain, a_namespace, a_node, a_store_client
 from tests.support.waiting import eventually
-from workers.engines.vllm.block_memory import DeviceBlocks, HostBlocks
+from workers.engines.vllm.block_memory import DeviceBlocks, EngineBlocks, HostBlocks
 from workers.engines.vllm.block_mover import BlockMover
 from workers.engines.vllm.saves import LONGEST_WAIT_SECONDS, MIN_STAGED_BLOCKS, PAUSE_SECONDS
 from workers.engines.vllm.store_planner import BlockLoad, BlockSave, StoreWork
@@ -46,6 +46,10 @@ def empty_like(layers: list) -> list:
     return [torch.zeros_like(layer) for layer in layers]
 
 
+def load(blocks: EngineBlocks, client: StoreClient, load: BlockLoad) -> list[bool]:
+    return blocks.load(client, load, blocks.fence())
+
+
 def match(client: StoreClient, names: list[bytes]) -> Match:
     return client.match(names, lease_seconds=10)
 
@@ -64,13 +68,29 @@ def test_blocks_round_trip_in_any_memory_order(client, save_with, load_with, at_
 
     client.write(names, save_with(saved).source(list(range(5, 40))))
     found = match(client, names)
-    whole = load_with(loaded).load(client, BlockLoad("r", found, 2, list(range(33))))
+    whole = load(load_with(loaded), client, BlockLoad("r", found, 2, list(range(33))))
 
     assert len(found) == 35
     assert whole == [True] * 33
     for before, after in zip(source, loaded, strict=True):
         assert torch.equal(after[:33], before[7:40])
         assert not after[33:].any(), "nothing else was written"
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 2, 3], [2, 3, 4, 5, 6, 7], [0, 1, 9, 10, 20, 21, 33], [0, 12, 24, 30, 33]])
+def test_source_keeps_a_batch_of_blocks_valid_across_gaps(indices, monkeypatch):
+    monkeypatch.setattr(store_client, "LEAST_BATCH", 4)
+    monkeypatch.setattr(store_client, "BATCH_BYTES", 0)
+    batch = batch_blocks(NAMESPACE.block_bytes)
+    layers = heads_first(3)
+    expected = HostBlocks(layers).source(list(range(34)))
+    source = DeviceBlocks(layers).source(list(range(34)))
+
+    held: list = []
+    for index in indices:
+        held = [*held, (index, source(index))][-batch:]
+        for at, row in held:
+            assert bytes(row) == b"".join(bytes(piece) for piece in expected(at)), (index, at)
 
 
 def work(**fields) -> StoreWork:
@@ -106,19 +126,19 @@ def test_deferred_blocks_keep_their_content_when_offered(client, mover):
     mover.close()
 
     target = empty_like(heads_first(2))
-    assert HostBlocks(target).load(client, BlockLoad("r", match(client, a_chain(3)), 0, [0, 1, 2])) == [True] * 3
+    assert load(HostBlocks(target), client, BlockLoad("r", match(client, a_chain(3)), 0, [0, 1, 2])) == [True] * 3
     for kept, loaded in zip(before, target, strict=True):
         assert torch.equal(loaded[:3], kept)
 
 
 def test_uncopyable_block_ends_its_save_not_the_engine(client, mover):
     copy_out = mover.blocks.copy_out
-    mover.blocks.copy_out = lambda block_id, into: copy_out(block_id, into) if block_id != 5 else 1 / 0
+    mover.blocks.copy_out = lambda block_ids, rows: copy_out(block_ids, rows) if 5 not in block_ids else 1 / 0
 
     mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6]), BlockSave("q", a_chain(5)[3:], [7, 8])]))
     mover.close()
 
-    assert (len(match(client, a_chain(3))), len(match(client, a_chain(5)[3:]))) == (1, 2)
+    assert (len(match(client, a_chain(3))), len(match(client, a_chain(5)[3:]))) == (0, 2)
     assert mover.saver.area.free == mover.saver.area.capacity
 
 
@@ -201,7 +221,7 @@ def test_blocks_staged_step_by_step_are_written_together(client, mover, written)
     assert written == [chain, other]
     eventually(lambda: len(match(client, chain)) == 3)
     target = empty_like(heads_first(2))
-    assert HostBlocks(target).load(client, BlockLoad("r", match(client, chain), 0, [0, 1, 2])) == [True] * 3
+    assert load(HostBlocks(target), client, BlockLoad("r", match(client, chain), 0, [0, 1, 2])) == [True] * 3
     for before, after in zip(heads_first(2), target, strict=True):
         assert torch.equal(after[:3], before[4:7]), "each under its own name"
 

@@ -97,6 +97,10 @@ class SimulatedRehearsal:
             raise RehearsalSkipped(f"the simulator cannot be started: {error.strerror}") from error
         try:
             told, errors = await child.communicate(msgspec.json.encode(task))
+        except RuntimeError as error:  # uvloop has closed the pipe, because the process has ended
+            raise RehearsalSkipped(
+                f"the simulator ended before it read its task: status {await child.wait()}"
+            ) from error
         finally:
             if child.returncode is None:
                 child.kill()

@@ -110,6 +110,10 @@ def planners(folder):
         for process in started:
             process.kill()
             process.wait(30)
+        for log in sorted(folder.glob("planner-*.log")):
+            print(log.name, log.read_text()[-20_000:], sep="\n")  # pytest shows it if the test fails
+        history = folder / "history.jsonl"
+        print(history.read_text()[-20_000:] if history.exists() else "no history")
 
 
 async def fleet(*arguments):

@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import sys
 
 import pytest
+import uvloop
 
 from fleet.app.rehearsal import RehearsalTask, RehearsedPool, SimulatedRehearsal, rehearsed
 from fleet.core.clock import SECOND, Nanos
@@ -119,6 +121,20 @@ async def test_failed_simulator_says_why():
         await SimulatedRehearsal((broken, broken), GOALS).rehearse(
             a_sample(), 10.0, {PoolName(""): -1}, {PoolName(""): -1}
         )
+
+
+def test_simulator_that_dies_at_once_skips_the_rehearsal(monkeypatch):
+    start = asyncio.create_subprocess_exec
+
+    async def start_and_end(*_, **pipes):
+        process = await start(sys.executable, "-c", "import os; os.kill(os.getpid(), 11)", **pipes)
+        await process.wait()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_end)
+
+    with pytest.raises(RehearsalSkipped, match="the simulator ended before it read its task: status -11"):
+        uvloop.run(SimulatedRehearsal((a_pool(),), GOALS).rehearse(a_sample(), 10.0, {BOTH: 1}, {BOTH: 2}))
 
 
 async def test_machine_without_processes_skips_the_rehearsal(monkeypatch):

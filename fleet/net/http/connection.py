@@ -31,7 +31,7 @@ from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.net.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
 from fleet.net.http.exchange import Exchange, ExchangeTask, RelaySource, StartExchange
 from fleet.net.http.messages import (
-    WRONG_VERSION,
+    BAD_REQUEST_LINE,
     BodyBuffer,
     ClientDisconnected,
     HeadCache,
@@ -267,14 +267,14 @@ class HttpConnection(asyncio.Protocol):
             return
         except httptools.HttpParserError as error:
             self._client_log.note_bytes(client_key(self.transport.get_extra_info("peername")), data)
-            no_version = self._is_http_0_9(b"")
-            self._reject(HTTPStatus.BAD_REQUEST, WRONG_VERSION if no_version else f"the request is not HTTP: {error}")
+            bad_line = isinstance(error, httptools.HttpParserInvalidURLError) or self._is_http_0_9(b"")
+            self._reject(HTTPStatus.BAD_REQUEST, BAD_REQUEST_LINE if bad_line else f"the request is not HTTP: {error}")
         if self._stage in (_IDLE, _HEAD) and self._head_bytes > self._settings.max_head_bytes:
             self._reject_head()
         elif self._stage is _BODY and self._overhead_bytes > self._settings.max_head_bytes:
             self._reject_overhead()
         elif self._is_http_0_9(data):
-            self._reject(HTTPStatus.BAD_REQUEST, WRONG_VERSION)
+            self._reject(HTTPStatus.BAD_REQUEST, BAD_REQUEST_LINE)
 
     def pause_writing(self) -> None:
         if self._lost:

@@ -118,7 +118,14 @@ class HeldBodyBytes:
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
-WRONG_VERSION = "the request's version must be HTTP/1.1 or HTTP/1.0"
+BAD_REQUEST_LINE = (
+    "the request line must be a method, a target without invalid characters, and the version HTTP/1.1 or HTTP/1.0"
+)
+"""Answer to a request line without a version, with another version, or with a target that the parser rejects.
+
+One answer covers them: the parser reports a missing version as an invalid target if the bytes after the line came in
+the same read.
+"""
 
 HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
 """Grammar of the Host field (RFC 9110, 7.2): a name or an address, and an optional port. Two fields, joined by a comma
@@ -133,7 +140,7 @@ def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
     `headers` has names in lower case, and the values of equal names joined.
     """
     if version not in ("1.0", "1.1"):
-        return WRONG_VERSION
+        return BAD_REQUEST_LINE
     host = headers.get(b"host")
     if host is None:
         return None if version == "1.0" else "host: is missing; a request in HTTP/1.1 needs it once"

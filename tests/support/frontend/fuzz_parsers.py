@@ -166,6 +166,7 @@ def seeds():
     contents = (REQUEST * 2, body, body, asked.SerializeToString(), infer.SerializeToString())
     yield from (bytes([number]) + content for number, content in enumerate(contents))
     yield bytes([0]) + CHUNKED + REQUEST
+    yield bytes([0]) + b"POST /v1/completions\r\n\tx"
 
 
 def main() -> None:
@@ -176,7 +177,13 @@ def main() -> None:
     corpus.mkdir()
     for number, seed in enumerate(seeds()):
         (corpus / f"seed-{number}").write_bytes(seed)
-    options = [f"-max_total_time={seconds}", "-max_len=4096", "-timeout=60", "-rss_limit_mb=2048", "-seed=1"]
+    options = [
+        f"-max_total_time={seconds}",
+        "-max_len=4096",
+        "-timeout=60",
+        "-rss_limit_mb=2048",
+        "-malloc_limit_mb=512",
+    ]
     atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={folder}/", str(corpus)], parse)
     atheris.Fuzz()
 

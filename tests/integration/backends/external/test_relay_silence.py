@@ -104,6 +104,22 @@ async def test_burst_moves_before_its_clients_leave(servers):
         await world.settled()
 
 
+async def test_first_burst_of_whole_answers_leaves_a_hung_server(servers):
+    """Guard against a regression: a server that had never answered kept 8 of the first 16 requests for answers in one piece."""
+    servers[0].play = never_answer
+    async with a_relay(*servers, probe_seconds=2.0, silence_floor_seconds=4.0) as world:
+        async with asyncio.TaskGroup() as tasks:
+            asking = [
+                tasks.create_task(status_within(world.http.address, f"{number}", patience=3.8, stream=False))
+                for number in range(REQUESTS)
+            ]
+
+        assert [each.result() for each in asking] == [200] * REQUESTS
+        assert len(servers[0].seen) > 1, "some requests went to the hung server"
+        await until(lambda: state(world, "w0") == "draining")
+        await world.settled()
+
+
 async def test_clients_too_impatient_for_suspicion_find_the_hang(servers):
     """Guard against a regression: the server got every other request for ever, because no client waited long enough."""
     async with a_relay(*servers, probe_seconds=2.0) as world:

@@ -6,11 +6,13 @@ Rules:
    caller speaks TLS if it has an `authority`, and shows its own certificate on request.
 2. With `secret_file` both ends prove that they know the secret, with or without TLS (`fleet.net.streams.proof`).
 3. A stream is protected if both ends prove the secret or show certificates of the authority. A listener refuses an
-   unprotected address that strangers can reach, unless `insecure` declares that there are none.
+   unprotected address that strangers can reach, unless `insecure` declares that there are none. Where it allows loopback,
+   a warning says that all users of the machine are let in.
 4. A failed handshake is explained on both ends. Event loops close such a connection before the TLS alert leaves;
    `DiagnosedTls` sends the alert first and remembers the failure.
 """
 
+import logging
 import ssl
 from typing import Any, Self
 
@@ -24,6 +26,8 @@ from kvstore.security import channels as access
 from kvstore.security.authentication import AuthenticationKey, Purpose
 from kvstore.security.credentials import Credentials
 from kvstore.security.tls_diagnosis import PLAIN, explain
+
+log = logging.getLogger(__name__)
 
 
 class StreamIdentity(Struct, frozen=True, kw_only=True):
@@ -55,7 +59,9 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
         return self.key is None and self.tls is None
 
     def require(self, listen_field: str, listen: str, *, on_loopback: bool) -> None:
-        """Refuse an address that strangers can reach (rule 3). With `on_loopback`, other users of this machine are strangers.
+        """Refuse an address that strangers can reach (rule 3).
+
+        With `on_loopback`, other users of this machine are strangers. Without it, a warning tells of them.
 
         Raises:
             ConfigurationRefused: The address is unprotected or malformed.
@@ -64,6 +70,14 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
             return
         try:
             if is_local(listen) and not on_loopback:
+                log.warning(
+                    "port open to all users of this machine",
+                    extra={
+                        "setting": listen_field,
+                        "address": listen,
+                        "to_change": f"set {self.field}.secret_file, or listen at unix:/path; {self.field}.insecure = true says that it is meant",
+                    },
+                )
                 return
         except ValueError as error:
             raise ConfigurationRefused(f"{listen_field}: {error}") from error

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from fleet.core.requests import TOKEN_BYTES, Sampling
-from loadtests.router.soak.answers import AnswerOracle
+from workers.engines.simulated.answer_oracle import AnswerOracle
 
 WORDS = range(64, 4000)  # ordinary token ids of prompts
 OPENINGS = 24

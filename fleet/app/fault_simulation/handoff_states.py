@@ -375,6 +375,7 @@ def _explore(world: _HandoffWorld, result: HandoffExploration) -> None:
     while waiting and not result.violation:
         world, path = waiting.popleft()
         goes_on = False
+        here = world.key()
         for name, following, violation in _following(world):
             result.steps += 1
             result.deaths += name.startswith(DEATHS)
@@ -382,7 +383,14 @@ def _explore(world: _HandoffWorld, result: HandoffExploration) -> None:
             if violation:
                 result.violation, result.path = violation, _steps_of((path, name))
                 return
-            if (key := following.key()) not in seen:
+            key = following.key()
+            if key == here:
+                result.violation, result.path = (
+                    "the step changes nothing, so it is possible for ever",
+                    _steps_of((path, name)),
+                )
+                return
+            if key not in seen:
                 seen.add(key)
                 waiting.append((following, (path, name)))
         if not goes_on:

@@ -110,6 +110,7 @@ _WEIGHTS = {
     FaultKind.CORRUPT_DISK: 3,
     FaultKind.HANG_DISK: 2,
     FaultKind.FLIP_BITS: 2,
+    FaultKind.DAMAGE_TRANSFER: 3,
 }
 _KINDS = [kind for kind in FaultKind for _ in range(_WEIGHTS.get(kind, 1))]
 OPENINGS = 4

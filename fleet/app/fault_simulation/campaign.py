@@ -1,5 +1,6 @@
 """Campaign: many seeds of the fault simulation, on several processes, with every failing schedule shrunk."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -117,6 +118,7 @@ def _outcomes(first_seed: int, seeds: int, processes: int) -> Iterator[Sequence[
 
 
 def _run_batch(seeds: range) -> list[SeedOutcome]:
+    logging.disable(logging.WARNING)  # in processes of the pool; every fault would leave a line
     return [run_seed(seed, draw(seed)) for seed in seeds]
 
 

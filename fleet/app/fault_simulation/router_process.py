@@ -220,7 +220,7 @@ class RouterProcess(VirtualProcess):
                     left.wanted = False
                     if left.link is None or left.link.description is None:
                         left.give_up()
-                        del self._targets[change.worker_id]
+                        self._targets.pop(change.worker_id, None)
                     else:
                         self.points.reach(FaultPoint.LEASE_ENDED_IN_STREAM)
 

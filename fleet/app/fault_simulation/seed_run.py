@@ -198,7 +198,8 @@ class SeedRun:
             for worker in pool.workers
             if worker.state == "serving"
         }
-        return [f"{name} has not joined" for name in WORKERS if WorkerId(name) not in known]
+        hung = [f"the engine of {name} hangs" for name, worker in self._workers.items() if worker.hangs]
+        return [*hung, *(f"{name} has not joined" for name in WORKERS if WorkerId(name) not in known)]
 
     def _leftovers(self) -> Sequence[str]:
         router = self._router
@@ -522,6 +523,8 @@ class SeedRun:
             worker.dies_at.clear()
             worker.stops_at.clear()
             worker.spoils = worker.skips = worker.fails = worker.damages = 0
+            if worker.hangs and not worker.batch.sequences:
+                worker.hangs = False  # without work, a hang shows neither to the watchdog nor to anybody else
             if worker.frozen:
                 worker.kill()  # for good: its supervisor's liveness probe ends it
 

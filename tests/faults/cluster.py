@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -81,7 +82,7 @@ class FaultCluster:
         self._stack = AsyncExitStack()
         self._text_of: TextOf
 
-    async def __aenter__(self) -> "FaultCluster":
+    async def __aenter__(self) -> Self:
         model_dir = build_tiny_model(default_cache_dir(), tokenizer_only=True)
         codec = load_codec(model_dir)
 
@@ -194,6 +195,19 @@ class FaultCluster:
         except (FleetError, TimeoutError):
             return []
         return [worker.worker_id for pool in pools for worker in pool.workers if worker.state == "serving"]
+
+    async def prefilling(self) -> bool:
+        """Return whether a prefill worker has a request."""
+        pools = (await self.operator.status()).pools
+        return any(
+            worker.booked_requests for pool in pools for worker in pool.workers if worker.worker_id.startswith("p")
+        )
+
+    async def until_drained(self, name: str) -> None:
+        """Wait for the end of a worker that drains; a fault may have stopped it."""
+        if await self.workers[name].ended(DRAIN_SECONDS + CALL_SECONDS) is None:
+            self.workers[name].kill()
+            await self.workers[name].ended(CALL_SECONDS)
 
     async def held(self) -> list[str]:
         """Return what is still held somewhere although no request is live."""

@@ -54,11 +54,17 @@ class Experiment:
             self._ask(160, 12, placement=Placement.DISAGGREGATED, kv_path=path)
             for path in (KvPath.STORE, KvPath.DIRECT)
         ]
-        await self._until_tokens(transfers, 1)
+        await self._until_tokens(transfers[:1], 1)
+        await self._until_prefill_workers(busy=False)
         prefills = [self._ask(500, 12) for _ in range(PREFILLS)]
-        await asyncio.sleep(0.15)  # the prompts reach their workers, and take a second there
-        for each in (*prefills, *transfers, *decodes):
-            each.phase = _phase_of(each, draining=on.get(each) == drainee)
+        await self._until_prefill_workers(busy=True)
+        await asyncio.sleep(0.1)  # the prompts reach their workers, and take a second there
+        for each in prefills:
+            each.phase = _phase_of(each, CellPhase.PREFILL, most_tokens=0)
+        for each in transfers:
+            each.phase = _phase_of(each, CellPhase.TRANSFER, most_tokens=1)
+        for each in decodes:
+            each.phase = _phase_of(each, CellPhase.DRAIN if on[each] == drainee else CellPhase.DECODE)
         began = time.monotonic()
         end = await inject(cluster, self._component, self._fault, self._targets(victim, drainee))
         probing = asyncio.ensure_future(self._recovery(began))
@@ -67,6 +73,7 @@ class Experiment:
             self._ask(64 if number else 200, 8, over_http=number > 0).phase = CellPhase.IDLE
         ended = await self._all_ended()
         await end()
+        await cluster.until_drained(drainee)
         seconds = await probing
         await cluster.restore()
         leaks = await self._leaks()
@@ -89,6 +96,13 @@ class Experiment:
         while not all(len(each.answer.tokens) >= tokens for each in asked):
             told = [(len(each.answer.tokens), each.clients.tally.errors, each.clients.tally.broken) for each in asked]
             assert time.monotonic() < deadline, f"answers have not {tokens} tokens yet: {told}"
+            await asyncio.sleep(0.01)
+
+    async def _until_prefill_workers(self, *, busy: bool) -> None:
+        """Wait until a prefill worker has work, or none has; a prompt that is being transferred is no work of theirs."""
+        deadline = time.monotonic() + PHASE_SECONDS
+        while await self._cluster.prefilling() != busy:
+            assert time.monotonic() < deadline, f"the prefill workers are {'not ' if busy else ''}busy"
             await asyncio.sleep(0.01)
 
     async def _until_draining(self, name: str) -> None:
@@ -189,14 +203,10 @@ class Experiment:
         return self._component is Component.ROUTER and bool(tally.broken) and exact
 
 
-def _phase_of(asked: _Ask, *, draining: bool) -> CellPhase | None:
-    """Return the phase of a request that is under way; None if it has ended."""
-    if asked.task is None or asked.task.done():
-        return None
-    tokens = len(asked.answer.tokens)
-    if draining:
-        return CellPhase.DRAIN
-    return (CellPhase.PREFILL, CellPhase.TRANSFER)[tokens] if tokens < 2 else CellPhase.DECODE
+def _phase_of(asked: _Ask, phase: CellPhase, most_tokens: int = LONG_ANSWER) -> CellPhase | None:
+    """Return the phase of a request that is under way; None if it has ended or is further."""
+    is_there = asked.task is not None and not asked.task.done() and len(asked.answer.tokens) <= most_tokens
+    return phase if is_there else None
 
 
 def _wrong(asked: _Ask) -> int:

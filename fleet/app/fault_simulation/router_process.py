@@ -14,7 +14,7 @@ from fleet.app.fault_simulation.fault_points import FaultPoint, FaultPoints
 from fleet.app.fault_simulation.virtual_network import ConnectionEnd, Listener, VirtualNetwork
 from fleet.app.fault_simulation.virtual_process import VirtualProcess
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
-from fleet.core.ids import RequestId, StoreId, WorkerId
+from fleet.core.ids import Incarnation, RequestId, StoreId, WorkerId
 from fleet.core.work import (
     Cancel,
     Draining,
@@ -272,6 +272,11 @@ class RouterProcess(VirtualProcess):
         assert isinstance(message, StoreChanged)
         self._told[message.store_id, message.fingerprint] = None
         self.hear(message)
+
+    def incarnation_of(self, worker_id: WorkerId) -> Incarnation | None:
+        """Return the incarnation at the other end of a worker's stream; None if there is no stream."""
+        link = self.links.get(worker_id)
+        return None if link is None or link.description is None else link.description.incarnation
 
     # End.
 

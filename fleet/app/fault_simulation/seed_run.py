@@ -193,10 +193,11 @@ class SeedRun:
 
     def _missing_workers(self) -> Sequence[str]:
         known = {
-            worker.worker_id: worker
+            worker.worker_id
             for pool in self._router.machine.snapshot().pools
             for worker in pool.workers
             if worker.state == "serving"
+            and self._router.incarnation_of(worker.worker_id) == self._workers[worker.worker_id].incarnation
         }
         hung = [f"the engine of {name} hangs" for name, worker in self._workers.items() if worker.hangs]
         return [*hung, *(f"{name} has not joined" for name in WORKERS if WorkerId(name) not in known)]

@@ -16,7 +16,7 @@ from loadtests.environments import SystemUnavailable
 from tests.faults.cluster import FaultCluster
 from tests.faults.experiment import Experiment
 from tests.faults.local_cluster import LocalExperiment
-from tests.faults.matrix import Cell, CellPhase, Component, MatrixFault, why_impossible
+from tests.faults.matrix import Cell, CellPhase, Component, MatrixFault, why_impossible, why_impossible_phase
 
 LOCAL = (Component.SUPERVISOR, Component.PLANNER)
 
@@ -118,11 +118,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemUnavailable as error:
         print(f"the matrix cannot run: {error}", file=sys.stderr)
         return 1
-    impossible = [(*pair, reason) for pair in chosen if (reason := why_impossible(*pair))]
+    impossible = [(*pair, "every", reason) for pair in chosen if (reason := why_impossible(*pair))]
+    impossible += [
+        (*pair, phase.value, reason)
+        for pair in chosen
+        for phase in CellPhase
+        if not why_impossible(*pair) and (reason := why_impossible_phase(pair[0], phase))
+    ]
     broken = [cell for cell in cells if cell.broken]
     result = {
         "cells": cells,
-        "impossible": [{"component": each, "fault": fault, "reason": why} for each, fault, why in impossible],
+        "impossible": [
+            {"component": each, "fault": fault, "phase": phase, "reason": why} for each, fault, phase, why in impossible
+        ],
         "broken": len(broken),
         "seconds": round(time.monotonic() - began, 1),
     }
@@ -134,8 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HEAD)
         for cell in cells:
             print(_line(cell))
-        for component, fault, reason in impossible:
-            print(f"{component:10} {fault:18} impossible: {reason}")
+        for component, fault, phase, reason in impossible:
+            print(f"{component:10} {fault:18} {phase:9} impossible: {reason}")
         print(f"{len(cells)} cells, {len(impossible)} impossible combinations, {len(broken)} cells broken")
     return 1 if broken else 0
 

@@ -89,3 +89,12 @@ def why_impossible(component: Component, fault: MatrixFault) -> str:
     if fault in ON_DISK and shutil.which("strace") is None:
         return "strace, which slows and fails the system calls of a disk, is not installed"
     return ""
+
+
+def why_impossible_phase(component: Component, phase: CellPhase) -> str:
+    """Return why a component's faults have no cell for a phase; empty if they have one."""
+    if component in (Component.SUPERVISOR, Component.PLANNER) and phase in (CellPhase.TRANSFER, CellPhase.DRAIN):
+        return (
+            f"the {component} takes no part in it: its cells for prefill and decode stand for every request under way"
+        )
+    return ""

@@ -24,7 +24,7 @@ from fleet.backends.workers.streams import WorkerStreams
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, missing_package
 from fleet.core.ids import Incarnation, ModelName
-from fleet.core.system_clock import SystemClock, utc_now
+from fleet.core.system_clock import SystemClock, unix_seconds, utc_now
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.control.port import open_control_port
@@ -47,6 +47,7 @@ from fleet.membership.registry import SERVICE as REGISTRY_SERVICE
 from fleet.membership.registry import GrpcRegistry
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
+from fleet.net.client_tls import ServerCertificates
 from fleet.net.control.access import ControlAccess, load_control_access
 from fleet.peers.routers import PeerLimits, PeerRouters
 from fleet.router.machine import RouterMachine
@@ -129,17 +130,21 @@ class _Shared(Struct, frozen=True, kw_only=True):
     threads: TokenizerThreads
     secret_keys: SecretBlockKeys
     control_access: ControlAccess
+    certificates: ServerCertificates | None  # of the ports for clients; None if they do not speak TLS
 
     @classmethod
     def build(cls, settings: RouterSettings) -> "_Shared":
         """Build the objects.
 
         Raises:
-            ConfigurationRefused: A credentials file is invalid.
+            ConfigurationRefused: A credentials file or certificate is invalid.
         """
         clock = SystemClock()
         metrics, tenants = RouterProcessMetrics(CollectorRegistry()), Tenants(settings.tenants, clock.now())
         metrics.registry.register(TenantMetrics(tenants.usage))
+        certificates = ServerCertificates(settings.tls, unix_seconds) if settings.tls.certificate else None
+        if certificates is not None:
+            metrics.follow_certificate(certificates.ends_at)
         return cls(
             clock=clock,
             metrics=metrics,
@@ -147,6 +152,7 @@ class _Shared(Struct, frozen=True, kw_only=True):
             threads=TokenizerThreads(trim_heaps),
             secret_keys=SecretBlockKeys(settings.prompt_secret or settings.tenant_secret),
             control_access=load_control_access("control_credentials", settings.control_credentials),
+            certificates=certificates,
         )
 
 
@@ -454,6 +460,8 @@ def _background(parts: _Parts, directory: "Directory | None") -> list[Coroutine[
         running.append(parts.peers.run())
     if directory is not None:
         running.append(backends.registry.follow(directory))
+    if parts.shared.certificates is not None:
+        running.append(parts.shared.certificates.watch())
     return running
 
 
@@ -528,6 +536,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             processes=peers if peers is not None and peers.share_a_port else None,
             connection_seconds=settings.connection_seconds,
             health_listen=settings.health_listen,
+            certificates=shared.certificates,
         ) as http,
         GrpcFrontend.open(
             settings.grpc_listen,
@@ -537,6 +546,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             connection_seconds=settings.connection_seconds,
             max_held_bytes=settings.grpc_max_held_bytes,
             limits=settings.grpc,
+            certificates=shared.certificates,
         ) as grpc,
         open_control_port(
             settings.control_listen,
@@ -577,6 +587,7 @@ async def _kserve(settings: RouterSettings, parts: _Parts) -> AsyncIterator["Kse
         connection_seconds=settings.connection_seconds,
         max_held_bytes=settings.grpc_max_held_bytes,
         limits=settings.grpc,
+        certificates=parts.shared.certificates,
     ) as frontend:
         yield frontend
 

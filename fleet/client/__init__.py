@@ -35,6 +35,7 @@ from fleet.client.results import (
     WorkerStatus,
 )
 from fleet.client.sync import Client, Stream
+from fleet.client.tls import ClientTls
 from fleet.core.requests import (
     AnyObject,
     Choice,
@@ -61,6 +62,7 @@ __all__ = [
     "CandidateCost",
     "Choice",
     "Client",
+    "ClientTls",
     "ClusterStatus",
     "DeadlineExceeded",
     "Delta",

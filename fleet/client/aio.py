@@ -22,6 +22,7 @@ from fleet.client.results import (
     thresholds_of,
 )
 from fleet.client.sync import CALL_SECONDS
+from fleet.client.tls import ClientTls, check_key_is_safe, open_aio_channel
 from fleet.core.errors import Reason
 from fleet.core.requests import Delta, ModelCard
 from fleet.net.grpc.options import CHANNEL_OPTIONS
@@ -46,12 +47,15 @@ class AsyncClient:
         address: str,
         *,
         api_key: str = "",
+        tls: ClientTls | None = None,
+        insecure: bool = False,
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - frozen
     ) -> None:
         """Connect to a router; the arguments are those of `fleet.client.Client`."""
+        check_key_is_safe(address, api_key, tls, insecure=insecure)
         self._metadata = api_key_metadata(api_key)
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_aio_channel(address, CHANNEL_OPTIONS, tls)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._control_port = ControlPort(address, control, control_credentials)
         self._control_channel: grpc.aio.Channel | None = None

@@ -31,6 +31,7 @@ from fleet.core.roles import KvPath, Role
 from fleet.local.liveness import LivenessLimits
 from fleet.local.planner import PLANNER, planner_settings
 from fleet.local.processes import LocalProcess
+from fleet.local.runs import AUTHORITY
 from fleet.local.settings import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, SupervisionSettings, Topology
 from fleet.local.supervision import ChildProcess
 from kvstore.clock import nanos
@@ -85,6 +86,8 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
     control: str  # host:port or unix:/path of the control port
     control_credentials: Credentials  # for callers of the control port, unless it is a Unix socket
     kserve: str  # host:port; empty: not served
+    speaks_tls: bool  # the ports for clients do
+    authority: str  # file with the authority made for this cluster; empty: none was
     pools: tuple[LocalPool, ...]
     disaggregates: bool  # there are prefill workers
 
@@ -180,6 +183,8 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         control=_dialled(control),
         control_credentials=topology.router.control_credentials,
         kserve=_dialled(kserve),
+        speaks_tls=bool(topology.router.tls.certificate),
+        authority=str(authority) if (authority := folder / AUTHORITY).exists() else "",
         pools=tuple(pools),
         disaggregates=topology.replicas(Role.PREFILL) > 0,
     )
@@ -338,7 +343,10 @@ def _dialled(listen: str) -> str:
 
 def addresses(plan_: LocalPlan) -> Sequence[str]:
     """Return lines for a person that say how to reach the cluster."""
-    lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
+    scheme = "https" if plan_.speaks_tls else "http"
+    lines = [f"http  {scheme}://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
+    if plan_.authority:
+        lines.append(f"ca  {plan_.authority}   for curl --cacert, and fleet generate --ca")
     lines += [f"health  http://{plan_.health}/health, /metrics", f"control  {plan_.control}"]
     if plan_.kserve:
         lines.append(f"kserve  {plan_.kserve}")

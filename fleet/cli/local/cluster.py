@@ -12,7 +12,8 @@ from msgspec import Struct, structs
 
 from fleet.app.hub import fetch_topology_model
 from fleet.cli.console.files import whole_file
-from fleet.client import AsyncClient, FleetError
+from fleet.cli.local.certificates import with_certificate
+from fleet.client import AsyncClient, ClientTls, FleetError
 from fleet.config import child_environment, default_cache_dir
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
@@ -42,11 +43,12 @@ class LocalCluster(Struct, frozen=True):
             ConfigurationRefused: It cannot be written there.
         """
         content = {
-            "http": f"http://{self.plan.http}",
+            "http": f"{'https' if self.plan.speaks_tls else 'http'}://{self.plan.http}",
             "grpc": self.plan.grpc,
             "control": self.plan.control,
             "health": f"http://{self.plan.health}",
             **({"kserve": self.plan.kserve} if self.plan.kserve else {}),
+            **({"ca": self.plan.authority} if self.plan.authority else {}),
             "model": self.plan.model,
             "plans": str(self.pools.folder),
             "parts": str(self.pools.folder.parent / PARTS),
@@ -93,6 +95,7 @@ async def with_cluster(
     topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))
     _clean_up_killed_runs()
     with runtime_folder() as runtime:
+        topology = with_certificate(topology, runtime)
         planned = plan(topology, folder=runtime, model_dir=folder, model=served_name(topology.cluster, folder))
         processes = LocalProcesses(
             planned.processes,
@@ -161,7 +164,12 @@ async def _wait_until_serving(planned: LocalPlan) -> None:
 
 def cluster_client(planned: LocalPlan) -> AsyncClient:
     """Return a client for a planned cluster that also reaches its control port."""
-    return AsyncClient(planned.grpc, control=planned.control, control_credentials=planned.control_credentials)
+    return AsyncClient(
+        planned.grpc,
+        tls=ClientTls(authority=planned.authority) if planned.speaks_tls else None,
+        control=planned.control,
+        control_credentials=planned.control_credentials,
+    )
 
 
 def _on_signal(processes: LocalProcesses) -> None:

@@ -33,6 +33,7 @@ from fleet.frontend.openai.relay_requests import EMBEDDINGS
 from fleet.frontend.openai.relay_requests import PATHS as RELAYED_PATHS
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
 from fleet.frontend.peer_routers import PeerRoutersApi
+from fleet.net.client_tls import ServerCertificates
 from fleet.net.http.errors import send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import EVENT_STREAM
@@ -70,6 +71,7 @@ async def open_http_frontend(
     processes: PeerRoutersApi | None = None,
     connection_seconds: float = 0,
     health_listen: str = "",
+    certificates: ServerCertificates | None = None,
 ) -> AsyncIterator["HttpFrontend"]:
     """Listen and serve until the context ends; then cancel running requests.
 
@@ -83,14 +85,17 @@ async def open_http_frontend(
         shared: Whether other processes may listen on the same port.
         processes: The processes behind the same port, whose metrics are merged; None if this is the only one.
         connection_seconds: The lifetime of a client's connection; 0 sets no limit.
-        health_listen: ``host:port`` of a listener for health and metrics alone; empty if there is none.
+        health_listen: ``host:port`` of a listener for health and metrics alone, without TLS; empty if there is none.
+        certificates: The certificates of a port that speaks TLS; None if it does not.
 
     Raises:
         ConfigurationRefused: An address is malformed or in use.
     """
     async with AsyncExitStack() as opened:
         frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds)
-        await opened.enter_async_context(run_server(frontend, listen, setting="http_listen", shared=shared))
+        await opened.enter_async_context(
+            run_server(frontend, listen, setting="http_listen", shared=shared, certificates=certificates)
+        )
         if health_listen:
             health = HttpServer(HEALTH_LIMITS, clock, frontend.health_routes)
             await opened.enter_async_context(run_server(health, health_listen, setting="health_listen", shared=shared))

@@ -14,6 +14,7 @@ Rules:
 
 import logging
 import ssl
+from collections.abc import Callable
 from typing import Any, Self
 
 from msgspec import Struct
@@ -21,7 +22,6 @@ from msgspec import Struct
 from fleet.core.errors import ConfigurationRefused
 from kvstore.errors import BadCredentials
 from kvstore.net.addresses import is_local, unix_path
-from kvstore.net.frames import HEAD
 from kvstore.security import channels as access
 from kvstore.security.authentication import AuthenticationKey, Purpose
 from kvstore.security.credentials import Credentials
@@ -121,7 +121,7 @@ def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | No
     except BadCredentials as error:
         raise ConfigurationRefused(f"{field}{str(error).removeprefix('credentials')}") from error
     if context is not None:
-        context.sslobject_class = _DiagnosedHandshake
+        diagnosed(context)
         try:
             if credentials.certificate:
                 context.load_cert_chain(credentials.certificate, credentials.key)
@@ -139,6 +139,12 @@ def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | No
     )
 
 
+def diagnosed(context: ssl.SSLContext) -> ssl.SSLContext:
+    """Prepare a context for `DiagnosedTls`, and return it."""
+    context.sslobject_class = _DiagnosedHandshake
+    return context
+
+
 class DiagnosedTls(ssl.SSLContext):
     """TLS context of one connection that remembers why its handshake failed (rule 4).
 
@@ -146,13 +152,22 @@ class DiagnosedTls(ssl.SSLContext):
         failure: The failure of the handshake; None if there is none.
     """
 
-    def __new__(cls, shared: ssl.SSLContext, farewell: bytes = b"") -> Self:  # noqa: ARG004 - of `__init__`
+    def __new__(cls, *_: Any) -> Self:
         return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
 
-    def __init__(self, shared: ssl.SSLContext, farewell: bytes = b"") -> None:
-        """Delegate to `shared`. Peers without TLS get the payload `farewell` instead of an alert that they would not understand."""
+    def __init__(
+        self, shared: ssl.SSLContext, farewell: bytes = b"", on_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        """Delegate to `shared`.
+
+        Args:
+            shared: A context of `diagnosed`.
+            farewell: Answer to peers without TLS, which would not understand an alert.
+            on_failure: Called after the first failure; the peer then gets its alert or the farewell.
+        """
         self._shared = shared
-        self._farewell = HEAD.pack(len(farewell)) + farewell if farewell else b""
+        self._farewell = farewell
+        self._on_failure = on_failure
         self._outgoing: ssl.MemoryBIO | None = None
         self.failure: ssl.SSLError | None = None
 
@@ -177,6 +192,7 @@ class DiagnosedTls(ssl.SSLContext):
             if error.reason in PLAIN and self._outgoing is not None and self._farewell:
                 self._outgoing.read()
                 self._outgoing.write(self._farewell)
+            self._on_failure()
 
 
 class _DiagnosedHandshake(ssl.SSLObject):

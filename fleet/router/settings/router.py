@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from fleet.core.discovery import Discovery
 from fleet.core.hub import HubSettings
 from fleet.core.ids import ModelName
-from fleet.net.settings import KIB, MIB, GrpcSettings, HttpSettings
+from fleet.net.settings import KIB, MIB, ClientTlsSettings, GrpcSettings, HttpSettings
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.router.tenants import TenantSettings
 from kvstore.net.addresses import unix_path
@@ -226,6 +226,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     grpc: GrpcSettings = GrpcSettings()
     """Limits of connections at `grpc_listen`, and as many again at `kserve_listen`."""
+
+    tls: ClientTlsSettings = ClientTlsSettings()
+    """TLS of `http_listen`, `grpc_listen` and `kserve_listen`. `health_listen` stays without TLS, for probes. The other ports have
+    credentials of their own."""
 
     share_ports: bool = False
     """True if other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.

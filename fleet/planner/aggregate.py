@@ -118,6 +118,20 @@ class DemandAggregator:
             if each.model == self._model
         )
 
+    def expect(self, source: str) -> None:
+        """Add a source that must report from now on; nothing changes if it is known."""
+        self._heard.setdefault(source, None)
+
+    def forget(self, source: str) -> None:
+        """Remove a source that has ended. What it reported last still counts in the next window."""
+        self._heard.pop(source, None)
+        self._troubles.pop(source, None)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return the sources that must report."""
+        return tuple(self._heard)
+
     def failed(self, source: str, why: str) -> None:
         """Note why a source does not report now."""
         self._troubles[source] = why

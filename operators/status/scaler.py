@@ -1,4 +1,4 @@
-"""Status of RoleScalers, and of ServingPlans, which no planner obeys yet. Pure."""
+"""Status of RoleScalers, and of ServingPlans while no planner obeys them. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from operators.api.serving_plan import ServingPlanStatus
 from operators.manifests.names import DesiredDeployment, pod_selector
 from operators.status.deployment import FALSE, TRUE, ConditionUpdate, condition
 
-NO_PLANNER = "no planner is installed, so this plan has no effect; replicas stay as requested"
+NO_PLANNER = "no planner is installed (value planner.enabled of the chart), so this plan has no effect; replicas stay as requested"
 
 
 def scaler_status(
@@ -67,7 +67,7 @@ def scaler_status(
 
 
 def plan_status(conditions: Sequence[Condition], generation: int, found: bool, now: str) -> ServingPlanStatus:
-    """Return the status of a ServingPlan while no planner exists."""
+    """Return the status of a ServingPlan while no planner is installed."""
     target: ConditionUpdate = (
         ("TargetFound", TRUE, "Found", "") if found else ("TargetFound", FALSE, "NoTarget", "no such DisaggDeployment")
     )

@@ -1,0 +1,216 @@
+"""ServingPlans and the processes that obey them, over the operator, simulated nodes and a router whose load the test sets."""
+
+import json
+import signal
+
+import pytest
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+from msgspec import structs
+
+from tests.support.fleet_processes import run_fleet
+from tests.support.kube.operator import a_deployment, an_operator
+from tests.support.kube.planner import (
+    SeenPlan,
+    a_demand_router,
+    a_planner,
+    make_secret,
+    planned_deployment,
+)
+from tests.support.waiting import until
+
+LOAD = {"mode": "Active", "requestsPerReplica": 4, "coolDownSeconds": 1}
+
+
+@pytest.fixture
+async def a_cluster(asked, nodes):
+    """Run an operator beside a router whose load the test sets, which is yielded."""
+    make_secret(asked)
+    async with a_demand_router(asked, nodes) as router, an_operator(asked, plans_obeyed=True):
+        yield router
+
+
+async def test_load_sizes_a_pool_and_the_plan_says_so(asked, a_cluster, tmp_path):
+    asked.apply(planned_deployment()).expect(201)
+    plan = SeenPlan(asked, **LOAD)
+    with a_planner(asked, tmp_path):
+        await plan.says("Settled", "True", "Settled")
+        assert plan.condition("NoDemandSignal")["status"] == "False"
+
+        a_cluster.running = {"both-0": 11}
+        await until(lambda: asked.replicas() == {"both": 3})
+        await until(lambda: plan.status()["plans"] and plan.status()["plans"][0]["state"] == "settled")
+        await plan.says("Settled", "True", "Settled")
+        status = plan.status()
+        assert status["planner"] == "first"
+        assert [(each["role"], each["replicas"]) for each in status["recommendations"]] == [("both", 3)]
+        assert (status["plans"][0]["changes"], status["plans"][0]["state"]) == ("both 1 to 3", "settled")
+
+        a_cluster.running = {"both-0": 0}
+        await until(lambda: asked.replicas() == {"both": 1})
+
+
+async def test_silent_router_is_named_and_sizes_stay(asked, a_cluster, nodes, tmp_path):
+    nodes.router_address = ""
+    asked.apply(planned_deployment()).expect(201)
+    plan = SeenPlan(asked, **LOAD)
+    with a_planner(asked, tmp_path, stale_seconds=1.0):
+        router = await until(lambda: next((name for name in asked.children("pods", "v1") if "router" in name), None))
+        await until(lambda: router in plan.condition("NoDemandSignal").get("message", ""))
+        assert plan.condition("BudgetExhausted")["status"] == "Unknown", "nothing is decided"
+    assert asked.replicas() == {"both": 1}
+
+
+async def test_unproven_secret_is_no_demand_signal(asked, nodes, tmp_path):
+    async with a_demand_router(asked, nodes, deployment="other"), an_operator(asked, plans_obeyed=True):
+        asked.apply(planned_deployment()).expect(201)
+        plan = SeenPlan(asked, **LOAD)
+        with a_planner(asked, tmp_path, stale_seconds=1.0):
+            await until(lambda: "UNAUTHENTICATED" in plan.condition("NoDemandSignal").get("message", ""))
+
+
+async def test_scaled_pool_is_pinned_until_it_is_released(asked, a_cluster, tmp_path):
+    asked.apply(planned_deployment()).expect(201)
+    plan = SeenPlan(asked, **LOAD)
+    with a_planner(asked, tmp_path):
+        await plan.says("Settled", "True")
+        path = asked.path("rolescalers", "dd-both/scale")
+        asked.api.patch(path, "merge", {"spec": {"replicas": 2}}, fieldManager="kubectl").expect(200)
+        pinned = await plan.says("Pinned", "True", "Pinned")
+        assert pinned["message"] == "both: pinned: kubectl has set it to 2"
+        a_cluster.running = {"both-0": 20}
+        await until(lambda: plan.status()["conditions"] and asked.replicas() == {"both": 2})
+
+        place = ["--deployment", f"{asked.namespace}/dd", "--kubeconfig", asked.kubeconfig]
+        assert run_fleet("scale", "--release", "both", *place).returncode == 0
+        await plan.says("Pinned", "False", "Clear")
+        await until(lambda: asked.replicas() == {"both": 5})
+
+
+async def test_shadow_and_off_change_nothing(asked, a_cluster, tmp_path):
+    asked.apply(planned_deployment()).expect(201)
+    plan = SeenPlan(asked, **LOAD | {"mode": "Shadow"})
+    a_cluster.running = {"both-0": 11}
+    with a_planner(asked, tmp_path):
+        shadow = await plan.says("Settled", "False", "Shadow")
+        assert shadow["message"].endswith("both 1 to 3")
+        assert plan.status()["recommendations"][0]["replicas"] == 3
+        plan.change(mode="Off")
+        await plan.says("Settled", "False", "Off")
+        assert asked.replicas() == {"both": 1}
+        plan.change(mode="Active")
+        await until(lambda: asked.replicas() == {"both": 3})
+
+
+async def test_goal_out_of_reach_names_goal_and_best(asked, a_cluster, tmp_path):
+    asked.apply(planned_deployment()).expect(201)
+    plan = SeenPlan(asked, mode="Active", objective={"ttftMs": 1, "tpotMs": 600})
+    a_cluster.counted = structs.replace(a_cluster.counted, arrivals=100, prompt_tokens=100_000, prompt_squares=1e8)
+    with a_planner(asked, tmp_path):
+        condition = await plan.says("GoalOutOfReach", "True")
+    assert condition["message"].startswith("goals.ttft_seconds: 0.001 s for 90% is out of reach; the best is 0.")
+
+
+async def test_budget_limits_a_pool_and_is_reported(asked, a_cluster, tmp_path):
+    asked.apply(planned_deployment(balance={"gpuBudget": 8})).expect(201)
+    plan = SeenPlan(asked, **LOAD, budget={"centsPerHour": 250}, roles=[{"role": "both", "centsPerHour": 100}])
+    a_cluster.running = {"both-0": 20}
+    with a_planner(asked, tmp_path):
+        condition = await plan.says("BudgetExhausted", "True")
+        await until(lambda: asked.replicas() == {"both": 2})
+    assert condition["message"] == "both needs 5 replicas, and budget.dollars_per_hour leaves 2"
+
+
+async def test_plan_that_cannot_be_obeyed_says_why(asked, tmp_path):
+    make_secret(asked)
+    async with an_operator(asked, plans_obeyed=True):
+        plan = SeenPlan(asked)
+        with a_planner(asked, tmp_path):
+            await plan.says("TargetFound", "False", "NoTarget")
+            asked.apply(a_deployment({"name": "both", "type": "aggregated"})).expect(201)
+            await plan.says("Settled", "False", "NoPlannedRoles")
+            asked.apply(planned_deployment()).expect(200)
+            await plan.says("TargetFound", "True", "Found")
+            for wrong, message in (
+                ([{"role": "none"}], "spec.roles[0].role: is no role of workers; there are both"),
+                (
+                    [{"role": "both", "least": 9}],
+                    "spec.roles: both needs at least 9 replicas, and its bounds allow for 8",
+                ),
+            ):
+                plan.change(roles=wrong)
+                said = await plan.says("Settled", "False", "SpecificationRefused")
+                assert said["message"] == message
+            plan.change(roles=[{"role": "both", "least": 3, "centsPerHour": 100}], budget={"centsPerHour": 200})
+            said = await plan.says("Settled", "False", "SpecificationRefused")
+            assert said["message"].startswith("spec.budget.dollars_per_hour: 2.0 is below what the floors")
+            asked.apply(planned_deployment(suspend=True)).expect(200)
+            plan.change(budget={"centsPerHour": 0})
+            await plan.says("Settled", "False", "Suspended")
+
+
+async def test_first_plan_by_name_is_obeyed_for_a_deployment(asked, a_cluster, tmp_path):
+    asked.apply(planned_deployment()).expect(201)
+    first, second = SeenPlan(asked, "a", **LOAD), SeenPlan(asked, "b", **LOAD)
+    with a_planner(asked, tmp_path):
+        await first.says("Settled", "True")
+        said = await second.says("Settled", "False", "OtherPlanObeyed")
+        assert said["message"] == "the ServingPlan a is for the same deployment, and is obeyed"
+        asked.api.delete(asked.path("servingplans", "a")).expect(200)
+        await second.says("Settled", "True")
+
+
+async def test_missing_control_secret_is_reported_until_it_is_there(asked, nodes, tmp_path):
+    asked.apply(planned_deployment()).expect(201)
+    plan = SeenPlan(asked, **LOAD)
+    with a_planner(asked, tmp_path):
+        await plan.says("Settled", "False", "ControlSecretUnusable")
+        make_secret(asked)
+        async with a_demand_router(asked, nodes), an_operator(asked, plans_obeyed=True):
+            await plan.says("Settled", "True")
+
+
+async def test_one_process_plans_several_deployments(asked, a_cluster, tmp_path):
+    asked.apply(planned_deployment()).expect(201)
+    other = planned_deployment("prefill", "decode")
+    other["metadata"]["name"] = "two"
+    asked.apply(other).expect(201)
+    plans = SeenPlan(asked, **LOAD), SeenPlan(asked, "two", deployment="two", **LOAD)
+    with a_planner(asked, tmp_path) as (_, endpoints):
+        await plans[0].says("Settled", "True")
+        await plans[1].says("NoDemandSignal", "True")  # its routers demand another secret
+        place = ["--planner", endpoints["control"]]
+
+        shown = run_fleet("plan", "--json", "--deployment", f"{asked.namespace}/two", *place)
+        assert {each["name"] for each in json.loads(shown.stdout)["pools"]} == {"prefill", "decode"}
+        nameless = run_fleet("plan", *place)
+        assert nameless.returncode == 1
+        assert f"name one; planned deployments: {asked.namespace}/dd, {asked.namespace}/two" in nameless.stderr
+        unknown = run_fleet("plan", "--deployment", "nowhere/none", *place)
+        assert "'nowhere/none' is not planned" in unknown.stderr
+
+
+async def test_next_leader_goes_on_with_a_killed_ones_plan(asked, a_cluster, nodes, tmp_path):
+    asked.apply(planned_deployment()).expect(201)
+    plan = SeenPlan(asked, **LOAD)
+    with a_planner(asked, tmp_path, "first") as (first, _):
+        await plan.says("Settled", "True")
+        with a_planner(asked, tmp_path, "second"):
+            nodes.working = False  # the plan stays under way
+            a_cluster.running = {"both-0": 11}
+            await plan.says("Settled", "False", "PlanUnderWay")
+            made = plan.status()["plans"][0]["id"]
+            first.send_signal(signal.SIGKILL)
+            first.wait(60)
+            await until(lambda: plan.status()["planner"] == "second")
+            await plan.says("Settled", "False", "PlanUnderWay")
+            assert plan.status()["plans"][0]["id"] == made, "it made no plan of its own"
+            nodes.working = True
+            await plan.says("Settled", "True")
+            assert (plan.status()["plans"][0]["id"], plan.status()["plans"][0]["state"]) == (made, "settled")
+            assert asked.replicas() == {"both": 3}
+            [scaler] = [
+                each["spec"]["replicas"] for each in asked.children("rolescalers", "fleet-serving.io/v1alpha1").values()
+            ]
+            assert scaler == 3

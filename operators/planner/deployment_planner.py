@@ -83,7 +83,8 @@ class DeploymentPlanner:
         self.task = task
         pools = {pool.name: pool.role for pool in settings.pools}
         stale_after = Nanos(round(source.stale_seconds * SECOND))
-        aggregator = DemandAggregator(settings.model, (), pools, clock.now(), stale_after)
+        prefix = f"{target.deployment}-"  # pods are called <deployment>-<role>-…
+        aggregator = DemandAggregator(settings.model, (), pools, clock.now(), stale_after, workers_prefix=prefix)
         access = ControlAccess(LoadedCredentials(secret=task.secret, purpose=Purpose.ROUTER_CONTROL))
         self.demand = DeploymentDemand(RouterDemandSource(source, access, aggregator, clock), aggregator)
         self.loop = PlannerLoop(

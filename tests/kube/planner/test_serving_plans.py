@@ -2,15 +2,22 @@
 
 import json
 import signal
+import subprocess
 
+import httpx
 import pytest
 
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
 from msgspec import structs
 
-from tests.support.fleet_processes import run_fleet
-from tests.support.kube.operator import a_deployment, an_operator
+from operators.rbac import LEASE_NAME, PLANNER_ACCESS
+from tests.support.certificates import Authority
+from tests.support.fleet_processes import run_fleet, start_service
+from tests.support.kube.api.running import an_api_server
+from tests.support.kube.clients import Api
+from tests.support.kube.nodes import Nodes
+from tests.support.kube.operator import QUICK, AskedRouters, a_deployment, an_operator, install
 from tests.support.kube.planner import (
     SeenPlan,
     a_demand_router,
@@ -214,3 +221,109 @@ async def test_next_leader_goes_on_with_a_killed_ones_plan(asked, a_cluster, nod
                 each["spec"]["replicas"] for each in asked.children("rolescalers", "fleet-serving.io/v1alpha1").values()
             ]
             assert scaler == 3
+
+
+async def test_control_port_over_tcp_demands_its_secret(asked, tmp_path):
+    make_secret(asked)
+    asked.apply(planned_deployment()).expect(201)
+    SeenPlan(asked, **LOAD)
+    for name in ("right", "wrong"):
+        (tmp_path / name).write_text(f"{name}: the secret of a planner's control port\n")
+    port = {"control_listen": "127.0.0.1:0", "control_credentials": {"secret_file": f"{tmp_path}/right"}}
+    with a_planner(asked, tmp_path, **port) as (_, endpoints):
+
+        def shown(secret):
+            place = ["--planner", endpoints["control"], "--planner-secret-file", f"{tmp_path}/{secret}"]
+            return run_fleet("plan", "--json", *place)
+
+        assert (
+            json.loads((await until(lambda: (done := shown("right")).returncode == 0 and done)).stdout)["model"]
+            == "tiny"
+        )
+        refused = shown("wrong")
+        assert (refused.returncode, refused.stdout) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kubeconfig": "/nowhere"}, "kubeconfig: /nowhere: No such file"),
+        ({"control_listen": "127.0.0.1:0"}, "control_listen: whoever reaches 127.0.0.1:0 could read the plans"),
+        ({"lease": {"retry_seconds": 20}}, "lease: retry_seconds: must be shorter than renew_within_seconds"),
+        ({"stale_seconds": 0}, "stale_seconds"),
+    ],
+)
+def test_impossible_planner_settings_are_refused(tmp_path, changes, words):
+    settings = {"identity": "a", "lease": {"namespace": "default"}, "kubeconfig": "/nowhere", "listen": "127.0.0.1:0"}
+    process, _ = start_service(
+        "kube-planner", settings | changes, tmp_path / "settings.json", stderr=subprocess.PIPE, text=True
+    )
+    _, log = process.communicate(timeout=60)
+
+    assert process.returncode == 3, log
+    assert words in log
+    assert log.count("\n") == 1
+
+
+ACCOUNT = "system:serviceaccount:default:fleet-planner"
+WANTED = 'fleet_planner_wanted_replicas{deployment="dd",deployment_namespace="default",pool="both"} 2.0'
+
+
+def grant(api):
+    """Create a Role with exactly the rules that `operators.rbac` lists for the planner."""
+    rules = [
+        {"apiGroups": [each.group], "resources": [each.resource], "verbs": list(each.verbs)}
+        | ({"resourceNames": [name.replace(LEASE_NAME, "fleet-planner") for name in each.names]} if each.names else {})
+        for each in PLANNER_ACCESS
+    ]
+    rbac = "/apis/rbac.authorization.k8s.io/v1/namespaces/default"
+    subject = {"kind": "ServiceAccount", "name": "fleet-planner", "namespace": "default"}
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "planner"}
+    api.post(f"{rbac}/roles", {"metadata": {"name": "planner"}, "rules": rules}).expect(201)
+    binding = {"metadata": {"name": "planner"}, "roleRef": reference, "subjects": [subject]}
+    api.post(f"{rbac}/rolebindings", binding).expect(201)
+
+
+async def test_planner_process_uses_exactly_the_listed_rights(tmp_path):
+    nodes = Nodes()
+    authority = Authority(tmp_path, "authority")
+    labels = {"its": "own"}
+    pods = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "planner", "image": "operator:1"}]}}
+    own = {
+        "metadata": {"name": "fleet-planner", "labels": labels},
+        "spec": {"replicas": 0, "selector": {"matchLabels": labels}, "template": pods},
+    }
+    with (
+        an_api_server(with_controllers=True, beside=nodes.run, authority=authority) as server,
+        Api(server.url, authority=authority.file) as api,
+    ):
+        install(server)
+        grant(api)
+        (tmp_path / "admin").mkdir()
+        asked = AskedRouters(server, api, "default", tmp_path / "admin")
+        make_secret(asked)
+        api.post(asked.path("deployments", "", "apps/v1"), own).expect(201)
+        limited = AskedRouters(server, api, "default", tmp_path / "admin")
+        limited.kubeconfig = str(server.kubeconfig(tmp_path, token=ACCOUNT))
+        lease = {"name": "fleet-planner", "namespace": "default", "owner": "fleet-planner", **QUICK}
+        async with a_demand_router(asked, nodes) as router, an_operator(asked, plans_obeyed=True):
+            asked.apply(planned_deployment()).expect(201)
+            plan = SeenPlan(asked, **LOAD)
+            with a_planner(limited, tmp_path, lease=lease) as (process, endpoints):
+                await plan.says("Settled", "True")
+                router.running = {"both-0": 7}
+                await until(lambda: asked.replicas() == {"both": 2})
+                url = f"http://{endpoints['http']}"
+                await until(lambda: WANTED in httpx.get(f"{url}/metrics", trust_env=False).text)
+                found = {path: httpx.get(f"{url}/{path}", trust_env=False) for path in ("healthz", "readyz", "metrics")}
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
+            held = api.get(asked.path("leases", "fleet-planner", "coordination.k8s.io/v1")).expect(200)
+        requests = [each for each in server.requests() if each["user"] == ACCOUNT]
+    assert [each.status_code for each in found.values()] == [200, 200, 200]
+    assert "fleet_planner_process_leads 1.0" in found["metrics"].text
+    assert held["spec"]["holderIdentity"] == "", "the Lease was given back"
+    assert [each for each in requests if each["code"] == 403] == []
+    used = {(each["group"], each["resource"], each["verb"]) for each in requests}
+    granted = {(each.group, each.resource, verb) for each in PLANNER_ACCESS for verb in each.verbs}
+    assert used == granted

@@ -63,7 +63,7 @@ def settings_of(asked: AskedRouters, identity: str, **more: Any) -> dict[str, An
 @contextlib.contextmanager
 def a_planner(asked: AskedRouters, folder: Any, identity: str = "first", **more: Any) -> Iterator[Any]:
     """Run a planner process; yield the process and its endpoints. Its log is in the folder."""
-    settings = settings_of(asked, identity, control_listen=f"unix:{folder}/{identity}.sock", **more)
+    settings = settings_of(asked, identity, **{"control_listen": f"unix:{folder}/{identity}.sock"} | more)
     with (folder / f"{identity}.log").open("w") as log:
         process, endpoints = start_service(
             "kube-planner", settings, folder / f"{identity}.json", stdout=log, stderr=subprocess.STDOUT

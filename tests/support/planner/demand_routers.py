@@ -47,11 +47,15 @@ class DemandRouter:
 
 @asynccontextmanager
 async def serve_demand(
-    router: DemandRouter, address: str, every_seconds: float = 0.1, access: ControlAccess = OPEN_ACCESS
+    router: DemandRouter,
+    address: str,
+    every_seconds: float = 0.1,
+    access: ControlAccess = OPEN_ACCESS,
+    incarnation: str = "1",
 ) -> AsyncIterator[None]:
     """Serve the router's demand at an address, to callers that prove what `access` demands."""
     server = access.server()
-    watch = DemandWatch(router, "router", Incarnation("1"), every_seconds=every_seconds)  # type: ignore[arg-type]
+    watch = DemandWatch(router, "router", Incarnation(incarnation), every_seconds=every_seconds)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("fleet.v1.Cluster", watch.methods()),))
     server.add_insecure_port(address)
     await server.start()

@@ -1,7 +1,10 @@
 """Tests of the settings of a planner that follow from a ServingPlan and its deployment."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
+import yaml
 
 from fleet.app.planner import scaling_rule
 from fleet.app.rehearsal import rehearsal_of
@@ -68,6 +71,22 @@ def test_narrower_bounds_and_budgets_count():
     assert (budget.gpus, budget.dollars_per_hour, budget.least_ratio, budget.most_ratio) == (32, 100.0, 0.25, 2.0)
     assert translated(a_deployment(balance={"gpuBudget": 24}), budget={"gpus": 32}).budget.gpus == 24
     assert translated().budget.least_ratio is None
+
+
+def test_sample_plan_fits_its_sample_deployment():
+    samples = Path(__file__).parents[4] / "deploy" / "samples"
+    plan = yaml.safe_load((samples / "plans" / "h100-llama-70b.yaml").read_text())["spec"]
+    spec = yaml.safe_load((samples / f"h100-{plan['deployment']}.yaml").read_text())["spec"]
+    for role in spec["roles"][1:]:
+        role["scaling"]["mode"] = "Planner"
+    del plan["deployment"]
+    settings = translated(a_deployment(*spec.pop("roles"), **spec), **plan)
+
+    assert {pool.name: (pool.gpu, pool.least, pool.most) for pool in settings.pools} == {
+        "prefill": ("h100", 1, 4),
+        "decode": ("h100", 1, 6),
+    }
+    assert scaling_rule(settings).interval > 0
 
 
 def test_goals_come_in_seconds_and_shares():

@@ -12,7 +12,7 @@ from fleet.planner.settings import PlannerSettings
 from operators.planner.settings import KubePlannerSettings
 
 
-class _Parts:
+class _SimulatedParts:
     """Implements `operators.planner.deployment_planner.PlannerParts`."""
 
     def rule(self, settings: PlannerSettings) -> ScalingRule:
@@ -35,7 +35,7 @@ async def run_kube_planner(settings: KubePlannerSettings, announce: Announce) ->
 
     async with cancelled_by_signals(), stop_signal() as stop:
         await serve_kube_planner(
-            settings, _Parts(), SystemClock(), utc_now, unix_milliseconds, CollectorRegistry(), announce, stop
+            settings, _SimulatedParts(), SystemClock(), utc_now, unix_milliseconds, CollectorRegistry(), announce, stop
         )
 
 

@@ -30,7 +30,7 @@ AGAIN_SECONDS = 5.0
 
 
 class PlannerParts(Protocol):
-    """What a planner is made of beside its loop; the composition root knows the engines and the simulator."""
+    """Maker of a planner's rule and rehearsal; the composition root knows the engines and the simulator."""
 
     def rule(self, settings: PlannerSettings) -> ScalingRule:
         """Return the rule of the settings.
@@ -50,7 +50,7 @@ class PlannerParts(Protocol):
 
 
 class PlannerTask(Struct, frozen=True):
-    """What a deployment's planner depends on; another one is started when it differs."""
+    """Everything that a deployment's planner depends on; another planner is started when it differs."""
 
     settings: PlannerSettings
     secret: bytes

@@ -109,7 +109,7 @@ class RisingLoad:
 
 
 class PlannedCluster:
-    """What the test sees of the cluster."""
+    """State of the cluster, as the test reads it from the API server."""
 
     def __init__(self, api: Api) -> None:
         self.api = api

@@ -115,7 +115,7 @@ class MadePlan(Resource, frozen=True):
 class ServingPlanStatus(Resource, frozen=True):
     observed_generation: int = 0
     planner: Annotated[str, Meta(max_length=253)] = ""
-    """The planner that obeys the plan: the pod that leads."""
+    """The planner that obeys the plan: the pod that leads; `none` if no planner is installed."""
 
     recommendations: Annotated[tuple[Recommendation, ...], Meta(max_length=16)] = ()
     plans: Annotated[tuple[MadePlan, ...], Meta(max_length=5)] = ()

@@ -51,6 +51,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "control_secret_namespace",
     ),
     "LeaseSettings": ("name", "namespace", "owner"),
+    "PlannerLeaseSettings": ("name", "namespace", "owner"),
     "ProbeSettings": ("keys",),
 }
 """Settings, by type, that follow from the chart's values or are secret."""

@@ -13,6 +13,12 @@ from operators.rbac import OWN_SECRET
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
+class PlannerLeaseSettings(LeaseSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the Lease that elects the acting planner. It must not be the operator's."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-planner"
+
+
 class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one planner process of a cluster. Goals, budgets and modes are in ServingPlans."""
 
@@ -22,7 +28,7 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     namespaces: tuple[Annotated[str, Meta(min_length=1, max_length=63)], ...] = ()
     """The namespaces whose ServingPlans are obeyed; empty: all namespaces."""
 
-    lease: LeaseSettings = LeaseSettings(name="fleet-planner")
+    lease: PlannerLeaseSettings = PlannerLeaseSettings()
     """The Lease that elects the planner that applies plans and writes statuses; the others decide as well, so that they can go on at once."""
 
     listen: str = "0.0.0.0:8080"

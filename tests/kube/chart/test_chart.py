@@ -17,7 +17,7 @@ from operators.chart.crds import KINDS, definition
 from operators.chart.metric_catalogue import router_metric_descriptions
 from operators.manifests.names import GRPC, HTTP
 from operators.manifests.workloads import router_deployment
-from operators.planner.settings import KubePlannerSettings
+from operators.planner.settings import KubePlannerSettings, PlannerLeaseSettings
 from operators.rbac import ACCESS, LEASE_NAME, OWN_SECRET, PLANNER_ACCESS
 from operators.settings import OperatorSettings
 from tests.support.kube.charts import (
@@ -209,7 +209,7 @@ def test_planners_settings_file_is_valid(tmp_path):
     everything, brought = settings["everything"], settings["brought"]
     assert everything.namespaces == ()
     assert everything.stale_seconds == 10.0
-    assert everything.lease == LeaseSettings(
+    assert everything.lease == PlannerLeaseSettings(
         name="fleet-llm-planner", namespace="serving", owner="fleet-llm-planner", duration_seconds=30
     )
     assert (everything.control_listen, everything.control_credentials.secret_file) == (

@@ -1,6 +1,10 @@
 """ServingPlans and the processes that obey them, over the operator, simulated nodes and a router whose load the test sets."""
 
+import asyncio
+import contextlib
 import json
+import os
+import random
 import signal
 import subprocess
 
@@ -221,6 +225,77 @@ async def test_next_leader_goes_on_with_a_killed_ones_plan(asked, a_cluster, nod
                 each["spec"]["replicas"] for each in asked.children("rolescalers", "fleet-serving.io/v1alpha1").values()
             ]
             assert scaler == 3
+
+
+async def test_operator_withdraws_what_a_removed_planner_said(asked, nodes, tmp_path):
+    make_secret(asked)
+    asked.apply(planned_deployment()).expect(201)
+    plan = SeenPlan(asked, **LOAD)
+    async with a_demand_router(asked, nodes):
+        async with an_operator(asked, plans_obeyed=True):
+            with a_planner(asked, tmp_path):
+                await plan.says("Settled", "True")
+        async with an_operator(asked):
+            await plan.says("Settled", "False", "NoPlanner")
+            await plan.says("Pinned", "Unknown", "NoPlanner")
+            status = plan.status()
+            assert (status["planner"], status["recommendations"]) == ("none", [])
+            writes = len(status_writes(asked))
+            plan.change(mode="Shadow")
+            await plan.says("Settled", "False", "NoPlanner")
+            assert len(status_writes(asked)) == writes + 1
+        async with an_operator(asked, identity="next", plans_obeyed=True):
+            with a_planner(asked, tmp_path):
+                await plan.says("Settled", "True")
+                await plan.says("Pinned", "False", "Clear")
+
+
+def status_writes(asked):
+    return [
+        each for each in asked.server.requests() if (each["resource"], each["verb"]) == ("servingplans/status", "patch")
+    ]
+
+
+async def test_killed_leaders_leave_pools_within_their_bounds(asked, a_cluster, tmp_path):
+    """The load changes all the time, and the leader is killed at drawn moments; FLEET_PLANNER_KILLS names another number of kills."""
+    seed, kills = int(os.environ.get("FLEET_TEST_SEED", "7")), int(os.environ.get("FLEET_PLANNER_KILLS", "3"))
+    print(f"seed {seed}, {kills} kills")
+    draw, written = random.Random(seed), set()
+    asked.apply(planned_deployment()).expect(201)
+    plan = SeenPlan(asked, **LOAD, roles=[{"role": "both", "least": 1, "most": 4}])
+    lease = {"namespace": asked.namespace, "duration_seconds": 4, "renew_within_seconds": 3, "retry_seconds": 0.1}
+
+    async def change():
+        while True:
+            a_cluster.running = {"both-0": draw.choice([0, 6, 11, 40])}
+            await asyncio.sleep(draw.uniform(0.5, 2.5))
+
+    async def look():
+        while True:
+            scalers = asked.children("rolescalers", "fleet-serving.io/v1alpha1").values()
+            written.update(each["spec"]["replicas"] for each in scalers)
+            await asyncio.sleep(0.05)
+
+    async with asyncio.TaskGroup() as tasks:
+        others = [tasks.create_task(each) for each in (change(), look())]
+        with contextlib.ExitStack() as held:
+            running = {}
+            for number in range(2):
+                running[f"p{number}"] = held.enter_context(a_planner(asked, tmp_path, f"p{number}", lease=lease))[0]
+            for number in range(2, 2 + kills):
+                leader = await until(lambda: (name := plan.status().get("planner")) in running and name)
+                await asyncio.sleep(draw.uniform(0.0, 2.0))  # a drawn moment of a plan
+                running[leader].kill()
+                running.pop(leader).wait(60)
+                running[f"p{number}"] = held.enter_context(a_planner(asked, tmp_path, f"p{number}", lease=lease))[0]
+            others[0].cancel()
+            a_cluster.running = {"both-0": 11}
+            await until(lambda: plan.status().get("planner") in running)
+            await until(lambda: asked.replicas() == {"both": 3})
+            await plan.says("Settled", "True")
+        others[1].cancel()
+    assert written <= {1, 2, 3, 4}
+    assert len(written) > 1, "the load changed nothing, so nothing was tried"
 
 
 async def test_control_port_over_tcp_demands_its_secret(asked, tmp_path):

@@ -60,7 +60,11 @@ class LoadRule:
             return PlanDecision(
                 at=now, replicas=wanted, reason=DecisionReason.NO_SIGNAL, message=message, conditions=tuple(doubts)
             )
-        conditions: list[PlanCondition] = []
+        conditions = [
+            PlanCondition(type=PlanConditionType.PINNED, field=f"pools.{name}", message=found.pinned)
+            for name, found in observed.items()
+            if found.pinned
+        ]
         numbers: dict[str, float] = {"rate": demand.rate, "queued": float(demand.queued)}
         needs = {pool.name: self._need(pool, now, demand, observed[pool.name], numbers) for pool in self._pools}
         replicas = self._within_budget(needs, observed, conditions)

@@ -49,13 +49,19 @@ def add_planner(parser: argparse.ArgumentParser) -> None:
     }
     for name, text in files.items():
         parser.add_argument(f"--planner-{name}", default="", metavar="FILE", help=text)
+    parser.add_argument(
+        "--deployment",
+        default="",
+        metavar="NAMESPACE/NAME",
+        help="the DisaggDeployment, if the planner of a cluster plans several",
+    )
 
 
 def show(arguments: argparse.Namespace) -> int:
     """Show the present state."""
     try:
         with planner(arguments) as stub:
-            status = _status(stub.ShowPlan(pb.ShowPlanRequest(), timeout=CALL_SECONDS))
+            status = _status(stub.ShowPlan(_asked(arguments), timeout=CALL_SECONDS))
     except grpc.RpcError as error:
         return _failed(error, arguments)
     print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(status_lines(status)))
@@ -67,7 +73,7 @@ def watch(arguments: argparse.Namespace) -> int:
     told: Any = None
     try:
         with planner(arguments) as stub, suppress(KeyboardInterrupt):
-            for document in stub.WatchPlan(pb.ShowPlanRequest()):
+            for document in stub.WatchPlan(_asked(arguments)):
                 status = _status(document)
                 states = tuple((each.id, each.state) for each in status.plans[:SHOWN_PLANS])
                 heard = (status.leads, status.reason, status.replicas, status.conditions, status.pools, states)
@@ -87,7 +93,8 @@ def explain(arguments: argparse.Namespace) -> int:
     """Show one plan: why it was made, what was expected of it, and what happened."""
     try:
         with planner(arguments) as stub:
-            document = stub.ExplainPlan(pb.ExplainPlanRequest(plan_id=arguments.plan), timeout=CALL_SECONDS)
+            asked = pb.ExplainPlanRequest(plan_id=arguments.plan, deployment=arguments.deployment)
+            document = stub.ExplainPlan(asked, timeout=CALL_SECONDS)
     except grpc.RpcError as error:
         return _failed(error, arguments)
     record = msgspec.json.decode(document.json, type=PlanRecord)
@@ -110,6 +117,10 @@ def planner(arguments: argparse.Namespace) -> Iterator[Any]:
     arguments.planner = arguments.planner or _only_planner()
     with load_control_access("--planner", credentials).channel(arguments.planner) as channel:
         yield planner_pb2_grpc.PlannerStub(channel)
+
+
+def _asked(arguments: argparse.Namespace) -> pb.ShowPlanRequest:
+    return pb.ShowPlanRequest(deployment=arguments.deployment)
 
 
 def _only_planner() -> str:

@@ -251,3 +251,37 @@ def test_stale_is_exactly_what_was_silent_too_long(pauses):
         now = Nanos(now + pause * SECOND)
         assert bool(aggregator.stale(now)) == (pause * SECOND > STALE_AFTER)
         aggregator.hear("a", a_report(), now)
+
+
+def test_expected_source_is_stale_until_it_reports():
+    aggregator = DemandAggregator(MODEL, (), POOLS, START)
+    assert (aggregator.sources, aggregator.stale(at(1))) == ((), ())
+    aggregator.expect("a")
+    assert aggregator.stale(at(1)) == ("a: has not reported yet",)
+    aggregator.hear("a", a_report(), at(2))
+    aggregator.expect("a")
+
+    assert (aggregator.sources, aggregator.stale(at(3))) == (("a",), ())
+
+
+def test_forgotten_source_leaves_what_it_counted():
+    aggregator = an_aggregator("a", "b")
+    for source in ("a", "b"):
+        aggregator.hear(source, a_report(source), at(0))
+    aggregator.hear("a", a_report("a", arrivals=7, queued=2), at(1))
+    aggregator.failed("a", "it ended")
+    aggregator.forget("a")
+    aggregator.hear("b", a_report("b", arrivals=3), at(1))
+
+    window = aggregator.window(at(2))
+    assert (window.arrivals, window.queued, window.stale) == (10, 0, ())
+    assert aggregator.window(at(3)).arrivals == 0
+    assert aggregator.stale(at(1)) == ()
+
+
+def test_prefix_of_workers_names_is_left_out():
+    aggregator = DemandAggregator(MODEL, (), POOLS, START, workers_prefix="llama-70b-")
+
+    for worker, pool in (("llama-70b-decode-big-77-x", "decode-big"), ("llama-70b-decode-77-x", "decode")):
+        assert aggregator.pool_of(WorkerId(worker), Role.DECODE) == pool
+    assert aggregator.pool_of(WorkerId("decode-big-0"), Role.DECODE) == "decode", "no pool of that name: its role"

@@ -79,6 +79,12 @@ def _lines(status: ClusterStatus) -> Iterator[str]:
         f"router  requests {router.requests}  aggregated {router.aggregated}  disaggregated {router.disaggregated}"
         f"  refused {router.refused}  active {router.active}  queued {router.queued}  index {router.index_blocks} blocks"
     )
+    for hosted in status.overflow:
+        yield (
+            f"overflow  {hosted.model}  to {hosted.url}  running {hosted.running}  served {hosted.served}  not taken {hosted.not_taken}"
+            f"  failed {hosted.failed}  spent ${hosted.spent_dollars:.4f} of ${hosted.limit_dollars:g} in the last hour"
+            + (f"  closed: {hosted.trouble}" if hosted.trouble else "")
+        )
     if (store := status.store) is not None:
         yield (
             f"store   {store.store_id}  {store.blocks} blocks, {store.bytes / MIB:.1f} of {store.capacity_bytes / MIB:.0f} MiB"

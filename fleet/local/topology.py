@@ -107,6 +107,9 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
             has no readable configuration.
     """
     _check_engine(topology.cluster.engine)
+    for name in topology.router.overflow:
+        if name != model:
+            raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {model}")
     with ExitStack() as held:  # all at once, or two ports could be the same
         http = claim_address("router.http_listen", topology.router.http_listen, held)
         grpc = claim_address("router.grpc_listen", topology.router.grpc_listen, held)

@@ -31,7 +31,15 @@ SAMPLED = 512
 
 _COUNTERS = (
     *("arrivals", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens"),
-    *("cached_tokens", "finished", "answer_tokens", "prompt_squares", "answer_squares"),
+    *(
+        "cached_tokens",
+        "finished",
+        "answer_tokens",
+        "prompt_squares",
+        "answer_squares",
+        "overflowed",
+        "overflow_dollars",
+    ),
 )
 _HISTOGRAMS = ("ttft", "tpot", "queue_wait")
 
@@ -180,6 +188,8 @@ class DemandAggregator:
             queue_wait=histograms["queue_wait"],
             queued=queued,
             oldest_seconds=oldest,
+            overflowed=sums["overflowed"],
+            overflow_dollars=sums["overflow_dollars"],
             workers=tuple(self._worker(workers[each]) for each in sorted(workers)),
             stale=(*self.stale(now), *self._gaps.values()),
         )

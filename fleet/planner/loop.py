@@ -76,6 +76,7 @@ class _ScoredPlan(Struct):
     tpot: Counts = ()
     held_seconds: float = 0.0  # GPU-seconds
     dollars: float = 0.0
+    overflow_dollars: float = 0.0
     seconds: float = 0.0
 
 
@@ -131,6 +132,7 @@ class PlannerLoop:
         self._window: DemandWindow | None = None
         self._seen: Observation | None = None
         self._trouble: PlanCondition | None = None
+        self._overflow = {"requests": 0.0, "dollars": 0.0}
         self.error: float | None = None
         """Running relative error of predicted latencies; None: nothing was scored yet."""
 
@@ -172,6 +174,7 @@ class PlannerLoop:
             conditions=conditions if self._trouble is None else (self._trouble, *conditions),
             pools=() if self._seen is None else self._planned(self._seen).pools,
             demand={} if window is None else self._demand_numbers(window),
+            overflow=dict(self._overflow),
             error=self.error,
             plans=self._history.latest(SHOWN_PLANS),
         )
@@ -194,6 +197,8 @@ class PlannerLoop:
             self._trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=str(error))
             return
         now, window = self._clock.now(), self._demand.window()
+        self._overflow["requests"] += window.overflowed
+        self._overflow["dollars"] += window.overflow_dollars
         try:
             decision = self._bounded(self._rule.decide(now, window, seen))
         except Exception as error:  # supervisor: a bug of a rule must not end what watches over the pools
@@ -450,6 +455,7 @@ class PlannerLoop:
             scored.dollars += (
                 window.seconds / 3600 * sum(self._pools[name].replica_dollars * n for name, n in held.items())
             )
+            scored.overflow_dollars += window.overflow_dollars
             scored.seconds += window.seconds
             if now >= scored.until:
                 self._scored.remove(scored)
@@ -477,6 +483,7 @@ class PlannerLoop:
             attainment=min(shares, default=None),
             gpu_hours=scored.held_seconds / 3600 / hours,
             dollars=scored.dollars / hours,
+            overflow_dollars=scored.overflow_dollars / hours,
             ttft_error=errors[0],
             tpot_error=errors[1],
         )
@@ -493,6 +500,8 @@ class PlannerLoop:
             "rate": window.rate,
             "refused": float(window.refused),
             "abandoned": float(window.abandoned),
+            "overflowed": float(window.overflowed),
+            "overflow_dollars_per_hour": window.overflow_dollars_per_hour,
             "queued": float(window.queued),
             "oldest_seconds": window.oldest_seconds,
             "prompt_tokens": window.prompt_tokens / window.arrivals if window.arrivals else None,

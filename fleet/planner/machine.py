@@ -84,6 +84,8 @@ COUNTED = (
     "answer_squares",
     "queued",
     "oldest_seconds",
+    "overflowed",
+    "overflow_dollars",
 )
 
 

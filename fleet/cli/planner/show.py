@@ -156,6 +156,9 @@ def status_lines(status: PlannerStatus) -> Iterator[str]:
         yield "demand   " + "  ".join(f"{name} {value:.4g}" for name, value in known.items())
     if status.numbers:
         yield "numbers  " + "  ".join(f"{name} {value:.4g}" for name, value in status.numbers.items())
+    if status.overflow.get("requests"):
+        hosted = status.overflow
+        yield f"overflow  {hosted['requests']:.0f} requests for ${hosted['dollars']:.4f} since this planner started"
     if status.error is not None:
         yield f"error of rehearsals  {status.error:.0%}"
     for record in status.plans[:SHOWN_PLANS]:
@@ -195,7 +198,8 @@ def record_lines(record: PlanRecord) -> Iterator[str]:
                 yield f"  {name} was {seconds:.4f} s{wrong}"
         if score.attainment is not None:
             yield f"  attainment was {score.attainment:.1%}"
-        yield f"  GPU-hours/h {score.gpu_hours:g}  $/h {score.dollars:.2f}"
+        hosted = f" and {score.overflow_dollars:.2f} for overflow" if score.overflow_dollars else ""
+        yield f"  GPU-hours/h {score.gpu_hours:g}  $/h {score.dollars:.2f}{hosted}"
 
 
 def _sizes(record: PlanRecord) -> str:

@@ -51,9 +51,17 @@ class Rule:
 class Demand:
     def __init__(self):
         self.counts = ()
+        self.overflow_dollars = 0.0
 
     def window(self):
-        return DemandWindow(began=Nanos(0), ended=Nanos(SECOND), ttft=self.counts, arrivals=3)
+        return DemandWindow(
+            began=Nanos(0),
+            ended=Nanos(SECOND),
+            ttft=self.counts,
+            arrivals=3,
+            overflowed=int(self.overflow_dollars > 0),
+            overflow_dollars=self.overflow_dollars,
+        )
 
     def sample(self):
         return ()
@@ -400,6 +408,20 @@ def test_prediction_is_scored_against_what_happened():
     assert score.ttft_error == pytest.approx((score.ttft_seconds - 0.2) / score.ttft_seconds)
     assert score.attainment == 1.0
     assert world.loop.error == pytest.approx(score.ttft_error)
+
+
+def test_cost_of_overflow_is_scored_beside_that_of_replicas():
+    world = World()
+    world.rule.replicas = {DECODE: 2}
+    world.demand.overflow_dollars = 0.001
+
+    seen = []
+    played(world, (15, lambda: seen.append(world.loop.status())))
+
+    (status,) = seen
+    assert world.history.latest(1)[0].score.overflow_dollars == pytest.approx(3.6)
+    assert status.overflow["dollars"] == pytest.approx(0.001 * status.overflow["requests"])
+    assert (status.demand["overflowed"], status.demand["overflow_dollars_per_hour"]) == (1.0, pytest.approx(3.6))
 
 
 def test_shadow_mode_makes_one_record_for_each_change():

@@ -33,7 +33,7 @@ from fleet.planner.demand import DemandWindow
 from fleet.planner.election.ports import PlanElection
 from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import Observation, Plan, PlanId, PoolName
-from fleet.planner.ports import ConnectorError, OrchestratorGone, PlanConflict, PlanConnector, PlanRefused
+from fleet.planner.ports import CALL_SECONDS, ConnectorError, OrchestratorGone, PlanConflict, PlanConnector, PlanRefused
 from fleet.planner.records import PlanHistory, PlannerStatus, PlanRecord, PlanScore, PlanState
 from fleet.planner.rehearsal import Rehearsal, RehearsalSkipped
 from fleet.planner.server import carry_out
@@ -48,6 +48,12 @@ LEARNING_SHARE = 0.2
 
 EXTRA_SECONDS = 30.0
 """Time for an orchestrator to take a plan up, on top of the starts and drains of its replicas."""
+
+STARTING_SECONDS = 30.0
+"""Time after the start of the planner for which an orchestrator that has not answered yet is waited for, not reported."""
+
+OBSERVE_SECONDS = 2 * CALL_SECONDS
+"""Limit for an observation: connectors have one of their own, and one that does not keep it must not stop the planner."""
 
 RETRY_SECONDS = 10.0
 """Pause after a plan that could not be carried out."""
@@ -132,6 +138,8 @@ class PlannerLoop:
         self._window: DemandWindow | None = None
         self._seen: Observation | None = None
         self._trouble: PlanCondition | None = None
+        self._began = Nanos(0)  # when it began to run
+        self._waiting_for = ""
         self._overflow = {"requests": 0.0, "dollars": 0.0}
         self.error: float | None = None
         """Running relative error of predicted latencies; None: nothing was scored yet."""
@@ -147,6 +155,7 @@ class PlannerLoop:
 
     async def run(self) -> Never:
         """Plan until cancelled; then a plan in flight is left to the next leader."""
+        self._began = self._clock.now()
         async with asyncio.TaskGroup() as tasks:
             try:
                 while True:
@@ -168,7 +177,7 @@ class PlannerLoop:
             rule=str(self._settings.rule.__struct_config__.tag),
             at_ms=self._wall_ms(),
             reason=None if decision is None else decision.reason,
-            message="" if decision is None else decision.message,
+            message=self._waiting_for if decision is None else decision.message,
             replicas={} if decision is None else decision.replicas,
             numbers={} if decision is None else decision.numbers,
             conditions=conditions if self._trouble is None else (self._trouble, *conditions),
@@ -190,11 +199,10 @@ class PlannerLoop:
             self._window = self._demand.window()
             return
         try:
-            seen = self._planned(await self._connector.observe())
-        except ConnectorError as error:
-            if self._trouble is None:
-                log.warning("pools not observed", extra={"cause": str(error)})
-            self._trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=str(error))
+            async with asyncio.timeout(OBSERVE_SECONDS):
+                seen = self._planned(await self._connector.observe())
+        except (ConnectorError, TimeoutError) as error:
+            self._not_observed(str(error) or f"no answer within {OBSERVE_SECONDS:g} s")
             return
         now, window = self._clock.now(), self._demand.window()
         self._overflow["requests"] += window.overflowed
@@ -221,6 +229,15 @@ class PlannerLoop:
         else:
             self._adopted = False
             self._stop_plan(PlanState.HANDED_OVER, "another planner leads")
+
+    def _not_observed(self, cause: str) -> None:
+        """Report that the orchestrator does not answer. Until it has answered once, it may still be starting."""
+        if self._seen is None and self._clock.now() < self._began + round(STARTING_SECONDS * SECOND):
+            self._waiting_for = cause
+            return
+        if self._trouble is None:
+            log.warning("pools not observed", extra={"cause": cause})
+        self._trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=cause)
 
     def _planned(self, seen: Observation) -> Observation:
         return Observation(tuple(each for each in seen.pools if each.name in self._pools))

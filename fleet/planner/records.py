@@ -112,6 +112,8 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
     """Reason of the last decision; None: there is none yet."""
 
     message: str = ""
+    """Why it decided so; without a decision, what it waits for."""
+
     replicas: dict[PoolName, int] = {}
     """Replicas that it would have now."""
 

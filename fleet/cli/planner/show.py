@@ -129,7 +129,12 @@ def _only_planner() -> str:
 
 def _failed(error: grpc.RpcError, arguments: argparse.Namespace) -> int:
     call: Any = error
-    print(f"fleet: {arguments.planner}: {call.details()}", file=sys.stderr)
+    said = {
+        grpc.StatusCode.UNAVAILABLE: "no planner answers there now: it has ended, or is starting again; try again, or look into its log",
+        grpc.StatusCode.DEADLINE_EXCEEDED: f"the planner has not answered within {CALL_SECONDS:g} s; try again",
+        grpc.StatusCode.UNIMPLEMENTED: "what answers there is no planner; --planner names the control address of one",
+    }.get(call.code(), call.details())
+    print(f"fleet: {arguments.planner}: {said}", file=sys.stderr)
     return FAILED
 
 
@@ -141,7 +146,7 @@ def status_lines(status: PlannerStatus) -> Iterator[str]:
     leads = "leads" if status.leads else "another planner leads"
     yield f"{status.model}  planner {status.planner}  mode {status.mode}  rule {status.rule}  {leads}"
     if status.reason is None:
-        yield "no decision yet"
+        yield "no decision yet" + (f": {status.message}" if status.message else "")
     else:
         yield f"{status.reason.replace('_', ' ')}: {status.message}"
     for condition in status.conditions:

@@ -73,6 +73,7 @@ def _lines(status: ClusterStatus) -> Iterator[str]:
                 f"  {worker.worker_id:14} {worker.state:10} {worker.engine:18}"
                 f" running {worker.running}  waiting {worker.waiting}  booked {worker.booked_requests}"
                 f"  blocks used {worker.kv_blocks_used}/{worker.kv_blocks}  cached {worker.cached_blocks}"
+                f" (worth {worker.cache_seconds:.2f} s)"
             )
     router = status.router
     yield (

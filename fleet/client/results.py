@@ -107,6 +107,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     cached_blocks: int  # blocks of the prefix cache that the router's index knows
     booked_requests: int  # requests that this router has reserved
     booked_elsewhere: int  # requests that other routers have reserved
+    cache_seconds: float = 0.0  # to compute its cache again, without what other workers hold
 
 
 class PoolStatus(Struct, frozen=True, kw_only=True):

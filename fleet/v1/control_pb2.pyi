@@ -473,6 +473,7 @@ class WorkerStatus(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     BOOKED_REQUESTS_FIELD_NUMBER: _builtins.int
     BOOKED_ELSEWHERE_FIELD_NUMBER: _builtins.int
+    CACHE_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     state: _builtins.str
     """"serving" or "draining" """
@@ -489,6 +490,8 @@ class WorkerStatus(_message.Message):
     """as this router has booked"""
     booked_elsewhere: _builtins.int
     """requests, as other routers have told this one"""
+    cache_seconds: _builtins.float
+    """that computing its cache again would take, without what other workers hold"""
     def __init__(
         self,
         *,
@@ -503,10 +506,11 @@ class WorkerStatus(_message.Message):
         cached_blocks: _builtins.int = ...,
         booked_requests: _builtins.int = ...,
         booked_elsewhere: _builtins.int = ...,
+        cache_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_elsewhere", b"booked_elsewhere", "booked_requests", b"booked_requests", "cached_blocks", b"cached_blocks", "engine", b"engine", "kv_blocks", b"kv_blocks", "kv_blocks_used", b"kv_blocks_used", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_elsewhere", b"booked_elsewhere", "booked_requests", b"booked_requests", "cache_seconds", b"cache_seconds", "cached_blocks", b"cached_blocks", "engine", b"engine", "kv_blocks", b"kv_blocks", "kv_blocks_used", b"kv_blocks_used", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

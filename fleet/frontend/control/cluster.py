@@ -1,7 +1,7 @@
 """Service `fleet.v1.Cluster`: status, explanations and thresholds of a running router."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from msgspec import structs
 
 from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error
-from fleet.core.ids import RequestId
+from fleet.core.ids import RequestId, WorkerId
 from fleet.frontend.overflow import OverflowOutcome, OverflowReports, OverflowStatus
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.grpc.calls import parse_message, unary_handler
@@ -54,9 +54,9 @@ class ClusterService:
     async def _status(self, content: bytes) -> Message:
         parse_message(pb.StatusRequest, content)
         snapshot = self._router.status()
-        counters = snapshot.counters
+        counters, worth = snapshot.counters, self._router.cache_seconds()
         response = pb.StatusResponse(
-            pools=[_encode_pool(pool) for pool in snapshot.pools],
+            pools=[_encode_pool(pool, worth) for pool in snapshot.pools],
             router=pb.RouterStatus(
                 requests=counters.ended,
                 aggregated=counters.aggregated,
@@ -132,7 +132,7 @@ def parse_thresholds(values: dict[str, Any]) -> Thresholds:
         raise invalid(path.removeprefix("."), cause[0].lower() + cause[1:]) from error
 
 
-def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
+def _encode_pool(pool: PoolSnapshot, worth: Mapping[WorkerId, float]) -> pb.PoolStatus:
     return pb.PoolStatus(
         model=pool.model,
         role=pool.role,
@@ -149,6 +149,7 @@ def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
                 cached_blocks=worker.cached_blocks,
                 booked_requests=worker.booked_requests,
                 booked_elsewhere=worker.booked_elsewhere,
+                cache_seconds=worth.get(WorkerId(worker.worker_id), 0.0),
             )
             for worker in pool.workers
         ],

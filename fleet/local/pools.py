@@ -31,7 +31,7 @@ from fleet.net.control.access import ControlAccess
 from fleet.net.grpc.options import SEPARATE_CHANNEL_OPTIONS
 from fleet.planner.connectors.folder import REPORT, FolderRecords
 from fleet.planner.connectors.virtual import Intent, PlanReport, PoolReport
-from fleet.planner.messages import PoolGapReason, PoolName
+from fleet.planner.messages import PoolGapReason, PoolName, worker_prefix
 from fleet.planner.ports import ConnectorUnreachable
 from fleet.v1 import control_pb2, control_pb2_grpc
 from fleet.v1 import worker_pb2 as pb
@@ -182,7 +182,7 @@ class LocalPools:
 
     def _free_name(self, kind: LocalPool) -> WorkerId:
         number = 0
-        while (name := f"{kind.role}-{number}") in self._processes.names:
+        while (name := f"{worker_prefix(PoolName(kind.name))}-{number}") in self._processes.names:
             number += 1
         return WorkerId(name)
 

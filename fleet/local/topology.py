@@ -33,6 +33,7 @@ from fleet.local.planner import PLANNER, planner_settings
 from fleet.local.processes import LocalProcess
 from fleet.local.settings import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, SupervisionSettings, Topology
 from fleet.local.supervision import ChildProcess
+from fleet.planner.messages import PoolName, worker_prefix
 from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
@@ -231,16 +232,14 @@ def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProces
 def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
     """Return the pools; `fields` are settings that all workers share."""
     fields["max_model_len"] = min(topology.cluster.max_model_len, _length_limit(Path(fields["model_dir"])))
-    numbers = dict.fromkeys((pool.role for pool in topology.pools), 0)
     pools = []
     for name, pool in zip(pool_names(topology), topology.pools, strict=True):
-        first = numbers[pool.role]
-        numbers[pool.role] += pool.replicas
+        prefix = worker_prefix(PoolName(name))
         pools.append(
             LocalPool(
                 name=name,
                 role=pool.role,
-                workers=tuple(WorkerId(f"{pool.role}-{number}") for number in range(first, numbers[pool.role])),
+                workers=tuple(WorkerId(f"{prefix}-{number}") for number in range(pool.replicas)),
                 settings=partial(_worker, topology.cluster, pool, folder, fields),
                 ready_within=SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN,
                 limits=liveness_limits(topology.supervision, name),

@@ -23,7 +23,7 @@ from fleet.core.duration_counts import Counts, added
 from fleet.core.ids import Incarnation, ModelName, WorkerId, longest_prefix
 from fleet.core.roles import Role
 from fleet.planner.demand import DemandWindow, RecentRequest, WorkerDemand
-from fleet.planner.messages import PoolName
+from fleet.planner.messages import PoolName, worker_prefix
 
 STALE_AFTER = Nanos(5 * SECOND)  # five missed reports
 SAMPLED = 512
@@ -215,9 +215,10 @@ class DemandAggregator:
     def pool_of(self, worker_id: WorkerId, role: Role) -> PoolName:
         """Return the pool of a worker: by its name, or the only pool of its role, or the role itself."""
         alike = [name for name, its in self._pools.items() if its is role]
-        found = longest_prefix(worker_id, [f"{name}-" for name in alike])
+        prefixes = {f"{worker_prefix(name)}-": name for name in alike}
+        found = longest_prefix(worker_id, prefixes)
         if found is not None:
-            return PoolName(found[:-1])
+            return prefixes[found]
         return alike[0] if len(alike) == 1 else PoolName(str(role))
 
 

@@ -115,6 +115,30 @@ def test_release_refuses_unknown_pools_and_sizes(cluster):
     assert "--release: cannot go with POOL=N" in both.stderr
 
 
+async def test_planner_tells_several_pools_of_one_role_apart(tmp_path):
+    """Both pools answer; only the one whose worker is busy grows."""
+    topology = tmp_path / "topology.toml"
+    pool = '[[pools]]\nrole = "both"\nmax_running = 8\n[pools.simulated.latency]\nstep_base_ms = 20.0\n'
+    rule = 'rule = {kind = "load", requests_per_replica = 3, interval_seconds = 0.5, cool_down_seconds = 3}'
+    goals = "goals = {ttft_seconds = 1.0, tpot_seconds = 0.05}"
+    topology.write_text(f'{pool}{pool}[planner]\nmode = "active"\n{goals}\n{rule}\n')
+    with fleet_up(tmp_path, "--config", str(topology)) as up:
+        stopped = asyncio.Event()
+
+        async def load():
+            async with AsyncClient(up.grpc) as client:
+                while not stopped.is_set():
+                    await client.complete([7, 8, 9], max_tokens=30, ignore_eos=True, pin="both.2-0")
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(6):
+                tasks.create_task(load())
+            await until(lambda: up.pid_of("both.2-1"), 60.0)
+            stopped.set()
+        assert not up.pid_of("both.1-1")
+        assert up.pid_of("both.1-0")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

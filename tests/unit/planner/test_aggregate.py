@@ -193,6 +193,15 @@ def test_workers_belong_to_the_pool_of_their_name():
     assert aggregator.window(at(60)).workers == ()  # a silent router knows nothing of them
 
 
+def test_workers_of_numbered_pools_are_told_apart():
+    pools = {PoolName("decode/1"): Role.DECODE, PoolName("decode/2"): Role.DECODE}
+    aggregator = DemandAggregator(MODEL, ("a",), pools, START)
+
+    found = [aggregator.pool_of(WorkerId(name), Role.DECODE) for name in ("decode.1-0", "decode.2-7", "decode-0")]
+
+    assert found == ["decode/1", "decode/2", "decode"]
+
+
 def test_sample_is_bounded_and_in_order():
     aggregator = an_aggregator()
     for number in range(1000):

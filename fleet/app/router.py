@@ -60,6 +60,7 @@ from fleet.router.tenants import Tenants
 from kvstore.security.channels import load
 
 if TYPE_CHECKING:
+    from fleet.backends.hosted.overflow import HostedOverflow
     from fleet.frontend.kserve.service import KserveFrontend
     from fleet.frontend.metrics.predictions import PredictionMetrics
     from fleet.gateway.endpoint_picker import EndpointPicker
@@ -88,12 +89,13 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         settings = await fetch_router_models(settings, SystemClock())
         shared = _Shared.build(settings)
         backends = _Backends.build(settings, shared)
-        core = _Core.build(settings, shared, backends)
-        limits = _shared_limits(settings, shared)
-        peers = _peers(settings, shared, backends, core)
-        parts = _Parts(shared=shared, backends=backends, core=core, limits=limits, peers=peers)
-        with core.recorder or nullcontext(), closing(shared.threads):
-            await _serve(settings, parts, announce)
+        async with _overflow(settings, shared) as overflow:
+            core = _Core.build(settings, shared, backends, overflow)
+            limits = _shared_limits(settings, shared)
+            peers = _peers(settings, shared, backends, core)
+            parts = _Parts(shared=shared, backends=backends, core=core, limits=limits, peers=peers)
+            with core.recorder or nullcontext(), closing(shared.threads):
+                await _serve(settings, parts, announce)
 
 
 def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
@@ -214,6 +216,35 @@ def _external_codecs(settings: RouterSettings) -> dict[ModelName, TextCodec]:
     return codecs
 
 
+@asynccontextmanager
+async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator[HostedOverflow | None]":
+    """Open the hosted endpoints; None if there are none.
+
+    Raises:
+        ConfigurationRefused: A model is not one of Fleet's own workers, or a key or ledger file cannot be used.
+    """
+    if not settings.overflow:
+        yield None
+        return
+    for model in settings.overflow:
+        if model not in settings.models:
+            served = ", ".join(settings.models) or "none"
+            raise ConfigurationRefused(f"overflow.{model}: `models` has no such model; there are: {served}")
+    from fleet.backends.hosted.overflow import open_overflow  # noqa: PLC0415 - few routers have hosted endpoints
+    from fleet.frontend.metrics.overflow import OverflowMetrics  # noqa: PLC0415 - likewise
+
+    async with open_overflow(
+        settings.overflow,
+        shared.tenants,
+        shared.clock,
+        unix_seconds,
+        connect_timeout_seconds=settings.connect_timeout_seconds,
+        explained_requests=settings.explained_requests,
+    ) as overflow:
+        shared.metrics.registry.register(OverflowMetrics(overflow))
+        yield overflow
+
+
 class _Core(Struct, frozen=True, kw_only=True):
     """The router, and the services that submit requests to it."""
 
@@ -223,9 +254,12 @@ class _Core(Struct, frozen=True, kw_only=True):
     relay: Relay | None
     selection: SelectionService
     demand: DemandWatch
+    overflow: "HostedOverflow | None"
 
     @classmethod
-    def build(cls, settings: RouterSettings, shared: _Shared, backends: _Backends) -> "_Core":
+    def build(
+        cls, settings: RouterSettings, shared: _Shared, backends: _Backends, overflow: "HostedOverflow | None"
+    ) -> "_Core":
         """Build the router; nothing runs yet.
 
         Raises:
@@ -250,6 +284,7 @@ class _Core(Struct, frozen=True, kw_only=True):
             settings.router_id,
             Incarnation(secrets.token_hex(8)),
             dict if predictions is None else predictions.speeds,
+            overflow=overflow,
         )
         shared.metrics.registry.register(DemandMetrics(demand))
         tenant_secret = settings.tenant_secret.encode()
@@ -271,6 +306,7 @@ class _Core(Struct, frozen=True, kw_only=True):
                 server, backends.selection_aware, settings.selection, tenant_secret=tenant_secret
             ),
             demand=demand,
+            overflow=overflow,
         )
 
 
@@ -390,6 +426,7 @@ def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core:
         lambda: generate_latest(shared.metrics.registry).decode(),
         private=shared.secret_keys.fingerprint,
         limits=PeerLimits(shared.tenants, shared.clock) if settings.counts_limits_without_redis else None,
+        overflow=core.overflow,
     )
     core.selection.others = peers
     return peers
@@ -537,6 +574,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             connection_seconds=settings.connection_seconds,
             health_listen=settings.health_listen,
             certificates=shared.certificates,
+            overflow=core.overflow,
         ) as http,
         GrpcFrontend.open(
             settings.grpc_listen,
@@ -560,6 +598,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             shared=settings.share_ports,
             others=peers,
             demand=core.demand,
+            overflow=core.overflow,
         ) as control,
         _kserve(settings, parts) as kserve,
         _endpoint_picker(settings, parts) as picker,

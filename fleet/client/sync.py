@@ -11,11 +11,13 @@ from fleet.client.errors import error_of
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
+    OverflowExplained,
     PlacementExplained,
     RemotePrefill,
     Result,
     StreamedAnswer,
     decode_explanation,
+    decode_overflow,
     decode_status,
     remote_prefill_of,
     thresholds_of,
@@ -150,6 +152,17 @@ class Client:
         with control_errors():
             request = control_pb2.ExplainRequest(request_id=request_id)
             return decode_explanation(self._cluster.Explain(request, timeout=CALL_SECONDS))
+
+    def explain_overflow(self, request_id: str) -> OverflowExplained | None:
+        """Return what became of a request that was refused and may overflow; None if it was not refused.
+
+        Raises:
+            RequestNotFound: This router does not know it, or has forgotten it.
+            FleetError: The call failed.
+        """
+        with control_errors():
+            request = control_pb2.ExplainRequest(request_id=request_id)
+            return decode_overflow(self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     def tune(self, **thresholds: float) -> dict[str, float]:
         """Set thresholds of the router for later requests; return all thresholds.

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from itertools import chain
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from msgspec import structs
 
@@ -36,6 +36,7 @@ from fleet.core.requests import (
     KvPhase,
     ModelCard,
     Prompt,
+    RateLimitStatus,
     Sampling,
     TextPrompt,
     TokenBytes,
@@ -55,6 +56,18 @@ from kvstore.block import tenant_salt
 
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
 RETRY_AFTER_MS = 1000
+
+
+class OverflowTerms(Protocol):
+    """The terms on which one request may overflow to a hosted endpoint."""
+
+    def admitted(self, request: GenerateRequest, prompt_tokens: int, allowance: RateLimitStatus | None) -> Nanos | None:
+        """Note that a request is valid and within its tenant's limits.
+
+        Returns:
+            The predicted wait above which the router rejects it, because it then overflows; None: the usual one.
+        """
+        ...
 
 
 class Generation:
@@ -110,12 +123,15 @@ class Generation:
         """Return the text of a single token, for log probabilities."""
         return self._codecs[self._parents.get(model, model)].token_text(token_id)
 
-    async def generate(self, request: GenerateRequest, authorization: str = "") -> AsyncGenerator[GenerateEvent]:
+    async def generate(
+        self, request: GenerateRequest, authorization: str = "", overflow: "OverflowTerms | None" = None
+    ) -> AsyncGenerator[GenerateEvent]:
         """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
 
         Args:
             request: The request as the frontend understood it.
             authorization: The client's proof of its tenant, ``Bearer KEY``; empty: none.
+            overflow: Takes the request if it is rejected for load; None: nothing does.
 
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
@@ -129,7 +145,7 @@ class Generation:
             tenant = self._tenants.tenant(authorization, request.tenant)
             if tenant != request.tenant:
                 request = structs.replace(request, tenant=tenant)
-            async with aclosing(self._generate(request, measured)) as events:
+            async with aclosing(self._generate(request, measured, overflow)) as events:
                 async for event in events:
                     yield event
         except RequestRejected as refused:
@@ -162,7 +178,9 @@ class Generation:
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, told), external=True)
 
-    async def _generate(self, request: GenerateRequest, measured: "_RequestTimes") -> AsyncGenerator[GenerateEvent]:
+    async def _generate(
+        self, request: GenerateRequest, measured: "_RequestTimes", overflow: "OverflowTerms | None"
+    ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
 
@@ -180,6 +198,9 @@ class Generation:
         complete: Complete | None = None
         last: Delta | None = None
         arrived = self._arrived(request, card, tokens, sampling)
+        if overflow is not None:
+            most_wait = overflow.admitted(request, prompt_tokens, allowance)
+            arrived = structs.replace(arrived, most_wait=most_wait)
         async with self._charged(request.tenant, lambda: answer), self._router.submit(arrived) as submitted:
             yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens, allowance=allowance)
             async for event in submitted:

@@ -34,6 +34,7 @@ from fleet.local.processes import LocalProcess
 from fleet.local.runs import AUTHORITY
 from fleet.local.settings import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, SupervisionSettings, Topology
 from fleet.local.supervision import ChildProcess
+from fleet.planner.messages import PoolName, worker_prefix
 from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
@@ -110,6 +111,9 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
             has no readable configuration.
     """
     _check_engine(topology.cluster.engine)
+    for name in topology.router.overflow:
+        if name != model:
+            raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {model}")
     with ExitStack() as held:  # all at once, or two ports could be the same
         http = claim_address("router.http_listen", topology.router.http_listen, held)
         grpc = claim_address("router.grpc_listen", topology.router.grpc_listen, held)
@@ -233,16 +237,14 @@ def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProces
 def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
     """Return the pools; `fields` are settings that all workers share."""
     fields["max_model_len"] = min(topology.cluster.max_model_len, _length_limit(Path(fields["model_dir"])))
-    numbers = dict.fromkeys((pool.role for pool in topology.pools), 0)
     pools = []
     for name, pool in zip(pool_names(topology), topology.pools, strict=True):
-        first = numbers[pool.role]
-        numbers[pool.role] += pool.replicas
+        prefix = worker_prefix(PoolName(name))
         pools.append(
             LocalPool(
                 name=name,
                 role=pool.role,
-                workers=tuple(WorkerId(f"{pool.role}-{number}") for number in range(first, numbers[pool.role])),
+                workers=tuple(WorkerId(f"{prefix}-{number}") for number in range(pool.replicas)),
                 settings=partial(_worker, topology.cluster, pool, folder, fields),
                 ready_within=SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN,
                 limits=liveness_limits(topology.supervision, name),

@@ -27,7 +27,7 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf, isfinite
+from math import inf
 
 from msgspec import Struct, structs
 
@@ -41,6 +41,11 @@ from fleet.planner.decisions import (
     PlanDecision,
     PlanGoals,
     PlannedPool,
+    check_limits,
+    check_roles,
+    demand_doubts,
+    no_signal,
+    pool_doubts,
 )
 from fleet.planner.demand import DemandWindow
 from fleet.planner.forecasting.history import RECENT_SECONDS, DemandHistory, PoolHistory
@@ -72,20 +77,6 @@ LATE_SECONDS = 30.0
 RATIO_GAIN = 1.05
 """Factor on the served rate for which replicas of one pool are exchanged for those of another one under a budget."""
 
-COUNTED = (
-    "arrivals",
-    "refused",
-    "abandoned",
-    "prompt_tokens",
-    "cached_tokens",
-    "prompt_squares",
-    "finished",
-    "answer_tokens",
-    "answer_squares",
-    "queued",
-    "oldest_seconds",
-)
-
 
 class PlannerMachine:
     """Fleet's scaling rule for the pools of one model."""
@@ -104,6 +95,7 @@ class PlannerMachine:
             ValueError: Bounds contradict each other, or no pool serves a phase; the message names the field.
         """
         budget = budget or PlanBudget()
+        check_roles(pools)
         check_limits(pools, budget)
         self.interval = Nanos(round(settings.interval_seconds * SECOND))
         self._settings = settings
@@ -163,26 +155,14 @@ class PlannerMachine:
     # Rule 1.
 
     def _doubts(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Iterator[PlanCondition]:
-        for source in demand.stale:
-            yield _no_signal(source.partition(": ")[0], f"no demand from {source}")
-        for field, value in _numbers(demand):
-            if not isfinite(value) or value < 0:
-                yield _no_signal(f"demand.{field}", f"demand.{field}: {value} is not a number of at least 0")
-        if demand.ended < demand.began:
-            yield _no_signal("demand.ended", "demand.ended: the window ends before it begins")
-        elif demand.ended > now + self.interval:
-            yield _no_signal("demand.ended", "demand.ended: the window ends in the future")
+        yield from demand_doubts(demand)
+        if demand.ended > now + self.interval:
+            yield no_signal("demand.ended", "demand.ended: the window ends in the future")
         if self._demand.ended is not None and demand.began < self._demand.ended:
-            yield _no_signal("demand.began", "demand.began: the window overlaps the one before it")
+            yield no_signal("demand.began", "demand.began: the window overlaps the one before it")
         if self._now is not None and now < self._now:
-            yield _no_signal("now", "now: the clock went back")
-        for name in self._pools:
-            pool = seen.pool(name)
-            if pool is None or min(pool.wanted, pool.ready, pool.draining) < 0:
-                said = "is not reported" if pool is None else "has a negative number of replicas"
-                yield PlanCondition(
-                    type=PlanConditionType.CONNECTOR_FAILED, field=f"pools.{name}", message=f"pool {name} {said}"
-                )
+            yield no_signal("now", "now: the clock went back")
+        yield from pool_doubts(self._pools, seen)
 
     def _advance(self, now: Nanos) -> None:
         """Advance the time that was observed. A jump of the clock counts as three intervals, so that it ends no cool-down."""
@@ -571,43 +551,5 @@ def _budget_fields(budget: PlanBudget) -> str:
     return ", ".join(set_fields) or "pools.most"
 
 
-def _no_signal(field: str, message: str) -> PlanCondition:
-    return PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field=field, message=message)
-
-
-def _numbers(demand: DemandWindow) -> Iterator[tuple[str, float]]:
-    for name in COUNTED:
-        yield name, getattr(demand, name)
-    for name in ("ttft", "tpot", "queue_wait"):
-        yield name, min(getattr(demand, name), default=0)
-
-
 def _idle(demand: DemandWindow) -> bool:
     return not demand.queued and not any(each.running or each.waiting for each in demand.workers)
-
-
-def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
-    """Check that limits do not contradict each other.
-
-    Raises:
-        ValueError: They do; the message names the field.
-    """
-    names = [each.name for each in pools]
-    for each in pools:
-        if names.count(each.name) > 1:
-            raise ValueError(f"pools: {each.name} is named twice")
-        if each.least > each.most:
-            raise ValueError(f"pools.{each.name}.least: {each.least} is above most, which is {each.most}")
-        if each.gpus < 1 or not isfinite(each.dollars_per_hour) or each.dollars_per_hour < 0:
-            raise ValueError(f"pools.{each.name}: gpus must be at least 1 and dollars_per_hour a number of at least 0")
-    roles = {each.role for each in pools}
-    if Role.BOTH not in roles and roles != {Role.PREFILL, Role.DECODE}:
-        raise ValueError("pools: there must be pools for prefill and for decode, or one for both")
-    if budget.least_ratio is not None and budget.most_ratio is not None and budget.least_ratio > budget.most_ratio:
-        raise ValueError(f"budget.least_ratio: {budget.least_ratio} is above most_ratio, which is {budget.most_ratio}")
-    for field, limit, floor in (
-        ("gpus", budget.gpus, sum(each.least * each.replica_gpus for each in pools)),
-        ("dollars_per_hour", budget.dollars_per_hour, sum(each.least * each.replica_dollars for each in pools)),
-    ):
-        if limit is not None and floor > limit:
-            raise ValueError(f"budget.{field}: {limit} is below what the floors of the pools take, which is {floor}")

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct, structs
@@ -17,13 +18,16 @@ from fleet.client import AsyncClient, ClientTls, FleetError
 from fleet.config import child_environment, default_cache_dir
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
-from fleet.local.pools import LocalPools, drain
+from fleet.local.pools import LocalPools, drain, router_cache_worth
 from fleet.local.processes import ClusterFailed, LocalProcesses
 from fleet.local.runs import PARTS, local_runs, runtime_folder
 from fleet.local.settings import SIMULATED, TINY, Topology, adapter_folders, model_folder, served_name
 from fleet.local.tiny_model import build_tiny_model
 from fleet.local.topology import LocalPlan, plan
+from fleet.net.control.access import load_control_access
 from kvstore.clock import nanos
+from kvstore.net.addresses import unix_path
+from kvstore.security.credentials import Credentials
 
 WORKERS_VISIBLE_SECONDS = 30.0  # seconds until the router sees the last ready worker; less than one is usual
 STATUS_POLL_SECONDS = 0.05
@@ -110,7 +114,10 @@ async def with_cluster(
 
         async def when_ready() -> None:
             await _wait_until_serving(planned)
-            pools = LocalPools(topology, planned, processes, runtime, say)
+            credentials = Credentials() if unix_path(planned.control) else planned.control_credentials
+            access = load_control_access("router.control_credentials", credentials)
+            ask = partial(router_cache_worth, planned.control, access)
+            pools = LocalPools(topology, planned, processes, runtime, say, ask)
             await body(LocalCluster(planned, processes.pids, pools))
 
         return await hold(processes, when_ready)

@@ -8,7 +8,7 @@ from typing import Self
 from fleet.core.clock import Nanos
 from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.ids import ModelName, RequestId
+from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.core.roles import Phase
 from fleet.core.work import Progress
@@ -65,6 +65,9 @@ class FakeRouter:
             index_overflowed=0,
             counters=RouterCounters(completed=len(self.completed)),
         )
+
+    def cache_seconds(self) -> dict[WorkerId, float]:
+        return {}
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self.explanations.get(request_id)

@@ -32,7 +32,7 @@ def test_new_tokens_follow_the_cached_share_when_prompts_grow() -> None:
         history.absorb(each)
 
     shape = history.load.shape
-    assert shape.prompt_tokens == pytest.approx(200_000, rel=0.01)
+    assert shape.prompt_tokens == pytest.approx(200_000, rel=0.05)
     assert shape.new_tokens == pytest.approx(20_000, rel=0.05)
 
 

@@ -29,7 +29,7 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 
 from msgspec import Struct, structs
 
@@ -68,9 +68,6 @@ LATE_SHARE = 0.5
 
 LENGTHS_SECONDS = 60.0
 """Time after a change of lengths during which nothing shrinks: a change of answers shows only when they end."""
-
-LEAST_KEPT = 0.5
-"""Share of the replicas of a pool that stay in one step, because those that end take their caches along."""
 
 RATIO_GAIN = 1.05
 """Factor on the served rate for which replicas of one pool are exchanged for those of another one under a budget."""
@@ -394,10 +391,15 @@ class PlannerMachine:
         return _decision(now, view, self._step_down(view, replicas), reason, "", conditions)
 
     def _step_down(self, view: "_PlanningView", replicas: dict[PoolName, int]) -> dict[PoolName, int]:
-        """Return numbers of which none is below `LEAST_KEPT` of the present one, unless the load has ended or limits forbid that."""
+        """Return numbers by which no pool loses more than half of its replicas, or one, unless the load has ended or limits forbid that.
+
+        Replicas that end take their caches along.
+        """
         if view.quiet:
             return replicas
-        stepped = {name: max(count, ceil(LEAST_KEPT * view.wanted[name])) for name, count in replicas.items()}
+        stepped = {
+            name: max(count, view.wanted[name] - max(1, view.wanted[name] // 2)) for name, count in replicas.items()
+        }
         return stepped if self._fits(view, stepped) else replicas
 
     def _cheaper(self, view: "_PlanningView", target: Mix) -> dict[PoolName, int]:

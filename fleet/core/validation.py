@@ -28,6 +28,7 @@ from fleet.core.requests import (
     StructuredOutput,
     TextPrompt,
     TokenPrompt,
+    ToolCallForm,
 )
 
 MAX_STOP_STRINGS = 16
@@ -235,14 +236,14 @@ class CalledFunction(Struct, frozen=True):
     arguments: str | dict[str, Any]
 
 
-class ToolCall(Struct, frozen=True):
-    """A tool call as in the OpenAI API."""
+class EarlierCall(Struct, frozen=True):
+    """A tool call of an earlier answer, as in the OpenAI API."""
 
     function: CalledFunction
 
 
 _TOOLS: "msgspec.json.Decoder[list[OfferedTool]]" = msgspec.json.Decoder(list[OfferedTool])
-_TOOL_CALLS: "msgspec.json.Decoder[list[ToolCall]]" = msgspec.json.Decoder(list[ToolCall])
+_TOOL_CALLS: "msgspec.json.Decoder[list[EarlierCall]]" = msgspec.json.Decoder(list[EarlierCall])
 _OBJECT: "msgspec.json.Decoder[dict[str, Any]]" = msgspec.json.Decoder(dict[str, Any])
 
 _MISSING = re.compile(r"^Object missing required field `(.*)`$")
@@ -296,6 +297,8 @@ def _check_structured_output(form: StructuredOutput) -> None:
                 raise invalid("sampling.form", f"has {len(strings)} choices; 1 to {MAX_CHOICES} are allowed")
             for string in strings:
                 _check_size("sampling.form", string, MAX_CHOICE_CHARACTERS)
+        case ToolCallForm():
+            raise invalid("sampling.form", "is for routers; set parsing.tool_choice to demand tool calls")
         case _:
             assert_never(form)
 

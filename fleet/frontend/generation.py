@@ -317,6 +317,8 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         text="".join([each.text for each in deltas]),
         token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
         logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
+        reasoning="".join([each.reasoning for each in deltas]),
+        calls=tuple(chain.from_iterable(each.calls for each in deltas)),
     )
 
 

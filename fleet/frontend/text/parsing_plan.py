@@ -129,12 +129,12 @@ def _unknown_parser(card: ModelCard) -> Exception:
     if named:
         return invalid(
             "chat.tools",
-            f"the workers of {card.name!r} do not parse, and the router knows no parser {named!r}; set tool_call_parser"
-            f" of its pool to one of {', '.join(TOOL_CALL_FIELDS)}",
+            f"the workers of {card.name!r} do not parse, and the router knows no parser {named!r}; set their"
+            f" tool_call_parser to one of {', '.join(TOOL_CALL_FIELDS)}",
         )
     return invalid(
         "chat.tools",
-        f"no parser of tool calls is known for {card.name!r}; set tool_call_parser of its pool (fleet up"
+        f"no parser of tool calls is known for {card.name!r}; set tool_call_parser of its workers (fleet up"
         " --tool-call-parser NAME) to the name of vLLM's parser for this model, or leave the tools out",
     )
 

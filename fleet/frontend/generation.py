@@ -195,7 +195,9 @@ class Generation:
         allowance = await admit_with_peers(self._tenants, request.tenant, prompt_tokens, self._clock)
         complete: Complete | None = None
         last: Delta | None = None
-        arrived = self._arrived(request, card, tokens, sampling, None if parsing is None else parsing.task)
+        arrived = self._arrived(
+            request, card, tokens, sampling, None if parsing is None or card.parsers is None else parsing.task
+        )
         async with self._charged(request.tenant, lambda: answer), self._router.submit(arrived) as submitted:
             yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens, allowance=allowance)
             async for event in submitted:

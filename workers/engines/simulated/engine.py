@@ -106,7 +106,8 @@ class SimulatedEngine:
         try:
             sequence = Running(start, self._shape)
         except ValueError as error:
-            self._reject(start, Reason.INVALID_ARGUMENT, "sampling.form", str(error))
+            of_tools = start.parsing is not None and start.parsing.tools
+            self._reject(start, Reason.INVALID_ARGUMENT, "chat.tools" if of_tools else "sampling.form", str(error))
             return
         if (needed := sequence.most_blocks) > self._facts.kv_blocks:
             fault = f"needs {needed} blocks of KV, this engine has {self._facts.kv_blocks}"

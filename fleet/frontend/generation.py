@@ -175,6 +175,8 @@ class Generation:
         if (demand := request.parsing) is not None and (
             card.parsers is not None or demand.tool_choice is not _NO_CALLS or codec.response_template is not None
         ):
+            if not self._parsing_plans.templates.is_loaded and (card.parsers is None or not card.parsers.in_engine):
+                await self._threads.run(self._parsing_plans.templates.load, 0)
             parsing = self._parsing_plans.plan(request, demand, card, codec)
         if parsing is not None:
             sampling = parsing.constrained(sampling)

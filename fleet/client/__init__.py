@@ -36,6 +36,7 @@ from fleet.client.results import (
 )
 from fleet.client.sync import Client, Stream
 from fleet.core.requests import (
+    AnswerParsing,
     AnyObject,
     Choice,
     Delta,
@@ -48,11 +49,14 @@ from fleet.core.requests import (
     ModelCard,
     Pattern,
     Source,
+    ToolChoice,
     Usage,
 )
 from fleet.core.roles import KvPath, Placement
+from fleet.core.tool_calls import ToolCall
 
 __all__ = [
+    "AnswerParsing",
     "AnyObject",
     "AsyncClient",
     "AsyncStream",
@@ -88,6 +92,8 @@ __all__ = [
     "StoreStatus",
     "Stream",
     "TooLarge",
+    "ToolCall",
+    "ToolChoice",
     "Unauthenticated",
     "Unavailable",
     "Usage",

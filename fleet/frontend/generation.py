@@ -229,10 +229,10 @@ class Generation:
         text = ""
         if isinstance(answer, AnswerText):
             text = answer.finish()
+            if collected:
+                yield _joined(collected)
         else:
-            collected.append(answer.finish())
-        if collected:
-            yield _joined(collected)
+            yield _joined_parts([*collected, answer.finish()])
         finish = Finish.STOP if answer.stopped or complete is None else complete.finish
         if finish is Finish.STOP and not isinstance(answer, AnswerText) and answer.has_calls:
             finish = Finish.TOOL_CALLS
@@ -357,6 +357,13 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         text="".join([each.text for each in deltas]),
         token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
         logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
+    )
+
+
+def _joined_parts(deltas: Sequence[Delta]) -> Delta:
+    """Join the pieces of a parsed answer."""
+    return structs.replace(
+        _joined(deltas),
         reasoning="".join([each.reasoning for each in deltas]),
         calls=tuple(chain.from_iterable(each.calls for each in deltas)),
     )

@@ -105,7 +105,7 @@ class ParsingPlans:
         if not with_calls and not parses_reasoning:
             return None
         decoded: list[Mapping[str, Any]] = json.loads(tools) if with_calls else []
-        is_demanded = parsing.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+        is_demanded = with_calls and parsing.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
         if is_demanded and request.sampling.form is not None:
             raise invalid(
                 "parsing.tool_choice", "demands tool calls, which excludes other structured output; leave one out"

@@ -6,6 +6,7 @@ import jsonschema
 import openai
 import pytest
 
+from fleet.client import AnswerParsing, Client, Finish
 from tests.support.fleet_processes import fleet_up
 
 pytestmark = pytest.mark.integration
@@ -128,6 +129,18 @@ MALFORMED = [
     ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {**FUNCTION, "parameters": [1]}}]}, "tools[0].function.parameters"),
     ({"tools": [{"type": "function", "function": {**FUNCTION, "parameters": {"type": "wizard"}}}]}, "tools"),
+    (
+        {"tools": [{"type": "function", "function": {**FUNCTION, "parameters": {"properties": 3}}}]},
+        "tools[0].function.parameters.properties",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {**FUNCTION, "parameters": {"items": {"anyOf": [3]}}}}]},
+        "tools[0].function.parameters.items.anyOf[0]",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {**FUNCTION, "parameters": {"required": [3]}}}]},
+        "tools[0].function.parameters.required[0]",
+    ),
     ({"tools": [{"type": "function", "function": FUNCTION}] * 10_000}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "tool_choice.function.name"),
@@ -162,3 +175,14 @@ def test_tools_are_refused_where_no_parser_is_known(tmp_path):
 
         assert refused.value.param == "tools"
         assert whole(ask(client, max_tokens=5))[3] == "length"
+
+
+def test_client_of_grpc_gets_calls_apart_from_the_text(cluster):
+    question = [{"role": "user", "content": "How will the weather be?"}]
+    with Client(cluster.grpc) as client:
+        parsed = client.complete(question, tools=TOOLS, parsing=AnswerParsing(), max_tokens=200)
+        plain = client.complete(question, tools=TOOLS, max_tokens=200)
+
+    assert (parsed.finish, parsed.reasoning, parsed.text) == (Finish.TOOL_CALLS, THOUGHT, "")
+    assert [call.name for call in parsed.tool_calls] == ["weather"]
+    assert plain.tool_calls == ()

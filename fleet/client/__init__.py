@@ -39,6 +39,7 @@ from fleet.client.results import (
 from fleet.client.sync import Client, Stream
 from fleet.client.tls import ClientTls
 from fleet.core.requests import (
+    AnswerParsing,
     AnyObject,
     Choice,
     Delta,
@@ -51,11 +52,14 @@ from fleet.core.requests import (
     ModelCard,
     Pattern,
     Source,
+    ToolChoice,
     Usage,
 )
 from fleet.core.roles import KvPath, Placement
+from fleet.core.tool_calls import ToolCall
 
 __all__ = [
+    "AnswerParsing",
     "AnyObject",
     "AsyncClient",
     "AsyncStream",
@@ -94,6 +98,8 @@ __all__ = [
     "StoreStatus",
     "Stream",
     "TooLarge",
+    "ToolCall",
+    "ToolChoice",
     "Unauthenticated",
     "Unavailable",
     "Usage",

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from fleet.client.errors import ServerError
 from fleet.core.requests import Admitted, Delta, Finish, Finished, KvPhase, Logprobs, Usage
+from fleet.core.tool_calls import ToolCall, join_calls
 from fleet.v1 import control_pb2, inference_pb2
 from fleet.wire.inference import decode_event
 
@@ -21,6 +22,8 @@ class Result(Struct, frozen=True, kw_only=True):
     finish: Finish
     usage: Usage
     kv: tuple[KvPhase, ...]  # sources of the prompt's KV blocks, by phase
+    reasoning: str = ""  # only with `parsing`
+    tool_calls: tuple[ToolCall, ...] = ()  # only with `parsing`
 
 
 class StreamedAnswer:
@@ -92,6 +95,8 @@ class StreamedAnswer:
             finish=finished.finish,
             usage=finished.usage,
             kv=finished.kv,
+            reasoning="".join(delta.reasoning for delta in self._deltas),
+            tool_calls=tuple(join_calls(call for delta in self._deltas for call in delta.calls)),
         )
 
 

@@ -27,6 +27,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="Hugging Face folder or repository (default: a tiny model, made on the spot)"
     )
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="parser of tool calls, by vLLM's name (default: by the chat template)",
+    )
+    parser.add_argument(
+        "--reasoning-parser", metavar="NAME", help="parser of reasoning, by vLLM's name (default: by the chat template)"
+    )
     parser.add_argument("--prefill", type=_count, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=_count, metavar="N", help="decode workers (default: 1)")
     parser.add_argument("--http-port", type=_port, metavar="PORT", help="OpenAI API (default: 8000; 0: any free one)")
@@ -117,6 +125,9 @@ def read_topology(arguments: argparse.Namespace) -> Topology:
         cluster = structs.replace(cluster, engine=arguments.engine)
     if arguments.model:
         cluster = structs.replace(cluster, model=arguments.model)
+    for name in ("tool_call_parser", "reasoning_parser"):
+        if getattr(arguments, name) is not None:
+            cluster = structs.replace(cluster, **{name: getattr(arguments, name)})
     if arguments.kv_paths:
         cluster = structs.replace(cluster, kv_paths=arguments.kv_paths)
     kserve_listen = topology.router.kserve_listen

@@ -40,11 +40,15 @@ from fleet.core.requests import (
     TextPrompt,
     TokenBytes,
     TokenPrompt,
+    ToolChoice,
     Usage,
 )
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
+from fleet.core.work import ParsingTask
 from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
+from fleet.frontend.text.parsing_plan import ParsingPlans
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, StartedOver
@@ -53,6 +57,7 @@ from fleet.router.state.lora import resolve_model
 from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import tenant_salt
 
+_NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
 RETRY_AFTER_MS = 1000
 
@@ -80,6 +85,7 @@ class Generation:
         self._running: set[RequestId] = set()
         self._parents: dict[ModelName, ModelName] = {}  # base model by name of a requested LoRA adapter
         self._threads = threads
+        self._parsing_plans = ParsingPlans()
 
     @property
     def running(self) -> int:
@@ -165,21 +171,31 @@ class Generation:
     async def _generate(self, request: GenerateRequest, measured: "_RequestTimes") -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
+        parsing = None
+        if (demand := request.parsing) is not None and (
+            card.parsers is not None or demand.tool_choice is not _NO_CALLS or codec.response_template is not None
+        ):
+            parsing = self._parsing_plans.plan(request, demand, card, codec)
+        if parsing is not None:
+            sampling = parsing.constrained(sampling)
 
-        def begun() -> AnswerText:
-            return AnswerText(
-                codec.decoder(tokens),
+        def begun() -> AnswerText | EngineParsedAnswer | TemplateParsedAnswer:
+            if parsing is not None and parsing.template is None:
+                return parsing.engine_answer(request.id)
+            text = AnswerText(
+                codec.decoder(tokens) if parsing is None else codec.decoder(tokens, special=True),
                 stop=request.stop,
                 end_token_ids=frozenset(sampling.stop_token_ids),
                 min_tokens=sampling.min_tokens,
             )
+            return text if parsing is None else parsing.answer(request.id, text, codec, tokens)
 
         answer = begun()
         collected: list[Delta] = []  # parts of an answer that is given in one piece
         allowance = await admit_with_peers(self._tenants, request.tenant, prompt_tokens, self._clock)
         complete: Complete | None = None
         last: Delta | None = None
-        arrived = self._arrived(request, card, tokens, sampling)
+        arrived = self._arrived(request, card, tokens, sampling, None if parsing is None else parsing.task)
         async with self._charged(request.tenant, lambda: answer), self._router.submit(arrived) as submitted:
             yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens, allowance=allowance)
             async for event in submitted:
@@ -189,9 +205,12 @@ class Generation:
                 if isinstance(event, StartedOver):
                     answer = begun()
                     collected.clear()
-                elif event.token_ids:
+                elif event.token_ids or event.parsed is not None:
                     measured.tokens()
-                    delta = answer.add(event.token_ids, event.logprobs)
+                    if isinstance(answer, AnswerText):
+                        delta = answer.add(event.token_ids, event.logprobs)
+                    else:
+                        delta = answer.take(event)
                     if (
                         answer.stopped
                     ):  # leave the context first, so that the engine stops even if the client reads slowly
@@ -203,11 +222,18 @@ class Generation:
                         yield delta
         if last is not None:
             collected.append(last)
+        text = ""
+        if isinstance(answer, AnswerText):
+            text = answer.finish()
+        else:
+            collected.append(answer.finish())
         if collected:
             yield _joined(collected)
-        text = answer.finish()
+        finish = Finish.STOP if answer.stopped or complete is None else complete.finish
+        if finish is Finish.STOP and not isinstance(answer, AnswerText) and answer.has_calls:
+            finish = Finish.TOOL_CALLS
         finished = Finished(
-            finish=Finish.STOP if answer.stopped or complete is None else complete.finish,
+            finish=finish,
             usage=Usage(
                 prompt_tokens=prompt_tokens,
                 completion_tokens=answer.num_tokens,
@@ -220,7 +246,9 @@ class Generation:
         yield finished
 
     @asynccontextmanager
-    async def _charged(self, tenant: str, answer: Callable[[], AnswerText]) -> AsyncGenerator[None]:
+    async def _charged(
+        self, tenant: str, answer: Callable[[], AnswerText | EngineParsedAnswer | TemplateParsedAnswer]
+    ) -> AsyncGenerator[None]:
         """Charge a tenant for the final answer; tokens that a restart made void are not charged."""
         try:
             yield
@@ -278,8 +306,8 @@ class Generation:
                 return tokens
             case TextPrompt(text=text):
                 work, characters = partial(codec.encode, text), len(text)
-            case ChatPrompt(messages=messages, tools=tools):
-                work = partial(codec.render, messages, tools)
+            case ChatPrompt(messages=messages, tools=tools, template_args=template_args):
+                work = partial(codec.render, messages, tools, template_args)
                 characters = len(tools) + sum(len(each.content) + len(each.tool_calls) for each in messages)
             case _:
                 assert_never(prompt)
@@ -287,7 +315,14 @@ class Generation:
             return work()
         return await self._threads.run(work, characters)
 
-    def _arrived(self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, sampling: Sampling) -> Arrived:
+    def _arrived(
+        self,
+        request: GenerateRequest,
+        card: ModelCard,
+        tokens: TokenBytes,
+        sampling: Sampling,
+        parsing: ParsingTask | None = None,
+    ) -> Arrived:
         meant = resolve_model(card, tenant_salt(self._tenant_secret, request.tenant))
         return Arrived(
             request_id=request.id,
@@ -306,6 +341,7 @@ class Generation:
             pin=WorkerId(request.pin) if request.pin else None,
             labels=request.labels,
             whole=request.whole,
+            parsing=parsing,
         )
 
 
@@ -317,6 +353,8 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         text="".join([each.text for each in deltas]),
         token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
         logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
+        reasoning="".join([each.reasoning for each in deltas]),
+        calls=tuple(chain.from_iterable(each.calls for each in deltas)),
     )
 
 

@@ -91,6 +91,12 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine: Annotated[str, Meta(min_length=1)] = "vllm"
     """Name of an entry point in the group `workers.engines`."""
 
+    tool_call_parser: str = "auto"
+    """The parser of tool calls, by vLLM's name; see `tool_call_parser` of the workers."""
+
+    reasoning_parser: str = "auto"
+    """The parser of reasoning, by vLLM's name; see `reasoning_parser` of the workers."""
+
     kv_paths: tuple[KvPath, ...] = (KvPath.STORE,)
     """KV paths from prefill to decode workers, the preferred one first. The default is the store alone, because NIXL
     uses most of a core even when idle, which a machine without accelerators cannot spare.

@@ -259,6 +259,8 @@ def _worker(
         kv_paths=cluster.kv_paths,
         block_tokens=cluster.block_tokens,
         max_running=pool.max_running,
+        tool_call_parser=cluster.tool_call_parser,
+        reasoning_parser=cluster.reasoning_parser,
         adapters=cluster.adapters,
         adapter_slots=cluster.adapter_slots,
         drain_timeout_ms=WORKER_DRAIN // MILLISECOND,

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from fleet.core.clock import Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, draining_rejection
 from fleet.core.ids import RequestId
-from fleet.core.requests import Admitted, Delta, Finished, Logprobs
+from fleet.core.requests import Admitted, CallDelta, Delta, Finished, Logprobs
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.metrics.merged import merge_metrics
@@ -253,6 +253,8 @@ class HttpFrontend(HttpServer):
 
     async def _collect(self, exchange: Exchange, parsed: OpenAiRequest, formatter_type: type[AnswerFormatter]) -> None:
         texts: list[str] = []
+        reasoning: list[str] = []
+        calls: list[CallDelta] = []
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
         headers: tuple[tuple[str, str], ...] = (("x-request-id", parsed.request.id),)
@@ -265,12 +267,14 @@ class HttpFrontend(HttpServer):
                         headers += rate_limit_headers(item.allowance)
                     case Delta():
                         texts.append(item.text)
+                        reasoning.append(item.reasoning)
+                        calls += item.calls
                         token_ids += item.token_ids
                         logprobs += item.logprobs
                     case Finished():
                         assert formatter is not None
                         texts.append(item.text)
-                        content = formatter.whole("".join(texts), token_ids, logprobs, item)
+                        content = formatter.whole("".join(texts), token_ids, logprobs, item, "".join(reasoning), calls)
                         exchange.respond(HTTPStatus.OK, content, headers=headers)
 
     async def _models(self, exchange: Exchange) -> None:

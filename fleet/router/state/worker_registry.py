@@ -7,7 +7,7 @@ from msgspec import structs
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
-from fleet.core.requests import ModelCard
+from fleet.core.requests import AnswerParsers, ModelCard
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
 from fleet.router.kv_index.cache_accuracy import CacheComparison, Knowledge
@@ -277,6 +277,7 @@ class WorkerRegistry:
                     max_model_len=longest.max_model_len,
                     block_tokens=longest.block_tokens,
                     workers=len(pool.workers),
+                    parsers=_parsers(answering),
                 )
             )
             card = cards[-1]
@@ -321,3 +322,9 @@ class WorkerRegistry:
             for (store_id, name), tiers in self._stores.items()
             for tier in tiers
         )
+
+
+def _parsers(descriptions: Iterable[WorkerDescription]) -> AnswerParsers | None:
+    """Return the parsers of a model's answers; those of an engine are preferred."""
+    named = [each.parsers for each in descriptions if each.parsers is not None]
+    return next((each for each in named if each.in_engine), named[0] if named else None)

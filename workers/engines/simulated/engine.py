@@ -28,6 +28,7 @@ from workers.engines.simulated.direct_transfer import BlockLender, DirectParams,
 from workers.engines.simulated.layout import EngineLayout
 from workers.engines.simulated.lora_slots import LoraSlots
 from workers.engines.simulated.model import SimulatedModel
+from workers.engines.simulated.scripts import ScriptWriter
 from workers.engines.simulated.sequence import Sequence as Running
 from workers.engines.simulated.sequence import SequenceContext
 from workers.engines.simulated.store import SimulatedStore
@@ -53,6 +54,7 @@ class SimulatedEngine:
         layout: EngineLayout,
         *,
         store: SimulatedStore | None = None,
+        writer: ScriptWriter | None = None,
     ) -> None:
         simulated = settings.simulated
         self._settings = simulated
@@ -66,6 +68,7 @@ class SimulatedEngine:
             block_tokens=facts.block_tokens,
             max_model_len=facts.max_model_len,
             adapters={adapter.name: adapter.identity for adapter in facts.adapters},
+            writer=writer,
         )
         limits = EngineLimits(
             kv_blocks=facts.kv_blocks,
@@ -100,7 +103,11 @@ class SimulatedEngine:
         if (field_and_fault := self._fault(start)) is not None:
             self._reject(start, Reason.INVALID_ARGUMENT, *field_and_fault)
             return
-        sequence = Running(start, self._shape)
+        try:
+            sequence = Running(start, self._shape)
+        except ValueError as error:
+            self._reject(start, Reason.INVALID_ARGUMENT, "sampling.form", str(error))
+            return
         if (needed := sequence.most_blocks) > self._facts.kv_blocks:
             fault = f"needs {needed} blocks of KV, this engine has {self._facts.kv_blocks}"
             self._reject(start, Reason.TOO_LARGE, "tokens", fault)
@@ -346,8 +353,11 @@ class SimulatedEngine:
             return "request_id", f"{start.request_id} runs already"
         if not start.tokens or len(start.tokens) % TOKEN_BYTES:
             return "tokens", f"{len(start.tokens)} bytes; at least one id of {TOKEN_BYTES} bytes is needed"
-        if start.sampling.form is not None:
-            return "sampling.form", "a simulated engine supports no structured output; leave it out"
+        if start.sampling.form is not None and self._shape.writer is None:
+            return (
+                "sampling.form",
+                "without a tokenizer, a simulated engine supports no structured output; leave it out",
+            )
         highest = int(np.frombuffer(start.tokens, dtype="<u4").max())
         if highest >= self._shape.model.vocab_size:
             return "tokens", f"{highest} is not in the vocabulary of {self._shape.model.vocab_size}"

@@ -22,6 +22,7 @@ from fleet.core.requests import (
     Sampling,
     Source,
     StructuredOutput,
+    ToolCallForm,
 )
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff, Start
@@ -134,6 +135,8 @@ def _structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
             return StructuredOutputsParams(grammar=text)
         case Choice(strings=strings):
             return StructuredOutputsParams(choice=list(strings))
+        case ToolCallForm():
+            raise ValueError("tool calls in a form need a parser, which this worker does not have")
         case _:
             assert_never(form)
 

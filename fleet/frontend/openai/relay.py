@@ -74,7 +74,7 @@ ERROR_FORMS: Mapping[str, ErrorForm] = {
 }
 """How errors are written, for paths with another form than completions and chat."""
 
-OWN_PATHS = frozenset({CHAT, COMPLETIONS})
+OWN_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, "/tokenize", "/detokenize"})
 """Paths of `serve` that Fleet's own workers serve too."""
 
 

@@ -114,7 +114,7 @@ CONTROL_ROUTES = frozenset(
 
 
 class PathClass(Enum):
-    """What the router does with a path."""
+    """Classes of paths, by what the router does with them."""
 
     RELAYED = auto()
     UNKNOWN = auto()  # no pattern covers it

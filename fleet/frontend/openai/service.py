@@ -32,6 +32,7 @@ from fleet.frontend.openai.openapi import openapi_document
 from fleet.frontend.openai.relay import Relay, authorization_of
 from fleet.frontend.openai.relayed_paths import PathClass
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.http.errors import send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
@@ -119,6 +120,7 @@ class HttpFrontend(HttpServer):
             "/openapi.json": {"GET": self._openapi},
             "/metrics": {"GET": self._metrics},
         }
+        routes |= TranslatedFrontend(generation, clock, lambda: self.draining, _unsuitable_content).routes
         super().__init__(settings, clock, routes, connection_seconds)
         if relay is not None:
             self.streams_body = self._is_passage

@@ -35,6 +35,7 @@ class ApiServer:
         self.seen: list[SeenRequest] = []
         self.sockets = 0  # WebSockets that are open
         self.may_join: Callable[[], bool] = lambda: True
+        self.talk: Callable[[web.Request], Awaitable[web.StreamResponse]] = self._echo_messages
         self.port = a_free_port()
 
     @property
@@ -61,7 +62,7 @@ class ApiServer:
         headers = {name.lower(): value for name, value in request.headers.items()}
         if "upgrade" in headers:
             self.seen.append(SeenRequest(request.method, request.raw_path, headers, b""))
-            return await self._echo_messages(request)
+            return await self.talk(request)
         body = b"" if request.path.endswith("/unread") else await request.read()
         seen = SeenRequest(request.method, request.raw_path, headers, body)
         self.seen.append(seen)

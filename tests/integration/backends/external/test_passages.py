@@ -222,7 +222,7 @@ async def test_errors_of_the_server_are_its_own():
         assert world.serving() == 1
 
 
-async def test_unspecified_paths_are_as_the_server_says_and_others_unknown():
+async def test_unknown_paths_are_as_the_server_says():
     server = ApiServer()
     async with a_world(server) as (_, session):
         async with session.get("/version") as unknown, session.get("/v1/version") as known:
@@ -356,7 +356,7 @@ async def test_refused_websocket_gets_the_answer_of_the_server():
     async def refuse(_: web.Request, __) -> web.StreamResponse:
         return web.Response(status=403, text="no")
 
-    server._echo_messages = lambda request: refuse(request, None)
+    server.talk = lambda request: refuse(request, None)
     async with a_world(server) as (_, session):
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await session.ws_connect("/v1/realtime")
@@ -468,7 +468,7 @@ async def test_upload_that_breaks_off_never_looks_whole_to_the_server():
         assert server.seen == []
 
 
-async def test_draining_router_takes_no_new_passage_and_ends_the_running_one():
+async def test_draining_router_ends_the_running_passage():
     server = ApiServer()
     release = asyncio.Event()
 

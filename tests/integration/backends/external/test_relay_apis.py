@@ -278,6 +278,33 @@ async def test_silent_start_of_a_stream_is_no_answer(servers):
     assert [event.type for event in events] == ["response.created", "error"]
 
 
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES_PATH, "/tokenize"])
+async def test_own_models_are_served_beside_external_ones(server, path):
+    server.play = a_message
+    body = {"input": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    if path == "/tokenize":
+        body = {"prompt": "x"}
+        server.tokenise = lambda _: [1]
+    async with a_relay(server, only=False) as world, raw_http_client(world) as peer:
+        for model, status in ((MODEL, 200), ("own", 404)):
+            await peer.send(post(path, {"model": model, **body}))
+            answered, headers, content = await peer.answer()
+            assert answered == status
+            assert ("x-fleet-request-id" in headers) == (model == MODEL)
+        assert b"is not served here" in content
+
+
+async def test_passage_for_an_own_model_is_refused_by_name(server):
+    form = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nown\r\n--b--\r\n'
+    async with a_relay(server, only=False) as world, raw_http_client(world) as peer:
+        await peer.send(post("/v1/audio/transcriptions", form, "content-type: multipart/form-data; boundary=b"))
+        status, _, content = await peer.answer()
+
+    assert (status, error_of(content)["param"]) == (404, "model")
+    assert "'own'" in error_of(content)["message"]
+    assert server.seen == []
+
+
 async def test_model_is_named_in_the_error_of_a_placed_request(server):
     async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(RESPONSES, {"model": "other", "input": "x"}))

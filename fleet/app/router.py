@@ -35,6 +35,7 @@ from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
 from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
 from fleet.frontend.openai.relay import Relay
+from fleet.frontend.openai.relayed_paths import RelayedPaths
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_check import TokenizerCheck
@@ -377,6 +378,7 @@ def _relay(settings: RouterSettings, shared: _Shared, backends: _Backends, serve
         shared.threads,
         id_prefix=secrets.token_hex(4),
         only=not settings.models,
+        paths=RelayedPaths.of(settings.external_paths),
     )
 
 

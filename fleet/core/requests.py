@@ -263,6 +263,7 @@ class Finished(Struct, frozen=True, kw_only=True):
     usage: Usage
     kv: tuple[KvPhase, ...]
     text: str = ""  # text that was held back for a possible stop string
+    stop_string: str = ""  # the stop string that ended the answer; empty if none did
 
 
 GenerateEvent = Admitted | Delta | Finished

@@ -166,6 +166,32 @@ class Generation:
         finally:
             self._running.discard(request.id)
 
+    async def tokens_of(self, request: GenerateRequest, authorization: str = "") -> tuple[ModelCard, TokenBytes]:
+        """Return the model of a request and the tokens of its prompt, which may be too long; nothing is generated.
+
+        Raises:
+            RequestRejected: The key, the model or the prompt is wrong.
+        """
+        self._tenants.tenant(authorization, request.tenant)
+        card, codec = self._resolve(request.model)
+        validate(request, card, None, vocab_size=codec.vocab_size)
+        return card, await self._tokenise(request.prompt, codec)
+
+    async def text_of(self, request: GenerateRequest, authorization: str = "") -> str:
+        """Return the text of a prompt of tokens; nothing is generated.
+
+        Raises:
+            RequestRejected: As `tokens_of`.
+        """
+        card, tokens = await self.tokens_of(request, authorization)
+        codec = self._codecs[self._parents.get(card.name, card.name)]
+        size = len(tokens)
+        return (
+            codec.decode(tokens)
+            if size <= INLINE_CHARACTERS
+            else await self._threads.run(partial(codec.decode, tokens), size)
+        )
+
     async def arrival(self, request: GenerateRequest, authorization: str = "") -> Arrived:
         """Check, tokenize and admit a request that another program sends to its worker; return what the router has to know of it.
 
@@ -265,6 +291,7 @@ class Generation:
             ),
             kv=submitted.kv,
             text=text,
+            stop_string=(answer.stop_string or request.stop[0]) if answer.stopped else "",
         )
         measured.finished(finished)
         yield finished

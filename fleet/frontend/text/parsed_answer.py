@@ -39,6 +39,7 @@ class EngineParsedAnswer:
         self._calls: list[CallDelta] = []
         self.num_tokens = 0
         self.stopped = False  # True after a stop string
+        self.stop_string = ""  # workers do not tell which one
 
     @property
     def has_calls(self) -> bool:
@@ -154,6 +155,10 @@ class TemplateParsedAnswer:
     @property
     def stopped(self) -> bool:
         return self._text.stopped
+
+    @property
+    def stop_string(self) -> str:
+        return self._text.stop_string
 
     @property
     def has_calls(self) -> bool:

@@ -15,10 +15,10 @@ from fleet.core.clock import SECOND, Clock
 from fleet.core.errors import RequestRejected, internal_error
 from fleet.net.client_tls import HTTP_1, ServerCertificates, TlsPort
 from fleet.net.connection_table import ConnectionTable
-from fleet.net.http.connection import HttpConnection
+from fleet.net.http.connection import HttpConnection, StreamsBody
 from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes, MalformedRequest
+from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes, HttpHead, MalformedRequest
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import HttpSettings
 from fleet.net.sockets import BACKLOG, bind_tcp
@@ -84,6 +84,7 @@ class HttpServer:
         self.stop_listening: Callable[[], None] = lambda: None
         self.tasks: asyncio.TaskGroup
         self.draining = False
+        self.streams_body: StreamsBody | None = None  # None: every body is collected before its request is served
         self._settings = settings
         self._clock = clock
         self._routes = routes
@@ -111,6 +112,7 @@ class HttpServer:
             self.held,
             self._client_log,
             self._connection_seconds,
+            self.streams_body,
         )
 
     def tls_port(self, listening: socket.socket, certificates: ServerCertificates) -> TlsPort:
@@ -167,6 +169,10 @@ class HttpServer:
         """Return the handlers by method for a path outside of the route table; None if there are none."""
         return None
 
+    def fallback(self, head: HttpHead) -> RouteHandler | None:  # noqa: ARG002 - for subclasses that serve more
+        """Return the handler of a path or method that no table has; None if there is none."""
+        return None
+
     def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._serving.discard(task)
         exchange.finish()
@@ -189,11 +195,14 @@ class HttpServer:
     async def _route(self, exchange: Exchange) -> None:
         request = exchange.request
         methods = self._routes.get(request.path) or self.handlers_of(request.path)
-        if methods is None:
+        answer = None if methods is None else methods.get("GET" if request.method == "HEAD" else request.method)
+        if answer is None:
+            answer = self.fallback(request.head)
+        if answer is not None:
+            await answer(exchange)
+        elif methods is None:
             send_http_error(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
-        elif (answer := methods.get("GET" if request.method == "HEAD" else request.method)) is None:
+        else:
             allowed = ", ".join(methods)
             message = f"{request.path[:200]} takes {allowed}, not {request.method}"
             send_http_error(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)
-        else:
-            await answer(exchange)

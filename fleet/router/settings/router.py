@@ -72,6 +72,22 @@ ENDPOINT = r"^(tcp://([^*:\s]+|\[[^\]\s]+\]):[0-9]{1,5}|ipc://\S+)?$"
 """A ZeroMQ endpoint to connect to; wildcards are for the engine that listens."""
 
 
+ExternalPath = Annotated[str, Meta(pattern=r"^/([^*?#\s]*|([^*?#\s]*/)?\*)$")]
+
+DEFAULT_EXTERNAL_PATHS = (
+    "/v1/*",
+    "/tokenize",
+    "/detokenize",
+    "/rerank",
+    "/v2/rerank",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/v2/embed",
+)
+"""The API of OpenAI, and the paths without a version by which clients use vLLM."""
+
+
 class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A server that speaks the OpenAI API and knows nothing of Fleet, such as vLLM, llama.cpp or a hosted service."""
 
@@ -298,6 +314,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     overflow: dict[ModelName, OverflowSettings] = {}
     """Hosted endpoints by the model of Fleet's own workers whose requests they take when these cannot; see docs/router.md."""
+    external_paths: tuple[ExternalPath, ...] = DEFAULT_EXTERNAL_PATHS
+    """Paths of external servers that clients may reach, with any method: whole paths, or beginnings that end with ``/*``. Completions, chat
+    and embeddings are always relayed. Control routes, such as ``/v1/load_lora_adapter``, ``/sleep`` and ``/collective_rpc``, change a server for
+    all its clients, so ``/*`` does not cover them: list each one that clients may call by its own name."""
 
     store: str = ""
     """gRPC address of the KV store node (``unix:/path`` or host:port); empty: there is none."""

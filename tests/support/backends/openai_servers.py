@@ -22,6 +22,7 @@ from fleet.frontend.generation import Generation
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
 from fleet.frontend.openai.relay import Relay
+from fleet.frontend.openai.relayed_paths import RelayedPaths
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -328,7 +329,8 @@ async def a_relay(
     threads = TokenizerThreads()
     readers = {MODEL: reader}
     readers |= {name: reader.for_adapter(name) for each in settings.openai_workers for name in each.adapters}
-    relay = Relay(router, workers, readers, shared, metrics, clock, threads, id_prefix="t", only=only)
+    paths = RelayedPaths.of(settings.external_paths)
+    relay = Relay(router, workers, readers, shared, metrics, clock, threads, id_prefix="t", only=only, paths=paths)
     generation = Generation(
         router,
         {},

@@ -41,7 +41,7 @@ class CellPhase(StrEnum):
 
 
 class Cell(Struct, kw_only=True):
-    """What one fault did to the requests of one phase."""
+    """The effect of one fault on the requests of one phase."""
 
     component: str
     fault: str

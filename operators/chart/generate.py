@@ -69,7 +69,7 @@ def values() -> str:
 
 def schema() -> Schema:
     """Return `values.schema.json`, in the draft that both versions of Helm know."""
-    kinds = [Values, OperatorSettings, KubePlannerSettings]
+    kinds: list[type[Struct]] = [Values, OperatorSettings, KubePlannerSettings]
     (root, *_), parts = msgspec.json.schema_components(kinds, ref_template="#/definitions/{name}")
     structs = {name: kind for each in kinds for name, kind in _structs(each).items()}
     for name, part in parts.items():

@@ -108,6 +108,7 @@ class WorkerServer:
             keeps_forms=facts.keeps_forms,
             generation=settings.generation,
             start_seconds=start_seconds,
+            parsers=facts.parsers,
         )
         self._settings = settings
         self.engine = engine

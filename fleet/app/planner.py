@@ -53,7 +53,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
     history = PlanHistory(Path(settings.history) if settings.history else None)
     async with (
         cancelled_by_signals(),
-        open_election(settings.election, identity, clock) as election,
+        open_election(settings, identity, clock) as election,
         connector_of(settings.target, PlanWriter.PLANNER) as connector,
         stop_signal() as stop,
     ):

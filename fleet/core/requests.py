@@ -43,7 +43,11 @@ class Choice(Struct, frozen=True, tag=True):
     strings: tuple[str, ...]
 
 
-StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice
+class ToolCallForm(Struct, frozen=True, tag=True):
+    """Structured output: tool calls in the model's own format, as `ParsingTask` demands. Only the router sets it."""
+
+
+StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice | ToolCallForm
 """The rule that an answer's text must follow."""
 
 
@@ -90,6 +94,23 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     name: str = ""  # the name of the speaker or of the tool
 
 
+class ToolChoice(StrEnum):
+    """The tool calls that an answer may have."""
+
+    NONE = "none"  # text alone
+    AUTO = "auto"  # the model decides
+    REQUIRED = "required"  # at least one call, of any tool
+    NAMED = "named"  # one call, of the tool that the request names
+
+
+class AnswerParsing(Struct, frozen=True, kw_only=True):
+    """Demand to return reasoning and tool calls apart from the text, and which calls the answer may have."""
+
+    tool_choice: ToolChoice = ToolChoice.AUTO
+    function: str = ""  # the tool of ToolChoice.NAMED
+    parallel_calls: bool = True  # False: at most one call
+
+
 class TextPrompt(Struct, frozen=True, tag=True):
     text: str
 
@@ -97,6 +118,9 @@ class TextPrompt(Struct, frozen=True, tag=True):
 class ChatPrompt(Struct, frozen=True, tag=True):
     messages: tuple[ChatMessage, ...]
     tools: str = ""  # tools that the model may call, a JSON list as in the OpenAI API; empty: none
+    template_args: str = (
+        ""  # further variables of the chat template, such as `enable_thinking`: a JSON object; empty: none
+    )
 
 
 class TokenPrompt(Struct, frozen=True, tag=True):
@@ -125,11 +149,13 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     pin: str = ""  # the only worker that may answer; empty: any
     labels: tuple[str, ...] = ()  # labels that the worker must have
     whole: bool = False  # the client gets the answer in one piece, so there is at most one `Delta`
+    parsing: AnswerParsing | None = None  # None: the answer is one text, as the model writes it
 
 
 class Finish(StrEnum):
     STOP = "stop"  # end of sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's length
+    TOOL_CALLS = "tool_calls"  # as STOP, and the answer has tool calls; only between router and client
     CANCELLED = "cancelled"  # only between router and worker; clients see an error instead
 
 
@@ -208,12 +234,26 @@ class Admitted(Struct, frozen=True, kw_only=True):
     allowance: RateLimitStatus | None = None
 
 
+class CallDelta(Struct, frozen=True, kw_only=True):
+    """Next part of a tool call. The first part of each call has the id and the name."""
+
+    index: int  # number of the call in the answer, from 0
+    id: str = ""
+    name: str = ""
+    arguments: str = ""  # more of the arguments, whose parts together are JSON text
+
+
 class Delta(Struct, frozen=True, kw_only=True):
-    """New tokens. `text` may lag behind while a character or a stop string is incomplete."""
+    """New tokens. `text` may lag behind while a character, a stop string or a tool call is incomplete.
+
+    `reasoning` precedes `text`, and `text` precedes `calls`. Both are empty unless the request has `parsing`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
+    reasoning: str = ""  # more of the reasoning before the answer
+    calls: tuple[CallDelta, ...] = ()
 
 
 class Finished(Struct, frozen=True, kw_only=True):
@@ -223,9 +263,18 @@ class Finished(Struct, frozen=True, kw_only=True):
     usage: Usage
     kv: tuple[KvPhase, ...]
     text: str = ""  # text that was held back for a possible stop string
+    stop_string: str = ""  # the stop string that ended the answer; empty if none did
 
 
 GenerateEvent = Admitted | Delta | Finished
+
+
+class AnswerParsers(Struct, frozen=True, kw_only=True):
+    """The parsers of a model's answers, by vLLM's names; an empty name: none."""
+
+    tool_calls: str = ""
+    reasoning: str = ""
+    in_engine: bool = False  # True if the workers parse; False if the router does
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -235,3 +284,4 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     workers: int
     parent: ModelName = ModelName("")  # for a LoRA adapter: its base model
     revision: str = ""  # for a LoRA adapter: its revision
+    parsers: AnswerParsers | None = None  # None: no worker names a parser

@@ -23,7 +23,7 @@ from fleet.core.duration_counts import Counts, added
 from fleet.core.ids import Incarnation, ModelName, WorkerId, longest_prefix
 from fleet.core.roles import Role
 from fleet.planner.demand import DemandWindow, RecentRequest, WorkerDemand
-from fleet.planner.messages import PoolName
+from fleet.planner.messages import PoolName, worker_prefix
 
 STALE_AFTER = Nanos(5 * SECOND)  # five missed reports
 SAMPLED = 512
@@ -31,7 +31,15 @@ SAMPLED = 512
 
 _COUNTERS = (
     *("arrivals", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens"),
-    *("cached_tokens", "finished", "answer_tokens", "prompt_squares", "answer_squares"),
+    *(
+        "cached_tokens",
+        "finished",
+        "answer_tokens",
+        "prompt_squares",
+        "answer_squares",
+        "overflowed",
+        "overflow_dollars",
+    ),
 )
 _HISTOGRAMS = ("ttft", "tpot", "queue_wait")
 
@@ -198,6 +206,8 @@ class DemandAggregator:
             queue_wait=histograms["queue_wait"],
             queued=queued,
             oldest_seconds=oldest,
+            overflowed=sums["overflowed"],
+            overflow_dollars=sums["overflow_dollars"],
             workers=tuple(self._worker(workers[each]) for each in sorted(workers)),
             stale=(*self.stale(now), *self._gaps.values()),
         )
@@ -223,9 +233,10 @@ class DemandAggregator:
     def pool_of(self, worker_id: WorkerId, role: Role) -> PoolName:
         """Return the pool of a worker: by its name, or the only pool of its role, or the role itself."""
         alike = [name for name, its in self._pools.items() if its is role]
-        found = longest_prefix(worker_id, [f"{self._workers_prefix}{name}-" for name in alike])
+        prefixes = {f"{self._workers_prefix}{worker_prefix(name)}-": name for name in alike}
+        found = longest_prefix(worker_id, prefixes)
         if found is not None:
-            return PoolName(found[len(self._workers_prefix) : -1])
+            return prefixes[found]
         return alike[0] if len(alike) == 1 else PoolName(str(role))
 
 

@@ -15,8 +15,7 @@ from fleet.core.ids import ModelName
 from fleet.core.roles import Role
 from fleet.hardware.gpus import gpus
 from fleet.hardware.known_models import model_by_repository
-from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool
-from fleet.planner.machine import check_limits
+from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.settings import (

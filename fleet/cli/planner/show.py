@@ -140,7 +140,12 @@ def _only_planner() -> str:
 
 def _failed(error: grpc.RpcError, arguments: argparse.Namespace) -> int:
     call: Any = error
-    print(f"fleet: {arguments.planner}: {call.details()}", file=sys.stderr)
+    said = {
+        grpc.StatusCode.UNAVAILABLE: "no planner answers there now: it has ended, or is starting again; try again, or look into its log",
+        grpc.StatusCode.DEADLINE_EXCEEDED: f"the planner has not answered within {CALL_SECONDS:g} s; try again",
+        grpc.StatusCode.UNIMPLEMENTED: "what answers there is no planner; --planner names the control address of one",
+    }.get(call.code(), call.details())
+    print(f"fleet: {arguments.planner}: {said}", file=sys.stderr)
     return FAILED
 
 
@@ -152,7 +157,7 @@ def status_lines(status: PlannerStatus) -> Iterator[str]:
     leads = "leads" if status.leads else "another planner leads"
     yield f"{status.model}  planner {status.planner}  mode {status.mode}  rule {status.rule}  {leads}"
     if status.reason is None:
-        yield "no decision yet"
+        yield "no decision yet" + (f": {status.message}" if status.message else "")
     else:
         yield f"{status.reason.replace('_', ' ')}: {status.message}"
     for condition in status.conditions:
@@ -167,6 +172,9 @@ def status_lines(status: PlannerStatus) -> Iterator[str]:
         yield "demand   " + "  ".join(f"{name} {value:.4g}" for name, value in known.items())
     if status.numbers:
         yield "numbers  " + "  ".join(f"{name} {value:.4g}" for name, value in status.numbers.items())
+    if status.overflow.get("requests"):
+        hosted = status.overflow
+        yield f"overflow  {hosted['requests']:.0f} requests for ${hosted['dollars']:.4f} since this planner started"
     if status.error is not None:
         yield f"error of rehearsals  {status.error:.0%}"
     for record in status.plans[:SHOWN_PLANS]:
@@ -206,7 +214,8 @@ def record_lines(record: PlanRecord) -> Iterator[str]:
                 yield f"  {name} was {seconds:.4f} s{wrong}"
         if score.attainment is not None:
             yield f"  attainment was {score.attainment:.1%}"
-        yield f"  GPU-hours/h {score.gpu_hours:g}  $/h {score.dollars:.2f}"
+        hosted = f" and {score.overflow_dollars:.2f} for overflow" if score.overflow_dollars else ""
+        yield f"  GPU-hours/h {score.gpu_hours:g}  $/h {score.dollars:.2f}{hosted}"
 
 
 def _sizes(record: PlanRecord) -> str:

@@ -47,6 +47,8 @@ class MessageBody(Struct, frozen=True, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: Any = None
 
 
@@ -119,15 +121,12 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     bad_words: Any = None
     allowed_token_ids: Any = None
     chat_template: Any = None
-    chat_template_kwargs: Any = None
     documents: Any = None
     continue_final_message: Any = None
     add_generation_prompt: Any = None
     include_stop_str_in_output: Any = None
     skip_special_tokens: Any = None
-    tool_choice: Any = None
     function_call: Any = None
-    parallel_tool_calls: Any = None
     add_special_tokens: Any = None
     detokenize: Any = None
     length_penalty: Any = None
@@ -136,19 +135,39 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     return_token_ids: Any = None
     cache_salt: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
 
 
 class CompletionBody(OpenAiBody, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
-    tools: Any = None  # not supported
+    # Fields of chats alone: not supported.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    chat_template_kwargs: Any = None
+    reasoning_effort: Any = None
+
+
+class NamedFunction(Struct, frozen=True, kw_only=True):
+    name: str
+
+
+class NamedToolChoice(Struct, frozen=True, kw_only=True):
+    """The tool that the model has to call."""
+
+    type: str
+    function: NamedFunction | None = None
 
 
 class ChatBody(OpenAiBody, frozen=True, kw_only=True):
     messages: list[MessageBody]
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -171,15 +190,12 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
-    "tool_choice": ("auto", "none"),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "add_special_tokens": (True,),
     "detokenize": (True,),
     "length_penalty": (1, 1.0),
@@ -188,7 +204,6 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "cache_salt": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
 }
 """Unsupported fields, with the values that have no effect (null never has one)."""
@@ -198,6 +213,9 @@ OPENAI_FIELD_NAMES: Mapping[str, str] = {
     "token_ids": "prompt",
     "chat.messages": "messages",
     "chat.tools": "tools",
+    "chat.template_args": "chat_template_kwargs",
+    "parsing.tool_choice": "tool_choice",
+    "parsing.function": "tool_choice.function.name",
     **{f"sampling.{field}": field for field in Sampling.__struct_fields__},
     **{field: f"fleet.{field}" for field in FleetOptions.__struct_fields__ if field != "return_token_ids"},
 }

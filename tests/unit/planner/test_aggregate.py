@@ -71,6 +71,18 @@ def test_counters_before_the_first_report_are_no_demand():
     )
 
 
+def test_overflow_of_several_routers_is_summed():
+    aggregator = an_aggregator("a", "b")
+    for source, dollars in (("a", 0.5), ("b", 0.25)):
+        aggregator.hear(source, a_report(source, arrivals=7, overflowed=3, overflow_dollars=1.0), at(0))
+        told = a_report(source, arrivals=9, refused=2, overflowed=5, overflow_dollars=1.0 + dollars)
+        aggregator.hear(source, told, at(1))
+
+    window = aggregator.window(at(2))
+
+    assert (window.arrivals, window.refused, window.overflowed, window.overflow_dollars) == (4, 4, 4, 0.75)
+
+
 def test_several_routers_are_summed():
     aggregator = an_aggregator("a", "b")
     for source, arrivals in (("a", 10), ("b", 4)):
@@ -179,6 +191,15 @@ def test_workers_belong_to_the_pool_of_their_name():
         ("y", "both"),
     ]
     assert aggregator.window(at(60)).workers == ()  # a silent router knows nothing of them
+
+
+def test_workers_of_numbered_pools_are_told_apart():
+    pools = {PoolName("decode/1"): Role.DECODE, PoolName("decode/2"): Role.DECODE}
+    aggregator = DemandAggregator(MODEL, ("a",), pools, START)
+
+    found = [aggregator.pool_of(WorkerId(name), Role.DECODE) for name in ("decode.1-0", "decode.2-7", "decode-0")]
+
+    assert found == ["decode/1", "decode/2", "decode"]
 
 
 def test_sample_is_bounded_and_in_order():

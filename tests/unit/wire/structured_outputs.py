@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern
+from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, ToolCallForm
 
 TEXT = st.text(max_size=8)
 
@@ -12,4 +12,5 @@ FORMS = st.one_of(
     st.builds(Pattern, TEXT),
     st.builds(Grammar, TEXT),
     st.builds(Choice, st.lists(TEXT, max_size=3).map(tuple)),
+    st.builds(ToolCallForm),
 )

@@ -127,7 +127,7 @@ def _settled(seen: PlannerStatus, planned: set[str]) -> tuple[str, str, str]:
         return FALSE, "Off", "spec.mode is Off, so nothing is decided"
     if seen.reason is None:
         failed = next((each for each in seen.conditions), None)
-        return UNKNOWN, "NoDecision", "nothing was decided yet" if failed is None else failed.message
+        return UNKNOWN, "NoDecision", (seen.message or "nothing was decided yet") if failed is None else failed.message
     latest = next((each for each in seen.plans if each.state in IN_WORK), None)
     if latest is not None:
         return FALSE, "PlanUnderWay", f"{latest.id}: {_sizes(latest)}"

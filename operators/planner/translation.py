@@ -15,7 +15,7 @@ from fleet.core.ids import ModelName
 from fleet.core.roles import Role
 from fleet.hardware.gpus import gpus
 from fleet.hardware.known_models import model_by_repository
-from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits
+from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.settings import (
@@ -81,12 +81,24 @@ def planner_settings(
             raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
     pools = tuple(_pool(role, bounds.get(role.name, RoleBounds(role=role.name))) for role in workers)
     budget = _budget(plan, spec)
-    by_load = plan.requests_per_replica > 0
+    for role, pool in zip(workers, pools, strict=True):
+        if budget.gpus is not None and role.gpus.per_replica and not pool.gpu:
+            raise _unnamed_gpu(role, "a budget of GPUs counts them")
     try:
-        check_limits(pools, budget)
+        return _settings(plan, deployment, pools, budget, settings)
     except ValueError as error:
         raise PlanNotObeyed(SPECIFICATION_REFUSED, f"spec.{error}") from error
-    goals = plan.objective
+
+
+def _settings(
+    plan: ServingPlanSpec,
+    deployment: DesiredDeployment,
+    pools: tuple[PlannedPool, ...],
+    budget: PlanBudget,
+    settings: KubePlannerSettings,
+) -> PlannerSettings:
+    """Return the settings; ValueError names a field of them that contradicts another one."""
+    spec, goals, by_load = deployment.spec, plan.objective, plan.requests_per_replica > 0
     return PlannerSettings(
         model=ModelName(spec.model.name),
         mode=MODES[plan.mode],
@@ -99,7 +111,7 @@ def planner_settings(
         pools=pools,
         engines={}
         if by_load
-        else {pool.name: _engine(spec, role, pool.gpu) for role, pool in zip(workers, pools, strict=True)},
+        else {pool.name: _engine(spec, role, pool.gpu) for role, pool in zip(deployment.workers, pools, strict=True)},
         rule=_load_rule(plan) if by_load else _fleet_rule(plan),
         source=RouterDemandSettings(addresses=(_control(deployment),), stale_seconds=settings.stale_seconds),
         target=KubernetesTarget(
@@ -138,7 +150,7 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
 
 
 def _gpu(role: RoleSpec, bounds: RoleBounds) -> str:
-    """Return the name of the role's GPU type: a known one, or else the name of the resource; empty: it has no GPU."""
+    """Return the name of the role's GPU type; empty: it has no GPU, or an unknown one."""
     if not role.gpus.per_replica:
         return ""
     known = gpus()
@@ -148,7 +160,7 @@ def _gpu(role: RoleSpec, bounds: RoleBounds) -> str:
             raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
         return named
     parts = role.gpus.product.lower().replace("_", "-").split("-")
-    return next((each for each in known if each in parts), role.gpus.vendor.value)
+    return next((each for each in known if each in parts), "")
 
 
 def _budget(plan: ServingPlanSpec, spec: DisaggDeploymentSpec) -> PlanBudget:
@@ -175,11 +187,15 @@ def _engine(spec: DisaggDeploymentSpec, role: RoleSpec, gpu: str) -> LinearEngin
     if model_by_repository(repository) is None:
         text = "spec.requestsPerReplica: must be above 0, because the model of the deployment is in no repository whose model is known"
         raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
-    if gpu not in gpus():
-        text = f"spec.roles: gpu of {role.name} is needed, because neither the plan nor gpus.product of the role names a known GPU; or set requestsPerReplica"
-        raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
+    if not gpu:
+        raise _unnamed_gpu(role, "without requestsPerReplica, the model of its engine depends on it")
     degree = role.parallelism
     return GpuEngineSettings(model=repository, tp=degree.tensor, pp=degree.pipeline, dp=degree.data, ep=degree.expert)
+
+
+def _unnamed_gpu(role: RoleSpec, why: str) -> PlanNotObeyed:
+    text = f"spec.roles: gpu of {role.name} is needed, because neither the plan nor gpus.product of the role names a known GPU; {why}"
+    return PlanNotObeyed(SPECIFICATION_REFUSED, text)
 
 
 def _load_rule(plan: ServingPlanSpec) -> LoadRuleSettings:

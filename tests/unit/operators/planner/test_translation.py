@@ -100,7 +100,8 @@ def test_requests_per_replica_need_no_known_model():
     settings = translated(unknown, requestsPerReplica=8, coolDownSeconds=60)
 
     assert settings.rule == LoadRuleSettings(requests_per_replica=8.0, cool_down_seconds=60.0)
-    assert settings.pools[0].replica_gpus == 4, "budgets count GPUs of an unknown type too"
+    assert settings.pools[0].replica_gpus == 0, "of an unknown type, nobody counts them"
+    assert "gpu of aggregated is needed" in str(refusal(unknown, requestsPerReplica=8, budget={"gpus": 8}))
     assert "spec.requestsPerReplica: must be above 0" in str(refusal(unknown))
 
 

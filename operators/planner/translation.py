@@ -9,7 +9,11 @@ Rules:
 """
 
 from collections.abc import Mapping
+from typing import Any
 
+import msgspec
+
+from fleet.config import parse_value
 from fleet.core.clock import MILLISECOND, SECOND
 from fleet.core.ids import ModelName
 from fleet.core.roles import Role
@@ -38,10 +42,23 @@ from operators.api.disagg_deployment import (
 )
 from operators.api.serving_plan import PlanMode, RoleBounds, ServingPlanSpec
 from operators.manifests.names import CONTROL, DesiredDeployment, host_of, router_service
+from operators.manifests.objects import mapping
 from operators.planner.settings import KubePlannerSettings
 
 ROLES = {RoleType.PREFILL: Role.PREFILL, RoleType.DECODE: Role.DECODE, RoleType.AGGREGATED: Role.BOTH}
 MODES = {PlanMode.OFF: PlannerMode.OFF, PlanMode.SHADOW: PlannerMode.SHADOW, PlanMode.ACTIVE: PlannerMode.ACTIVE}
+LATENCY = "simulated.latency."
+SIMULATED = {
+    "simulated.speedup": "speedup",
+    "simulated.max_batched_tokens": "step_tokens",
+    "simulated.bytes_per_token": "bytes_per_token",
+    "max_running": "max_running",
+}
+"""Settings of a worker with the simulated engine that a planner must know, and their names in a planner's settings."""
+
+KV_BLOCKS, BLOCK_TOKENS = 4096, 32
+"""Defaults of `workers.settings`: blocks of the simulated engine's cache, and tokens of a block."""
+
 SPECIFICATION_REFUSED = "SpecificationRefused"
 
 
@@ -182,7 +199,7 @@ def _quotient(ratio: str) -> float:
 
 def _engine(spec: DisaggDeploymentSpec, role: RoleSpec, gpu: str) -> LinearEngineSettings | GpuEngineSettings:
     if spec.engine is EngineKind.SIMULATED:
-        return LinearEngineSettings()
+        return _simulated(role)
     repository = (spec.model.uri or spec.model.name).partition("@")[0]
     if model_by_repository(repository) is None:
         text = "spec.requestsPerReplica: must be above 0, because the model of the deployment is in no repository whose model is known"
@@ -191,6 +208,31 @@ def _engine(spec: DisaggDeploymentSpec, role: RoleSpec, gpu: str) -> LinearEngin
         raise _unnamed_gpu(role, "without requestsPerReplica, the model of its engine depends on it")
     degree = role.parallelism
     return GpuEngineSettings(model=repository, tp=degree.tensor, pp=degree.pipeline, dp=degree.data, ep=degree.expert)
+
+
+def _simulated(role: RoleSpec) -> LinearEngineSettings:
+    """Return the simulated engine of a role, as the options `--set` of its podTemplate change it."""
+    containers = mapping(role.pod_template.get("spec")).get("containers")
+    mains = [each for each in map(mapping, containers or ()) if each.get("name") == "main"]
+    given = [str(each) for main in mains for each in main.get("args") or ()]
+    changes = dict(
+        each.removeprefix("--set=").split("=", 1) for each in given if each.startswith("--set=") and each.count("=") > 1
+    )
+    found: dict[str, Any] = {"latency": {}}
+    for path, text in changes.items():
+        value = parse_value(text)
+        if path.startswith(LATENCY):
+            found["latency"][path.removeprefix(LATENCY)] = value
+        elif path in SIMULATED:
+            found[SIMULATED[path]] = value
+    blocks, tokens = (parse_value(changes.get(path, "0")) for path in ("simulated.kv_blocks", "block_tokens"))
+    if blocks or tokens:
+        found["kv_tokens"] = (blocks or KV_BLOCKS) * (tokens or BLOCK_TOKENS)
+    try:
+        return msgspec.convert(found, LinearEngineSettings)
+    except msgspec.ValidationError as error:
+        text = f"the simulated engine of {role.name}: an option --set of its podTemplate is not understood"
+        raise PlanNotObeyed(SPECIFICATION_REFUSED, text) from error
 
 
 def _unnamed_gpu(role: RoleSpec, why: str) -> PlanNotObeyed:

@@ -31,11 +31,13 @@ from fleet.planner.settings import (
     LoadRuleSettings,
     MetricsDemandSettings,
     PlannerSettings,
+    PrometheusDemandSettings,
     RouterDemandSettings,
 )
 from fleet.planner.sizing.capacity import StepCapacity
 from fleet.planner.sources.metrics import MetricsDemandSource
 from fleet.planner.sources.ports import DemandSource
+from fleet.planner.sources.prometheus import PrometheusDemandSource
 from fleet.planner.sources.routers import RouterDemandSource, source_names
 from kvstore.net.addresses import host_port
 
@@ -116,6 +118,9 @@ def demand_source(settings: PlannerSettings, clock: Clock) -> DemandSource:
         case MetricsDemandSettings():
             aggregator = DemandAggregator(settings.model, source.urls, pools, clock.now(), stale_after)
             return MetricsDemandSource(source, aggregator, clock)
+        case PrometheusDemandSettings():
+            aggregator = DemandAggregator(settings.model, [source.url], pools, clock.now(), stale_after)
+            return PrometheusDemandSource(source, aggregator, clock)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import subprocess
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 
 import pytest
 
@@ -17,6 +17,7 @@ from tests.support.kvstore.builders import a_short_folder
 from tests.support.planner.connectors import FakeOrchestrator
 from tests.support.planner.demand_routers import DemandRouter, serve_demand
 from tests.support.servers.etcd import an_etcd_server
+from tests.support.servers.prometheus import RouterPage, a_prometheus_server
 from tests.support.waiting import until, until_answered
 
 pytestmark = pytest.mark.integration
@@ -366,6 +367,33 @@ async def test_planners_of_one_folder_that_disagree_turn_nothing(folder):
             after = json.loads((folder / "plans" / "plan.json").read_text())["revision"]
     assert after == before
     assert orchestrator.wanted["decode"] <= {1, wanted}
+
+
+async def test_planner_reads_the_demand_from_a_prometheus_server(folder):
+    orchestrator, page = Orchestrator(folder), RouterPage("a")
+    with closing(page), a_prometheus_server((page.target,)) as server:
+        page.router.running = {"decode-0": 12, "prefill-0": 1}
+        async with asyncio.TaskGroup() as tasks:
+            await orchestrator.inner.step()
+            running = tasks.create_task(orchestrator.inner.run())
+            with planners(folder) as start:
+                start(source={"kind": "prometheus", "url": server.url, "every_seconds": 0.2, "stale_seconds": 3})
+                await until(lambda: orchestrator.ready() == {"decode": 3, "prefill": 1})
+                server.kill()
+                page.router.running = {}
+
+                async def held():
+                    done = await asyncio.to_thread(
+                        run_fleet, "plan", "--json", "--planner", f"unix:{folder}/planner-0.sock"
+                    )
+                    status = json.loads(done.stdout)
+                    return status if status["conditions"] else None
+
+                status = await until_answered(held)
+            running.cancel()
+    (condition,) = status["conditions"]
+    assert (condition["type"], condition["field"]) == ("NoDemandSignal", server.url)
+    assert orchestrator.ready() == {"decode": 3, "prefill": 1}
 
 
 async def test_command_says_that_a_planner_has_ended(folder):

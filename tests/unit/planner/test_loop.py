@@ -367,7 +367,7 @@ def test_connector_that_hangs_is_a_condition_and_ends_no_planner():
     assert world.states() == [PlanState.SETTLED]
 
 
-def test_connector_that_hangs_on_a_write_fails_the_plan_at_its_deadline():
+def test_hanging_write_fails_the_plan_at_its_deadline():
     world = World()
 
     async def hang(plan, seen):
@@ -384,7 +384,7 @@ def test_connector_that_hangs_on_a_write_fails_the_plan_at_its_deadline():
     assert world.pools.pools[DECODE].wanted == 1
 
 
-def test_connector_that_obeys_nothing_is_rolled_back_and_turns_nowhere():
+def test_connector_that_obeys_nothing_is_rolled_back():
     """A connector lies: it says that it has written numbers, and no replica ever comes."""
     world = World(start=None)
     world.rule.replicas = {DECODE: 4}

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -39,6 +39,7 @@ from fleet.planner.sources.metrics import MetricsDemandSource
 from fleet.planner.sources.ports import DemandSource
 from fleet.planner.sources.prometheus import PrometheusDemandSource
 from fleet.planner.sources.routers import RouterDemandSource, source_names
+from fleet.recording.planner_decisions import PlannerRecorder
 from kvstore.net.addresses import host_port
 
 
@@ -58,6 +59,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
         open_election(settings, identity, clock) as election,
         connector_of(settings.target, PlanWriter.PLANNER) as connector,
         stop_signal() as stop,
+        AsyncExitStack() as held,
     ):
         loop = PlannerLoop(
             settings,
@@ -70,6 +72,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
             unix_milliseconds,
             identity=identity,
             rehearsal=rehearsal_of(settings),
+            recorder=_recorder(settings, held),
         )
         registry = CollectorRegistry()
         registry.register(PlannerMetrics(loop))
@@ -83,6 +86,17 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
                 await stop.wait()
                 for task in running:
                     task.cancel()
+
+
+def _recorder(settings: PlannerSettings, held: AsyncExitStack) -> PlannerRecorder | None:
+    """Begin the recording of the settings, which ends with `held`.
+
+    Raises:
+        ConfigurationRefused: The file cannot be written.
+    """
+    if not settings.record:
+        return None
+    return held.enter_context(closing(PlannerRecorder(Path(settings.record), settings.record_mib << 20, settings)))
 
 
 def scaling_rule(settings: PlannerSettings) -> ScalingRule:

@@ -71,6 +71,7 @@ def planner_settings(
             listen=f"unix:{folder / PLANNER_SOCKET}",
             metrics_listen=section.metrics_listen,
             history=section.history or str(folder / "plans.jsonl"),
+            record=section.record,
             rehearsal=section.rehearsal,
             score_seconds=section.score_seconds,
         )

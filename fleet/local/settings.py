@@ -199,6 +199,9 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     history: str = ""
     """File for the records of plans; empty: a file in the runtime folder, which goes with the cluster."""
 
+    record: str = ""
+    """File for a recording of all decisions, for `fleet plan decide`; empty: none."""
+
 
 class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole cluster on one machine, for `fleet up`."""

@@ -289,6 +289,12 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     history: str = ""
     """File for the records of plans as JSON lines; empty: none. It is rotated, so that two files remain."""
 
+    record: str = ""
+    """File for a recording of all decisions with what they were made on, and of all plans, for `fleet plan decide`; empty: none."""
+
+    record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
+    """MiB after which a recording ends; its beginning is kept. A MiB holds about an hour with a decision each five seconds."""
+
     rehearsal: RehearsalSettings = RehearsalSettings()
     score_seconds: Seconds = 60.0
     """Time after a plan over which its prediction is compared with what happened."""

@@ -369,6 +369,37 @@ async def test_planners_of_one_folder_that_disagree_turn_nothing(folder):
     assert orchestrator.wanted["decode"] <= {1, wanted}
 
 
+async def test_recorded_decisions_are_decided_again(folder):
+    recording = folder / "decisions.jsonl"
+    async with a_cluster(folder) as (orchestrator, router):
+        with planners(folder) as start:
+            router.running = {"decode-0": 10, "prefill-0": 5}
+            process = start(record=str(recording))
+            await until(lambda: orchestrator.ready() == {"decode": 3, "prefill": 2})
+            router.running = {}
+            await until(lambda: orchestrator.ready() == {"decode": 1, "prefill": 1})
+            process.kill()
+            process.wait(30)
+    with recording.open("a") as file:
+        file.write('{"type":"decision","now":')  # a line that a killed process has not finished
+    other = settings(folder, record=str(recording), rule={"kind": "load", "requests_per_replica": 100})
+    (folder / "other.json").write_text(json.dumps(other))
+
+    same = await asyncio.to_thread(run_fleet, "plan", "decide", str(recording))
+    json_too = await asyncio.to_thread(run_fleet, "plan", "decide", str(recording), "--json")
+    changed = await asyncio.to_thread(
+        run_fleet, "plan", "decide", str(recording), "--config", str(folder / "other.json")
+    )
+
+    assert (same.returncode, changed.returncode) == (0, 0), same.stderr + changed.stderr
+    found = json.loads(json_too.stdout)
+    assert found["decisions"] >= 5
+    assert found["plans"] >= 4
+    assert found["different"] == 0
+    assert "0 decisions differ" in same.stdout
+    assert "first different decision" in changed.stdout
+
+
 async def test_planner_reads_the_demand_from_a_prometheus_server(folder):
     orchestrator, page = Orchestrator(folder), RouterPage("a")
     with closing(page), a_prometheus_server((page.target,)) as server:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 
+from msgspec import structs
 from prometheus_client import CollectorRegistry, start_http_server
 
 from fleet.app.planner_engines import pool_engine
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.app.rehearsal import rehearsal_of
+from fleet.config import load
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock, unix_milliseconds
@@ -35,6 +37,7 @@ from fleet.planner.settings import (
     RouterDemandSettings,
 )
 from fleet.planner.sizing.capacity import StepCapacity
+from fleet.planner.sizing.prices import PriceBook, priced
 from fleet.planner.sources.metrics import MetricsDemandSource
 from fleet.planner.sources.ports import DemandSource
 from fleet.planner.sources.prometheus import PrometheusDemandSource
@@ -49,6 +52,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
     Raises:
         ConfigurationRefused: An address is in use, a model is unknown, or a package is not installed.
     """
+    settings = priced_settings(settings)
     clock = SystemClock()
     identity = settings.identity or f"{socket.gethostname()}-{os.getpid()}"
     rule, demand = scaling_rule(settings), demand_source(settings, clock)
@@ -86,6 +90,21 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
                 await stop.wait()
                 for task in running:
                     task.cancel()
+
+
+def priced_settings(settings: PlannerSettings) -> PlannerSettings:
+    """Return the settings with the prices of their price book.
+
+    Raises:
+        ConfigurationRefused: The book cannot be read, has no such region, or no price for a GPU; or a budget is below the floors.
+    """
+    if not settings.prices:
+        return settings
+    pools = priced(settings.pools, load(Path(settings.prices), PriceBook), settings.region)
+    try:
+        return structs.replace(settings, pools=pools, prices="")
+    except ValueError as error:
+        raise ConfigurationRefused(str(error)) from error
 
 
 def _recorder(settings: PlannerSettings, held: AsyncExitStack) -> PlannerRecorder | None:

@@ -262,6 +262,13 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pools: Annotated[tuple[PlannedPool, ...], Meta(min_length=1)]
     """The pools that the planner sizes. Others are left alone."""
 
+    prices: str = ""
+    """Price book: a TOML file with dollars per hour of a GPU by region and GPU type, for pools with a `gpu` whose `dollars_per_hour` is 0.
+    Empty: there is none."""
+
+    region: str = ""
+    """Region of the price book; empty: its first."""
+
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
     """Engine of each pool. The rule `fleet` and rehearsals need all of them."""
 

@@ -297,6 +297,7 @@ async def test_rehearsal_is_part_of_the_record(folder):
         (("pools", 0, "dollars_per_hour"), -3, "pools[0].dollars_per_hour: -3"),
         (("pools", 0, "start_seconds"), -1, "pools[0].start_seconds"),
         (("pools", 0, "gpus"), 0, "pools.decode: gpus must be at least 1"),
+        (("prices",), "/none/prices.toml", "/none/prices.toml: No such file"),
         (("goals", "ttft_seconds"), -1, "goals.ttft_seconds"),
         (("listen",), "127.0.0.1:0", "listen: whoever reaches 127.0.0.1:0 could read the plans"),
         (("mode",), "fast", "mode"),

@@ -67,7 +67,9 @@ class LocalExperiment:
                 leaks = [f"process {pid} lives on" for pid in self._orphans]
             else:
                 eventually(lambda: up.pid_of("planner"), END_SECONDS)
-                leaks = [] if len(up.pids()) >= len(self._before) else ["the supervisor has fewer processes than before"]
+                leaks = (
+                    [] if len(up.pids()) >= len(self._before) else ["the supervisor has fewer processes than before"]
+                )
         if self._component is Component.SUPERVISOR and self._fault is MatrixFault.KILL:
             began = time.monotonic()
             (self._folder / "ready.json").unlink()

@@ -310,6 +310,10 @@ PROBES: Sequence[tuple[str, Probe]] = (
         ),
     ),
     ("kv events", _packages("kv-events", "for cached blocks of external vLLM and SGLang servers", {"zmq": "pyzmq"})),
+    (
+        "parsers",
+        _packages("parsers", "for tool calls of engines that do not parse", {"transformers": "transformers"}),
+    ),
     ("ray", _packages("ray", "for fleet sim sweep --ray", {"ray": "ray"})),
     ("parquet", _packages("parquet", "for fleet sim run --requests", {"pyarrow": "pyarrow"})),
 )

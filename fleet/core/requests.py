@@ -1,5 +1,6 @@
 """Requests and answers: the values that frontends, router and workers share."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from msgspec import Struct
@@ -241,6 +242,29 @@ class CallDelta(Struct, frozen=True, kw_only=True):
     id: str = ""
     name: str = ""
     arguments: str = ""  # more of the arguments, whose parts together are JSON text
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A whole call. `arguments` is a JSON object as text, unless `max_tokens` ended the answer within it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+def join_calls(parts: Iterable[CallDelta]) -> list[ToolCall]:
+    """Return the calls whose parts are given, in the order of their indices."""
+    calls: dict[int, list[CallDelta]] = {}
+    for part in parts:
+        calls.setdefault(part.index, []).append(part)
+    return [
+        ToolCall(
+            id="".join([part.id for part in calls[index]]),
+            name="".join([part.name for part in calls[index]]),
+            arguments="".join([part.arguments for part in calls[index]]),
+        )
+        for index in sorted(calls)
+    ]
 
 
 class Delta(Struct, frozen=True, kw_only=True):

@@ -104,7 +104,7 @@ class Start(Struct, frozen=True, kw_only=True):
 
 
 class ParsedDelta(Struct, frozen=True, kw_only=True):
-    """What the new tokens of an answer mean, for an attempt with `Start.parsing`."""
+    """Meaning of the new tokens of an answer, for an attempt with `Start.parsing`."""
 
     text: str = ""
     reasoning: str = ""

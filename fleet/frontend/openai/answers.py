@@ -18,9 +18,10 @@ from fleet.core.requests import (
     ModelCard,
     RateLimitStatus,
     RemainingLimit,
+    ToolCall,
     Usage,
+    join_calls,
 )
-from fleet.core.tool_calls import ToolCall, join_calls
 from fleet.frontend.openai.requests import OpenAiRequest
 from fleet.net.http.messages import sse_event
 

@@ -10,6 +10,7 @@ from fleet.client.errors import InvalidRequest
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
+    AnswerParsing,
     ChatMessage,
     ChatPrompt,
     GenerateRequest,
@@ -48,6 +49,8 @@ class Options(TypedDict, total=False):
     logprobs: int
     form: StructuredOutput
     tools: Sequence[Mapping[str, Any]]  # as in the OpenAI API; for conversations
+    template_args: Mapping[str, Any]  # further variables of the chat template; for conversations
+    parsing: AnswerParsing  # return reasoning and tool calls apart from the text
     stop: str | Sequence[str]
     priority: int
     session: str
@@ -92,7 +95,7 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
     request = GenerateRequest(
         id=RequestId(options.get("request_id", "")),
         model=ModelName(options.get("model", "")),
-        prompt=_prompt(prompt, options.get("tools", ())),
+        prompt=_prompt(prompt, options.get("tools", ()), options.get("template_args", {})),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         priority=options.get("priority", 0),
         session=options.get("session", ""),
@@ -102,6 +105,7 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
         expected_tokens=options.get("expected_tokens", 0),
         pin=options.get("pin", ""),
         labels=tuple(options.get("labels", ())),
+        parsing=options.get("parsing"),
     )
     sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
     if not isinstance(options.get("form"), StructuredOutput | None):
@@ -135,9 +139,10 @@ def _fits_field(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str
     return True
 
 
-def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]]) -> Prompt:
-    if tools and (isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | np.integer)):
-        raise InvalidRequest("tools: are for conversations", Reason.INVALID_ARGUMENT, field="chat.tools")
+def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]) -> Prompt:
+    if (tools or template_args) and (isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | np.integer)):
+        name = "tools" if tools else "template_args"
+        raise InvalidRequest(f"{name}: only for conversations", Reason.INVALID_ARGUMENT, field=f"chat.{name}")
     if isinstance(prompt, str):
         return TextPrompt(prompt)
     if all(isinstance(item, int | np.integer) for item in prompt):
@@ -165,7 +170,11 @@ def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]]) -> Prompt:
                 field = f"chat.messages[{index}]"
                 message = f"{field}: must have the texts role and content"
                 raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field=field)
-    return ChatPrompt(tuple(messages), tools=_json(tools, "chat.tools"))
+    return ChatPrompt(
+        tuple(messages),
+        tools=_json(tools, "chat.tools"),
+        template_args=_json(template_args, "chat.template_args"),
+    )
 
 
 def _json(value: object, field: str) -> str:

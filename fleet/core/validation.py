@@ -229,14 +229,38 @@ def _check_prompt(request: GenerateRequest, vocab_size: int | None) -> None:
             assert_never(request.prompt)
 
 
+_JSON_SCHEMA_NAMES = {
+    "additional_properties": "additionalProperties",
+    "any_of": "anyOf",
+    "one_of": "oneOf",
+    "all_of": "allOf",
+    "definitions": "$defs",
+}
+
+
+class SchemaShape(Struct, frozen=True, rename=_JSON_SCHEMA_NAMES):
+    """The parts of a JSON schema whose types are checked. Whether its types and references exist is left to engines."""
+
+    type: str | list[str] | None = None
+    properties: "dict[str, SchemaShape | bool] | None" = None
+    required: list[str] | None = None
+    enum: list[Any] | None = None
+    items: "SchemaShape | bool | list[SchemaShape | bool] | None" = None
+    additional_properties: "SchemaShape | bool | None" = None
+    any_of: "list[SchemaShape | bool] | None" = None
+    one_of: "list[SchemaShape | bool] | None" = None
+    all_of: "list[SchemaShape | bool] | None" = None
+    definitions: "dict[str, SchemaShape | bool] | None" = None
+
+
 class ToolFunction(Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: SchemaShape | None = None
 
 
 class OfferedTool(Struct, frozen=True):
-    """A tool as in the OpenAI API. Chat templates interpret the parameters."""
+    """A tool as in the OpenAI API. Chat templates and engines interpret the parameters."""
 
     type: Literal["function"]
     function: ToolFunction

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from itertools import chain
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from msgspec import structs
 
@@ -36,6 +36,7 @@ from fleet.core.requests import (
     KvPhase,
     ModelCard,
     Prompt,
+    RateLimitStatus,
     Sampling,
     TextPrompt,
     TokenBytes,
@@ -60,6 +61,18 @@ from kvstore.block import tenant_salt
 _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
 RETRY_AFTER_MS = 1000
+
+
+class OverflowTerms(Protocol):
+    """The terms on which one request may overflow to a hosted endpoint."""
+
+    def admitted(self, request: GenerateRequest, prompt_tokens: int, allowance: RateLimitStatus | None) -> Nanos | None:
+        """Note that a request is valid and within its tenant's limits.
+
+        Returns:
+            The predicted wait above which the router rejects it, because it then overflows; None: the usual one.
+        """
+        ...
 
 
 class Generation:
@@ -116,12 +129,15 @@ class Generation:
         """Return the text of a single token, for log probabilities."""
         return self._codecs[self._parents.get(model, model)].token_text(token_id)
 
-    async def generate(self, request: GenerateRequest, authorization: str = "") -> AsyncGenerator[GenerateEvent]:
+    async def generate(
+        self, request: GenerateRequest, authorization: str = "", overflow: "OverflowTerms | None" = None
+    ) -> AsyncGenerator[GenerateEvent]:
         """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
 
         Args:
             request: The request as the frontend understood it.
             authorization: The client's proof of its tenant, ``Bearer KEY``; empty: none.
+            overflow: Takes the request if it is rejected for load; None: nothing does.
 
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
@@ -135,7 +151,7 @@ class Generation:
             tenant = self._tenants.tenant(authorization, request.tenant)
             if tenant != request.tenant:
                 request = structs.replace(request, tenant=tenant)
-            async with aclosing(self._generate(request, measured)) as events:
+            async with aclosing(self._generate(request, measured, overflow)) as events:
                 async for event in events:
                     yield event
         except RequestRejected as refused:
@@ -194,13 +210,17 @@ class Generation:
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, told), external=True)
 
-    async def _generate(self, request: GenerateRequest, measured: "_RequestTimes") -> AsyncGenerator[GenerateEvent]:
+    async def _generate(
+        self, request: GenerateRequest, measured: "_RequestTimes", overflow: "OverflowTerms | None"
+    ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
         parsing = None
         if (demand := request.parsing) is not None and (
             card.parsers is not None or demand.tool_choice is not _NO_CALLS or codec.response_template is not None
         ):
+            if not self._parsing_plans.templates.is_loaded and (card.parsers is None or not card.parsers.in_engine):
+                await self._threads.run(self._parsing_plans.templates.load, 0)
             parsing = self._parsing_plans.plan(request, demand, card, codec)
         if parsing is not None:
             sampling = parsing.constrained(sampling)
@@ -221,7 +241,11 @@ class Generation:
         allowance = await admit_with_peers(self._tenants, request.tenant, prompt_tokens, self._clock)
         complete: Complete | None = None
         last: Delta | None = None
-        arrived = self._arrived(request, card, tokens, sampling, None if parsing is None else parsing.task)
+        task = None if parsing is None or card.parsers is None else parsing.task
+        arrived = self._arrived(request, card, tokens, sampling, task)
+        if overflow is not None:
+            most_wait = overflow.admitted(request, prompt_tokens, allowance)
+            arrived = structs.replace(arrived, most_wait=most_wait)
         async with self._charged(request.tenant, lambda: answer), self._router.submit(arrived) as submitted:
             yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens, allowance=allowance)
             async for event in submitted:
@@ -251,10 +275,10 @@ class Generation:
         text = ""
         if isinstance(answer, AnswerText):
             text = answer.finish()
+            if collected:
+                yield _joined(collected)
         else:
-            collected.append(answer.finish())
-        if collected:
-            yield _joined(collected)
+            yield _joined_parts([*collected, answer.finish()])
         finish = Finish.STOP if answer.stopped or complete is None else complete.finish
         if finish is Finish.STOP and not isinstance(answer, AnswerText) and answer.has_calls:
             finish = Finish.TOOL_CALLS
@@ -380,6 +404,13 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         text="".join([each.text for each in deltas]),
         token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
         logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
+    )
+
+
+def _joined_parts(deltas: Sequence[Delta]) -> Delta:
+    """Join the pieces of a parsed answer."""
+    return structs.replace(
+        _joined(deltas),
         reasoning="".join([each.reasoning for each in deltas]),
         calls=tuple(chain.from_iterable(each.calls for each in deltas)),
     )

@@ -116,6 +116,10 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     adapter_slots: Positive = 4
     """LoRA adapters that a worker can have loaded at a time."""
 
+    tls: bool = False
+    """Make an authority and a certificate for the ports for clients, for as long as the cluster runs. For certificates of your
+    own, set `router.tls`."""
+
     most_workers: Positive = 64
     """Most workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no more; draining
     workers count.
@@ -229,6 +233,8 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self._check_store_in_worker()
         if self.replicas(Role.PREFILL) and not self.cluster.kv_paths:
             raise ValueError("cluster.kv_paths: prefill workers need a way to hand over blocks: store or direct")
+        if self.cluster.tls and self.router.tls.certificate:
+            raise ValueError("cluster.tls: makes a certificate, and router.tls.certificate names one; set one of them")
         if self.router.models or self.router.store:
             raise ValueError("router: `models` and `store` follow from the other sections; leave them out")
 

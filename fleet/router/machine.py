@@ -724,6 +724,10 @@ class RouterMachine:
             if not worker.draining
         )
 
+    def cache_seconds(self) -> dict[WorkerId, float]:
+        """Return for each worker how long computing its cache again would take, without what others have (`WorkerRegistry`)."""
+        return self.registry.cache_seconds()
+
     def snapshot(self) -> RouterSnapshot:
         return RouterSnapshot(
             pools=self.registry.pools(),

@@ -19,6 +19,8 @@ from fleet.core.requests import AnswerParsers
 from workers.settings import WorkerSettings
 
 AUTO = "auto"
+OWN_TEMPLATE = "hf"
+"""vLLM's name of the parser that reads the model's own response template (`response_template`)."""
 
 
 class ModelFamily(Struct, frozen=True):
@@ -88,6 +90,8 @@ def parsers_for(settings: WorkerSettings, *, in_engine: bool) -> AnswerParsers |
 def _family(model_dir: str) -> ModelFamily:
     """Return the family of a model folder; one without parsers if it fits none."""
     folder = Path(model_dir)
+    if model_dir and "response_template" in _read(folder / "tokenizer_config.json"):
+        return ModelFamily(OWN_TEMPLATE, (), (), OWN_TEMPLATE)
     template = _template(folder) if model_dir else ""
     model_type = _read(folder / "config.json").get("model_type", "") if model_dir else ""
     if template or model_type:

@@ -29,11 +29,13 @@ from fleet.frontend.openai.answers import (
     rate_limit_headers,
 )
 from fleet.frontend.openai.openapi import openapi_document
+from fleet.frontend.openai.overflow import Overflow, OverflowOffer
 from fleet.frontend.openai.relay import Relay, authorization_of
 from fleet.frontend.openai.relayed_paths import PathClass
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
 from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
+from fleet.net.client_tls import ServerCertificates
 from fleet.net.http.errors import send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import EVENT_STREAM, HttpHead
@@ -71,6 +73,8 @@ async def open_http_frontend(
     processes: PeerRoutersApi | None = None,
     connection_seconds: float = 0,
     health_listen: str = "",
+    certificates: ServerCertificates | None = None,
+    overflow: Overflow | None = None,
 ) -> AsyncIterator["HttpFrontend"]:
     """Listen and serve until the context ends; then cancel running requests.
 
@@ -84,14 +88,18 @@ async def open_http_frontend(
         shared: Whether other processes may listen on the same port.
         processes: The processes behind the same port, whose metrics are merged; None if this is the only one.
         connection_seconds: The lifetime of a client's connection; 0 sets no limit.
-        health_listen: ``host:port`` of a listener for health and metrics alone; empty if there is none.
+        health_listen: ``host:port`` of a listener for health and metrics alone, without TLS; empty if there is none.
+        certificates: The certificates of a port that speaks TLS; None if it does not.
+        overflow: Takes requests that are refused for load; None if nothing does.
 
     Raises:
         ConfigurationRefused: An address is malformed or in use.
     """
     async with AsyncExitStack() as opened:
-        frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds)
-        await opened.enter_async_context(run_server(frontend, listen, setting="http_listen", shared=shared))
+        frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds, overflow)
+        await opened.enter_async_context(
+            run_server(frontend, listen, setting="http_listen", shared=shared, certificates=certificates)
+        )
         if health_listen:
             health = HttpServer(HEALTH_LIMITS, clock, frontend.health_routes)
             await opened.enter_async_context(run_server(health, health_listen, setting="health_listen", shared=shared))
@@ -111,6 +119,7 @@ class HttpFrontend(HttpServer):
         relay: Relay | None,
         processes: PeerRoutersApi | None,
         connection_seconds: float,
+        overflow: Overflow | None,
     ) -> None:
         routes: dict[str, Mapping[str, RouteHandler]] = {
             "/v1/chat/completions": {"POST": self._chat},
@@ -129,6 +138,7 @@ class HttpFrontend(HttpServer):
         self._registry = registry
         self._relay = relay
         self._processes = processes
+        self._overflow = overflow
 
     @property
     def health_routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
@@ -218,15 +228,30 @@ class HttpFrontend(HttpServer):
             return
         request_id = RequestId(uuid.uuid4().hex)
         parsed = read(exchange.request.body, request_id, self._clock.now())
+        offer = None
+        if self._overflow is not None:
+            offer = self._overflow.offer(parsed, exchange, _authorization(exchange))
         try:
-            if parsed.stream:
-                await self._stream(exchange, parsed, formatter)
-            else:
-                await self._collect(exchange, parsed, formatter)
+            try:
+                if parsed.stream:
+                    await self._stream(exchange, parsed, formatter, offer)
+                else:
+                    await self._collect(exchange, parsed, formatter, offer)
+            except RequestRejected as refused:
+                if offer is None or (said := await offer.serve(exchange, refused)) is refused:
+                    raise
+                if said is not None:
+                    raise said from refused
         except RequestRejected as refused:
             send_rejection(exchange, rename_field(refused, parsed.names), ("x-request-id", request_id))
 
-    async def _stream(self, exchange: Exchange, parsed: OpenAiRequest, formatter_type: type[AnswerFormatter]) -> None:
+    async def _stream(
+        self,
+        exchange: Exchange,
+        parsed: OpenAiRequest,
+        formatter_type: type[AnswerFormatter],
+        offer: OverflowOffer | None,
+    ) -> None:
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),  # nginx would buffer events
@@ -234,7 +259,7 @@ class HttpFrontend(HttpServer):
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
         token_ids: list[int] = []
-        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange))) as events:
+        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             async for item in events:
                 match item:
@@ -253,14 +278,20 @@ class HttpFrontend(HttpServer):
                         chunks = formatter.last_chunks(item, token_ids)
                         exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
 
-    async def _collect(self, exchange: Exchange, parsed: OpenAiRequest, formatter_type: type[AnswerFormatter]) -> None:
+    async def _collect(
+        self,
+        exchange: Exchange,
+        parsed: OpenAiRequest,
+        formatter_type: type[AnswerFormatter],
+        offer: OverflowOffer | None,
+    ) -> None:
         texts: list[str] = []
         reasoning: list[str] = []
         calls: list[CallDelta] = []
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
         headers: tuple[tuple[str, str], ...] = (("x-request-id", parsed.request.id),)
-        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange))) as events:
+        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             async for item in events:
                 match item:

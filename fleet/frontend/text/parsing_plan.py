@@ -10,12 +10,13 @@ Rules:
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct, structs
 
-from fleet.core.errors import invalid
+from fleet.core.errors import RequestRejected, invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import (
     AnswerParsing,
@@ -32,6 +33,8 @@ from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
 from fleet.frontend.text.response_templates import REASONING, TOOL_CALL_FIELDS, TOOL_CALLS, ResponseTemplates
 from fleet.router.ports import TextCodec
+
+log = logging.getLogger(__name__)
 
 PREFIX_BYTES = 256 * 4  # the last tokens of the prompt, in which a chat template may begin the answer
 
@@ -77,7 +80,7 @@ class ParsingPlans:
     """Makes the plans of one router process."""
 
     def __init__(self) -> None:
-        self._templates = ResponseTemplates()
+        self.templates = ResponseTemplates()
 
     def plan(
         self, request: GenerateRequest, parsing: AnswerParsing, card: ModelCard, codec: TextCodec
@@ -94,7 +97,7 @@ class ParsingPlans:
         if parsers is not None and parsers.in_engine:
             template, parses_calls, parses_reasoning = None, bool(parsers.tool_calls), bool(parsers.reasoning)
         else:
-            template = self._templates.compiled(card.name, codec.response_template, parsers)
+            template = self._template(card, codec, is_needed=with_calls)
             fields = () if template is None else template.fields
             parses_calls, parses_reasoning = TOOL_CALLS in fields, REASONING in fields
         if with_calls and not parses_calls:
@@ -102,7 +105,7 @@ class ParsingPlans:
         if not with_calls and not parses_reasoning:
             return None
         decoded: list[Mapping[str, Any]] = json.loads(tools) if with_calls else []
-        is_demanded = parsing.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+        is_demanded = with_calls and parsing.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
         if is_demanded and request.sampling.form is not None:
             raise invalid(
                 "parsing.tool_choice", "demands tool calls, which excludes other structured output; leave one out"
@@ -122,6 +125,16 @@ class ParsingPlans:
             template=template,
             is_demanded=is_demanded or (is_limited and request.sampling.form is None),
         )
+
+    def _template(self, card: ModelCard, codec: TextCodec, *, is_needed: bool) -> Any:
+        """Return the compiled template of a model, or None; a template that is only useful may be unusable."""
+        try:
+            return self.templates.compiled(card.name, codec.response_template, card.parsers)
+        except RequestRejected as refused:
+            if is_needed:
+                raise
+            log.warning("reasoning stays in the text", extra={"model": card.name, "cause": refused.message})
+            return None
 
 
 def _unknown_parser(card: ModelCard) -> Exception:

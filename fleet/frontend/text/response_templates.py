@@ -55,7 +55,22 @@ class ResponseTemplates:
     """The compiled templates of one router process."""
 
     def __init__(self) -> None:
+        self._parser: Any = None  # the module with the parser
+        self._missing: ImportError | None = None
         self._compiled: dict[tuple[str, str, str], Any] = {}
+
+    @property
+    def is_loaded(self) -> bool:
+        """True after `load`."""
+        return self._parser is not None or self._missing is not None
+
+    def load(self) -> None:
+        """Import the parser if it is installed; it takes a second."""
+        try:
+            importlib.import_module("transformers.utils.chat_parsing")
+            self._parser = importlib.import_module("transformers.utils.chat_parsing.response_templates")
+        except ImportError as error:
+            self._missing = error
 
     def compiled(self, model: str, own: Mapping[str, Any] | None, parsers: AnswerParsers | None) -> Any:
         """Return the template of a model's answers, compiled for the parser; None if there is none.
@@ -72,8 +87,17 @@ class ResponseTemplates:
         key = (model, *names)
         if key not in self._compiled:
             spec = own if own is not None else _built_in(*names)
-            self._compiled[key] = None if spec is None else _compile(model, spec)
+            self._compiled[key] = None if spec is None else self._compile(model, spec)
         return self._compiled[key]
+
+    def _compile(self, model: str, spec: Mapping[str, Any]) -> Any:
+        if self._parser is None:
+            message = "this router cannot parse answers: install its extra, pip install 'fleet-serving[parsers]'"
+            raise invalid("chat.tools", message) from self._missing
+        try:
+            return self._parser.load_response_template(spec)
+        except ValueError as error:
+            raise invalid("chat.tools", f"the response template of {model!r} is not valid: {error}") from error
 
 
 def _built_in(tool_calls: str, reasoning: str) -> Mapping[str, Any] | None:
@@ -86,15 +110,3 @@ def _built_in(tool_calls: str, reasoning: str) -> Mapping[str, Any] | None:
     if not fields:
         return None
     return {"version": 1, "start_anchor_pattern": TURN_BEGINS, "fields": {CONTENT: _VERBATIM, **fields}}
-
-
-def _compile(model: str, spec: Mapping[str, Any]) -> Any:
-    try:
-        templates = importlib.import_module("transformers.utils.chat_parsing.response_templates")
-    except ImportError as error:
-        message = "this router cannot parse answers: install its extra, pip install 'fleet-serving[parsers]'"
-        raise invalid("parsing", message) from error
-    try:
-        return templates.load_response_template(spec)
-    except ValueError as error:
-        raise invalid("parsing", f"the response template of {model!r} is not valid: {error}") from error

@@ -5,6 +5,7 @@ Each request runs in a supervised task, so an error in one request does not end 
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -12,11 +13,12 @@ from http import HTTPStatus
 
 from fleet.core.clock import SECOND, Clock
 from fleet.core.errors import RequestRejected, internal_error
+from fleet.net.client_tls import HTTP_1, ServerCertificates, TlsPort
 from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection, StreamsBody
 from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes, HttpHead
+from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes, HttpHead, MalformedRequest
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import HttpSettings
 from fleet.net.sockets import BACKLOG, bind_tcp
@@ -25,16 +27,26 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25
 
+PLAIN_REQUEST = MalformedRequest(HTTPStatus.BAD_REQUEST, "this port speaks TLS: use https")
+
 RouteHandler = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, RouteHandler]]
 """Handlers by path and method."""
 
 
 @asynccontextmanager
-async def run_server(server: "HttpServer", listen: str, *, setting: str, shared: bool = False) -> AsyncIterator[None]:
+async def run_server(
+    server: "HttpServer",
+    listen: str,
+    *,
+    setting: str,
+    shared: bool = False,
+    certificates: ServerCertificates | None = None,
+) -> AsyncIterator[None]:
     """Listen at ``host:port`` (port 0 takes a free one) until the context ends; then cancel the requests that still run.
 
-    With `shared`, other processes may listen on the same port. Errors name the `setting` that holds the address.
+    With `shared`, other processes may listen on the same port. Errors name the `setting` that holds the address. With
+    `certificates`, the port speaks TLS.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.
@@ -43,8 +55,12 @@ async def run_server(server: "HttpServer", listen: str, *, setting: str, shared:
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks
-        # Without an explicit backlog the event loop uses 100.
-        port = await asyncio.get_running_loop().create_server(server.connection, sock=listening, backlog=BACKLOG)
+        port: asyncio.Server | TlsPort
+        if certificates is None:
+            # Without an explicit backlog the event loop uses 100.
+            port = await asyncio.get_running_loop().create_server(server.connection, sock=listening, backlog=BACKLOG)
+        else:
+            port = server.tls_port(listening, certificates)
         server.stop_listening = port.close
         sweep = tasks.create_task(server.sweep())
         try:
@@ -97,6 +113,19 @@ class HttpServer:
             self._client_log,
             self._connection_seconds,
             self.streams_body,
+        )
+
+    def tls_port(self, listening: socket.socket, certificates: ServerCertificates) -> TlsPort:
+        """Accept connections with TLS at a listening socket."""
+        return TlsPort(
+            listening,
+            certificates.context(HTTP_1),
+            self.connection,
+            self.table,
+            self._client_log,
+            self._settings,
+            now=lambda: self._clock.now() / SECOND,
+            farewell=PLAIN_REQUEST.answer(http_error_body(PLAIN_REQUEST)),
         )
 
     async def finish(self, within_seconds: float, also: Callable[[], Awaitable[None]] | None) -> None:

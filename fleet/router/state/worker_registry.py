@@ -27,6 +27,9 @@ from fleet.router.state.lora import listed_loras
 from fleet.router.state.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
 from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
 
+UNKNOWN_PACE = 1e-6
+"""Seconds per prompt token where none was measured yet; it keeps the order of caches."""
+
 
 class WorkerRegistry:
     """All known workers and stores. Their order is always that of joining, so that histories replay."""
@@ -304,6 +307,24 @@ class WorkerRegistry:
         """Yield for each answering worker its requests and the seconds per prompt token, as placement sees them."""
         for pool in self.tables.values():
             yield from pool.paces()
+
+    def cache_seconds(self) -> dict[WorkerId, float]:
+        """Return for each worker about how long it would take to compute again what is cached there and on no other worker.
+
+        Blocks that a store holds as well count by what loading them costs (`store_hit_credit`).
+        """
+        workers = {each.description.worker_id: engine_cache_holder(each.description.worker_id) for each in self}
+        alike = 0
+        for holder in workers.values():
+            alike |= self.index.bit(holder)
+        elsewhere = max(0.0, 1.0 - self._settings.store_hit_credit)
+        paces = {worker_id: pace for table in self.tables.values() for worker_id, pace in table.prompt_paces()}
+        found = {}
+        for worker_id, holder in workers.items():
+            worker = self.workers[worker_id]
+            blocks = self.index.lost_blocks(holder, alike, elsewhere) + len(worker.assumed)
+            found[worker_id] = blocks * worker.description.block_tokens * (paces.get(worker_id, 0.0) or UNKNOWN_PACE)
+        return found
 
     def recent(self, knowledge: Knowledge) -> tuple[int, int, CacheComparison]:
         """Return the number of workers whose caches are known in this way, how many of them drift, and their latest comparisons."""

@@ -40,6 +40,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "say five letters"}]
 STREAMING_REQUEST = {"model": MODEL, "prompt": "say five letters", "stream": True}
+METERED_USAGE = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
 EVENTS = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 
 
@@ -107,6 +108,26 @@ async def five_tokens(exchange: ServerExchange) -> None:
     await exchange.begin_events()
     for text in "abcde":
         await exchange.event(token(text, chat=chat))
+    await exchange.event(b"[DONE]")
+    await exchange.end()
+
+
+async def metered_tokens(exchange: ServerExchange) -> None:
+    """Answer with five tokens and their usage, as OpenAI's servers do."""
+    asked = exchange.seen.json
+    if not asked.get("stream"):
+        body = {
+            "choices": [{"index": 0, "text": "abcde", "finish_reason": "stop"}],
+            "usage": METERED_USAGE,
+            "model": "big",
+        }
+        await exchange.respond(200, json.dumps(body).encode())
+        return
+    await exchange.begin_events()
+    for text in "abcde":
+        await exchange.event(token(text, chat=False))
+    if (asked.get("stream_options") or {}).get("include_usage"):
+        await exchange.event(json.dumps({"choices": [], "usage": METERED_USAGE}).encode())
     await exchange.event(b"[DONE]")
     await exchange.end()
 

@@ -8,10 +8,10 @@ from typing import Self
 from fleet.core.clock import Nanos
 from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.ids import ModelName, RequestId
+from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.core.roles import Phase
-from fleet.core.work import Progress
+from fleet.core.work import ParsedDelta, Progress
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
@@ -33,6 +33,7 @@ class FakeRouter:
         self.cards = tuple(cards)
         self.step = step
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
+        self.parsed: Sequence[ParsedDelta] = ()  # one for each step
         self.refuse: RequestRejected | None = None  # raised on entering the stream
         self.break_after: int | None = None  # steps until WORKER_LOST
         self.start_over_after: int | None = None  # steps until the stream starts over, once
@@ -65,6 +66,9 @@ class FakeRouter:
             index_overflowed=0,
             counters=RouterCounters(completed=len(self.completed)),
         )
+
+    def cache_seconds(self) -> dict[WorkerId, float]:
+        return {}
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self.explanations.get(request_id)
@@ -170,4 +174,9 @@ class FakeStream:
         self._sent += len(tokens)
         if self._finish is None and self._sent >= min(sampling.max_tokens, len(router.answer)):
             self._finish = Finish.LENGTH
-        return Progress(request_id=self._arrived.request_id, token_ids=tuple(tokens), logprobs=tuple(logprobs))
+        return Progress(
+            request_id=self._arrived.request_id,
+            token_ids=tuple(tokens),
+            logprobs=tuple(logprobs),
+            parsed=router.parsed[self._steps - 1] if router.parsed else None,
+        )

@@ -24,7 +24,7 @@ from fleet.core.work import Handoff, KvEvent, LoadReport, Progress, Rejected, St
 from kvstore.block import BlockHash
 from workers.engines.debugger import is_traced
 from workers.engines.simulated.batch import Batch, StepOutcome
-from workers.engines.simulated.direct_transfer import BlockLender, DirectParams, borrow
+from workers.engines.simulated.direct_transfer import BlockLending, DirectParams, borrow
 from workers.engines.simulated.layout import EngineLayout
 from workers.engines.simulated.lora_slots import LoraSlots
 from workers.engines.simulated.model import SimulatedModel
@@ -79,7 +79,7 @@ class SimulatedEngine:
         self.batch = Batch(limits, adapters=LoraSlots(facts.adapter_slots), loads=self._loads)
         self.memory = self.batch.memory
         lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
-        self.lender = BlockLender(self.batch.blocks, lease, on_end=self._wake.set)
+        self.lending = BlockLending(self.batch.blocks, lease, on_end=self._wake.set)
         self._transfers = asyncio.Semaphore(facts.max_running)  # so that a load's deadline covers no queue of loads
         self._adapters_loading: dict[str, asyncio.Event] = {}
         self._ended: list[Progress | Rejected] = []  # outputs since the last step
@@ -106,7 +106,8 @@ class SimulatedEngine:
         try:
             sequence = Running(start, self._shape)
         except ValueError as error:
-            self._reject(start, Reason.INVALID_ARGUMENT, "sampling.form", str(error))
+            of_tools = start.parsing is not None and start.parsing.tools
+            self._reject(start, Reason.INVALID_ARGUMENT, "chat.tools" if of_tools else "sampling.form", str(error))
             return
         if (needed := sequence.most_blocks) > self._facts.kv_blocks:
             fault = f"needs {needed} blocks of KV, this engine has {self._facts.kv_blocks}"
@@ -148,7 +149,7 @@ class SimulatedEngine:
 
     @property
     def lent(self) -> int:
-        return self.lender.leases
+        return self.lending.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
         """Implement `workers.ports.BlockSaver`."""
@@ -313,8 +314,8 @@ class SimulatedEngine:
                 await self._publish(sequence, {name: bytes(content) for name, content in sequence.blocks.items()})
             case KvPath.DIRECT:
                 self.batch.name(sequence)
-                lease = self.lender.lend(sequence.blocks) if sequence.blocks else ""
-                params = msgspec.json.encode(DirectParams(address=self.lender.address, lease=lease))
+                lease = self.lending.lend(sequence.blocks) if sequence.blocks else ""
+                params = msgspec.json.encode(DirectParams(address=self.lending.address, lease=lease))
             case _:
                 assert_never(start.kv_path)
         if self.batch.sequences.get(start.request_id) is not sequence:

@@ -78,7 +78,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
         )
         engine = SimulatedEngine(settings, facts, model, layout, store=store, writer=writer)
         if KvPath.DIRECT in settings.kv_paths:
-            await stack.enter_async_context(listen(engine.lender, settings.simulated.direct_listen))
+            await stack.enter_async_context(listen(engine.lending, settings.simulated.direct_listen))
         async with _running(engine):
             yield engine
 

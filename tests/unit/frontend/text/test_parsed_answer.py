@@ -24,6 +24,7 @@ TOOLS = [
     }
 ]
 TEMPLATES = ResponseTemplates()
+TEMPLATES.load()
 JSON_CALLS = AnswerParsers(tool_calls="hermes", reasoning="qwen3")
 XML_CALLS = AnswerParsers(tool_calls="qwen3_coder", reasoning="qwen3")
 

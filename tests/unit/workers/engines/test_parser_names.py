@@ -51,6 +51,16 @@ def test_template_shows_the_parsers(tmp_path, template, model_type, parsers, jin
     assert found == AnswerParsers(tool_calls=tool_calls, reasoning=reasoning, in_engine=True)
 
 
+def test_model_with_a_response_template_is_parsed_by_it(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"response_template": {}, "chat_template": "[TOOL_CALLS]"})
+    )
+
+    assert parsers_for(settings(tmp_path), in_engine=True) == AnswerParsers(
+        tool_calls="hf", reasoning="hf", in_engine=True
+    )
+
+
 def test_model_whose_template_shows_no_parser_has_none(tmp_path):
     write_template(tmp_path, "{{ messages }}")
 

@@ -45,7 +45,7 @@ class RouterProcessMetrics:
         self._duration = Histogram(
             "fleet_request_seconds", "Arrival to end of the answer", buckets=LATENCY_BUCKETS, registry=registry
         )
-        self._prompt_tokens = Counter("fleet_prompt_tokens", "Tokens of prompts that were served", registry=registry)
+        self._prompt_tokens = Counter("fleet_prompt_tokens", "Tokens of prompts that were admitted", registry=registry)
         self._completion_tokens = Counter("fleet_completion_tokens", "Tokens generated", registry=registry)
         self._cached_tokens = Counter(
             "fleet_cached_tokens", "Prompt tokens that no engine computed for their request", registry=registry
@@ -63,8 +63,17 @@ class RouterProcessMetrics:
         """Record the time from a request's arrival to its first token."""
         self._ttft.observe(seconds)
 
-    def ended(self, outcome: Finish | Reason, kv: Iterable[KvPhase], usage: Usage | None, seconds: float) -> None:
-        """Record a request that ended `seconds` after its arrival; `usage` is None if it was not served."""
+    def ended(
+        self, outcome: Finish | Reason, kv: Iterable[KvPhase], usage: Usage | None, seconds: float | None
+    ) -> None:
+        """Record a request that ended.
+
+        Args:
+            outcome: How it ended.
+            kv: KV reports of its phases.
+            usage: The tokens that its tenant was charged for; None if it was not admitted.
+            seconds: From its arrival to its end; None if it got no part of an answer.
+        """
         placement = Placement.AUTO  # not placed, or the placement is unknown
         for phase in kv:
             aggregated = phase.phase is Phase.AGGREGATED
@@ -73,8 +82,9 @@ class RouterProcessMetrics:
                 self._kv_blocks.labels(phase.phase, origin.source).inc(origin.blocks)
                 self._kv_bytes.labels(phase.phase, origin.source).inc(origin.bytes)
         self._requests.labels(outcome, "unknown" if placement is Placement.AUTO else placement).inc()
-        if usage is not None:
+        if seconds is not None:
             self._duration.observe(seconds)
+        if usage is not None:
             self._prompt_tokens.inc(usage.prompt_tokens)
             self._completion_tokens.inc(usage.completion_tokens)
             self._cached_tokens.inc(usage.cached_tokens)

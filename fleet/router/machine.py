@@ -470,7 +470,12 @@ class RouterMachine:
         worker.reservations.grown(live.id, len(progress.token_ids))
         if live.arrived.only_end:
             return
-        told = Progress(request_id=live.id, token_ids=progress.token_ids, logprobs=progress.logprobs)
+        told = Progress(
+            request_id=live.id,
+            token_ids=progress.token_ids,
+            logprobs=progress.logprobs,
+            prompt_logprobs=progress.prompt_logprobs,
+        )
         out.append(Emit(request_id=live.id, progress=told, kv=live.kv, cached_tokens=live.cached_tokens))
 
     # Failures.

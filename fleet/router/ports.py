@@ -55,8 +55,12 @@ class TextCodec(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
-    def encode(self, text: str) -> TokenBytes:
-        """Return the token ids of a plain prompt, with the special tokens that the model puts before it."""
+    def encode(self, text: str, special: bool = True) -> TokenBytes:
+        """Return the token ids of a plain prompt, with the special tokens that the model puts before it unless `special` is false."""
+        ...
+
+    def decode(self, tokens: TokenBytes) -> str:
+        """Return the text of a prompt, with its special tokens."""
         ...
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "") -> TokenBytes:
@@ -72,7 +76,7 @@ class TextCodec(Protocol):
         """
         ...
 
-    def decoder(self, prompt: TokenBytes = b"") -> TextDecoder:
+    def decoder(self, prompt: TokenBytes = b"", show_special: bool = False) -> TextDecoder:
         """Return a decoder for one answer; `prompt` precedes it, which decides for some models whether a space is text."""
         ...
 

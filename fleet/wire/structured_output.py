@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, StructuredOutput
+from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, StructuralTag, StructuredOutput
 from fleet.v1 import inference_pb2 as pb
 
 
@@ -20,6 +20,8 @@ def encode_structured_output(form: StructuredOutput | None) -> pb.Form | None:
             return pb.Form(grammar=text)
         case Choice(strings=strings):
             return pb.Form(choice=pb.Choice(strings=strings))
+        case StructuralTag(text=text):
+            return pb.Form(structural_tag=text)
         case _:
             assert_never(form)
 
@@ -40,6 +42,8 @@ def decode_structured_output(message: pb.Form) -> StructuredOutput | None:
             return Grammar(message.grammar)
         case "choice":
             return Choice(tuple(message.choice.strings))
+        case "structural_tag":
+            return StructuralTag(message.structural_tag)
         case None:
             return None
         case other:

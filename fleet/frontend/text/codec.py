@@ -103,8 +103,11 @@ class HuggingFaceCodec:
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._eos_token_ids
 
-    def encode(self, text: str) -> TokenBytes:
-        return self._encode(text, True)
+    def encode(self, text: str, special: bool = True) -> TokenBytes:
+        return self._encode(text, special)
+
+    def decode(self, tokens: TokenBytes) -> str:
+        return self._decode(_ids(tokens))
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "") -> TokenBytes:
         template = self._tool_template if tools and self._tool_template is not None else self._template
@@ -112,8 +115,9 @@ class HuggingFaceCodec:
             raise invalid("chat.messages", "the model has no chat template; send a prompt instead")
         return self._encode(template.render(messages, tools), False)
 
-    def decoder(self, prompt: TokenBytes = b"") -> TextDecoder:
-        return IncrementalDecoder(self._tokenizer, _ids(prompt[-64:]))  # 16 tokens, more than a decoder needs
+    def decoder(self, prompt: TokenBytes = b"", show_special: bool = False) -> TextDecoder:
+        ids = _ids(prompt[-64:])  # 16 tokens, more than a decoder needs
+        return IncrementalDecoder(self._tokenizer, ids, skip_special=not show_special)
 
     def token_text(self, token_id: int) -> str:
         if (text := self._token_texts.get(token_id)) is None:
@@ -252,10 +256,11 @@ class IncrementalDecoder:
     from bytes that are no UTF-8, at which it raises. Implements `fleet.router.ports.TextDecoder`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         context, text = self._end_of(prompt)
-        self._stream = DecodeStream(context, True)
+        self._stream = DecodeStream(context, skip_special)
         whole = not text.endswith(REPLACEMENT)
         self._context = context if whole else []
         self._known = "" if whole else text.rstrip(REPLACEMENT)  # the stream repeats an incomplete context
@@ -284,7 +289,7 @@ class IncrementalDecoder:
         text = self._decode([*self._context, *self._held])
         if not text.startswith(known):  # the context ends in bytes that belong to those of the held tokens
             text, known = self._decode(self._held), ""
-        self._stream, self._held, self._known = DecodeStream(self._context, True), (), ""
+        self._stream, self._held, self._known = DecodeStream(self._context, self._skip_special), (), ""
         return text[len(known) :]
 
     def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
@@ -300,4 +305,4 @@ class IncrementalDecoder:
         return context, text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special))

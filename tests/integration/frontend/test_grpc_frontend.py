@@ -153,7 +153,7 @@ BAD = [
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids(a_prompt(300)) * 20)), "token_ids"),
     (pb.GenerateRequest(text="x", sampling=pb.Sampling(temperature=float("nan"))), "sampling.temperature"),
     (pb.GenerateRequest(text="x", sampling=pb.Sampling(top_p=-1)), "sampling.top_p"),
-    (pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=0)), "sampling.max_tokens"),
+    (pb.GenerateRequest(text="x", sampling=pb.Sampling(min_tokens=99)), "sampling.min_tokens"),
     (pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=2**32 - 1)), "sampling.max_tokens"),
     (pb.GenerateRequest(text="x", request_id="no spaces"), "request_id"),
     (pb.GenerateRequest(text="x", priority=1000), "priority"),

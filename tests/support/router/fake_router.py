@@ -33,6 +33,7 @@ class FakeRouter:
         self.cards = tuple(cards)
         self.step = step
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
+        self.prompt_logprobs: Sequence[Logprobs] = ()  # with the first tokens, if a request asks for them
         self.refuse: RequestRejected | None = None  # raised on entering the stream
         self.break_after: int | None = None  # steps until WORKER_LOST
         self.start_over_after: int | None = None  # steps until the stream starts over, once
@@ -167,7 +168,13 @@ class FakeStream:
                 self._finish = Finish.STOP
                 break
         logprobs = router.logprobs[self._sent : self._sent + len(tokens)]
+        prompt_logprobs = router.prompt_logprobs if not self._sent and sampling.prompt_logprobs is not None else ()
         self._sent += len(tokens)
         if self._finish is None and self._sent >= min(sampling.max_tokens, len(router.answer)):
             self._finish = Finish.LENGTH
-        return Progress(request_id=self._arrived.request_id, token_ids=tuple(tokens), logprobs=tuple(logprobs))
+        return Progress(
+            request_id=self._arrived.request_id,
+            token_ids=tuple(tokens),
+            logprobs=tuple(logprobs),
+            prompt_logprobs=tuple(prompt_logprobs),
+        )

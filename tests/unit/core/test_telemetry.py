@@ -23,7 +23,7 @@ def test_a_request_is_counted_by_how_it_ended_and_where_it_ran():
     )
 
     metrics.ended(Finish.STOP, kv, USAGE, 0.5)
-    metrics.ended(Reason.QUEUE_FULL, (), None, 0.1)
+    metrics.ended(Reason.QUEUE_FULL, (), None, None)
 
     told = lines(metrics)
     assert 'fleet_requests_total{outcome="stop",placement="disaggregated"} 1.0' in told

@@ -51,7 +51,7 @@ MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class _Range(Struct, frozen=True):
@@ -164,7 +164,7 @@ def prompt_field(request: GenerateRequest) -> str:
 
 
 def _check_names(request: GenerateRequest) -> None:
-    if not _REQUEST_ID.fullmatch(request.id):
+    if not REQUEST_ID.fullmatch(request.id):
         raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
     check_hints(request)
 

@@ -115,6 +115,14 @@ class Generation:
         """Return the text of a single token, for log probabilities."""
         return self._codecs[self._parents.get(model, model)].token_text(token_id)
 
+    def prompt_text(self, model: ModelName, tokens: TokenBytes) -> str:
+        """Return the text of a prompt that came as tokens."""
+        return self._codecs[self._parents.get(model, model)].decode(tokens)
+
+    def serves(self, request_id: RequestId) -> bool:
+        """Return whether a running request has this id."""
+        return request_id in self._running
+
     async def generate(self, request: GenerateRequest, authorization: str = "") -> AsyncGenerator[GenerateEvent]:
         """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
 
@@ -220,6 +228,8 @@ class Generation:
                             break
                         if request.whole:
                             collected.append(delta)
+                            if request.leads and len(collected) == 1:
+                                yield Delta(text="", token_ids=())
                         else:
                             yield delta
             finally:

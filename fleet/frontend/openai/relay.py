@@ -30,6 +30,7 @@ from fleet.core.requests import TOKEN_BYTES
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
+from fleet.frontend.openai.header_hints import NAMES, header_hints
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
 from fleet.frontend.openai.relay_requests import (
     EMBEDDINGS,
@@ -254,6 +255,8 @@ class Relay:
         path = request.head.path
         try:
             body = read_body(request.body, path)
+            if not NAMES.isdisjoint(request.head.headers):
+                body.fleet = header_hints(request.head.headers, body.fleet)
             tenant = "" if body.fleet is None else body.fleet.tenant
             if self.takes_keys:
                 tenant = self._tenants.tenant(request.headers.get(b"authorization", b"").decode("latin-1"), tenant)

@@ -5,10 +5,11 @@ status. A later failure is an event with an ``error`` object, and no ``[DONE]`` 
 """
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from email.utils import formatdate
 from http import HTTPStatus
+from typing import Protocol
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -27,6 +28,8 @@ from fleet.frontend.openai.answers import (
     model_object,
     rate_limit_headers,
 )
+from fleet.frontend.openai.branches import BranchedAnswers
+from fleet.frontend.openai.header_hints import NAMES, REQUEST_ID_HEADER, request_id_of
 from fleet.frontend.openai.openapi import openapi_document
 from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relay_requests import EMBEDDINGS
@@ -54,7 +57,18 @@ HEALTH_LIMITS = HttpSettings(
 )
 
 
-ReadBody = Callable[[bytes, RequestId, Nanos], OpenAiRequest]
+class ReadBody(Protocol):
+    """Reads a body, as `fleet.frontend.openai.requests.read_chat` does."""
+
+    def __call__(
+        self,
+        body: bytes,
+        request_id: RequestId,
+        now: Nanos,
+        headers: Mapping[bytes, bytes] | None,
+        *,
+        strict: bool,
+    ) -> OpenAiRequest: ...
 
 
 @asynccontextmanager
@@ -127,6 +141,7 @@ class HttpFrontend(HttpServer):
         self._registry = registry
         self._relay = relay
         self._processes = processes
+        self._refuses_unknown_fields = settings.unknown_fields == "refuse"
 
     @property
     def health_routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
@@ -180,15 +195,27 @@ class HttpFrontend(HttpServer):
         if (problem := _unsuitable_content(exchange.request.headers)) is not None:
             send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
             return
+        request = exchange.request
+        headers = request.head.headers
         request_id = RequestId(uuid.uuid4().hex)
-        parsed = read(exchange.request.body, request_id, self._clock.now())
+        if REQUEST_ID_HEADER in headers:
+            request_id = self._chosen_id(headers) or request_id
+        hinted = None if NAMES.isdisjoint(headers) else headers
+        parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
         try:
-            if parsed.stream:
+            if parsed.details is not None:
+                await BranchedAnswers(self._generation, parsed, formatter, exchange, _authorization(exchange)).serve()
+            elif parsed.stream:
                 await self._stream(exchange, parsed, formatter)
             else:
                 await self._collect(exchange, parsed, formatter)
         except RequestRejected as refused:
-            send_rejection(exchange, rename_field(refused, parsed.names), ("x-request-id", request_id))
+            send_rejection(exchange, rename_field(refused, parsed.names), ("x-request-id", parsed.request.id))
+
+    def _chosen_id(self, headers: Mapping[bytes, bytes]) -> RequestId | None:
+        """Return the client's id of a request; None if a running request has it, because proxies repeat requests."""
+        chosen = RequestId(request_id_of(headers))
+        return None if not chosen or self._generation.serves(chosen) else chosen
 
     async def _stream(self, exchange: Exchange, parsed: OpenAiRequest, formatter_type: type[AnswerFormatter]) -> None:
         headers: tuple[tuple[str, str], ...] = (

@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from fleet.core.enumerations import with_allowed_values
 from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
@@ -284,7 +285,7 @@ def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyT
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise invalid_body(error) from error
+        raise invalid_body(error, kind=decoder.type) from error
     except UnicodeDecodeError as error:
         raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error.reason}") from error
     except RecursionError as error:
@@ -293,9 +294,10 @@ def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyT
         raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
 
 
-def invalid_body(error: msgspec.ValidationError, parent: str = "") -> RequestRejected:
-    """Return the rejection of a value in `parent` with a wrong type or range; msgspec's message ends with its path."""
+def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = None) -> RequestRejected:
+    """Return the rejection of a value in `parent` with a wrong type or range; `kind` is the type of what was decoded."""
     message, path = split_validation_error(error)
+    message = with_allowed_values(message, kind, path)
     field = parent + path
     if (named := _NAMED_FIELD.search(message)) is not None:
         field += f".{named[1]}"

@@ -323,7 +323,8 @@ class Relay:
         now = self._clock.now()
         if relayed.answer_tokens:
             self._tenants.used(relayed.tenant, relayed.answer_tokens, now)
-        self._metrics.ended(None if refused is None else refused.reason, now - relayed.began_at)
+        answered = refused is None or relayed.flow is not None
+        self._metrics.ended(None if refused is None else refused.reason, now - relayed.began_at, answered=answered)
         self._active -= 1
         if self._active == 0:
             self._quiet.set()

@@ -12,7 +12,8 @@ from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from fleet.core.clock import Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, draining_rejection
@@ -141,6 +142,7 @@ class HttpFrontend(HttpServer):
         self._registry = registry
         self._relay = relay
         self._processes = processes
+        self._created = unix_seconds()
         self._refuses_unknown_fields = settings.unknown_fields == "refuse"
 
     @property
@@ -170,6 +172,9 @@ class HttpFrontend(HttpServer):
             return serving_
         return super().serve(exchange)
 
+    def unserved(self, status: HTTPStatus) -> None:
+        self._generation.metrics.unserved(status.value)
+
     def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:
         if path.startswith("/v1/models/"):
             return {"GET": self._model}
@@ -187,12 +192,14 @@ class HttpFrontend(HttpServer):
             raise draining_rejection()
         problem = _unsuitable_content(exchange.request.headers)
         assert problem is not None, "else it was relayed"
+        self.unserved(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
 
     async def _generate(self, exchange: Exchange, read: ReadBody, formatter: type[AnswerFormatter]) -> None:
         if self.draining:
             raise draining_rejection()
         if (problem := _unsuitable_content(exchange.request.headers)) is not None:
+            self.unserved(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
             send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
             return
         request = exchange.request
@@ -268,8 +275,7 @@ class HttpFrontend(HttpServer):
 
     async def _models(self, exchange: Exchange) -> None:
         self._generation.identify(_authorization(exchange))
-        created = unix_seconds()
-        models = [model_object(card, created) for card in self._generation.models()]
+        models = [model_object(card, self._created) for card in self._generation.models()]
         exchange.respond(HTTPStatus.OK, msgspec.json.encode({"object": "list", "data": models}))
 
     async def _model(self, exchange: Exchange) -> None:
@@ -277,7 +283,7 @@ class HttpFrontend(HttpServer):
         name = exchange.request.path.removeprefix("/v1/models/")
         for card in self._generation.models():
             if card.name == name:
-                exchange.respond(HTTPStatus.OK, msgspec.json.encode(model_object(card, unix_seconds())))
+                exchange.respond(HTTPStatus.OK, msgspec.json.encode(model_object(card, self._created)))
                 return
         raise RequestRejected(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
 
@@ -298,11 +304,13 @@ class HttpFrontend(HttpServer):
         exchange.respond(HTTPStatus.OK, openapi_document(embeddings=self._relay is not None))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        if self._processes is None:
-            content = generate_latest(self._registry)
+        if self._processes is not None:
+            content, content_type = merge_metrics(await self._processes.metrics()).encode(), CONTENT_TYPE_LATEST
         else:
-            content = merge_metrics(await self._processes.metrics()).encode()
-        exchange.respond(HTTPStatus.OK, content, content_type=CONTENT_TYPE_LATEST)
+            accepted = exchange.request.headers.get(b"accept", b"").decode("latin-1")
+            encode, content_type = choose_encoder(accepted)  # OpenMetrics for those who ask for it
+            content = encode(self._registry)
+        exchange.respond(HTTPStatus.OK, content, content_type=content_type)
 
 
 def _authorization(exchange: Exchange) -> str:

@@ -150,10 +150,15 @@ def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
 
 
 def request_path(target: bytes) -> str:
-    """Return the path of a request target without its query. A target may be a whole URL (RFC 9112, 3.2.2)."""
+    """Return the path of a request target without its query and a slash at its end.
+
+    A target may be a whole URL (RFC 9112, 3.2.2).
+    """
     path = target.partition(b"?")[0]
     if not path.startswith(b"/") and (authority := _ABSOLUTE.match(path)) is not None:
         path = path[authority.end() :] or b"/"
+    if path.endswith(b"/") and path != b"/":
+        path = path[:-1]
     return path.decode("latin-1")
 
 

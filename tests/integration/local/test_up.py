@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from hashlib import sha256
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -15,7 +16,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet.client import Client, Placement, Source
+from fleet.client import Client, FleetError, Placement, Source
+from fleet.core.errors import Reason
 from fleet.core.requests import Finish
 from fleet.core.roles import KvPath, Phase
 from fleet.local.tiny_model import CONFIG
@@ -498,3 +500,17 @@ def test_the_check_fails_when_tokens_differ(tmp_path):
     assert done.returncode == 1
     (verdict,) = [json.loads(line) for line in done.stdout.splitlines()]
     assert verdict["ok"] is False
+
+
+def test_demo_is_served_where_clients_need_a_key(tmp_path):
+    topology = tmp_path / "topology.toml"
+    digest = sha256(b"key").hexdigest()
+    topology.write_text(f"[router.tenants.acme]\napi_key_sha256 = ['{digest}']\n")
+
+    with fleet_up(tmp_path, "--config", str(topology), "--prefill", "0", "--demo", "Hello") as up:
+        log = tmp_path / "up.log"
+        eventually(lambda: "prompt tokens" in log.read_text() or "failed" in log.read_text())
+        assert "the demo failed" not in log.read_text()
+        with Client(up.grpc) as client, pytest.raises(FleetError) as refused:
+            client.complete(PROMPT, max_tokens=1)
+    assert refused.value.reason is Reason.UNAUTHENTICATED

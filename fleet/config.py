@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from fleet.core.enumerations import with_allowed_values
-from fleet.core.errors import ConfigurationRefused, split_validation_error
+from fleet.core.errors import ConfigurationRefused, split_validation_error, with_allowed_values
 
 Settings = TypeVar("Settings", bound=Struct)
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from fleet.app.native_modules import REMEDY, ROUTER_COST, missing_modules
 from fleet.config import child_environment
-from fleet.core.installation import install_command
+from fleet.core.errors import install_command
 from fleet.local.settings import Topology
 
 PROBE_SECONDS = 60.0  # an import of vLLM takes about ten on two busy cores

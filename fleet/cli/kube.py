@@ -10,8 +10,7 @@ import msgspec
 import yaml
 
 from fleet.cli.console.exits import DONE, FAILED
-from fleet.core.enumerations import with_allowed_values
-from fleet.core.errors import ConfigurationRefused, split_validation_error
+from fleet.core.errors import ConfigurationRefused, split_validation_error, with_allowed_values
 from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api.consistency import contradictions
 from operators.api.disagg_deployment import DisaggDeploymentSpec

@@ -25,9 +25,8 @@ from msgspec import Struct, structs
 
 from fleet.config import build_settings, save
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
-from fleet.core.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused, install_command
 from fleet.core.ids import ModelName, WorkerId
-from fleet.core.installation import install_command
 from fleet.core.roles import KvPath, Role
 from fleet.local.liveness import LivenessLimits
 from fleet.local.planner import PLANNER, planner_settings

@@ -87,5 +87,5 @@ class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
     keys themselves, never the browser, so no other site can use them. Answers of external servers have their own headers."""
 
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """What happens to fields of a body that Fleet does not know. They are ignored, as OpenAI-compatible servers do with each
+    """The treatment of fields of a body that Fleet does not know. They are ignored, as OpenAI-compatible servers do with each
     other's, or the request is refused by their name. Bodies for external servers are theirs to judge."""

@@ -16,8 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fleet.core.clock import MILLISECOND, Nanos
-from fleet.core.enumerations import with_allowed_values
-from fleet.core.errors import invalid, split_validation_error
+from fleet.core.errors import invalid, split_validation_error, with_allowed_values
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
 from fleet.v1 import kserve_pb2 as pb

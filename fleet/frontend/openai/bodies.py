@@ -7,8 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fleet.core.enumerations import with_allowed_values
-from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error
+from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error, with_allowed_values
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
 from fleet.core.validation import MAX_EXPECTED_TOKENS

@@ -71,7 +71,7 @@ class Branch(Struct, frozen=True, kw_only=True):
 
 
 class PromptTokens(Struct):
-    """What the lead of a prompt has learnt of it."""
+    """The tokens of a prompt, as its lead has learnt them."""
 
     tokens: TokenBytes = b""
     logprobs: tuple[Logprobs, ...] = ()  # of all tokens but the first

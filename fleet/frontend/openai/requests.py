@@ -71,7 +71,7 @@ MAX_BRANCHES = 1024  # answers that are generated for one request
 
 
 class Details(Struct, frozen=True, kw_only=True):
-    """What a request wants besides one plain answer; `fleet.frontend.openai.branches` serves it."""
+    """Details of a request that wants more than one plain answer; `fleet.frontend.openai.branches` serves it."""
 
     more_prompts: tuple[Prompt, ...] = ()
     n: int = 1  # answers to each prompt

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from fleet.core.enumerations import allowed_values
+from fleet.core.errors import allowed_values
 from fleet.frontend.openai.bodies import ChatBody
 from tests.support.frontend.frontends import Frontends, open_frontends
 

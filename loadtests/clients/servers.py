@@ -1,8 +1,8 @@
 """Servers of a run: `fleet up`, and plain vLLM beside it, both with the built-in model."""
 
+import importlib.util
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -55,18 +55,19 @@ def fleet_up(folder: Path, engine: str) -> Iterator[str]:
 
 @contextmanager
 def vllm_serve(folder: Path) -> Iterator[str]:
-    """Run ``vllm serve`` with the built-in model; yield the base URL of its API.
+    """Run plain vLLM's server with the built-in model; yield the base URL of its API.
 
     Raises:
         SystemUnavailable: It is not installed, or did not start.
     """
-    program = shutil.which("vllm", path=str(Path(sys.executable).parent))
-    if program is None:
+    if importlib.util.find_spec("vllm") is None:
         raise SystemUnavailable("plain vLLM is not installed beside this Python")
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
     model = model_folder(folder)
-    command = [program, "serve", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
+    # As `vllm serve`, whose command fails where the package has the name of its build for CPUs.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
     command += ["--kv-cache-memory-bytes", str(64 << 20)]
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

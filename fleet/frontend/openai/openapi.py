@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fleet.frontend.openai.bodies import ACCEPTED_VALUES, ChatBody, CompletionBody
+from fleet.frontend.openai.bodies import ACCEPTED_VALUES, COMPLETION_FIELDS, ChatBody, CompletionBody
 
 ERROR = {
     "type": "object",
@@ -55,9 +55,10 @@ def openapi_document(*, embeddings: bool) -> bytes:
     bodies, components = msgspec.json.schema_components(
         (CompletionBody, ChatBody), ref_template="#/components/schemas/{name}"
     )
-    for schema in components.values():
+    for title, schema in components.items():
+        supported = COMPLETION_FIELDS if title == CompletionBody.__name__ else ()
         for name, values in ACCEPTED_VALUES.items():
-            if name in schema.get("properties", {}):
+            if name in schema.get("properties", {}) and name not in supported:
                 schema["properties"][name] = {
                     "enum": [None, *values],
                     "description": "Accepted if it has no effect.",

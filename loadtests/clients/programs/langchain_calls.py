@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 
+from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
 
@@ -14,7 +15,7 @@ def main(url: str, model: str) -> None:
         "invoke": lambda: chat.invoke("Say a word.").response_metadata["finish_reason"],
         "stream": lambda: list(chat.stream("Say a word.")),
         "batch": lambda: len(chat.batch(["a", "b"])) == 2,
-        "generate n": lambda: len(chat.bind(n=2).generate([["Say a word."]]).generations[0]) >= 1,
+        "generate n": lambda: len(chat.generate([[HumanMessage("Say a word.")]], n=2).generations[0]) == 2,
         "completion of several prompts": lambda: len(text.generate(["Once", "The end"]).generations) == 2,
     }
     for name, call in calls.items():

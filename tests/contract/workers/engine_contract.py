@@ -345,9 +345,9 @@ async def prompt_logprobs_come_once_for_all_but_the_first_token(one: EngineDrive
     prompt = fresh_prompt(5 * one.engine.facts.block_tokens + 3)
     for _ in range(2):  # the second time, the engine has the blocks in its cache
         start = an_attempt(prompt, sampling=greedy(3, prompt_logprobs=2))
-        one.submit(start)
-        await one.end_of(start)
+        tokens, end = await one.do(start)
 
+        assert (len(tokens), end.finish) == (3, Finish.LENGTH)
         told = [each for each in one.progress[start.request_id] if each.prompt_logprobs]
         assert len(told) == 1
         assert len(told[0].prompt_logprobs) == len(prompt) // TOKEN_BYTES - 1

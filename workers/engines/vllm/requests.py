@@ -161,9 +161,9 @@ def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprob
 def prompt_logprobs_of(output: "RequestOutput", start: Start) -> tuple[Logprobs, ...]:
     """Return for each token of the prompt but the first its own log probability and those of the alternatives.
 
-    vLLM gives them once, with the first output.
+    vLLM gives them once, with the first output; later ones have an empty list.
     """
-    if output.prompt_logprobs is None or start.sampling.prompt_logprobs is None:
+    if not output.prompt_logprobs or start.sampling.prompt_logprobs is None:
         return ()
     wanted = start.sampling.prompt_logprobs
     result = []

@@ -22,13 +22,16 @@ class CircuitBreaker:
     def closed(self) -> bool:
         return self._pause == 0
 
+    def would_allow(self, now: Nanos) -> bool:
+        """Return whether `allows` would return True, without using up the try of this pause."""
+        return self.closed or now >= self._retry_at
+
     def allows(self, now: Nanos) -> bool:
         """Return whether to try. While the breaker is open, only one caller per pause gets True."""
-        if self.closed:
-            return True
-        if now < self._retry_at:
+        if not self.would_allow(now):
             return False
-        self._retry_at = Nanos(now + self._pause)
+        if not self.closed:
+            self._retry_at = Nanos(now + self._pause)
         return True
 
     def succeeded(self) -> None:

@@ -5,14 +5,15 @@ Rules:
 1. A number is written by server-side apply with the writer's field manager, over the RoleScaler as it was read. Annotations hold the id
    of the plan and the number that was wanted before. Only the operator creates RoleScalers.
 2. `managedFields` say who owns a number. If the owner is neither the operator, which writes it once, nor the planner, the pool is
-   pinned for planners. So `kubectl scale`, an HPA and KEDA work without knowing about planners.
+   pinned for planners. So `kubectl scale`, an HPA and KEDA work without knowing about planners. To give it back, an annotation names the
+   generation at which the pin ends: the server leaves a number to its owners when another manager applies the same one.
 3. `scaling.mode` takes precedence: the specification sets the number of a Static role, and everybody but a planner may set the number
    of an External role.
 4. The state of the pools comes from the operator's statuses; the operator watches pods and asks routers.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -33,6 +34,12 @@ from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, Role
 from operators.observed.pod_troubles import UNPLACED
 
 PLAN, BEFORE = f"{GROUP}/plan", f"{GROUP}/replicas-before"
+RELEASED = f"{GROUP}/released"
+"""Annotation with the generation of a RoleScaler whose number was given back to the planner; each other write clears it."""
+
+PINNED = "pinned: "
+"""Begins the reason if the owner of a number is what keeps a planner from changing it."""
+
 TRIES = 4
 """Tries to write a RoleScaler while its status changes."""
 
@@ -99,6 +106,11 @@ class _Scaler(NamedObject, frozen=True, kw_only=True):
         number = self._annotation(BEFORE)
         return int(number) if number.isdecimal() else None
 
+    @property
+    def released(self) -> bool:
+        """Return whether the number was given back to the planner, and nobody has changed it since."""
+        return self.metadata.annotations.get(RELEASED) == str(self.metadata.generation)
+
     def _annotation(self, name: str) -> str:
         """Return an annotation if a plan wrote the number; another writer may have left an older plan's annotations."""
         ours = any(each in tuple(PlanWriter) for each in self.owners)
@@ -150,7 +162,48 @@ class KubernetesConnector:
         except KubernetesError as error:
             raise _unreachable(error) from error
 
+    async def release(self, pools: Sequence[PoolName]) -> None:
+        """Give pools back to the planner: they keep their numbers, and the planner may change them again.
+
+        The writer of this connector must be the planner.
+
+        Raises:
+            PlanRefused: A pool does not exist, or its `scaling.mode` is not Planner.
+            PlanConflict: The number changes all the time; pools before this one are released.
+            ConnectorUnreachable: A part may be released.
+        """
+        assert self._writer is PlanWriter.PLANNER, "another writer would only pin the pool again"
+        try:
+            async with asyncio.timeout(ports.CALL_SECONDS):
+                seen = await self._look()
+                found = {name: seen.pool(name) for name in pools}
+                for name, pool in found.items():
+                    if pool is None:
+                        there = ", ".join(each.name for each in seen.pools)
+                        raise ports.PlanRefused(name, f"there is no such pool; there are {there}")
+                    if pool.pinned and not pool.pinned.startswith(PINNED):
+                        raise ports.PlanRefused(name, pool.pinned)
+                for pool in filter(None, found.values()):
+                    await self._replace(pool, pool.wanted, released=True)
+        except TimeoutError as error:
+            raise ports.ConnectorUnreachable(
+                "the API server does not answer in time; perhaps it has done it"
+            ) from error
+        except KubernetesError as error:
+            raise _unreachable(error) from error
+
     async def _write(self, pool: PoolObservation, plan: Plan) -> None:
+        replicas = plan.replicas[pool.name]
+        await self._replace(pool, replicas, {PLAN: plan.id, BEFORE: str(pool.before_a_write(replicas))})
+
+    async def _replace(
+        self,
+        pool: PoolObservation,
+        replicas: int,
+        annotations: Mapping[str, str] | None = None,
+        *,
+        released: bool = False,
+    ) -> None:
         """Write a number over the observed one; a change of the status alone is no conflict."""
         for _ in range(TRIES):
             scaler = (await self._scalers()).get(pool.name)
@@ -160,12 +213,15 @@ class KubernetesConnector:
                 "name": scaler.metadata.name,
                 "namespace": scaler.metadata.namespace,
                 "resourceVersion": scaler.metadata.resource_version,
-                "annotations": {PLAN: plan.id, BEFORE: str(pool.before_a_write(plan.replicas[pool.name]))},
+                "annotations": {
+                    **(annotations or {}),
+                    RELEASED: str(scaler.metadata.generation) if released else "",
+                },
             }
             kind = kinds.ROLE_SCALER
             manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
             try:
-                await self.cluster.apply(kind, _Scaler, manifest | {"spec": {"replicas": plan.replicas[pool.name]}})
+                await self.cluster.apply(kind, _Scaler, manifest | {"spec": {"replicas": replicas}})
             except ObjectConflict:
                 continue
             except RequestDenied as error:
@@ -239,8 +295,10 @@ class KubernetesConnector:
             return ""
         if role.scaling.mode is ScalingMode.EXTERNAL:
             return "scaling.mode is External: it is scaled by others than a planner"
+        if scaler.released:
+            return ""
         others = [each for each in scaler.owners if each not in (MANAGER, PlanWriter.PLANNER)]
-        return f"pinned: {others[0]} has set it to {scaler.spec.replicas}" if others else ""
+        return f"{PINNED}{others[0]} has set it to {scaler.spec.replicas}" if others else ""
 
 
 def _serving(role: _RoleStatus, status: _Status) -> int:

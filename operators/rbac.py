@@ -1,4 +1,4 @@
-"""Permissions of the operator on the API server: one list for the chart's Role and for the tests. Pure.
+"""Permissions of the operator and of the planner on the API server: one list each for the chart's Roles and for the tests. Pure.
 
 Rules:
 
@@ -8,6 +8,8 @@ Rules:
 3. The operator reads one Secret, its own, in its own namespace; elsewhere it creates Secrets and never reads them. It
    needs no nodes, reads no events and uses nothing cluster-wide, so that a Role suffices if the namespaces are named.
 4. Child objects carry `blockOwnerDeletion: false`, because setting it to true needs `update` on the owner's finalizers.
+5. The planner reads the operator's Secret by its name and no other one (ADR 39). It changes nothing but the number of RoleScalers, the
+   statuses of ServingPlans, and its Lease.
 """
 
 from msgspec import Struct
@@ -68,3 +70,19 @@ ACCESS: tuple[RoleRule, ...] = (
     _of(kinds.SECRET, ("create",), own_namespace=True),
     _of(kinds.SECRET, ("get",), own_namespace=True, names=(OWN_SECRET,)),
 )
+
+LEASE_NAME = "{lease}"
+"""Stands for the name of the planner's Lease, which the chart fills in."""
+
+PLANNER_ACCESS: tuple[RoleRule, ...] = (
+    _of(kinds.DISAGG_DEPLOYMENT, ("get", *READ)),
+    _of(kinds.ROLE_SCALER, ("list", "patch")),
+    _of(kinds.SERVING_PLAN, READ),
+    _of(kinds.SERVING_PLAN, ("patch",), "status"),
+    _of(kinds.POD, READ),
+    _of(kinds.LEASE, ("create",), own_namespace=True),  # names of what is to be made cannot be prescribed
+    _of(kinds.LEASE, ("get", "update"), own_namespace=True, names=(LEASE_NAME,)),
+    _of(kinds.DEPLOYMENT, ("get",), own_namespace=True, names=(LEASE_NAME,)),  # of the Lease's name, and its owner
+    _of(kinds.SECRET, ("get",), own_namespace=True, names=(OWN_SECRET,)),
+)
+"""Rights of the planner (`operators.planner`)."""

@@ -94,7 +94,15 @@ class Operator:
             else None
         )
         self._controller = Controller(
-            self.store, applier, settings.images, clock, wall, self._add, self._prober, secrets=secrets
+            self.store,
+            applier,
+            settings.images,
+            clock,
+            wall,
+            self._add,
+            self._prober,
+            secrets=secrets,
+            plans_obeyed=settings.plans_obeyed,
         )
         asked = routers is not None and settings.ask_routers
         self._router_poller = (

@@ -70,6 +70,10 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     probe: ProbeSettings = ProbeSettings()
 
+    plans_obeyed: bool = False
+    """A planner runs (`fleet serve kube-planner`) and writes the statuses of ServingPlans. If off, the operator says in them
+    that nobody obeys them."""
+
     at_once: Annotated[int, Meta(ge=1, le=64)] = 8
     """Deployments that are reconciled at the same time."""
 

@@ -37,6 +37,7 @@ ON_BOTH_LOOPS = {
     "test_grpc_frontend.py",
     "test_grpc_server.py",
     "test_client_servers.py",
+    "test_client_tls.py",
     "test_frames.py",
     "test_kserve_frontend.py",
     "test_worker_stream_tls.py",

@@ -23,6 +23,7 @@ def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
         _unfit_phase(start, role)
         or _unfit_prompt(start, facts)
         or _unfit_adapter(start, facts)
+        or _unparsed(start, facts)
         or _unfit_kv(start, facts)
     )
 
@@ -85,6 +86,13 @@ def _unfit_adapter(start: Start, facts: EngineFacts) -> Rejected | None:
             start, "salt", "is required with an adapter; it keeps the adapter's blocks apart from the model's"
         )
     return None
+
+
+def _unparsed(start: Start, facts: EngineFacts) -> Rejected | None:
+    if start.parsing is None or facts.parsers is not None:
+        return None
+    message = f"parsing: this worker's engine ({facts.name}) has no parser for its answers; another worker may have one"
+    return Rejected(request_id=start.request_id, reason=Reason.NO_WORKER, message=message, field="parsing")
 
 
 def _unfit_kv(start: Start, facts: EngineFacts) -> Rejected | None:

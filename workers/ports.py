@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import ModelName, RequestId, StoreId
-from fleet.core.requests import TokenBytes
+from fleet.core.requests import AnswerParsers, TokenBytes
 from fleet.core.roles import KvPath
 from fleet.core.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
 from kvstore.block import BlockHash
@@ -55,6 +55,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     sampling_fields: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that it obeys
     adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that it can load
     adapter_slots: int = 0  # LoRA adapters loaded at a time; 0: all of them
+    parsers: AnswerParsers | None = None  # parsers of its answers; None: none
 
 
 def facts_with_store(facts: EngineFacts, kv_paths: Sequence[KvPath], store_id: StoreId | None) -> EngineFacts:

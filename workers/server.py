@@ -109,6 +109,7 @@ class WorkerServer:
             sampling_fields=facts.sampling_fields,
             generation=settings.generation,
             start_seconds=start_seconds,
+            parsers=facts.parsers,
         )
         self._settings = settings
         self.engine = engine

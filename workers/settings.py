@@ -168,6 +168,15 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[ModelName, Meta(min_length=1)]
     """The model name in clients' requests."""
 
+    tool_call_parser: str = "auto"
+    """The parser of tool calls, by vLLM's name, such as hermes or llama3_json. auto: the one that the chat template
+    shows; a model whose template shows none refuses requests with tools. Empty: none. The simulated engine writes calls
+    that the router parses, and knows hermes and qwen3_coder."""
+
+    reasoning_parser: str = "auto"
+    """The parser of reasoning, by vLLM's name, such as qwen3 or deepseek_r1. auto: the one that the chat template shows.
+    Empty: none, and reasoning is a part of the text."""
+
     listen: str = "127.0.0.1:0"
     """Where routers connect: host:port (0: any) or unix:path."""
 

@@ -19,7 +19,7 @@ from fleet.net.control.access import load_control_access
 from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.connectors.open import connector_of
 from fleet.planner.control.metrics import PlannerMetrics
-from fleet.planner.control.service import open_planner_port
+from fleet.planner.control.service import OnlyPlanner, open_planner_port
 from fleet.planner.decisions import ScalingRule
 from fleet.planner.election.open import open_election
 from fleet.planner.load_rule import LoadRule
@@ -53,7 +53,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
     history = PlanHistory(Path(settings.history) if settings.history else None)
     async with (
         cancelled_by_signals(),
-        open_election(settings.election, identity, clock) as election,
+        open_election(settings, identity, clock) as election,
         connector_of(settings.target, PlanWriter.PLANNER) as connector,
         stop_signal() as stop,
     ):
@@ -73,7 +73,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
         registry.register(PlannerMetrics(loop))
         with _metrics_port(settings.metrics_listen, registry) as metrics:
             async with (
-                open_planner_port(settings.listen, access, loop) as listening,
+                open_planner_port(settings.listen, access, OnlyPlanner(loop)) as listening,
                 asyncio.TaskGroup() as tasks,
             ):
                 running = [tasks.create_task(each) for each in (election.run(), demand.run(), loop.run())]

@@ -24,7 +24,7 @@ from fleet.backends.workers.streams import WorkerStreams
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, missing_package
 from fleet.core.ids import Incarnation, ModelName
-from fleet.core.system_clock import SystemClock, utc_now
+from fleet.core.system_clock import SystemClock, unix_seconds, utc_now
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.control.port import open_control_port
@@ -35,6 +35,7 @@ from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
 from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
 from fleet.frontend.openai.relay import Relay
+from fleet.frontend.openai.relayed_paths import RelayedPaths
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_check import TokenizerCheck
@@ -47,6 +48,7 @@ from fleet.membership.registry import SERVICE as REGISTRY_SERVICE
 from fleet.membership.registry import GrpcRegistry
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
+from fleet.net.client_tls import ServerCertificates
 from fleet.net.control.access import ControlAccess, load_control_access
 from fleet.peers.routers import PeerLimits, PeerRouters
 from fleet.router.machine import RouterMachine
@@ -59,6 +61,7 @@ from fleet.router.tenants import Tenants
 from kvstore.security.channels import load
 
 if TYPE_CHECKING:
+    from fleet.backends.hosted.overflow import HostedOverflow
     from fleet.frontend.kserve.service import KserveFrontend
     from fleet.frontend.metrics.predictions import PredictionMetrics
     from fleet.gateway.endpoint_picker import EndpointPicker
@@ -87,12 +90,13 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         settings = await fetch_router_models(settings, SystemClock())
         shared = _Shared.build(settings)
         backends = _Backends.build(settings, shared)
-        core = _Core.build(settings, shared, backends)
-        limits = _shared_limits(settings, shared)
-        peers = _peers(settings, shared, backends, core)
-        parts = _Parts(shared=shared, backends=backends, core=core, limits=limits, peers=peers)
-        with core.recorder or nullcontext(), closing(shared.threads):
-            await _serve(settings, parts, announce)
+        async with _overflow(settings, shared) as overflow:
+            core = _Core.build(settings, shared, backends, overflow)
+            limits = _shared_limits(settings, shared)
+            peers = _peers(settings, shared, backends, core)
+            parts = _Parts(shared=shared, backends=backends, core=core, limits=limits, peers=peers)
+            with core.recorder or nullcontext(), closing(shared.threads):
+                await _serve(settings, parts, announce)
 
 
 def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
@@ -129,17 +133,21 @@ class _Shared(Struct, frozen=True, kw_only=True):
     threads: TokenizerThreads
     secret_keys: SecretBlockKeys
     control_access: ControlAccess
+    certificates: ServerCertificates | None  # of the ports for clients; None if they do not speak TLS
 
     @classmethod
     def build(cls, settings: RouterSettings) -> "_Shared":
         """Build the objects.
 
         Raises:
-            ConfigurationRefused: A credentials file is invalid.
+            ConfigurationRefused: A credentials file or certificate is invalid.
         """
         clock = SystemClock()
         metrics, tenants = RouterProcessMetrics(CollectorRegistry()), Tenants(settings.tenants, clock.now())
         metrics.registry.register(TenantMetrics(tenants.usage))
+        certificates = ServerCertificates(settings.tls, unix_seconds) if settings.tls.certificate else None
+        if certificates is not None:
+            metrics.follow_certificate(certificates.ends_at)
         return cls(
             clock=clock,
             metrics=metrics,
@@ -147,6 +155,7 @@ class _Shared(Struct, frozen=True, kw_only=True):
             threads=TokenizerThreads(trim_heaps),
             secret_keys=SecretBlockKeys(settings.prompt_secret or settings.tenant_secret),
             control_access=load_control_access("control_credentials", settings.control_credentials),
+            certificates=certificates,
         )
 
 
@@ -208,6 +217,35 @@ def _external_codecs(settings: RouterSettings) -> dict[ModelName, TextCodec]:
     return codecs
 
 
+@asynccontextmanager
+async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator[HostedOverflow | None]":
+    """Open the hosted endpoints; None if there are none.
+
+    Raises:
+        ConfigurationRefused: A model is not one of Fleet's own workers, or a key or ledger file cannot be used.
+    """
+    if not settings.overflow:
+        yield None
+        return
+    for model in settings.overflow:
+        if model not in settings.models:
+            served = ", ".join(settings.models) or "none"
+            raise ConfigurationRefused(f"overflow.{model}: `models` has no such model; there are: {served}")
+    from fleet.backends.hosted.overflow import open_overflow  # noqa: PLC0415 - few routers have hosted endpoints
+    from fleet.frontend.metrics.overflow import OverflowMetrics  # noqa: PLC0415 - likewise
+
+    async with open_overflow(
+        settings.overflow,
+        shared.tenants,
+        shared.clock,
+        unix_seconds,
+        connect_timeout_seconds=settings.connect_timeout_seconds,
+        explained_requests=settings.explained_requests,
+    ) as overflow:
+        shared.metrics.registry.register(OverflowMetrics(overflow))
+        yield overflow
+
+
 class _Core(Struct, frozen=True, kw_only=True):
     """The router, and the services that submit requests to it."""
 
@@ -217,9 +255,12 @@ class _Core(Struct, frozen=True, kw_only=True):
     relay: Relay | None
     selection: SelectionService
     demand: DemandWatch
+    overflow: "HostedOverflow | None"
 
     @classmethod
-    def build(cls, settings: RouterSettings, shared: _Shared, backends: _Backends) -> "_Core":
+    def build(
+        cls, settings: RouterSettings, shared: _Shared, backends: _Backends, overflow: "HostedOverflow | None"
+    ) -> "_Core":
         """Build the router; nothing runs yet.
 
         Raises:
@@ -244,6 +285,7 @@ class _Core(Struct, frozen=True, kw_only=True):
             settings.router_id,
             Incarnation(secrets.token_hex(8)),
             dict if predictions is None else predictions.speeds,
+            overflow=overflow,
         )
         shared.metrics.registry.register(DemandMetrics(demand))
         tenant_secret = settings.tenant_secret.encode()
@@ -265,6 +307,7 @@ class _Core(Struct, frozen=True, kw_only=True):
                 server, backends.selection_aware, settings.selection, tenant_secret=tenant_secret
             ),
             demand=demand,
+            overflow=overflow,
         )
 
 
@@ -335,6 +378,7 @@ def _relay(settings: RouterSettings, shared: _Shared, backends: _Backends, serve
         shared.threads,
         id_prefix=secrets.token_hex(4),
         only=not settings.models,
+        paths=RelayedPaths.of(settings.external_paths),
     )
 
 
@@ -384,6 +428,7 @@ def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core:
         lambda: generate_latest(shared.metrics.registry).decode(),
         private=shared.secret_keys.fingerprint,
         limits=PeerLimits(shared.tenants, shared.clock) if settings.counts_limits_without_redis else None,
+        overflow=core.overflow,
     )
     core.selection.others = peers
     return peers
@@ -454,6 +499,8 @@ def _background(parts: _Parts, directory: "Directory | None") -> list[Coroutine[
         running.append(parts.peers.run())
     if directory is not None:
         running.append(backends.registry.follow(directory))
+    if parts.shared.certificates is not None:
+        running.append(parts.shared.certificates.watch())
     return running
 
 
@@ -528,6 +575,8 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             processes=peers if peers is not None and peers.share_a_port else None,
             connection_seconds=settings.connection_seconds,
             health_listen=settings.health_listen,
+            certificates=shared.certificates,
+            overflow=core.overflow,
         ) as http,
         GrpcFrontend.open(
             settings.grpc_listen,
@@ -537,6 +586,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             connection_seconds=settings.connection_seconds,
             max_held_bytes=settings.grpc_max_held_bytes,
             limits=settings.grpc,
+            certificates=shared.certificates,
         ) as grpc,
         open_control_port(
             settings.control_listen,
@@ -550,6 +600,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             shared=settings.share_ports,
             others=peers,
             demand=core.demand,
+            overflow=core.overflow,
         ) as control,
         _kserve(settings, parts) as kserve,
         _endpoint_picker(settings, parts) as picker,
@@ -577,6 +628,7 @@ async def _kserve(settings: RouterSettings, parts: _Parts) -> AsyncIterator["Kse
         connection_seconds=settings.connection_seconds,
         max_held_bytes=settings.grpc_max_held_bytes,
         limits=settings.grpc,
+        certificates=parts.shared.certificates,
     ) as frontend:
         yield frontend
 

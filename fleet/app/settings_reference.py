@@ -17,6 +17,7 @@ from fleet.planner.settings import PlannerSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.service.settings import StoreSettings
 from operators.chart.generate import documented_fields
+from operators.planner.settings import KubePlannerSettings
 from operators.settings import OperatorSettings
 from workers.settings import WorkerSettings
 
@@ -26,6 +27,7 @@ FILES: tuple[tuple[str, type[Struct]], ...] = (
     ("`fleet serve kvstore --config`", StoreSettings),
     ("`fleet serve operator --config`", OperatorSettings),
     ("`fleet serve planner --config`", PlannerSettings),
+    ("`fleet serve kube-planner --config`", KubePlannerSettings),
     ("`fleet up --config`", Topology),
 )
 

@@ -10,7 +10,7 @@ from fleet.cli.console.address import add_control, control_client, describe_cont
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.planner.show import add_planner
 from fleet.cli.planner.show import explain as explain_plan
-from fleet.client import CandidateCost, FleetError, PlacementExplained
+from fleet.client import CandidateCost, FleetError, OverflowExplained, PlacementExplained
 from fleet.core.errors import ConfigurationRefused
 
 
@@ -35,16 +35,23 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with control_client(arguments) as client:
             placements = client.explain(arguments.request)
+            overflow = client.explain_overflow(arguments.request)
     except FleetError as error:
         print(f"fleet: {describe_control_error(error, arguments)}", file=sys.stderr)
         return FAILED
     if arguments.json:
-        print(msgspec.json.encode({"request_id": arguments.request, "placements": placements}).decode())
+        print(
+            msgspec.json.encode(
+                {"request_id": arguments.request, "placements": placements, "overflow": overflow}
+            ).decode()
+        )
         return DONE
     for number, placed in enumerate(placements, start=1):
         if number > 1:
             print("\nplaced again:")
         print("\n".join(_lines(placed)))
+    if overflow is not None:
+        print("\n".join(_overflow_lines(overflow)))
     return DONE
 
 
@@ -58,6 +65,14 @@ def _lines(placed: PlacementExplained) -> Iterator[str]:
         yield from _table(f"prefill, by {placed.prefill_policy}", placed.prefill_candidates, placed.prefill)
     for worker, cause in placed.unfit.items():
         yield f"  {worker:14} no candidate: {cause.replace('_', ' ')}"
+
+
+def _overflow_lines(overflow: OverflowExplained) -> Iterator[str]:
+    yield f"refused: {overflow.reason}: {overflow.message}"
+    yield (
+        f"overflow to {overflow.url}: {overflow.outcome.replace('_', ' ')}; estimated ${overflow.estimated_dollars:.6f},"
+        f" charged ${overflow.dollars:.6f} for {overflow.prompt_tokens} prompt and {overflow.answer_tokens} answer tokens"
+    )
 
 
 def _table(title: str, candidates: Sequence[CandidateCost], chosen: str) -> Iterator[str]:

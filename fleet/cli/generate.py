@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.cli.console.address import add_address, address_option, describe_error
+from fleet.cli.console.address import add_address, add_tls, address_option, client_tls, describe_error
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.console.seconds import seconds
 from fleet.client import Client, DeadlineExceeded, FleetError, KvPath, Placement, Result
@@ -19,6 +19,7 @@ DEFAULT_TOKENS = 128
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="text; - reads standard input")
     add_address(parser)
+    add_tls(parser)
     keys = parser.add_mutually_exclusive_group()
     keys.add_argument("--api-key", default="", metavar="KEY", help="API key, if the cluster has tenants")
     keys.add_argument(
@@ -47,9 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     key = _key(arguments.api_key_file) if arguments.api_key_file else arguments.api_key
     if not (key.isascii() and key.isprintable()):
         raise ConfigurationRefused("--api-key: has characters that no key has: one line of ASCII is expected")
+    tls = client_tls(arguments)
     try:
         with (
-            Client(arguments.address, api_key=key) as client,
+            Client(arguments.address, api_key=key, tls=tls, insecure=arguments.insecure) as client,
             client.generate(
                 [{"role": "user", "content": text}] if arguments.chat else text,
                 model=arguments.model,
@@ -65,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
                     print(delta.text, end="", flush=True)
             result = stream.result
     except FleetError as error:
-        cause = describe_error(error, arguments.address)
+        cause = describe_error(error, arguments.address, tls)
         if isinstance(error, DeadlineExceeded) and error.reason is None and arguments.timeout is not None:
             cause = f"the answer was not complete within {arguments.timeout:g} s (--timeout)"
         print(f"fleet: {cause}", file=sys.stderr)

@@ -19,10 +19,9 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock, unix_milliseconds
 from fleet.local.runs import LocalRun, local_plans, local_runs, run_at
 from fleet.planner.connectors.open import connector_of
-from fleet.planner.connectors.virtual import VirtualConnector
 from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PlanWriter, PoolName
-from fleet.planner.ports import ConnectorError, PlanConnector
+from fleet.planner.ports import ConnectorError, PlanConnector, PoolReleaser
 from fleet.planner.server import carry_out
 from fleet.planner.settings import FolderTarget, KubernetesTarget, PlanConnectorSettings, Target
 
@@ -41,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=PoolName,
         metavar="POOL",
-        help="give a pool back to the planner: it keeps its size until the planner changes it (not on Kubernetes)",
+        help="give a pool back to the planner: it keeps its size until the planner changes it",
     )
     parser.add_argument(
         "--within",
@@ -112,11 +111,9 @@ async def _scale(target: Target, wanted: dict[PoolName, int], within_seconds: fl
 
 
 async def _release(target: Target, pools: list[PoolName]) -> None:
-    async with connector_of(target, PlanWriter.PERSON) as connector:
-        if not isinstance(connector, VirtualConnector):
-            raise ConfigurationRefused(
-                "--release: on Kubernetes, a pool is pinned by the field manager that owns `spec.replicas` of its RoleScaler"
-            )
+    async with connector_of(target, PlanWriter.PLANNER) as connector:
+        if not isinstance(connector, PoolReleaser):
+            raise ConfigurationRefused("--release: this connector cannot give pools back to a planner")
         await connector.release(pools)
 
 

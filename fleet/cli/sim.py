@@ -4,8 +4,9 @@ Rules:
 
 1. `run` runs one scenario, `compare` two side by side, `sweep` many; `capacity` searches the highest load that keeps an
    SLO.
-2. All print JSON to `--json FILE` (- for standard output), or else a summary.
-3. A scenario that cannot be run is refused before anything is written. A file is written completely or not at all.
+2. `faults` draws faults instead of measuring; it needs no scenario.
+3. All print JSON to `--json FILE` (- for standard output), or else a summary.
+4. A scenario that cannot be run is refused before anything is written. A file is written completely or not at all.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from fleet.cli.console.exits import DONE
 from fleet.cli.console.stopping import raise_interrupt_on
 from fleet.cli.simulator import agree as sim_agree
+from fleet.cli.simulator import faults as sim_faults
 from fleet.cli.simulator import many as sim_many
 from fleet.cli.simulator import replay as sim_replay
 from fleet.cli.simulator import run as sim_run
@@ -113,6 +115,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         description="Let the router's machine hear a live router's recording again, and say whether it decides the same.",
     )
     sim_replay.configure(replay)
+    faults = actions.add_parser(
+        "faults",
+        help="run production's machines under drawn faults, and check every promise",
+        description="Run production's machines under drawn faults in virtual time, and check that every promise is kept.",
+    )
+    sim_faults.configure(faults)
     agree = actions.add_parser(
         "agree",
         help="compare the decisions of a scenario with those of the production servers",
@@ -175,6 +183,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.action == "replay":
         return sim_replay.run(arguments)
+    if arguments.action == "faults":
+        return sim_faults.run(arguments)
     if arguments.action == "agree":
         return sim_agree.run(arguments)
     if not 0 < getattr(arguments, "attainment", 0.5) < 1:

@@ -73,12 +73,19 @@ def _lines(status: ClusterStatus) -> Iterator[str]:
                 f"  {worker.worker_id:14} {worker.state:10} {worker.engine:18}"
                 f" running {worker.running}  waiting {worker.waiting}  booked {worker.booked_requests}"
                 f"  blocks used {worker.kv_blocks_used}/{worker.kv_blocks}  cached {worker.cached_blocks}"
+                f" (worth {worker.cache_seconds:.2f} s)"
             )
     router = status.router
     yield (
         f"router  requests {router.requests}  aggregated {router.aggregated}  disaggregated {router.disaggregated}"
         f"  refused {router.refused}  active {router.active}  queued {router.queued}  index {router.index_blocks} blocks"
     )
+    for hosted in status.overflow:
+        yield (
+            f"overflow  {hosted.model}  to {hosted.url}  running {hosted.running}  served {hosted.served}  not taken {hosted.not_taken}"
+            f"  failed {hosted.failed}  spent ${hosted.spent_dollars:.4f} of ${hosted.limit_dollars:g} in the last hour"
+            + (f"  closed: {hosted.trouble}" if hosted.trouble else "")
+        )
     if (store := status.store) is not None:
         yield (
             f"store   {store.store_id}  {store.blocks} blocks, {store.bytes / MIB:.1f} of {store.capacity_bytes / MIB:.0f} MiB"

@@ -10,8 +10,8 @@ from msgspec import structs
 
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.generate import summary
-from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
-from fleet.client import AsyncClient, FleetError
+from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, cluster_client, say, with_cluster
+from fleet.client import FleetError
 from fleet.config import build_settings, load
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Placement, Role
@@ -31,6 +31,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="Hugging Face folder or repository (default: a tiny model, made on the spot)"
     )
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="parser of tool calls, by vLLM's name (default: by the chat template)",
+    )
+    parser.add_argument(
+        "--reasoning-parser", metavar="NAME", help="parser of reasoning, by vLLM's name (default: by the chat template)"
+    )
     parser.add_argument("--prefill", type=_count, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=_count, metavar="N", help="decode workers (default: 1)")
     parser.add_argument("--http-port", type=_port, metavar="PORT", help="OpenAI API (default: 8000; 0: any free one)")
@@ -40,6 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_port,
         metavar="PORT",
         help="Open Inference Protocol, for clients of KServe and Triton (default: not served; 8001 is usual; 0: any free one)",
+    )
+    parser.add_argument(
+        "--tls", action="store_true", help="TLS on the ports for clients, with an authority made on the spot"
     )
     parser.add_argument(
         "--kv-paths",
@@ -103,7 +114,7 @@ async def _demonstrate(cluster: LocalCluster, text: str, api_key: str) -> None:
     placement = Placement.DISAGGREGATED if cluster.plan.disaggregates else Placement.AUTO
     print(f"\n> {text}", flush=True)
     async with (
-        AsyncClient(cluster.plan.grpc, api_key=api_key) as client,
+        cluster_client(cluster.plan, api_key) as client,
         client.generate(
             text, max_tokens=DEMO_TOKENS, temperature=0, placement=placement, timeout_seconds=DEMO_SECONDS
         ) as stream,
@@ -137,6 +148,11 @@ def read_topology(arguments: argparse.Namespace) -> Topology:
         cluster = structs.replace(cluster, engine=arguments.engine)
     if arguments.model:
         cluster = structs.replace(cluster, model=arguments.model)
+    if arguments.tls:
+        cluster = structs.replace(cluster, tls=True)
+    for name in ("tool_call_parser", "reasoning_parser"):
+        if getattr(arguments, name) is not None:
+            cluster = structs.replace(cluster, **{name: getattr(arguments, name)})
     if arguments.kv_paths:
         cluster = structs.replace(cluster, kv_paths=arguments.kv_paths)
     kserve_listen = topology.router.kserve_listen

@@ -26,6 +26,8 @@ from fleet.client.results import (
     BreakEven,
     CandidateCost,
     ClusterStatus,
+    OverflowExplained,
+    OverflowStatus,
     PlacementExplained,
     PoolStatus,
     RemotePrefill,
@@ -35,7 +37,9 @@ from fleet.client.results import (
     WorkerStatus,
 )
 from fleet.client.sync import Client, Stream
+from fleet.client.tls import ClientTls
 from fleet.core.requests import (
+    AnswerParsing,
     AnyObject,
     Choice,
     Delta,
@@ -48,11 +52,14 @@ from fleet.core.requests import (
     ModelCard,
     Pattern,
     Source,
+    ToolChoice,
     Usage,
 )
 from fleet.core.roles import KvPath, Placement
+from fleet.core.tool_calls import ToolCall
 
 __all__ = [
+    "AnswerParsing",
     "AnyObject",
     "AsyncClient",
     "AsyncStream",
@@ -61,6 +68,7 @@ __all__ = [
     "CandidateCost",
     "Choice",
     "Client",
+    "ClientTls",
     "ClusterStatus",
     "DeadlineExceeded",
     "Delta",
@@ -75,6 +83,8 @@ __all__ = [
     "Logprobs",
     "ModelCard",
     "ModelNotFound",
+    "OverflowExplained",
+    "OverflowStatus",
     "Pattern",
     "Placement",
     "PlacementExplained",
@@ -88,6 +98,8 @@ __all__ = [
     "StoreStatus",
     "Stream",
     "TooLarge",
+    "ToolCall",
+    "ToolChoice",
     "Unauthenticated",
     "Unavailable",
     "Usage",

@@ -12,16 +12,19 @@ from fleet.client.errors import Cancelled, error_of
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
+    OverflowExplained,
     PlacementExplained,
     RemotePrefill,
     Result,
     StreamedAnswer,
     decode_explanation,
+    decode_overflow,
     decode_status,
     remote_prefill_of,
     thresholds_of,
 )
 from fleet.client.sync import CALL_SECONDS
+from fleet.client.tls import ClientTls, check_key_is_safe, open_aio_channel
 from fleet.core.errors import Reason
 from fleet.core.requests import Delta, ModelCard
 from fleet.net.grpc.options import CHANNEL_OPTIONS
@@ -46,12 +49,15 @@ class AsyncClient:
         address: str,
         *,
         api_key: str = "",
+        tls: ClientTls | None = None,
+        insecure: bool = False,
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - frozen
     ) -> None:
         """Connect to a router; the arguments are those of `fleet.client.Client`."""
+        check_key_is_safe(address, api_key, tls, insecure=insecure)
         self._metadata = api_key_metadata(api_key)
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_aio_channel(address, CHANNEL_OPTIONS, tls)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._control_port = ControlPort(address, control, control_credentials)
         self._control_channel: grpc.aio.Channel | None = None
@@ -104,6 +110,17 @@ class AsyncClient:
         with control_errors():
             request = control_pb2.ExplainRequest(request_id=request_id)
             return decode_explanation(await self._cluster.Explain(request, timeout=CALL_SECONDS))
+
+    async def explain_overflow(self, request_id: str) -> OverflowExplained | None:
+        """Return what became of a request that was refused and may overflow; None if it was not refused.
+
+        Raises:
+            RequestNotFound: This router does not know it, or has forgotten it.
+            FleetError: The call failed.
+        """
+        with control_errors():
+            request = control_pb2.ExplainRequest(request_id=request_id)
+            return decode_overflow(await self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     async def tune(self, **thresholds: float) -> dict[str, float]:
         """Set thresholds of the router for later requests; return all thresholds."""

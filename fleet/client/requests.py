@@ -10,6 +10,7 @@ from fleet.client.errors import InvalidRequest
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
+    AnswerParsing,
     ChatMessage,
     ChatPrompt,
     GenerateRequest,
@@ -51,6 +52,8 @@ class Options(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     form: StructuredOutput
     tools: Sequence[Mapping[str, Any]]  # as in the OpenAI API; for conversations
+    template_args: Mapping[str, Any]  # further variables of the chat template; for conversations
+    parsing: AnswerParsing  # return reasoning and tool calls apart from the text
     stop: str | Sequence[str]
     include_stop_string: bool
     show_special_tokens: bool
@@ -99,7 +102,7 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
     request = GenerateRequest(
         id=RequestId(options.get("request_id", "")),
         model=ModelName(options.get("model", "")),
-        prompt=_prompt(prompt, options.get("tools", ())),
+        prompt=_prompt(prompt, options.get("tools", ()), options.get("template_args", {})),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         priority=options.get("priority", 0),
         session=options.get("session", ""),
@@ -113,6 +116,7 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
         cache_salt=options.get("cache_salt", ""),
         include_stop_string=options.get("include_stop_string", False),
         show_special_tokens=options.get("show_special_tokens", False),
+        parsing=options.get("parsing"),
     )
     sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
     if not isinstance(options.get("form"), StructuredOutput | None):
@@ -149,9 +153,10 @@ def _fits_field(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str
     return True
 
 
-def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]]) -> Prompt:
-    if tools and (isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | np.integer)):
-        raise InvalidRequest("tools: are for conversations", Reason.INVALID_ARGUMENT, field="chat.tools")
+def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]) -> Prompt:
+    if (tools or template_args) and (isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | np.integer)):
+        name = "tools" if tools else "template_args"
+        raise InvalidRequest(f"{name}: only for conversations", Reason.INVALID_ARGUMENT, field=f"chat.{name}")
     if isinstance(prompt, str):
         return TextPrompt(prompt)
     if all(isinstance(item, int | np.integer) for item in prompt):
@@ -179,7 +184,11 @@ def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]]) -> Prompt:
                 field = f"chat.messages[{index}]"
                 message = f"{field}: must have the texts role and content"
                 raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field=field)
-    return ChatPrompt(tuple(messages), tools=_json(tools, "chat.tools"))
+    return ChatPrompt(
+        tuple(messages),
+        tools=_json(tools, "chat.tools"),
+        template_args=_json(template_args, "chat.template_args"),
+    )
 
 
 def _json(value: object, field: str) -> str:

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from fleet.client.errors import ServerError
 from fleet.core.requests import Admitted, Delta, Finish, Finished, KvPhase, Logprobs, Usage
+from fleet.core.tool_calls import ToolCall, join_calls
 from fleet.v1 import control_pb2, inference_pb2
 from fleet.wire.inference import decode_event
 
@@ -21,6 +22,8 @@ class Result(Struct, frozen=True, kw_only=True):
     finish: Finish
     usage: Usage
     kv: tuple[KvPhase, ...]  # sources of the prompt's KV blocks, by phase
+    reasoning: str = ""  # only with `parsing`
+    tool_calls: tuple[ToolCall, ...] = ()  # only with `parsing`
 
 
 class StreamedAnswer:
@@ -92,6 +95,8 @@ class StreamedAnswer:
             finish=finished.finish,
             usage=finished.usage,
             kv=finished.kv,
+            reasoning="".join(delta.reasoning for delta in self._deltas),
+            tool_calls=tuple(join_calls(call for delta in self._deltas for call in delta.calls)),
         )
 
 
@@ -107,6 +112,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     cached_blocks: int  # blocks of the prefix cache that the router's index knows
     booked_requests: int  # requests that this router has reserved
     booked_elsewhere: int  # requests that other routers have reserved
+    cache_seconds: float = 0.0  # to compute its cache again, without what other workers hold
 
 
 class PoolStatus(Struct, frozen=True, kw_only=True):
@@ -136,10 +142,25 @@ class StoreStatus(Struct, frozen=True, kw_only=True):
     corrupt: int
 
 
+class OverflowStatus(Struct, frozen=True, kw_only=True):
+    """A hosted endpoint that takes requests which the workers of its model cannot."""
+
+    model: str
+    url: str
+    running: int
+    served: int  # since start
+    not_taken: int  # the spending limit had no room, or the endpoint was closed
+    failed: int  # no answer, or only a part of one
+    spent_dollars: float  # in the last hour, including estimates of running requests
+    limit_dollars: float  # of an hour
+    trouble: str  # why it gets no requests now; empty if it does
+
+
 class ClusterStatus(Struct, frozen=True, kw_only=True):
     pools: tuple[PoolStatus, ...]
     router: RouterStatus
     store: StoreStatus | None
+    overflow: tuple[OverflowStatus, ...] = ()
 
 
 def decode_status(message: control_pb2.StatusResponse) -> ClusterStatus:
@@ -159,7 +180,12 @@ def decode_status(message: control_pb2.StatusResponse) -> ClusterStatus:
     store = None
     if message.HasField("store"):
         store = StoreStatus(**{name: getattr(message.store, name) for name in StoreStatus.__struct_fields__})
-    return ClusterStatus(pools=pools, router=RouterStatus(models=tuple(message.router.models), **counts), store=store)
+    router = RouterStatus(models=tuple(message.router.models), **counts)
+    overflow = tuple(
+        OverflowStatus(**{name: getattr(each, name) for name in OverflowStatus.__struct_fields__})
+        for each in message.overflow
+    )
+    return ClusterStatus(pools=pools, router=router, store=store, overflow=overflow)
 
 
 class CandidateCost(Struct, frozen=True, kw_only=True):
@@ -184,6 +210,27 @@ class PlacementExplained(Struct, frozen=True, kw_only=True):
     candidates: tuple[CandidateCost, ...]
     prefill_candidates: tuple[CandidateCost, ...]
     unfit: dict[str, str]  # causes for the other workers, by worker
+
+
+class OverflowExplained(Struct, frozen=True, kw_only=True):
+    """The outcome of a request that the router refused, and that a hosted endpoint may take."""
+
+    model: str
+    url: str
+    reason: str  # of the refusal
+    message: str
+    outcome: str  # served, limit_spent, closed, failed or broken
+    estimated_dollars: float
+    dollars: float
+    prompt_tokens: int  # as the endpoint reports them; 0: unknown
+    answer_tokens: int
+
+
+def decode_overflow(message: control_pb2.ExplainResponse) -> OverflowExplained | None:
+    """Decode what became of a refused request; None if it never could overflow."""
+    if not message.HasField("overflow"):
+        return None
+    return OverflowExplained(**{name: getattr(message.overflow, name) for name in OverflowExplained.__struct_fields__})
 
 
 def thresholds_of(message: control_pb2.Thresholds) -> dict[str, float]:

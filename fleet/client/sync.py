@@ -11,15 +11,18 @@ from fleet.client.errors import error_of
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
+    OverflowExplained,
     PlacementExplained,
     RemotePrefill,
     Result,
     StreamedAnswer,
     decode_explanation,
+    decode_overflow,
     decode_status,
     remote_prefill_of,
     thresholds_of,
 )
+from fleet.client.tls import ClientTls, check_key_is_safe, open_channel
 from fleet.core.requests import Delta, ModelCard
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -43,6 +46,8 @@ class Client:
         address: str,
         *,
         api_key: str = "",
+        tls: ClientTls | None = None,
+        insecure: bool = False,
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - frozen
     ) -> None:
@@ -51,15 +56,18 @@ class Client:
         Args:
             address: Its gRPC address for clients, ``host:port`` or ``unix:/path``.
             api_key: Needed if the cluster has tenants.
+            tls: Files for TLS; None: no TLS.
+            insecure: Send the key to another host without TLS, on a network that nobody else is on.
             control: Its control address, for `status`, `explain`, `tune` and `remote_prefill`; empty: that of this
                 user's router on this machine.
             control_credentials: Credentials for a control port over TCP.
 
         Raises:
-            ConfigurationRefused: A credentials file cannot be used.
+            ConfigurationRefused: A credentials file cannot be used, or the key would cross a network in the clear.
         """
+        check_key_is_safe(address, api_key, tls, insecure=insecure)
         self._metadata = api_key_metadata(api_key)
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.channel = open_channel(address, CHANNEL_OPTIONS, tls)
         self._inference = inference_pb2_grpc.InferenceStub(self.channel)
         self._control_port = ControlPort(address, control, control_credentials)
         self._control_channel: grpc.Channel | None = None
@@ -144,6 +152,17 @@ class Client:
         with control_errors():
             request = control_pb2.ExplainRequest(request_id=request_id)
             return decode_explanation(self._cluster.Explain(request, timeout=CALL_SECONDS))
+
+    def explain_overflow(self, request_id: str) -> OverflowExplained | None:
+        """Return what became of a request that was refused and may overflow; None if it was not refused.
+
+        Raises:
+            RequestNotFound: This router does not know it, or has forgotten it.
+            FleetError: The call failed.
+        """
+        with control_errors():
+            request = control_pb2.ExplainRequest(request_id=request_id)
+            return decode_overflow(self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     def tune(self, **thresholds: float) -> dict[str, float]:
         """Set thresholds of the router for later requests; return all thresholds.

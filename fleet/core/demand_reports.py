@@ -55,6 +55,11 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
 
     queued: int = 0
     oldest_seconds: float = 0.0
+    overflowed: int = 0
+    """Refused requests that a hosted endpoint has answered."""
+
+    overflow_dollars: float = 0.0
+    """Cost of the hosted endpoint."""
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):

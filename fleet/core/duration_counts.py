@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from itertools import accumulate
+from math import log
 
 EDGES = tuple(0.001 * 10 ** (step / 8) for step in range(8 * 6 + 1))
 """Upper edges of the buckets in seconds: eight per decade from 1 ms to 1,000 s. One more bucket holds what is longer."""
@@ -34,6 +35,14 @@ def percentile(counts: Counts, share: float) -> float | None:
         if below >= share * total:
             return EDGES[min(index, len(EDGES) - 1)]
     raise AssertionError("the last bucket completes the sum")
+
+
+def within(counts: Counts, seconds: float) -> float:
+    """Return the estimated number of values up to a duration, as if those of its bucket were spread evenly on a logarithmic scale."""
+    index = bucket_of(seconds)
+    if not counts or index == len(EDGES):
+        return float(sum(counts))
+    return sum(counts[:index]) + counts[index] * (1.0 - log(EDGES[index] / seconds) / log(STEP))
 
 
 def interpolated(counts: Counts, share: float) -> float | None:

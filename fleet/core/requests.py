@@ -49,7 +49,11 @@ class StructuralTag(Struct, frozen=True, tag=True):
     text: str  # a JSON object, as XGrammar reads it
 
 
-StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice | StructuralTag
+class ToolCallForm(Struct, frozen=True, tag=True):
+    """Structured output: tool calls in the model's own format, as `ParsingTask` demands. Only the router sets it."""
+
+
+StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice | StructuralTag | ToolCallForm
 """The rule that an answer's text must follow."""
 
 
@@ -114,6 +118,23 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     name: str = ""  # the name of the speaker or of the tool
 
 
+class ToolChoice(StrEnum):
+    """The tool calls that an answer may have."""
+
+    NONE = "none"  # text alone
+    AUTO = "auto"  # the model decides
+    REQUIRED = "required"  # at least one call, of any tool
+    NAMED = "named"  # one call, of the tool that the request names
+
+
+class AnswerParsing(Struct, frozen=True, kw_only=True):
+    """Demand to return reasoning and tool calls apart from the text, and which calls the answer may have."""
+
+    tool_choice: ToolChoice = ToolChoice.AUTO
+    function: str = ""  # the tool of ToolChoice.NAMED
+    parallel_calls: bool = True  # False: at most one call
+
+
 class TextPrompt(Struct, frozen=True, tag=True):
     text: str
     special: bool = True  # the model's special tokens (such as a beginning of sequence) precede the text
@@ -122,6 +143,9 @@ class TextPrompt(Struct, frozen=True, tag=True):
 class ChatPrompt(Struct, frozen=True, tag=True):
     messages: tuple[ChatMessage, ...]
     tools: str = ""  # tools that the model may call, a JSON list as in the OpenAI API; empty: none
+    template_args: str = (
+        ""  # further variables of the chat template, such as `enable_thinking`: a JSON object; empty: none
+    )
 
 
 class TokenPrompt(Struct, frozen=True, tag=True):
@@ -157,11 +181,13 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     whole: bool = False  # the client gets the answer in one piece, so there is at most one `Delta`
     sibling: bool = False  # another branch of the client's request counts the prompt's tokens
     leads: bool = False  # siblings wait for its first token; where `whole` holds it back, an empty `Delta` tells of it
+    parsing: AnswerParsing | None = None  # None: the answer is one text, as the model writes it
 
 
 class Finish(StrEnum):
     STOP = "stop"  # end of sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's length
+    TOOL_CALLS = "tool_calls"  # as STOP, and the answer has tool calls; only between router and client
     CANCELLED = "cancelled"  # only between router and worker; clients see an error instead
 
 
@@ -241,13 +267,27 @@ class Admitted(Struct, frozen=True, kw_only=True):
     allowance: RateLimitStatus | None = None
 
 
+class CallDelta(Struct, frozen=True, kw_only=True):
+    """Next part of a tool call. The first part of each call has the id and the name."""
+
+    index: int  # number of the call in the answer, from 0
+    id: str = ""
+    name: str = ""
+    arguments: str = ""  # more of the arguments, whose parts together are JSON text
+
+
 class Delta(Struct, frozen=True, kw_only=True):
-    """New tokens. `text` may lag behind while a character or a stop string is incomplete."""
+    """New tokens. `text` may lag behind while a character, a stop string or a tool call is incomplete.
+
+    `reasoning` precedes `text`, and `text` precedes `calls`. Both are empty unless the request has `parsing`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()  # in the first delta: of each token of the prompt but the first
+    reasoning: str = ""  # more of the reasoning before the answer
+    calls: tuple[CallDelta, ...] = ()
 
 
 class Finished(Struct, frozen=True, kw_only=True):
@@ -257,9 +297,18 @@ class Finished(Struct, frozen=True, kw_only=True):
     usage: Usage
     kv: tuple[KvPhase, ...]
     text: str = ""  # text that was held back for a possible stop string
+    stop_string: str = ""  # the stop string that ended the answer; empty if none did
 
 
 GenerateEvent = Admitted | Delta | Finished
+
+
+class AnswerParsers(Struct, frozen=True, kw_only=True):
+    """The parsers of a model's answers, by vLLM's names; an empty name: none."""
+
+    tool_calls: str = ""
+    reasoning: str = ""
+    in_engine: bool = False  # True if the workers parse; False if the router does
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
@@ -269,3 +318,4 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     workers: int
     parent: ModelName = ModelName("")  # for a LoRA adapter: its base model
     revision: str = ""  # for a LoRA adapter: its revision
+    parsers: AnswerParsers | None = None  # None: no worker names a parser

@@ -2,9 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from fleet.core.errors import Reason
 from fleet.core.requests import Finish, KvPhase, Source, Usage
@@ -86,6 +86,15 @@ class RouterProcessMetrics:
             for source in Source:
                 self._kv_blocks.labels(phase, source)
                 self._kv_bytes.labels(phase, source)
+
+    def follow_certificate(self, ends_at: Callable[[], float]) -> None:
+        """Export the end of the certificate of the ports for clients; `ends_at` returns it in seconds of Unix time."""
+        end = Gauge(
+            "fleet_tls_certificate_end_timestamp_seconds",
+            "End of the certificate of the ports for clients, in Unix time",
+            registry=self.registry,
+        )
+        end.set_function(ends_at)
 
     def first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first token."""

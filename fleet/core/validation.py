@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from fleet.core.errors import RequestRejected, invalid, split_validation_error
 from fleet.core.requests import (
     TOKEN_BYTES,
+    AnswerParsing,
     AnyObject,
     ChatMessage,
     ChatPrompt,
@@ -29,6 +30,8 @@ from fleet.core.requests import (
     StructuredOutput,
     TextPrompt,
     TokenPrompt,
+    ToolCallForm,
+    ToolChoice,
 )
 from fleet.core.roles import Placement
 
@@ -47,9 +50,13 @@ MAX_BIAS = 100.0
 MAX_BAD_WORDS = 128  # vLLM's sampler keeps as many token sequences
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_CACHE_SALT_CHARACTERS = 128
+MAX_TOOLS = 1024  # OpenAI accepts 128
+MAX_TEMPLATE_ARGS_CHARACTERS = 16_384
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
+
+_DEMANDING = (ToolChoice.REQUIRED, ToolChoice.NAMED)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -211,13 +218,18 @@ def _check_prompt(request: GenerateRequest, vocab_size: int | None) -> None:
         case TextPrompt(text=text):
             if not text:
                 raise invalid("text", "must not be empty")
-        case ChatPrompt(messages=messages, tools=tools):
+        case ChatPrompt(messages=messages, tools=tools, template_args=template_args):
             if not messages:
                 raise invalid("chat.messages", "must not be empty")
             for index, message in enumerate(messages):
                 _check_message(f"chat.messages[{index}]", message)
             if tools:
-                _decoded(tools, _TOOLS, "chat.tools")
+                _check_tools(tools, request.parsing)
+            elif request.parsing is not None and request.parsing.tool_choice in _DEMANDING:
+                raise invalid("parsing.tool_choice", "demands a call, and there are no tools; send tools as well")
+            if template_args:
+                _check_size("chat.template_args", template_args, MAX_TEMPLATE_ARGS_CHARACTERS)
+                _decoded(template_args, _OBJECT, "chat.template_args")
         case TokenPrompt(tokens=tokens):
             if not tokens:
                 raise invalid("token_ids", "must not be empty")
@@ -232,14 +244,38 @@ def _check_prompt(request: GenerateRequest, vocab_size: int | None) -> None:
             assert_never(request.prompt)
 
 
+_JSON_SCHEMA_NAMES = {
+    "additional_properties": "additionalProperties",
+    "any_of": "anyOf",
+    "one_of": "oneOf",
+    "all_of": "allOf",
+    "definitions": "$defs",
+}
+
+
+class SchemaShape(Struct, frozen=True, rename=_JSON_SCHEMA_NAMES):
+    """The parts of a JSON schema whose types are checked. Whether its types and references exist is left to engines."""
+
+    type: str | list[str] | None = None
+    properties: "dict[str, SchemaShape | bool] | None" = None
+    required: list[str] | None = None
+    enum: list[Any] | None = None
+    items: "SchemaShape | bool | list[SchemaShape | bool] | None" = None
+    additional_properties: "SchemaShape | bool | None" = None
+    any_of: "list[SchemaShape | bool] | None" = None
+    one_of: "list[SchemaShape | bool] | None" = None
+    all_of: "list[SchemaShape | bool] | None" = None
+    definitions: "dict[str, SchemaShape | bool] | None" = None
+
+
 class ToolFunction(Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: SchemaShape | None = None
 
 
 class OfferedTool(Struct, frozen=True):
-    """A tool as in the OpenAI API. Chat templates interpret the parameters."""
+    """A tool as in the OpenAI API. Chat templates and engines interpret the parameters."""
 
     type: Literal["function"]
     function: ToolFunction
@@ -250,17 +286,28 @@ class CalledFunction(Struct, frozen=True):
     arguments: str | dict[str, Any]
 
 
-class ToolCall(Struct, frozen=True):
-    """A tool call as in the OpenAI API."""
+class EarlierCall(Struct, frozen=True):
+    """A tool call of an earlier answer, as in the OpenAI API."""
 
     function: CalledFunction
 
 
 _TOOLS: "msgspec.json.Decoder[list[OfferedTool]]" = msgspec.json.Decoder(list[OfferedTool])
-_TOOL_CALLS: "msgspec.json.Decoder[list[ToolCall]]" = msgspec.json.Decoder(list[ToolCall])
+_TOOL_CALLS: "msgspec.json.Decoder[list[EarlierCall]]" = msgspec.json.Decoder(list[EarlierCall])
 _OBJECT: "msgspec.json.Decoder[dict[str, Any]]" = msgspec.json.Decoder(dict[str, Any])
 
 _MISSING = re.compile(r"^Object missing required field `(.*)`$")
+
+
+def _check_tools(tools: str, parsing: AnswerParsing | None) -> None:
+    offered: list[OfferedTool] = _decoded(tools, _TOOLS, "chat.tools")
+    if len(offered) > MAX_TOOLS:
+        raise invalid("chat.tools", f"has {len(offered)} tools, and {MAX_TOOLS} are allowed")
+    if parsing is not None and parsing.tool_choice is ToolChoice.NAMED:
+        names = [tool.function.name for tool in offered]
+        if parsing.function not in names:
+            known = ", ".join(names[:10])
+            raise invalid("parsing.function", f"{parsing.function[:100]!r} is none of the tools: {known}")
 
 
 def _check_message(field: str, message: ChatMessage) -> None:
@@ -270,14 +317,14 @@ def _check_message(field: str, message: ChatMessage) -> None:
         _decoded(message.tool_calls, _TOOL_CALLS, f"{field}.tool_calls")
 
 
-def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> None:
-    """Check that a text is JSON of the decoder's type.
+def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> Any:
+    """Return the value of a text, which must be JSON of the decoder's type.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT with the path of the wrong value.
     """
     try:
-        decoder.decode(text)
+        return decoder.decode(text)
     except msgspec.ValidationError as error:
         raise invalid_value(error, field) from error
     except RecursionError as error:
@@ -314,6 +361,8 @@ def _check_structured_output(form: StructuredOutput) -> None:
                 raise invalid("sampling.form", f"has {len(strings)} choices; 1 to {MAX_CHOICES} are allowed")
             for string in strings:
                 _check_size("sampling.form", string, MAX_CHOICE_CHARACTERS)
+        case ToolCallForm():
+            raise invalid("sampling.form", "is for routers; set parsing.tool_choice to demand tool calls")
         case _:
             assert_never(form)
 

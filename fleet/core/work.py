@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from fleet.core.errors import Reason
 from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
-from fleet.core.requests import Finish, KvReport, Logprobs, Sampling, TokenBytes
+from fleet.core.requests import AnswerParsers, CallDelta, Finish, KvReport, Logprobs, Sampling, TokenBytes, ToolChoice
 from fleet.core.roles import KvPath, Phase, Role
 from kvstore.layouts.fingerprint import Fingerprint
 
@@ -60,6 +60,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     sampling_fields: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the engine obeys
     start_seconds: float = 0.0  # from the start of its process to this description; 0: unknown
     generation: str = ""  # deployment generation; only workers of one generation hand prompts over to each other
+    parsers: AnswerParsers | None = None  # parsers of its answers; None: none
 
 
 class Handoff(Struct, frozen=True, kw_only=True):
@@ -71,6 +72,19 @@ class Handoff(Struct, frozen=True, kw_only=True):
     num_tokens: int  # tokens whose KV is covered
     params: bytes = b"{}"  # JSON of the engine, opaque to the router
     kv: Fingerprint | None = None  # KV layout of the prefill worker's blocks
+
+
+class ParsingTask(Struct, frozen=True, kw_only=True):
+    """Demand to a worker to parse the answer (`fleet.core.requests.AnswerParsing`), with what its parser needs."""
+
+    tools: str = ""  # as in `ChatPrompt.tools`
+    tool_choice: ToolChoice = ToolChoice.AUTO
+    function: str = ""  # the tool of ToolChoice.NAMED
+    parallel_calls: bool = True
+    template_args: str = ""  # as in `ChatPrompt.template_args`
+    stop: tuple[str, ...] = ()  # the answer ends before any of these strings
+    earlier_calls: int = 0  # tool calls of the conversation so far, because the ids of some models number them
+    answered_tokens: int = 0  # last tokens of the prompt that belong to the answer, which another worker has begun
 
 
 class Start(Struct, frozen=True, kw_only=True):
@@ -87,6 +101,18 @@ class Start(Struct, frozen=True, kw_only=True):
     timeout_ms: int = 0  # time left when it was sent; 0: no deadline
     session: str = ""  # session of the request; its blocks are kept while it waits
     adapter: str = ""  # LoRA adapter to run with; the worker loads it if necessary, and `salt` keeps its blocks apart
+    parsing: ParsingTask | None = None  # None: the answer is not parsed
+
+
+class ParsedDelta(Struct, frozen=True, kw_only=True):
+    """What the new tokens of an answer mean, for an attempt with `Start.parsing`."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+    stopped: bool = False  # a stop string ended the text; the router cancels the attempt
+    # True in the first one of an attempt: it begins with the answer, so it repeats what `answered_tokens` mean.
+    from_start: bool = False
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -100,6 +126,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     kv: KvReport | None = None
     handoff: Handoff | None = None  # sent with the finish of a prefill attempt
     prompt_logprobs: tuple[Logprobs, ...] = ()  # sent with the first tokens: of each token of the prompt but the first
+    parsed: ParsedDelta | None = None  # None: the tokens have no meaning yet, or the attempt has no `parsing`
 
 
 class Rejected(Struct, frozen=True, kw_only=True):

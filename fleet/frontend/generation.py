@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from itertools import chain
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from msgspec import structs
 
@@ -38,17 +38,22 @@ from fleet.core.requests import (
     KvPhase,
     ModelCard,
     Prompt,
+    RateLimitStatus,
     Sampling,
     TextPrompt,
     TokenBytes,
     TokenPrompt,
+    ToolChoice,
     Usage,
     engine_fields,
 )
 from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
+from fleet.core.work import ParsingTask
 from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
+from fleet.frontend.text.parsing_plan import ParsingPlans
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, StartedOver
@@ -57,9 +62,22 @@ from fleet.router.state.lora import resolve_model
 from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import cache_salt, tenant_salt
 
+_NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
 RETRY_AFTER_MS = 1000
 MAX_BAD_SEQUENCES = 128  # vLLM's sampler keeps as many
+
+
+class OverflowTerms(Protocol):
+    """The terms on which one request may overflow to a hosted endpoint."""
+
+    def admitted(self, request: GenerateRequest, prompt_tokens: int, allowance: RateLimitStatus | None) -> Nanos | None:
+        """Note that a request is valid and within its tenant's limits.
+
+        Returns:
+            The predicted wait above which the router rejects it, because it then overflows; None: the usual one.
+        """
+        ...
 
 
 class Generation:
@@ -85,6 +103,7 @@ class Generation:
         self._running: set[RequestId] = set()
         self._parents: dict[ModelName, ModelName] = {}  # base model by name of a requested LoRA adapter
         self._threads = threads
+        self._parsing_plans = ParsingPlans()
 
     @property
     def running(self) -> int:
@@ -123,12 +142,15 @@ class Generation:
         """Return whether a running request has this id."""
         return request_id in self._running
 
-    async def generate(self, request: GenerateRequest, authorization: str = "") -> AsyncGenerator[GenerateEvent]:
+    async def generate(
+        self, request: GenerateRequest, authorization: str = "", overflow: "OverflowTerms | None" = None
+    ) -> AsyncGenerator[GenerateEvent]:
         """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
 
         Args:
             request: The request as the frontend understood it.
             authorization: The client's proof of its tenant, ``Bearer KEY``; empty: none.
+            overflow: Takes the request if it is rejected for load; None: nothing does.
 
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
@@ -142,7 +164,7 @@ class Generation:
             tenant = self._tenants.tenant(authorization, request.tenant)
             if tenant != request.tenant:
                 request = structs.replace(request, tenant=tenant)
-            async with aclosing(self._generate(request, measured)) as events:
+            async with aclosing(self._generate(request, measured, overflow)) as events:
                 async for event in events:
                     yield event
         except RequestRejected as refused:
@@ -156,6 +178,32 @@ class Generation:
             raise
         finally:
             self._running.discard(request.id)
+
+    async def tokens_of(self, request: GenerateRequest, authorization: str = "") -> tuple[ModelCard, TokenBytes]:
+        """Return the model of a request and the tokens of its prompt, which may be too long; nothing is generated.
+
+        Raises:
+            RequestRejected: The key, the model or the prompt is wrong.
+        """
+        self._tenants.tenant(authorization, request.tenant)
+        card, codec = self._resolve(request.model)
+        validate(request, card, None, vocab_size=codec.vocab_size)
+        return card, await self._tokenise(request.prompt, codec)
+
+    async def text_of(self, request: GenerateRequest, authorization: str = "") -> str:
+        """Return the text of a prompt of tokens; nothing is generated.
+
+        Raises:
+            RequestRejected: As `tokens_of`.
+        """
+        card, tokens = await self.tokens_of(request, authorization)
+        codec = self._codecs[self._parents.get(card.name, card.name)]
+        size = len(tokens)
+        return (
+            codec.decode(tokens)
+            if size <= INLINE_CHARACTERS
+            else await self._threads.run(partial(codec.decode, tokens), size)
+        )
 
     async def arrival(self, request: GenerateRequest, authorization: str = "") -> Arrived:
         """Check, tokenize and admit a request that another program sends to its worker; return what the router has to know of it.
@@ -175,19 +223,33 @@ class Generation:
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, told), external=True)
 
-    async def _generate(self, request: GenerateRequest, measured: "_RequestTimes") -> AsyncGenerator[GenerateEvent]:
+    async def _generate(
+        self, request: GenerateRequest, measured: "_RequestTimes", overflow: "OverflowTerms | None"
+    ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
         prompt_only = request.sampling.max_tokens == 0 and not request.fill_context
+        parsing = None
+        if (demand := request.parsing) is not None and (
+            card.parsers is not None or demand.tool_choice is not _NO_CALLS or codec.response_template is not None
+        ):
+            if not self._parsing_plans.templates.is_loaded and (card.parsers is None or not card.parsers.in_engine):
+                await self._threads.run(self._parsing_plans.templates.load, 0)
+            parsing = self._parsing_plans.plan(request, demand, card, codec)
+        if parsing is not None:
+            sampling = parsing.constrained(sampling)
 
-        def begun() -> AnswerText:
-            return AnswerText(
-                codec.decoder(tokens, request.show_special_tokens),
+        def begun() -> AnswerText | EngineParsedAnswer | TemplateParsedAnswer:
+            if parsing is not None and parsing.template is None:
+                return parsing.engine_answer(request.id)
+            text = AnswerText(
+                codec.decoder(tokens, special=parsing is not None or request.show_special_tokens),
                 stop=request.stop,
                 end_token_ids=frozenset(sampling.stop_token_ids),
                 min_tokens=sampling.min_tokens,
                 include_stop=request.include_stop_string,
             )
+            return text if parsing is None else parsing.answer(request.id, text, codec, tokens)
 
         answer = begun()
         collected: list[Delta] = []  # parts of an answer that is given in one piece
@@ -196,7 +258,11 @@ class Generation:
         measured.admitted(counted_tokens)
         complete: Complete | None = None
         last: Delta | None = None
-        arrived = self._arrived(request, card, tokens, sampling)
+        task = None if parsing is None or card.parsers is None else parsing.task
+        arrived = self._arrived(request, card, tokens, sampling, task)
+        if overflow is not None:
+            most_wait = overflow.admitted(request, prompt_tokens, allowance)
+            arrived = structs.replace(arrived, most_wait=most_wait)
         async with self._router.submit(arrived) as submitted:
             try:
                 yield Admitted(
@@ -213,14 +279,16 @@ class Generation:
                     if isinstance(event, StartedOver):
                         answer = begun()
                         collected.clear()
-                    elif event.token_ids:
+                    elif event.token_ids or event.parsed is not None:
                         measured.tokens()
                         if prompt_only:
-                            delta = Delta(text="", token_ids=(), prompt_logprobs=event.prompt_logprobs)
-                        else:
+                            delta = Delta(text="", token_ids=())
+                        elif isinstance(answer, AnswerText):
                             delta = answer.add(event.token_ids, event.logprobs)
-                            if event.prompt_logprobs:
-                                delta = structs.replace(delta, prompt_logprobs=event.prompt_logprobs)
+                        else:
+                            delta = answer.take(event)
+                        if event.prompt_logprobs:
+                            delta = structs.replace(delta, prompt_logprobs=event.prompt_logprobs)
                         if (
                             answer.stopped
                         ):  # leave the context first, so that the engine stops even if the client reads slowly
@@ -237,16 +305,27 @@ class Generation:
                 measured.used(answer.num_tokens, 0 if request.sibling else submitted.cached_tokens, submitted.kv)
         if last is not None:
             collected.append(last)
-        if collected:
-            yield _joined(collected)
-        text = answer.finish()
+        text = ""
+        if isinstance(answer, AnswerText):
+            if collected:
+                yield _joined(collected)
+            text = answer.finish()
+        else:
+            yield _joined_parts([*collected, answer.finish()])
+        finish = Finish.STOP if answer.stopped or complete is None else complete.finish
         if prompt_only:
             finish = Finish.LENGTH
-        else:
-            finish = Finish.STOP if answer.stopped or complete is None else complete.finish
+        elif finish is Finish.STOP and not isinstance(answer, AnswerText) and answer.has_calls:
+            finish = Finish.TOOL_CALLS
         assert measured.usage is not None
         measured.ended(finish)
-        yield Finished(finish=finish, usage=measured.usage, kv=submitted.kv, text=text)
+        yield Finished(
+            finish=finish,
+            usage=measured.usage,
+            kv=submitted.kv,
+            text=text,
+            stop_string=(answer.stop_string or request.stop[0]) if answer.stopped else "",
+        )
 
     async def _checked(self, request: GenerateRequest) -> tuple[ModelCard, TextCodec, TokenBytes, Sampling]:
         """Return the model card, the codec, the prompt tokens and the engine's sampling parameters of a request.
@@ -301,8 +380,8 @@ class Generation:
                 return tokens
             case TextPrompt(text=text, special=special):
                 work, characters = partial(codec.encode, text, special), len(text)
-            case ChatPrompt(messages=messages, tools=tools):
-                work = partial(codec.render, messages, tools)
+            case ChatPrompt(messages=messages, tools=tools, template_args=template_args):
+                work = partial(codec.render, messages, tools, template_args)
                 characters = len(tools) + sum(len(each.content) + len(each.tool_calls) for each in messages)
             case _:
                 assert_never(prompt)
@@ -310,7 +389,14 @@ class Generation:
             return work()
         return await self._threads.run(work, characters)
 
-    def _arrived(self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, sampling: Sampling) -> Arrived:
+    def _arrived(
+        self,
+        request: GenerateRequest,
+        card: ModelCard,
+        tokens: TokenBytes,
+        sampling: Sampling,
+        parsing: ParsingTask | None = None,
+    ) -> Arrived:
         salt = tenant_salt(self._tenant_secret, request.tenant)
         if request.cache_salt:
             salt = cache_salt(request.cache_salt, salt)
@@ -344,6 +430,7 @@ class Generation:
             labels=request.labels,
             whole=request.whole,
             needs=needs,
+            parsing=parsing,
         )
 
 
@@ -356,6 +443,15 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
         logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
         prompt_logprobs=deltas[0].prompt_logprobs,
+    )
+
+
+def _joined_parts(deltas: Sequence[Delta]) -> Delta:
+    """Join the pieces of a parsed answer."""
+    return structs.replace(
+        _joined(deltas),
+        reasoning="".join([each.reasoning for each in deltas]),
+        calls=tuple(chain.from_iterable(each.calls for each in deltas)),
     )
 
 

@@ -12,7 +12,7 @@ from fleet.core.errors import Reason, RequestRejected, invalid
 from fleet.core.ids import RequestId
 from fleet.core.roles import Placement
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
-from fleet.frontend.openai.relay_requests import CHAT, COMPLETIONS, EMBEDDINGS, PATHS
+from fleet.frontend.openai.relayed_paths import CHAT, COMPLETIONS, EMBEDDINGS
 from fleet.gateway.answer_counter import AnswerCounter
 from fleet.gateway.endpoints import PickerEndpoints
 from fleet.gateway.ext_proc import (
@@ -33,6 +33,9 @@ from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.v1 import ext_proc_pb2 as pb
+
+PLACED = (CHAT, COMPLETIONS, EMBEDDINGS)
+"""Paths whose prompts the picker reads."""
 
 
 class PickerContext(Struct, kw_only=True):
@@ -222,7 +225,7 @@ class PickerCall:
             self._stage = PickerStage.SENT
             return []
         body = bytes(self._body)
-        if self._path in PATHS:
+        if self._path in PLACED:
             endpoints, prefill = await self._place(body)
         else:
             endpoints, prefill = [self._desk.endpoints.idlest(self._subset)], ""
@@ -326,4 +329,4 @@ class PickerCall:
 def _api_path(path: str) -> str:
     """Return the path of the API without prefixes of gateways."""
     path = path.partition("?")[0]
-    return next((each for each in (CHAT, COMPLETIONS, EMBEDDINGS) if path.endswith(each)), path)
+    return next((each for each in PLACED if path.endswith(each)), path)

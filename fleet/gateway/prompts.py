@@ -8,7 +8,7 @@ from fleet.core.errors import RequestRejected, invalid
 from fleet.core.ids import RequestId
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.relay import Relay
-from fleet.frontend.openai.relay_requests import CHAT, EMBEDDINGS
+from fleet.frontend.openai.relayed_paths import CHAT, EMBEDDINGS
 from fleet.frontend.openai.requests import read_chat, read_completion
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
@@ -22,7 +22,7 @@ class PromptReaderApi(Protocol):
         """Return what placement needs to know of a request.
 
         Args:
-            path: One of `fleet.frontend.openai.relay_requests.PATHS`.
+            path: The one of completions, chat or embeddings.
             body: The complete body.
             authorization: The client's credentials.
 

@@ -3,15 +3,16 @@
 Rules:
 
 1. A plan is obeyed completely, or not at all if its topology would be refused, such as prefill without decode workers.
-2. A pool that shrinks first loses workers that serve nothing, then the last ones. They drain: they take nothing new,
-   finish what they have, and end.
+2. A pool that shrinks first loses workers that do not serve yet, then those whose cache is worth least: computing again what no other
+   worker holds takes the fewest seconds. The router says so; if it does not answer, the last workers go. They drain: they take
+   nothing new, finish what they have, and end.
 3. Draining workers hold their devices. Workers without room wait until the draining ones have ended.
 4. A worker that does not start is restarted as long as it is wanted; the rest of the cluster goes on.
 5. A plan is carried out even if its writer does not wait any more.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,17 +27,25 @@ from fleet.local.runs import PLANS
 from fleet.local.settings import Topology
 from fleet.local.supervision import ChildState
 from fleet.local.topology import LocalPlan, LocalPool, worker_process
+from fleet.net.control.access import ControlAccess
 from fleet.net.grpc.options import SEPARATE_CHANNEL_OPTIONS
 from fleet.planner.connectors.folder import REPORT, FolderRecords
 from fleet.planner.connectors.virtual import Intent, PlanReport, PoolReport
-from fleet.planner.messages import PoolGapReason, PoolName
+from fleet.planner.messages import PoolGapReason, PoolName, worker_prefix
 from fleet.planner.ports import ConnectorUnreachable
+from fleet.v1 import control_pb2, control_pb2_grpc
 from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 
 LOOK_EVERY = 0.2  # seconds
 DRAIN = Nanos(300 * SECOND)  # as on Kubernetes, where `drain.timeoutSeconds` of a role sets it
 GRACE_SECONDS = 10.0  # for the answer to a drain request
+
+
+WORTH_SECONDS = 1.0  # for the router to say what caches are worth; a plan is not worth a longer wait
+
+AskWorth = Callable[[], Awaitable[Mapping[WorkerId, float]]]
+"""Returns the seconds that computing each worker's cache again would take; workers that it does not know are left out."""
 
 
 class LocalPools:
@@ -48,6 +57,7 @@ class LocalPools:
         processes: The running processes.
         folder: The runtime folder.
         say: Shows one line to a person.
+        ask_worth: Asks what the caches of workers are worth; None: nobody knows.
     """
 
     def __init__(
@@ -57,8 +67,11 @@ class LocalPools:
         processes: LocalProcesses,
         folder: Path,
         say: Callable[[str], None],
+        ask_worth: "AskWorth | None" = None,
     ) -> None:
         self._topology = topology
+        self._ask_worth = ask_worth
+        self._worth: Mapping[WorkerId, float] = {}
         self._pools = {PoolName(pool.name): _PoolWorkers(pool) for pool in planned.pools}
         self._processes = processes
         self._say = say
@@ -82,6 +95,8 @@ class LocalPools:
                 self._say(f"{self.folder}: {error.strerror}")
             while True:
                 try:
+                    if self._ask_worth is not None and self._will_shrink():
+                        self._worth = await self._ask_worth()
                     self.step()
                     trouble = ""
                 except (ConnectorUnreachable, OSError) as error:  # a full disk, for example
@@ -115,6 +130,12 @@ class LocalPools:
             self._records.report(report)
             self._reported = report
 
+    def _will_shrink(self) -> bool:
+        intent = self._records.intent()
+        return intent.revision != self._revision and any(
+            name in intent.pools and intent.pools[name].replicas < pool.target for name, pool in self._pools.items()
+        )
+
     def _take_up(self, intent: Intent) -> None:
         self._revision = intent.revision
         wanted = {
@@ -138,7 +159,11 @@ class LocalPools:
         child_states = self._processes.child_states()
         dispensable = sorted(
             pool.staying,
-            key=lambda name: (child_states.get(name) is ChildState.READY, -_number(name)),
+            key=lambda name: (
+                child_states.get(name) is ChildState.READY,
+                self._worth.get(name, 0.0),
+                -_number(name),
+            ),
         )
         for name in dispensable[: max(0, len(pool.staying) - pool.target)]:
             pool.staying.remove(name)
@@ -157,7 +182,7 @@ class LocalPools:
 
     def _free_name(self, kind: LocalPool) -> WorkerId:
         number = 0
-        while (name := f"{kind.role}-{number}") in self._processes.names:
+        while (name := f"{worker_prefix(PoolName(kind.name))}-{number}") in self._processes.names:
             number += 1
         return WorkerId(name)
 
@@ -199,6 +224,17 @@ class _PoolWorkers:
 
 def _number(name: WorkerId) -> int:
     return int(name.rpartition("-")[2])
+
+
+async def router_cache_worth(address: str, access: ControlAccess) -> Mapping[WorkerId, float]:
+    """Return the seconds that computing each worker's cache again would take, as the router knows it; nothing if it does not answer."""
+    try:
+        async with access.aio_channel(address, separate=True) as channel:
+            stub = control_pb2_grpc.ClusterStub(channel)
+            answer = await stub.Status(control_pb2.StatusRequest(), timeout=WORTH_SECONDS)
+    except grpc.aio.AioRpcError:
+        return {}
+    return {WorkerId(each.worker_id): each.cache_seconds for pool in answer.pools for each in pool.workers}
 
 
 async def drain(endpoints: ChildEndpoints, within: Nanos) -> bool:

@@ -56,6 +56,10 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     prompt_secret = settings.prompt_secret or settings.tenant_secret or secrets.token_hex(32)
     stop_within = Nanos(settings.drain_timeout_ms * MILLISECOND + STOP_WITHIN)
     limits = liveness_limits(SupervisionSettings(), ROUTER)
+    overflow = {
+        model: hosted if hosted.ledger else structs.replace(hosted, ledger=str(folder / f"spending-{number}.json"))
+        for number, (model, hosted) in enumerate(settings.overflow.items())
+    }
     processes = []
     for number, own in enumerate(sockets):
         name = f"{settings.router_id}-{number}"
@@ -73,6 +77,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
             record=settings.record and f"{settings.record}-{number}",
             replicas_listen=own,
             replicas=(*settings.replicas, *(other for other in sockets if other != own)),
+            overflow=overflow,
         )
         path = folder / f"router-{number}.json"
         save(told, path)

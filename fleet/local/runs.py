@@ -35,6 +35,7 @@ PLANS = "plans"
 LONGEST_PARENT = 40  # characters of the runtime folder's parent; sockets may have 107
 GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
 PARTS = "parts.json"
+AUTHORITY = "ca.pem"
 LOGS = "logs"
 """Link to the logs of a run, if they are outside its runtime folder."""
 
@@ -77,6 +78,11 @@ class LocalRun(Struct, frozen=True):
             return msgspec.json.decode((self.folder / PARTS).read_bytes(), type=dict[str, ProcessReport])
         except (OSError, msgspec.DecodeError):
             return {}
+
+    @property
+    def authority(self) -> Path:
+        """File with the authority of a router that `fleet up --tls` runs; it does not exist without TLS."""
+        return self.folder / AUTHORITY
 
     @property
     def silence(self) -> str:

@@ -91,6 +91,12 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine: Annotated[str, Meta(min_length=1)] = "vllm"
     """Name of an entry point in the group `workers.engines`."""
 
+    tool_call_parser: str = "auto"
+    """The parser of tool calls, by vLLM's name; see `tool_call_parser` of the workers."""
+
+    reasoning_parser: str = "auto"
+    """The parser of reasoning, by vLLM's name; see `reasoning_parser` of the workers."""
+
     kv_paths: tuple[KvPath, ...] = (KvPath.STORE,)
     """KV paths from prefill to decode workers, the preferred one first. The default is the store alone, because NIXL
     uses most of a core even when idle, which a machine without accelerators cannot spare.
@@ -109,6 +115,10 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     adapter_slots: Positive = 4
     """LoRA adapters that a worker can have loaded at a time."""
+
+    tls: bool = False
+    """Make an authority and a certificate for the ports for clients, for as long as the cluster runs. For certificates of your
+    own, set `router.tls`."""
 
     most_workers: Positive = 64
     """Most workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no more; draining
@@ -223,6 +233,8 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self._check_store_in_worker()
         if self.replicas(Role.PREFILL) and not self.cluster.kv_paths:
             raise ValueError("cluster.kv_paths: prefill workers need a way to hand over blocks: store or direct")
+        if self.cluster.tls and self.router.tls.certificate:
+            raise ValueError("cluster.tls: makes a certificate, and router.tls.certificate names one; set one of them")
         if self.router.models or self.router.store:
             raise ValueError("router: `models` and `store` follow from the other sections; leave them out")
 

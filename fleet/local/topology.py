@@ -31,8 +31,10 @@ from fleet.core.roles import KvPath, Role
 from fleet.local.liveness import LivenessLimits
 from fleet.local.planner import PLANNER, planner_settings
 from fleet.local.processes import LocalProcess
+from fleet.local.runs import AUTHORITY
 from fleet.local.settings import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, SupervisionSettings, Topology
 from fleet.local.supervision import ChildProcess
+from fleet.planner.messages import PoolName, worker_prefix
 from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
@@ -85,6 +87,8 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
     control: str  # host:port or unix:/path of the control port
     control_credentials: Credentials  # for callers of the control port, unless it is a Unix socket
     kserve: str  # host:port; empty: not served
+    speaks_tls: bool  # the ports for clients do
+    authority: str  # file with the authority made for this cluster; empty: none was
     pools: tuple[LocalPool, ...]
     disaggregates: bool  # there are prefill workers
 
@@ -107,6 +111,9 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
             has no readable configuration.
     """
     _check_engine(topology.cluster.engine)
+    for name in topology.router.overflow:
+        if name != model:
+            raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {model}")
     with ExitStack() as held:  # all at once, or two ports could be the same
         http = claim_address("router.http_listen", topology.router.http_listen, held)
         grpc = claim_address("router.grpc_listen", topology.router.grpc_listen, held)
@@ -180,6 +187,8 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         control=_dialled(control),
         control_credentials=topology.router.control_credentials,
         kserve=_dialled(kserve),
+        speaks_tls=bool(topology.router.tls.certificate),
+        authority=str(authority) if (authority := folder / AUTHORITY).exists() else "",
         pools=tuple(pools),
         disaggregates=topology.replicas(Role.PREFILL) > 0,
     )
@@ -228,16 +237,14 @@ def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProces
 def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
     """Return the pools; `fields` are settings that all workers share."""
     fields["max_model_len"] = min(topology.cluster.max_model_len, _length_limit(Path(fields["model_dir"])))
-    numbers = dict.fromkeys((pool.role for pool in topology.pools), 0)
     pools = []
     for name, pool in zip(pool_names(topology), topology.pools, strict=True):
-        first = numbers[pool.role]
-        numbers[pool.role] += pool.replicas
+        prefix = worker_prefix(PoolName(name))
         pools.append(
             LocalPool(
                 name=name,
                 role=pool.role,
-                workers=tuple(WorkerId(f"{pool.role}-{number}") for number in range(first, numbers[pool.role])),
+                workers=tuple(WorkerId(f"{prefix}-{number}") for number in range(pool.replicas)),
                 settings=partial(_worker, topology.cluster, pool, folder, fields),
                 ready_within=SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN,
                 limits=liveness_limits(topology.supervision, name),
@@ -259,6 +266,8 @@ def _worker(
         kv_paths=cluster.kv_paths,
         block_tokens=cluster.block_tokens,
         max_running=pool.max_running,
+        tool_call_parser=cluster.tool_call_parser,
+        reasoning_parser=cluster.reasoning_parser,
         adapters=cluster.adapters,
         adapter_slots=cluster.adapter_slots,
         drain_timeout_ms=WORKER_DRAIN // MILLISECOND,
@@ -338,7 +347,10 @@ def _dialled(listen: str) -> str:
 
 def addresses(plan_: LocalPlan) -> Sequence[str]:
     """Return lines for a person that say how to reach the cluster."""
-    lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
+    scheme = "https" if plan_.speaks_tls else "http"
+    lines = [f"http  {scheme}://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
+    if plan_.authority:
+        lines.append(f"ca  {plan_.authority}   for curl --cacert, and fleet generate --ca")
     lines += [f"health  http://{plan_.health}/health, /metrics", f"control  {plan_.control}"]
     if plan_.kserve:
         lines.append(f"kserve  {plan_.kserve}")

@@ -36,14 +36,17 @@ class ConnectionLimitLog:
 
 
 class ClientLog:
-    """Counts and logs what clients of one port did wrong: they read too slowly, or speak TLS to a port without TLS."""
+    """Counts and logs what clients of one port did wrong: they read too slowly, speak TLS to a port without it, or fail its handshake."""
 
     def __init__(self, limits: ConnectionSettings) -> None:
         self.disconnected = 0  # clients disconnected since the start because they read too slowly
         self.tls_clients = 0  # connections that began with TLS since the start
+        self.failed_handshakes = 0  # TLS handshakes that failed since the start
         self._limits = limits
         self._slow = _LoggedCount()
         self._tls = _LoggedCount()
+        self._failed = _LoggedCount()
+        self._cause = ""  # why the last handshake failed
         self._waiting = 0  # bytes that the last slow client had not read
 
     def note_slow(self, client: str, waiting: int) -> None:
@@ -56,6 +59,11 @@ class ClientLog:
         if data.startswith(TLS_HANDSHAKE):
             self.tls_clients += 1
             self._tls.client = client
+
+    def note_failed_handshake(self, client: str, cause: str) -> None:
+        """Note that the TLS handshake of a client failed."""
+        self.failed_handshakes += 1
+        self._failed.client, self._cause = client, cause
 
     def log_changes(self, now: float, listen: str) -> None:
         """Log how many clients were noted since the last message, if any, and the last of them."""
@@ -75,6 +83,11 @@ class ClientLog:
             log.warning(
                 "clients speak TLS, and this port does not",
                 extra={"listen": listen, "clients": clients, "last_client": self._tls.client},
+            )
+        if clients := self._failed.due(self.failed_handshakes, now):
+            log.warning(
+                "TLS handshakes of clients failed",
+                extra={"listen": listen, "clients": clients, "last_client": self._failed.client, "cause": self._cause},
             )
 
 

@@ -40,6 +40,35 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     requires a rate of 2 KiB/s, which every network has."""
 
 
+class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TLS of the ports for clients: HTTP, gRPC and KServe. The files are read again when they change."""
+
+    certificate: str = ""
+    """PEM file of the router's certificate, and of the certificates between it and its authority. Empty: the ports do not
+    speak TLS, and a proxy in front of them has to."""
+
+    key: str = ""
+    """PEM file of the certificate's private key, without a passphrase."""
+
+    client_authority: str = ""
+    """PEM file of the certificates that must have signed the clients' certificates (mTLS). Empty: clients need none."""
+
+    renewal_check_seconds: Annotated[float, Meta(ge=0.1, le=86_400)] = 10.0
+    """The time between two looks at the files. A renewed certificate serves new connections, and open ones go on. Files
+    that cannot be used are logged, and the certificate in use stays. Kubernetes shows a renewed secret to a pod after
+    about a minute, so ten seconds add little."""
+
+    expiry_warning_days: Annotated[float, Meta(ge=0, le=3650)] = 14.0
+    """A certificate that ends within this time is logged as a warning, once a day. Renewals usually come 30 days before
+    the end, so two weeks mean that one has failed."""
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("tls.key: certificate and key go together")
+        if self.client_authority and not self.certificate:
+            raise ValueError("tls.client_authority: needs certificate and key")
+
+
 class GrpcLibrary(StrEnum):
     """Library that serves the gRPC ports for clients."""
 

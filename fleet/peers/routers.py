@@ -49,7 +49,8 @@ from fleet.core.clock import MILLISECOND, Clock
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.system_clock import unix_nanoseconds
-from fleet.frontend.control.cluster import encode_explanation
+from fleet.frontend.control.cluster import explain_request
+from fleet.frontend.overflow import OverflowReports
 from fleet.membership.messages import Deregister, Register, Registration
 from fleet.net.streams.handshake import PROVE_SECONDS, StreamAuthenticator, dial
 from fleet.net.streams.identity import StreamIdentity, router_identity, tls_failure_cause, worker_identity
@@ -139,6 +140,7 @@ class PeerRouters:
         *,
         private: int = 0,
         limits: "PeerLimits | None" = None,
+        overflow: OverflowReports | None = None,
         now_unix_ns: Callable[[], int] = unix_nanoseconds,
     ) -> None:
         """Prepare the connections; `run` dials.
@@ -151,6 +153,7 @@ class PeerRouters:
             metrics: Returns the metrics of this process in Prometheus' text format.
             private: Fingerprint of the secret for block keys (rule 9); 0: no other router has it.
             limits: Tenant limits to share with the other routers; None: not shared here.
+            overflow: Hosted endpoints of this process, if there are any.
             now_unix_ns: Clock that decides which threshold change is the latest, and which session binding of routers that
                 have not met. In nanoseconds, because two requests may be less than a millisecond apart.
 
@@ -173,6 +176,7 @@ class PeerRouters:
         self._caught_up = asyncio.Event()
         self._settling: asyncio.Event | None = None
         self._limits = limits
+        self._overflow = overflow
         router.on_change = self._changed
         if limits is not None:
             limits.tenants.on_taken = self._changed
@@ -268,9 +272,9 @@ class PeerRouters:
         answer = pb.ReplicaAnswer(number=question.number, router_id=self._settings.router_id)
         match question.WhichOneof("question"):
             case "explain":
-                explanation = self._router.explain(RequestId(question.explain.request_id))
-                if explanation is not None:
-                    answer.explained.CopyFrom(encode_explanation(explanation))
+                request_id = RequestId(question.explain.request_id)
+                if (explained := explain_request(self._router, self._overflow, request_id)) is not None:
+                    answer.explained.CopyFrom(explained)
             case "metrics":
                 answer.metrics = self._metrics()
             case "report":

@@ -23,7 +23,7 @@ from fleet.core.duration_counts import Counts, added
 from fleet.core.ids import Incarnation, ModelName, WorkerId, longest_prefix
 from fleet.core.roles import Role
 from fleet.planner.demand import DemandWindow, RecentRequest, WorkerDemand
-from fleet.planner.messages import PoolName
+from fleet.planner.messages import PoolName, worker_prefix
 
 STALE_AFTER = Nanos(5 * SECOND)  # five missed reports
 SAMPLED = 512
@@ -31,7 +31,15 @@ SAMPLED = 512
 
 _COUNTERS = (
     *("arrivals", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens"),
-    *("cached_tokens", "finished", "answer_tokens", "prompt_squares", "answer_squares"),
+    *(
+        "cached_tokens",
+        "finished",
+        "answer_tokens",
+        "prompt_squares",
+        "answer_squares",
+        "overflowed",
+        "overflow_dollars",
+    ),
 )
 _HISTOGRAMS = ("ttft", "tpot", "queue_wait")
 
@@ -56,6 +64,8 @@ class DemandAggregator:
         pools: Mapping[PoolName, Role],
         now: Nanos,
         stale_after: Nanos = STALE_AFTER,
+        *,
+        workers_prefix: str = "",
     ) -> None:
         """Begin the first window.
 
@@ -65,7 +75,9 @@ class DemandAggregator:
             pools: The planned pools; workers are named after them.
             now: The instant.
             stale_after: Longest silence of a source.
+            workers_prefix: What workers' names have before the names of their pools.
         """
+        self._workers_prefix = workers_prefix
         self._model = model
         self._pools = pools
         self._stale_after = stale_after
@@ -117,6 +129,20 @@ class DemandAggregator:
             for each in report.recent
             if each.model == self._model
         )
+
+    def expect(self, source: str) -> None:
+        """Add a source that must report from now on; nothing changes if it is known."""
+        self._heard.setdefault(source, None)
+
+    def forget(self, source: str) -> None:
+        """Remove a source that has ended. What it reported last still counts in the next window."""
+        self._heard.pop(source, None)
+        self._troubles.pop(source, None)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return the sources that must report."""
+        return tuple(self._heard)
 
     def failed(self, source: str, why: str) -> None:
         """Note why a source does not report now."""
@@ -180,6 +206,8 @@ class DemandAggregator:
             queue_wait=histograms["queue_wait"],
             queued=queued,
             oldest_seconds=oldest,
+            overflowed=sums["overflowed"],
+            overflow_dollars=sums["overflow_dollars"],
             workers=tuple(self._worker(workers[each]) for each in sorted(workers)),
             stale=(*self.stale(now), *self._gaps.values()),
         )
@@ -205,9 +233,10 @@ class DemandAggregator:
     def pool_of(self, worker_id: WorkerId, role: Role) -> PoolName:
         """Return the pool of a worker: by its name, or the only pool of its role, or the role itself."""
         alike = [name for name, its in self._pools.items() if its is role]
-        found = longest_prefix(worker_id, [f"{name}-" for name in alike])
+        prefixes = {f"{self._workers_prefix}{worker_prefix(name)}-": name for name in alike}
+        found = longest_prefix(worker_id, prefixes)
         if found is not None:
-            return PoolName(found[:-1])
+            return prefixes[found]
         return alike[0] if len(alike) == 1 else PoolName(str(role))
 
 

@@ -8,7 +8,9 @@ Rules:
 3. A condition says why a goal, a budget or a number cannot be kept. It names the field or the source.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
+from math import isfinite
 from typing import Annotated, Protocol
 
 from msgspec import Meta, Struct
@@ -19,6 +21,12 @@ from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import MOST_REPLICAS, Observation, PoolName, Replicas
 
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+
+COUNTED = (
+    *("arrivals", "refused", "abandoned", "prompt_tokens", "cached_tokens", "prompt_squares", "finished"),
+    *("answer_tokens", "answer_squares", "queued", "oldest_seconds", "overflowed", "overflow_dollars"),
+)
+"""Numbers of a demand window that must be finite and at least 0."""
 
 
 class PlanGoals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,3 +143,75 @@ class ScalingRule(Protocol):
     def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         """Return the wanted replicas. `demand` covers the time since the last decision; `seen` is the present state of the pools."""
         ...
+
+
+def no_signal(field: str, message: str) -> PlanCondition:
+    """Return the condition of demand that cannot be relied on."""
+    return PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field=field, message=message)
+
+
+def demand_doubts(demand: DemandWindow) -> Iterator[PlanCondition]:
+    """Yield why a window cannot be relied on: stale sources and impossible numbers, each with its field or source."""
+    for source in demand.stale:
+        yield no_signal(source.partition(": ")[0], f"no demand from {source}")
+    for field, value in _numbers(demand):
+        if not isfinite(value) or value < 0:
+            yield no_signal(f"demand.{field}", f"demand.{field}: {value} is not a number of at least 0")
+    if demand.ended < demand.began:
+        yield no_signal("demand.ended", "demand.ended: the window ends before it begins")
+
+
+def _numbers(demand: DemandWindow) -> Iterator[tuple[str, float]]:
+    for name in COUNTED:
+        yield name, getattr(demand, name)
+    for name in ("ttft", "tpot", "queue_wait"):
+        yield name, min(getattr(demand, name), default=0)
+    for each in demand.workers:
+        for name in ("running", "waiting", "kv_used", "speed", "start_seconds"):
+            yield f"workers.{each.worker}.{name}", getattr(each, name)
+
+
+def pool_doubts(names: Iterable[PoolName], seen: Observation) -> Iterator[PlanCondition]:
+    """Yield why an observation cannot be relied on: pools that are not reported, or with impossible numbers."""
+    for name in names:
+        pool = seen.pool(name)
+        if pool is None or min(pool.wanted, pool.ready, pool.draining) < 0:
+            said = "is not reported" if pool is None else "has a negative number of replicas"
+            yield PlanCondition(
+                type=PlanConditionType.CONNECTOR_FAILED, field=f"pools.{name}", message=f"pool {name} {said}"
+            )
+
+
+def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
+    """Check that limits do not contradict each other.
+
+    Raises:
+        ValueError: They do; the message names the field.
+    """
+    names = [each.name for each in pools]
+    for each in pools:
+        if names.count(each.name) > 1:
+            raise ValueError(f"pools: {each.name} is named twice")
+        if each.least > each.most:
+            raise ValueError(f"pools.{each.name}.least: {each.least} is above most, which is {each.most}")
+        if each.gpus < 1 or not isfinite(each.dollars_per_hour) or each.dollars_per_hour < 0:
+            raise ValueError(f"pools.{each.name}: gpus must be at least 1 and dollars_per_hour a number of at least 0")
+    if budget.least_ratio is not None and budget.most_ratio is not None and budget.least_ratio > budget.most_ratio:
+        raise ValueError(f"budget.least_ratio: {budget.least_ratio} is above most_ratio, which is {budget.most_ratio}")
+    for field, limit, floor in (
+        ("gpus", budget.gpus, sum(each.least * each.replica_gpus for each in pools)),
+        ("dollars_per_hour", budget.dollars_per_hour, sum(each.least * each.replica_dollars for each in pools)),
+    ):
+        if limit is not None and floor > limit:
+            raise ValueError(f"budget.{field}: {limit} is below what the floors of the pools take, which is {floor}")
+
+
+def check_roles(pools: Sequence[PlannedPool]) -> None:
+    """Check that the pools serve both phases, which a rule needs that sizes them together.
+
+    Raises:
+        ValueError: They do not; the message names the field.
+    """
+    roles = {each.role for each in pools}
+    if Role.BOTH not in roles and roles != {Role.PREFILL, Role.DECODE}:
+        raise ValueError("pools: there must be pools for prefill and for decode, or one for both")

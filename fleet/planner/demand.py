@@ -86,6 +86,12 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
     oldest_seconds: float = 0.0
     """Age of the oldest request that waits."""
 
+    overflowed: int = 0
+    """Refused requests that a hosted endpoint has answered. They are part of `arrivals` and of `refused`, because the pools should serve them."""
+
+    overflow_dollars: float = 0.0
+    """Cost of the hosted endpoint."""
+
     workers: tuple[WorkerDemand, ...] = ()
     stale: tuple[str, ...] = ()
     """Sources that did not report in time, with the reason."""
@@ -98,3 +104,8 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
     def rate(self) -> float:
         """Arrivals per second."""
         return self.arrivals / self.seconds if self.ended > self.began else 0.0
+
+    @property
+    def overflow_dollars_per_hour(self) -> float:
+        """Cost of the hosted endpoint, as that of an hour."""
+        return 3600 * self.overflow_dollars / self.seconds if self.ended > self.began else 0.0

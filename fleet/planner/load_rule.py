@@ -6,7 +6,7 @@ Rules:
    routers count for the pools that answer (decode, or both), and for prefill pools if there are any.
 2. A pool grows at once. It shrinks to the highest need of the cool-down, so that a short lull changes nothing.
 3. Bounds of pools, the GPU budget and the price limit hold: pools get less than they need in the order of their names.
-4. Stale demand, or a pool that is not reported, keeps all numbers.
+4. Stale demand, impossible numbers, a clock that went back, or a pool that is not reported, keeps all numbers.
 """
 
 from collections import deque
@@ -22,6 +22,9 @@ from fleet.planner.decisions import (
     PlanConditionType,
     PlanDecision,
     PlannedPool,
+    demand_doubts,
+    no_signal,
+    pool_doubts,
 )
 from fleet.planner.demand import DemandWindow
 from fleet.planner.messages import Observation, PoolName, PoolObservation
@@ -37,30 +40,26 @@ class LoadRule:
         self._cool_down = Nanos(round(settings.cool_down_seconds * SECOND))
         self._pools = sorted(pools, key=lambda each: each.name)
         self._budget = budget
+        self._now: Nanos | None = None
         self._needs: dict[PoolName, deque[tuple[Nanos, int]]] = {each.name: deque() for each in pools}
 
     def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
         observed = {pool.name: found for pool in self._pools if (found := seen.pool(pool.name)) is not None}
         wanted = {name: found.wanted for name, found in observed.items()}
-        doubts = [
-            PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field=each.partition(": ")[0], message=each)
-            for each in demand.stale
-        ]
-        doubts += [
-            PlanCondition(
-                type=PlanConditionType.CONNECTOR_FAILED,
-                field=f"pools.{pool.name}",
-                message=f"pool {pool.name} is not reported",
-            )
-            for pool in self._pools
-            if pool.name not in observed
-        ]
+        doubts = [*demand_doubts(demand), *pool_doubts((pool.name for pool in self._pools), seen)]
+        if self._now is not None and now < self._now:
+            doubts.append(no_signal("now", "now: the clock went back"))
+        self._now = now
         if doubts:
             message = f"hold: {doubts[0].message}"
             return PlanDecision(
                 at=now, replicas=wanted, reason=DecisionReason.NO_SIGNAL, message=message, conditions=tuple(doubts)
             )
-        conditions: list[PlanCondition] = []
+        conditions = [
+            PlanCondition(type=PlanConditionType.PINNED, field=f"pools.{name}", message=found.pinned)
+            for name, found in observed.items()
+            if found.pinned
+        ]
         numbers: dict[str, float] = {"rate": demand.rate, "queued": float(demand.queued)}
         needs = {pool.name: self._need(pool, now, demand, observed[pool.name], numbers) for pool in self._pools}
         replicas = self._within_budget(needs, observed, conditions)

@@ -33,7 +33,7 @@ from fleet.planner.demand import DemandWindow
 from fleet.planner.election.ports import PlanElection
 from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import Observation, Plan, PlanId, PoolName
-from fleet.planner.ports import ConnectorError, OrchestratorGone, PlanConflict, PlanConnector, PlanRefused
+from fleet.planner.ports import CALL_SECONDS, ConnectorError, OrchestratorGone, PlanConflict, PlanConnector, PlanRefused
 from fleet.planner.records import PlanHistory, PlannerStatus, PlanRecord, PlanScore, PlanState
 from fleet.planner.rehearsal import Rehearsal, RehearsalSkipped
 from fleet.planner.server import carry_out
@@ -48,6 +48,12 @@ LEARNING_SHARE = 0.2
 
 EXTRA_SECONDS = 30.0
 """Time for an orchestrator to take a plan up, on top of the starts and drains of its replicas."""
+
+STARTING_SECONDS = 30.0
+"""Time after the start of the planner for which an orchestrator that has not answered yet is waited for, not reported."""
+
+OBSERVE_SECONDS = 2 * CALL_SECONDS
+"""Limit for an observation: connectors have one of their own, and one that does not keep it must not stop the planner."""
 
 RETRY_SECONDS = 10.0
 """Pause after a plan that could not be carried out."""
@@ -76,6 +82,7 @@ class _ScoredPlan(Struct):
     tpot: Counts = ()
     held_seconds: float = 0.0  # GPU-seconds
     dollars: float = 0.0
+    overflow_dollars: float = 0.0
     seconds: float = 0.0
 
 
@@ -131,6 +138,9 @@ class PlannerLoop:
         self._window: DemandWindow | None = None
         self._seen: Observation | None = None
         self._trouble: PlanCondition | None = None
+        self._began = Nanos(0)  # when it began to run
+        self._waiting_for = ""
+        self._overflow = {"requests": 0.0, "dollars": 0.0}
         self.error: float | None = None
         """Running relative error of predicted latencies; None: nothing was scored yet."""
 
@@ -145,6 +155,7 @@ class PlannerLoop:
 
     async def run(self) -> Never:
         """Plan until cancelled; then a plan in flight is left to the next leader."""
+        self._began = self._clock.now()
         async with asyncio.TaskGroup() as tasks:
             try:
                 while True:
@@ -166,12 +177,13 @@ class PlannerLoop:
             rule=str(self._settings.rule.__struct_config__.tag),
             at_ms=self._wall_ms(),
             reason=None if decision is None else decision.reason,
-            message="" if decision is None else decision.message,
+            message=self._waiting_for if decision is None else decision.message,
             replicas={} if decision is None else decision.replicas,
             numbers={} if decision is None else decision.numbers,
             conditions=conditions if self._trouble is None else (self._trouble, *conditions),
             pools=() if self._seen is None else self._planned(self._seen).pools,
             demand={} if window is None else self._demand_numbers(window),
+            overflow=dict(self._overflow),
             error=self.error,
             plans=self._history.latest(SHOWN_PLANS),
         )
@@ -187,13 +199,14 @@ class PlannerLoop:
             self._window = self._demand.window()
             return
         try:
-            seen = self._planned(await self._connector.observe())
-        except ConnectorError as error:
-            if self._trouble is None:
-                log.warning("pools not observed", extra={"cause": str(error)})
-            self._trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=str(error))
+            async with asyncio.timeout(OBSERVE_SECONDS):
+                seen = self._planned(await self._connector.observe())
+        except (ConnectorError, TimeoutError) as error:
+            self._not_observed(str(error) or f"no answer within {OBSERVE_SECONDS:g} s")
             return
         now, window = self._clock.now(), self._demand.window()
+        self._overflow["requests"] += window.overflowed
+        self._overflow["dollars"] += window.overflow_dollars
         try:
             decision = self._bounded(self._rule.decide(now, window, seen))
         except Exception as error:  # supervisor: a bug of a rule must not end what watches over the pools
@@ -216,6 +229,15 @@ class PlannerLoop:
         else:
             self._adopted = False
             self._stop_plan(PlanState.HANDED_OVER, "another planner leads")
+
+    def _not_observed(self, cause: str) -> None:
+        """Report that the orchestrator does not answer. Until it has answered once, it may still be starting."""
+        if self._seen is None and self._clock.now() < self._began + round(STARTING_SECONDS * SECOND):
+            self._waiting_for = cause
+            return
+        if self._trouble is None:
+            log.warning("pools not observed", extra={"cause": cause})
+        self._trouble = PlanCondition(type=PlanConditionType.CONNECTOR_FAILED, field="target", message=cause)
 
     def _planned(self, seen: Observation) -> Observation:
         return Observation(tuple(each for each in seen.pools if each.name in self._pools))
@@ -450,6 +472,7 @@ class PlannerLoop:
             scored.dollars += (
                 window.seconds / 3600 * sum(self._pools[name].replica_dollars * n for name, n in held.items())
             )
+            scored.overflow_dollars += window.overflow_dollars
             scored.seconds += window.seconds
             if now >= scored.until:
                 self._scored.remove(scored)
@@ -477,6 +500,7 @@ class PlannerLoop:
             attainment=min(shares, default=None),
             gpu_hours=scored.held_seconds / 3600 / hours,
             dollars=scored.dollars / hours,
+            overflow_dollars=scored.overflow_dollars / hours,
             ttft_error=errors[0],
             tpot_error=errors[1],
         )
@@ -493,6 +517,8 @@ class PlannerLoop:
             "rate": window.rate,
             "refused": float(window.refused),
             "abandoned": float(window.abandoned),
+            "overflowed": float(window.overflowed),
+            "overflow_dollars_per_hour": window.overflow_dollars_per_hour,
             "queued": float(window.queued),
             "oldest_seconds": window.oldest_seconds,
             "prompt_tokens": window.prompt_tokens / window.arrivals if window.arrivals else None,

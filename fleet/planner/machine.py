@@ -11,12 +11,14 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    (minutes). All needs follow from that rate by the capacity model and the solver, for prefill, decode and all GPU types at once.
 4. **Growth** happens at once, if replicas that serve or start do not suffice. Replicas that start count as there, so no plan wants more
    than is needed. A higher need is the only thing that supersedes a plan that is under way.
-5. **Latency** above its goal, although the replicas should suffice, adds one replica to the phase that is at fault: only if nothing is under
-   way, and once in a start-up time. The load at which it happened is remembered: that share of the capacity is not used any more, and the memory
-   fades within hours. Predictions are corrected by what is measured; an error that grows raises the condition `ModelDrift`.
+5. **Latency**: more late requests than the goals allow (`fleet.planner.forecasting.attainment`), although the replicas should suffice, add one
+   replica to the phase that is at fault: only if nothing is under way, and once in a start-up time, or a minute if that is longer. The load at
+   which it happened is remembered: that share of the capacity is not used any more, and the memory fades within hours. Predictions are
+   corrected by what is measured; an error that grows raises the condition `ModelDrift`.
 6. **Shrinking** needs a guard: the smaller pools must still serve the highest rate of the last cool-down, and a deadband on top. It waits until
-   nothing is under way, for a cool-down after the last growth, and for `LENGTHS_SECONDS` after a change of lengths. If one phase grows because
-   lengths have changed, the other one shrinks in the same plan.
+   nothing is under way, for a cool-down after the last growth, for `LENGTHS_SECONDS` after a change of lengths, and while more requests than
+   the goals allow are late. Half of a pool stays in one step unless the load has ended, because replicas take their caches along. If one phase
+   grows because lengths have changed, the other one shrinks in the same plan.
 7. **Cheaper mix.** Another mix of pools must save `mix_saving` of the dollars. Its new replicas start before the old ones end.
 8. **Limits** (floors, ceilings, budgets, ratio) hold at every instant, including replicas that start or drain. A replica that is to replace
    another one without free budget starts when the other one has drained.
@@ -27,7 +29,7 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf, isfinite
+from math import inf
 
 from msgspec import Struct, structs
 
@@ -41,8 +43,14 @@ from fleet.planner.decisions import (
     PlanDecision,
     PlanGoals,
     PlannedPool,
+    check_limits,
+    check_roles,
+    demand_doubts,
+    no_signal,
+    pool_doubts,
 )
 from fleet.planner.demand import DemandWindow
+from fleet.planner.forecasting.attainment import FAST_SECONDS, Attainment
 from fleet.planner.forecasting.history import RECENT_SECONDS, DemandHistory, PoolHistory
 from fleet.planner.messages import Observation, PoolGapReason, PoolName, PoolObservation
 from fleet.planner.rule_settings import PlannerRuleSettings
@@ -66,25 +74,8 @@ LATE_SHARE = 0.5
 LENGTHS_SECONDS = 60.0
 """Time after a change of lengths during which nothing shrinks: a change of answers shows only when they end."""
 
-LATE_SECONDS = 30.0
-"""Time over which latencies are compared with the goals."""
-
 RATIO_GAIN = 1.05
 """Factor on the served rate for which replicas of one pool are exchanged for those of another one under a budget."""
-
-COUNTED = (
-    "arrivals",
-    "refused",
-    "abandoned",
-    "prompt_tokens",
-    "cached_tokens",
-    "prompt_squares",
-    "finished",
-    "answer_tokens",
-    "answer_squares",
-    "queued",
-    "oldest_seconds",
-)
 
 
 class PlannerMachine:
@@ -104,6 +95,7 @@ class PlannerMachine:
             ValueError: Bounds contradict each other, or no pool serves a phase; the message names the field.
         """
         budget = budget or PlanBudget()
+        check_roles(pools)
         check_limits(pools, budget)
         self.interval = Nanos(round(settings.interval_seconds * SECOND))
         self._settings = settings
@@ -111,6 +103,7 @@ class PlannerMachine:
         self._goals = goals
         self._budget = budget
         self._demand = DemandHistory(settings)
+        self._attainment = Attainment(goals)
         self._model = CorrectedCapacity(capacity, goals, pools)
         self._pool_history = PoolHistory(settings.retry_seconds, pools)
         self._now: Nanos | None = None
@@ -134,11 +127,12 @@ class PlannerMachine:
                 conditions=tuple(doubts),
             )
         self._demand.absorb(demand)
+        self._attainment.absorb(demand)
         self._pool_history.absorb(self._elapsed, seen)
         view = self._view(demand, seen)
         self._learn(view)
         conditions = [*self._pins(view), *self._drifts()]
-        decision = self._decide(now, demand, view)
+        decision = self._decide(now, view)
         self._pool_history.decided(decision.replicas)
         return structs.replace(
             decision,
@@ -163,26 +157,14 @@ class PlannerMachine:
     # Rule 1.
 
     def _doubts(self, now: Nanos, demand: DemandWindow, seen: Observation) -> Iterator[PlanCondition]:
-        for source in demand.stale:
-            yield _no_signal(source.partition(": ")[0], f"no demand from {source}")
-        for field, value in _numbers(demand):
-            if not isfinite(value) or value < 0:
-                yield _no_signal(f"demand.{field}", f"demand.{field}: {value} is not a number of at least 0")
-        if demand.ended < demand.began:
-            yield _no_signal("demand.ended", "demand.ended: the window ends before it begins")
-        elif demand.ended > now + self.interval:
-            yield _no_signal("demand.ended", "demand.ended: the window ends in the future")
+        yield from demand_doubts(demand)
+        if demand.ended > now + self.interval:
+            yield no_signal("demand.ended", "demand.ended: the window ends in the future")
         if self._demand.ended is not None and demand.began < self._demand.ended:
-            yield _no_signal("demand.began", "demand.began: the window overlaps the one before it")
+            yield no_signal("demand.began", "demand.began: the window overlaps the one before it")
         if self._now is not None and now < self._now:
-            yield _no_signal("now", "now: the clock went back")
-        for name in self._pools:
-            pool = seen.pool(name)
-            if pool is None or min(pool.wanted, pool.ready, pool.draining) < 0:
-                said = "is not reported" if pool is None else "has a negative number of replicas"
-                yield PlanCondition(
-                    type=PlanConditionType.CONNECTOR_FAILED, field=f"pools.{name}", message=f"pool {name} {said}"
-                )
+            yield no_signal("now", "now: the clock went back")
+        yield from pool_doubts(self._pools, seen)
 
     def _advance(self, now: Nanos) -> None:
         """Advance the time that was observed. A jump of the clock counts as three intervals, so that it ends no cool-down."""
@@ -259,7 +241,7 @@ class PlannerMachine:
 
     # Rules 4 to 10.
 
-    def _decide(self, now: Nanos, demand: DemandWindow, view: "_PlanningView") -> PlanDecision:
+    def _decide(self, now: Nanos, view: "_PlanningView") -> PlanDecision:
         conditions = list(self._model.out_of_reach(view.load))
         wanted = view.wanted
         needed = self._solve(view, view.rate)
@@ -273,7 +255,7 @@ class PlannerMachine:
             if replicas != wanted:
                 self._shape_changes = self._demand.shape_changes
                 return _decision(now, view, replicas, reason, "", conditions)
-        elif (phase := self._late(demand, view)) is not None:
+        elif (phase := self._late(view)) is not None:
             replicas = self._one_more(view, phase)
             if replicas != wanted:
                 self._latency_growth = self._elapsed
@@ -330,15 +312,14 @@ class PlannerMachine:
         first = self._solve(view, rate, least=least, most=most)
         return view.named(first) if first is not None else None
 
-    def _late(self, demand: DemandWindow, view: "_PlanningView") -> Role | None:
+    def _late(self, view: "_PlanningView") -> Role | None:
         """Return the phase that misses its goal although its replicas should suffice, or None."""
         rested = self._elapsed - max(self._latency_growth, self._pool_history.last_change)
-        if view.under_way or view.quiet or rested < view.horizon:
+        if view.under_way or view.quiet or rested < max(view.horizon, FAST_SECONDS):
             return None
-        ttft, tpot = self._demand.latencies(self._goals.percentile, LATE_SECONDS)
-        if tpot is not None and tpot > self._goals.tpot_seconds:
+        if self._attainment.misses_tpot:
             phase = Role.DECODE
-        elif (ttft is not None and ttft > self._goals.ttft_seconds) or demand.oldest_seconds > self._goals.ttft_seconds:
+        elif self._attainment.misses_ttft:
             phase = max((Role.PREFILL, Role.DECODE), key=lambda each: self._load_share(view, each))
         else:
             return None
@@ -384,7 +365,22 @@ class PlannerMachine:
             return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, said, conditions)
         if not view.quiet and any(each.type is PlanConditionType.GOAL_OUT_OF_REACH for each in conditions):
             return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, "a goal is out of reach", conditions)
-        return _decision(now, view, replicas, reason, "", conditions)
+        if not view.quiet and self._attainment.overspent:
+            said = "more requests than the goals allow are late"
+            return _decision(now, view, wanted, DecisionReason.COOLING_DOWN, said, conditions)
+        return _decision(now, view, self._step_down(view, replicas), reason, "", conditions)
+
+    def _step_down(self, view: "_PlanningView", replicas: dict[PoolName, int]) -> dict[PoolName, int]:
+        """Return numbers by which no pool loses more than half of its replicas, or one, unless the load has ended or limits forbid that.
+
+        Replicas that end take their caches along.
+        """
+        if view.quiet:
+            return replicas
+        stepped = {
+            name: max(count, view.wanted[name] - max(1, view.wanted[name] // 2)) for name, count in replicas.items()
+        }
+        return stepped if self._fits(view, stepped) else replicas
 
     def _cheaper(self, view: "_PlanningView", target: Mix) -> dict[PoolName, int]:
         """Return the first part of a change to a cheaper mix, which only grows, if it saves enough and fits beside what there is."""
@@ -441,13 +437,13 @@ class PlannerMachine:
         return within_budget(candidates, [replicas[each.pool.name] for each in view.pools], self._budget)
 
     def _load_share(self, view: "_PlanningView", phase: Role) -> float:
-        """Return the level of the rate as a share of what the phase can serve by the model."""
+        """Return the present rate as a share of what the phase can serve by the model, whatever goals were missed."""
         most = sum(
             self._rate(view, each.pool, each.seen.ready)
             for each in view.pools
             if each.seen.ready and each.pool.role in {phase, Role.BOTH}
         )
-        return view.level / most if most else 0.0
+        return self._demand.recent_rate * self._model.used_share(phase) / most if most else 0.0
 
     def _shortage(self, view: "_PlanningView", needed: Mix) -> PlanCondition:
         """Return why the rate cannot be served: a budget, or the most replicas of the pools."""
@@ -571,43 +567,5 @@ def _budget_fields(budget: PlanBudget) -> str:
     return ", ".join(set_fields) or "pools.most"
 
 
-def _no_signal(field: str, message: str) -> PlanCondition:
-    return PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field=field, message=message)
-
-
-def _numbers(demand: DemandWindow) -> Iterator[tuple[str, float]]:
-    for name in COUNTED:
-        yield name, getattr(demand, name)
-    for name in ("ttft", "tpot", "queue_wait"):
-        yield name, min(getattr(demand, name), default=0)
-
-
 def _idle(demand: DemandWindow) -> bool:
     return not demand.queued and not any(each.running or each.waiting for each in demand.workers)
-
-
-def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
-    """Check that limits do not contradict each other.
-
-    Raises:
-        ValueError: They do; the message names the field.
-    """
-    names = [each.name for each in pools]
-    for each in pools:
-        if names.count(each.name) > 1:
-            raise ValueError(f"pools: {each.name} is named twice")
-        if each.least > each.most:
-            raise ValueError(f"pools.{each.name}.least: {each.least} is above most, which is {each.most}")
-        if each.gpus < 1 or not isfinite(each.dollars_per_hour) or each.dollars_per_hour < 0:
-            raise ValueError(f"pools.{each.name}: gpus must be at least 1 and dollars_per_hour a number of at least 0")
-    roles = {each.role for each in pools}
-    if Role.BOTH not in roles and roles != {Role.PREFILL, Role.DECODE}:
-        raise ValueError("pools: there must be pools for prefill and for decode, or one for both")
-    if budget.least_ratio is not None and budget.most_ratio is not None and budget.least_ratio > budget.most_ratio:
-        raise ValueError(f"budget.least_ratio: {budget.least_ratio} is above most_ratio, which is {budget.most_ratio}")
-    for field, limit, floor in (
-        ("gpus", budget.gpus, sum(each.least * each.replica_gpus for each in pools)),
-        ("dollars_per_hour", budget.dollars_per_hour, sum(each.least * each.replica_dollars for each in pools)),
-    ):
-        if limit is not None and floor > limit:
-            raise ValueError(f"budget.{field}: {limit} is below what the floors of the pools take, which is {floor}")

@@ -19,6 +19,13 @@ from fleet.core.clock import Nanos
 
 PoolName = NewType("PoolName", str)
 PlanId = NewType("PlanId", str)
+
+
+def worker_prefix(pool: PoolName) -> str:
+    """Return the beginning of the names of a pool's workers; a dash and a number follow. A slash cannot be part of a file's name."""
+    return pool.replace("/", ".")
+
+
 MOST_REPLICAS = 10_000  # of one pool; a higher number is taken for a typing error
 Replicas = Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
 

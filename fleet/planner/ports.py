@@ -1,6 +1,7 @@
 """Port of the planner: the connector to the orchestrator that starts and ends replicas."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from fleet.planner.messages import Observation, Plan, PoolName
 
@@ -30,6 +31,21 @@ class PlanConnector(Protocol):
             PlanRefused: A pool does not exist, is pinned, or may not be written. Nothing, or a part, is written.
             ConnectorUnreachable: A part may be written.
             OrchestratorGone: Whoever obeyed plans there has ended without a word.
+        """
+        ...
+
+
+@runtime_checkable
+class PoolReleaser(Protocol):
+    """A connector, opened for the planner, that can give pools back to it."""
+
+    async def release(self, pools: Sequence[PoolName]) -> None:
+        """Give pools back to the planner: they keep their numbers, and the planner may change them again.
+
+        Raises:
+            PlanConflict: Others write all the time.
+            PlanRefused: A pool does not exist, or no planner may change it; nothing is written.
+            ConnectorUnreachable: The pools may be released.
         """
         ...
 

@@ -59,6 +59,11 @@ class PlanScore(Struct, frozen=True, kw_only=True):
     """GPU-hours of one hour."""
 
     dollars: float
+    """Dollars of one hour for the replicas."""
+
+    overflow_dollars: float = 0.0
+    """Dollars of one hour for requests that a hosted endpoint has answered instead."""
+
     ttft_error: float | None = None
     """Relative error of the prediction for the pools that really ran; None: nothing was predicted, or nothing served."""
 
@@ -107,6 +112,8 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
     """Reason of the last decision; None: there is none yet."""
 
     message: str = ""
+    """Why it decided so; without a decision, what it waits for."""
+
     replicas: dict[PoolName, int] = {}
     """Replicas that it would have now."""
 
@@ -115,6 +122,9 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
     pools: tuple[PoolObservation, ...] = ()
     demand: dict[str, float | None] = {}
     """The last window: rates, lengths and latencies."""
+
+    overflow: dict[str, float] = {}
+    """Requests that a hosted endpoint has answered since this planner started, and their `dollars`."""
 
     error: float | None = None
     """Running error of predicted TTFT and TPOT; None: nothing was scored yet."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled
 from fleet.planner.messages import Observation, Plan
-from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanConnector, PlanRefused
+from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict, PlanConnector, PlanRefused
 
 T = TypeVar("T")
 
@@ -86,11 +86,13 @@ async def _patiently(
     told = ""
     while True:
         try:
-            return await call()
-        except ConnectorUnreachable as error:
+            async with asyncio.timeout(2 * CALL_SECONDS):  # a connector that does not keep its own limit
+                return await call()
+        except (ConnectorUnreachable, TimeoutError) as error:
+            said = str(error) or f"no answer within {2 * CALL_SECONDS:g} s"
             if clock.now() >= deadline:
-                raise
-            if str(error) != told:
-                told = str(error)
+                raise ConnectorUnreachable(said) from error
+            if said != told:
+                told = said
                 trouble(told)
         await asyncio.sleep(LOOK_EVERY)

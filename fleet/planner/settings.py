@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
+from math import inf
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from fleet.core.ids import ModelName
+from fleet.hardware.gpus import gpus
 from fleet.hardware.latency.linear import EngineLatency
-from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool
+from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits, check_roles
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import IntervalSeconds, PlannerRuleSettings
 from kvstore.net.addresses import host_port, unix_path
@@ -230,7 +232,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where plans are written."""
 
     election: FileElectionSettings | EtcdElectionSettings | KubernetesElectionSettings | None = None
-    """Election among several planners; without it this one always leads."""
+    """Election among several planners. Without it, active planners with one target `folder` or `etcd` elect one of them by a lock there;
+    any other planner always leads."""
 
     identity: str = ""
     """Name in the election; empty: host and process id."""
@@ -265,6 +268,14 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ValueError(f"pools[{index}].name: {pool.name!r} is there twice")
             if pool.least > pool.most:
                 raise ValueError(f"pools[{index}].least: {pool.least} is above `most`, {pool.most}")
+            if pool.gpu and pool.gpu not in gpus():
+                raise ValueError(f"pools[{index}].gpu: {pool.gpu!r} is not one of {', '.join(gpus())}")
+            for field in ("gpus", "dollars_per_hour"):
+                if not 0 <= getattr(pool, field) < inf:
+                    raise ValueError(f"pools[{index}].{field}: {getattr(pool, field)} is not a number of at least 0")
+        check_limits(self.pools, self.budget)
+        if isinstance(self.rule, FleetRuleSettings):
+            check_roles(self.pools)
         for name in self.engines:
             if name not in names:
                 raise ValueError(f"engines.{name}: `pools` has no such pool")

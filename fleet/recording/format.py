@@ -256,7 +256,8 @@ def without_content(event: RouterEvent) -> RouterEvent | RecordedSteps:
         case WorkerStepped():
             return RecordedSteps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
         case Arrived():
-            return structs.replace(event, tokens=b"", salt=b"", sampling=_without_texts(event.sampling))
+            sampling = _without_texts(event.sampling)
+            return structs.replace(event, tokens=b"", salt=b"", sampling=sampling, parsing=None)
         case AttemptRejected():
             return structs.replace(event, rejected=structs.replace(event.rejected, message=""))
         case _:

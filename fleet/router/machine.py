@@ -395,7 +395,7 @@ class RouterMachine:
     def _answered(
         self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
     ) -> None:
-        if progress.token_ids:
+        if progress.token_ids or progress.parsed is not None:
             if live.stage is not _DECODING:
                 if live.stage is _HANDED_OVER:
                     self.placer.handed_over(live, now)
@@ -459,7 +459,7 @@ class RouterMachine:
 
     def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, now: Nanos, out: list[Command]) -> None:
         """Pass tokens to the client, and add their blocks to the worker's reservation."""
-        if not progress.token_ids:
+        if not progress.token_ids and progress.parsed is None:
             return
         if not live.first_token_at:
             self.demand.first_token(live, now)
@@ -475,6 +475,7 @@ class RouterMachine:
             token_ids=progress.token_ids,
             logprobs=progress.logprobs,
             prompt_logprobs=progress.prompt_logprobs,
+            parsed=progress.parsed,
         )
         out.append(Emit(request_id=live.id, progress=told, kv=live.kv, cached_tokens=live.cached_tokens))
 
@@ -726,6 +727,10 @@ class RouterMachine:
             for worker in self.registry
             if not worker.draining
         )
+
+    def cache_seconds(self) -> dict[WorkerId, float]:
+        """Return for each worker how long computing its cache again would take, without what others have (`WorkerRegistry`)."""
+        return self.registry.cache_seconds()
 
     def snapshot(self) -> RouterSnapshot:
         return RouterSnapshot(

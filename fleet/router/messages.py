@@ -15,7 +15,7 @@ from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.core.requests import Finish, KvPhase, Sampling, TokenBytes
 from fleet.core.roles import KvPath, Placement
-from fleet.core.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerDescription
+from fleet.core.work import KvEvent, LoadReport, LoraAdapter, ParsingTask, Progress, Rejected, Start, WorkerDescription
 from fleet.router.kv_index.cache_accuracy import Knowledge
 from fleet.router.kv_index.peer_prompts import PlacedPrompt
 from fleet.router.sessions import SessionBinding
@@ -196,6 +196,10 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     only_end: bool = False  # the listener sees the answer itself and is only told about its end
     whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
     needs: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
+    most_wait: Nanos | None = (
+        None  # a longer predicted wait rejects it, because a hosted endpoint then takes it; None: the usual one
+    )
+    parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it
 
 
 class RequestCancelled(Struct, frozen=True, kw_only=True):

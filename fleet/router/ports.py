@@ -1,7 +1,7 @@
 """Ports of the router: what it needs from workers and from text processing."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import ChatMessage, TokenBytes
@@ -59,25 +59,36 @@ class TextCodec(Protocol):
         """Return the token ids of a plain prompt, with the special tokens that the model puts before it unless `special` is false."""
         ...
 
-    def decode(self, tokens: TokenBytes) -> str:
-        """Return the text of a prompt, with its special tokens."""
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """The model's own description of its answers (Hugging Face's response template); None: it has none."""
         ...
 
-    def render(self, messages: Sequence[ChatMessage], tools: str = "") -> TokenBytes:
+    def render(self, messages: Sequence[ChatMessage], tools: str = "", template_args: str = "") -> TokenBytes:
         """Return the token ids of a conversation, up to the assistant's turn.
 
         Args:
             messages: At least one message.
             tools: Tools that the model may call, in the form of `ChatPrompt.tools`; empty: none.
+            template_args: Further variables of the template, in the form of `ChatPrompt.template_args`; empty: none.
 
         Raises:
             RequestRejected: The template does not accept these messages or knows no tools, or the model has no template (INVALID_ARGUMENT,
-                field ``chat.messages`` or ``chat.tools``).
+                field ``chat.messages``, ``chat.tools`` or ``chat.template_args``).
         """
         ...
 
-    def decoder(self, prompt: TokenBytes = b"", show_special: bool = False) -> TextDecoder:
-        """Return a decoder for one answer; `prompt` precedes it, which decides for some models whether a space is text."""
+    def decoder(self, prompt: TokenBytes = b"", *, special: bool = False) -> TextDecoder:
+        """Return a decoder for one answer.
+
+        Args:
+            prompt: The prompt before it, which decides for some models whether a space is text.
+            special: Whether special tokens are text.
+        """
+        ...
+
+    def decode(self, tokens: TokenBytes) -> str:
+        """Return the text of a prompt, special tokens included."""
         ...
 
     def token_text(self, token_id: int) -> str:

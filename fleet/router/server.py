@@ -160,6 +160,9 @@ class RouterServer:
     def status(self) -> RouterSnapshot:
         return self._machine.snapshot()
 
+    def cache_seconds(self) -> dict[WorkerId, float]:
+        return self._machine.cache_seconds()
+
     def thresholds(self) -> Thresholds:
         return self._machine.thresholds()
 

@@ -182,6 +182,8 @@ class ModelDemand(_message.Message):
     OLDEST_SECONDS_FIELD_NUMBER: _builtins.int
     PROMPT_SQUARES_FIELD_NUMBER: _builtins.int
     ANSWER_SQUARES_FIELD_NUMBER: _builtins.int
+    OVERFLOWED_FIELD_NUMBER: _builtins.int
+    OVERFLOW_DOLLARS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     arrivals: _builtins.int
     waited: _builtins.int
@@ -207,6 +209,10 @@ class ModelDemand(_message.Message):
     """sum of the squares of the prompts' lengths, of all arrivals"""
     answer_squares: _builtins.float
     """the same of the answers"""
+    overflowed: _builtins.int
+    """refused ones that a hosted endpoint has answered"""
+    overflow_dollars: _builtins.float
+    """that the hosted endpoint has cost"""
     @_builtins.property
     def ttft(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -234,10 +240,12 @@ class ModelDemand(_message.Message):
         oldest_seconds: _builtins.float = ...,
         prompt_squares: _builtins.float = ...,
         answer_squares: _builtins.float = ...,
+        overflowed: _builtins.int = ...,
+        overflow_dollars: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "answer_squares", b"answer_squares", "answer_tokens", b"answer_tokens", "arrivals", b"arrivals", "cached_tokens", b"cached_tokens", "finished", b"finished", "invalid", b"invalid", "model", b"model", "oldest_seconds", b"oldest_seconds", "prompt_squares", b"prompt_squares", "prompt_tokens", b"prompt_tokens", "queue_wait", b"queue_wait", "queued", b"queued", "refused", b"refused", "tpot", b"tpot", "ttft", b"ttft", "uncounted_tokens", b"uncounted_tokens", "waited", b"waited"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "answer_squares", b"answer_squares", "answer_tokens", b"answer_tokens", "arrivals", b"arrivals", "cached_tokens", b"cached_tokens", "finished", b"finished", "invalid", b"invalid", "model", b"model", "oldest_seconds", b"oldest_seconds", "overflow_dollars", b"overflow_dollars", "overflowed", b"overflowed", "prompt_squares", b"prompt_squares", "prompt_tokens", b"prompt_tokens", "queue_wait", b"queue_wait", "queued", b"queued", "refused", b"refused", "tpot", b"tpot", "ttft", b"ttft", "uncounted_tokens", b"uncounted_tokens", "waited", b"waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,6 +354,7 @@ class StatusResponse(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     ROUTER_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    OVERFLOW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @_builtins.property
@@ -354,20 +363,74 @@ class StatusResponse(_message.Message):
     def store(self) -> Global___StoreStatus:
         """absent without a store node"""
 
+    @_builtins.property
+    def overflow(self) -> _containers.RepeatedCompositeFieldContainer[Global___OverflowStatus]: ...
     def __init__(
         self,
         *,
         pools: _abc.Iterable[Global___PoolStatus] | None = ...,
         router: Global___RouterStatus | None = ...,
         store: Global___StoreStatus | None = ...,
+        overflow: _abc.Iterable[Global___OverflowStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "router", b"router", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overflow", b"overflow", "pools", b"pools", "router", b"router", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class OverflowStatus(_message.Message):
+    """A hosted endpoint that takes requests which the workers of its model cannot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    NOT_TAKEN_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    SPENT_DOLLARS_FIELD_NUMBER: _builtins.int
+    LIMIT_DOLLARS_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    url: _builtins.str
+    running: _builtins.int
+    served: _builtins.int
+    """since start"""
+    not_taken: _builtins.int
+    """the spending limit had no room, or the endpoint was closed"""
+    failed: _builtins.int
+    """no answer, or only a part of one"""
+    spent_dollars: _builtins.float
+    """in the last hour, including estimates of requests that run"""
+    limit_dollars: _builtins.float
+    """of an hour"""
+    trouble: _builtins.str
+    """why it gets no requests now; empty: it does"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        url: _builtins.str = ...,
+        running: _builtins.int = ...,
+        served: _builtins.int = ...,
+        not_taken: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        spent_dollars: _builtins.float = ...,
+        limit_dollars: _builtins.float = ...,
+        trouble: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "limit_dollars", b"limit_dollars", "model", b"model", "not_taken", b"not_taken", "running", b"running", "served", b"served", "spent_dollars", b"spent_dollars", "trouble", b"trouble", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverflowStatus: _TypeAlias = OverflowStatus  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):
@@ -410,6 +473,7 @@ class WorkerStatus(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     BOOKED_REQUESTS_FIELD_NUMBER: _builtins.int
     BOOKED_ELSEWHERE_FIELD_NUMBER: _builtins.int
+    CACHE_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     state: _builtins.str
     """"serving" or "draining" """
@@ -426,6 +490,8 @@ class WorkerStatus(_message.Message):
     """as this router has booked"""
     booked_elsewhere: _builtins.int
     """requests, as other routers have told this one"""
+    cache_seconds: _builtins.float
+    """that computing its cache again would take, without what other workers hold"""
     def __init__(
         self,
         *,
@@ -440,10 +506,11 @@ class WorkerStatus(_message.Message):
         cached_blocks: _builtins.int = ...,
         booked_requests: _builtins.int = ...,
         booked_elsewhere: _builtins.int = ...,
+        cache_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_elsewhere", b"booked_elsewhere", "booked_requests", b"booked_requests", "cached_blocks", b"cached_blocks", "engine", b"engine", "kv_blocks", b"kv_blocks", "kv_blocks_used", b"kv_blocks_used", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_elsewhere", b"booked_elsewhere", "booked_requests", b"booked_requests", "cache_seconds", b"cache_seconds", "cached_blocks", b"cached_blocks", "engine", b"engine", "kv_blocks", b"kv_blocks", "kv_blocks_used", b"kv_blocks_used", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -515,22 +582,74 @@ class ExplainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    OVERFLOW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementExplained]:
         """a request is placed again after a failure"""
+
+    @_builtins.property
+    def overflow(self) -> Global___OverflowExplained:
+        """of a request that was refused and may overflow"""
 
     def __init__(
         self,
         *,
         placements: _abc.Iterable[Global___PlacementExplained] | None = ...,
+        overflow: Global___OverflowExplained | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["overflow", b"overflow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placements", b"placements"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overflow", b"overflow", "placements", b"placements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class OverflowExplained(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    ESTIMATED_DOLLARS_FIELD_NUMBER: _builtins.int
+    DOLLARS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    url: _builtins.str
+    reason: _builtins.str
+    """of the refusal"""
+    message: _builtins.str
+    outcome: _builtins.str
+    """a value of fleet.frontend.overflow.OverflowOutcome"""
+    estimated_dollars: _builtins.float
+    dollars: _builtins.float
+    prompt_tokens: _builtins.int
+    """as the endpoint reports them; 0: unknown"""
+    answer_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        url: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        estimated_dollars: _builtins.float = ...,
+        dollars: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        answer_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "dollars", b"dollars", "estimated_dollars", b"estimated_dollars", "message", b"message", "model", b"model", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverflowExplained: _TypeAlias = OverflowExplained  # noqa: Y015
 
 @_typing.final
 class PlacementExplained(_message.Message):

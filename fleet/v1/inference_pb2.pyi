@@ -72,6 +72,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """end of sequence, a stop token or a stop string"""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's length"""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
+    """as STOP, and the answer has tool calls"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -80,6 +82,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """end of sequence, a stop token or a stop string"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's length"""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
+"""as STOP, and the answer has tool calls"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -106,6 +110,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PARSING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request again in logs and traces; made by the router when empty.
     At most 128 characters of [A-Za-z0-9._-].
@@ -161,6 +166,12 @@ class GenerateRequest(_message.Message):
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that the answer must not contain, as far as their tokens alone can prevent it. At most 128, of 1 to 256 characters."""
 
+    @_builtins.property
+    def parsing(self) -> Global___AnswerParsing:
+        """Returns reasoning and tool calls apart from the text. Refused if no parser is known for the model. Not set: the answer
+        is one text, as the model writes it.
+        """
+
     def __init__(
         self,
         *,
@@ -184,10 +195,11 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         include_stop_string: _builtins.bool = ...,
         show_special_tokens: _builtins.bool = ...,
+        parsing: Global___AnswerParsing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "parsing", b"parsing", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "include_stop_string", b"include_stop_string", "kv_path", b"kv_path", "labels", b"labels", "model", b"model", "pin", b"pin", "placement", b"placement", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "include_stop_string", b"include_stop_string", "kv_path", b"kv_path", "labels", b"labels", "model", b"model", "parsing", b"parsing", "pin", b"pin", "placement", b"placement", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -196,15 +208,46 @@ class GenerateRequest(_message.Message):
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
+class AnswerParsing(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    SINGLE_CALL_FIELD_NUMBER: _builtins.int
+    tool_choice: _builtins.str
+    """"none", "auto", "required" or "named"; empty: "auto"."""
+    function: _builtins.str
+    """The tool that must be called; only for "named"."""
+    single_call: _builtins.bool
+    """At most one call."""
+    def __init__(
+        self,
+        *,
+        tool_choice: _builtins.str = ...,
+        function: _builtins.str = ...,
+        single_call: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["function", b"function", "single_call", b"single_call", "tool_choice", b"tool_choice"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerParsing: _TypeAlias = AnswerParsing  # noqa: Y015
+
+@_typing.final
 class ChatMessages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGS_FIELD_NUMBER: _builtins.int
     tools: _builtins.str
     """Tools that the model may call: a JSON list of objects as the OpenAI API has them. The model's chat template has to know
-    tools. Calls come back as text, in the model's own way of writing them. Empty: none.
+    tools. Calls come back as text, in the model's own way of writing them, unless `parsing` is set. Empty: none.
     """
+    template_args: _builtins.str
+    """Further variables of the chat template, such as `enable_thinking`: a JSON object. Empty: none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     def __init__(
@@ -212,10 +255,11 @@ class ChatMessages(_message.Message):
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         tools: _builtins.str = ...,
+        template_args: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_args", b"template_args", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -453,6 +497,7 @@ class Form(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     json_object: _builtins.bool
     """true: some JSON object"""
     json_schema: _builtins.str
@@ -463,6 +508,8 @@ class Form(_message.Message):
     """of this grammar, EBNF as llama.cpp has it (GBNF); at most 131072 characters"""
     structural_tag: _builtins.str
     """of a structural tag, a JSON object as XGrammar reads it; at most 131072 characters"""
+    tool_calls: _builtins.bool
+    """true: the tool calls that `parsing` of the work demands; only from routers to workers"""
     @_builtins.property
     def choice(self) -> Global___Choice:
         """one of these"""
@@ -476,12 +523,13 @@ class Form(_message.Message):
         grammar: _builtins.str = ...,
         choice: Global___Choice | None = ...,
         structural_tag: _builtins.str = ...,
+        tool_calls: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag", "tool_calls", b"tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "grammar", "choice", "structural_tag"]  # noqa: Y015
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "grammar", "choice", "structural_tag", "tool_calls"]  # noqa: Y015
     _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
 
@@ -572,8 +620,12 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text of the new tokens; may lag behind token_ids while a character or a stop string is incomplete."""
+    reasoning: _builtins.str
+    """Text before the answer in which the model reasons; only with `parsing`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -584,6 +636,10 @@ class Delta(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One per token of the prompt but the first, in the first delta, when `prompt_logprobs` was asked for, else empty."""
 
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallDelta]:
+        """More of tool calls; only with `parsing`."""
+
     def __init__(
         self,
         *,
@@ -591,14 +647,48 @@ class Delta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        reasoning: _builtins.str = ...,
+        calls: _abc.Iterable[Global___CallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class CallDelta(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """number of the call in the answer, from 0"""
+    id: _builtins.str
+    """with the first part of a call"""
+    name: _builtins.str
+    """with the first part of a call"""
+    arguments: _builtins.str
+    """more of the arguments; all parts together are JSON, unless `max_tokens` cut the answer"""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallDelta: _TypeAlias = CallDelta  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):

@@ -20,12 +20,17 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class ShowPlanRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    deployment: _builtins.str
+    """namespace/name, for a process that plans several deployments; may be empty if it plans one"""
     def __init__(
         self,
+        *,
+        deployment: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -36,15 +41,19 @@ class ExplainPlanRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_ID_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.str
+    deployment: _builtins.str
+    """as in ShowPlanRequest"""
     def __init__(
         self,
         *,
         plan_id: _builtins.str = ...,
+        deployment: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan_id", b"plan_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "plan_id", b"plan_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

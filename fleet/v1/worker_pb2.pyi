@@ -117,6 +117,7 @@ class Start(_message.Message):
     KV_PATH_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    PARSING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     phase: Global___WorkPhase.ValueType
     tokens: _builtins.bytes
@@ -136,6 +137,10 @@ class Start(_message.Message):
     def sampling(self) -> Global___WorkSampling: ...
     @_builtins.property
     def handoff(self) -> Global___Handoff: ...
+    @_builtins.property
+    def parsing(self) -> Global___Parsing:
+        """Parse the answer. Not set: the tokens are all that the router wants."""
+
     def __init__(
         self,
         *,
@@ -150,14 +155,67 @@ class Start(_message.Message):
         kv_path: _builtins.str = ...,
         session: _builtins.str = ...,
         adapter: _builtins.str = ...,
+        parsing: Global___Parsing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "parsing", b"parsing", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "handoff", b"handoff", "kv_path", b"kv_path", "phase", b"phase", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "handoff", b"handoff", "kv_path", b"kv_path", "parsing", b"parsing", "phase", b"phase", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
+
+@_typing.final
+class Parsing(_message.Message):
+    """What the parser of an answer needs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    SINGLE_CALL_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    EARLIER_CALLS_FIELD_NUMBER: _builtins.int
+    ANSWERED_TOKENS_FIELD_NUMBER: _builtins.int
+    tools: _builtins.str
+    """JSON list of objects as the OpenAI API has them"""
+    tool_choice: _builtins.str
+    """"none", "auto", "required" or "named" """
+    function: _builtins.str
+    """the tool that must be called, for "named" """
+    single_call: _builtins.bool
+    """at most one call"""
+    template_args: _builtins.str
+    """JSON object: further variables of the chat template"""
+    earlier_calls: _builtins.int
+    """tool calls of the conversation before this answer"""
+    answered_tokens: _builtins.int
+    """last tokens of the prompt that belong to the answer, which another worker has begun"""
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the answer ends before any of these"""
+
+    def __init__(
+        self,
+        *,
+        tools: _builtins.str = ...,
+        tool_choice: _builtins.str = ...,
+        function: _builtins.str = ...,
+        single_call: _builtins.bool = ...,
+        template_args: _builtins.str = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        earlier_calls: _builtins.int = ...,
+        answered_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_tokens", b"answered_tokens", "earlier_calls", b"earlier_calls", "function", b"function", "single_call", b"single_call", "stop", b"stop", "template_args", b"template_args", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Parsing: _TypeAlias = Parsing  # noqa: Y015
 
 @_typing.final
 class WorkSampling(_message.Message):
@@ -469,6 +527,7 @@ class Description(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     START_SECONDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELDS_FIELD_NUMBER: _builtins.int
+    PARSERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """New at each start of the worker process."""
@@ -521,6 +580,10 @@ class Description(_message.Message):
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """fields of WorkSampling from `logit_bias` on that it obeys"""
 
+    @_builtins.property
+    def parsers(self) -> Global___Parsers:
+        """of its answers; not set: none"""
+
     def __init__(
         self,
         *,
@@ -547,14 +610,45 @@ class Description(_message.Message):
         generation: _builtins.str = ...,
         start_seconds: _builtins.float = ...,
         sampling_fields: _abc.Iterable[_builtins.str] | None = ...,
+        parsers: Global___Parsers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["golden", b"golden", "kv", b"kv"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["golden", b"golden", "kv", b"kv", "parsers", b"parsers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "prefill_speed", b"prefill_speed", "role", b"role", "sampling_fields", b"sampling_fields", "start_seconds", b"start_seconds", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "parsers", b"parsers", "prefill_speed", b"prefill_speed", "role", b"role", "sampling_fields", b"sampling_fields", "start_seconds", b"start_seconds", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Description: _TypeAlias = Description  # noqa: Y015
+
+@_typing.final
+class Parsers(_message.Message):
+    """Parsers by vLLM's names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    IN_ENGINE_FIELD_NUMBER: _builtins.int
+    tool_calls: _builtins.str
+    """empty: none"""
+    reasoning: _builtins.str
+    """empty: none"""
+    in_engine: _builtins.bool
+    """the worker parses; else the router does"""
+    def __init__(
+        self,
+        *,
+        tool_calls: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        in_engine: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_engine", b"in_engine", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Parsers: _TypeAlias = Parsers  # noqa: Y015
 
 @_typing.final
 class Golden(_message.Message):
@@ -643,6 +737,7 @@ class Progress(_message.Message):
     KV_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PARSED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish: _builtins.str
     """Empty while the request goes on: "stop", "length" or "cancelled"."""
@@ -662,6 +757,10 @@ class Progress(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkLogprobs]:
         """with the first tokens, one per token of the prompt but the first"""
 
+    @_builtins.property
+    def parsed(self) -> Global___Parsed:
+        """only if the work has `parsing`"""
+
     def __init__(
         self,
         *,
@@ -672,14 +771,51 @@ class Progress(_message.Message):
         kv: Global___KvPhaseReport | None = ...,
         handoff: Global___Handoff | None = ...,
         prompt_logprobs: _abc.Iterable[Global___WorkLogprobs] | None = ...,
+        parsed: Global___Parsed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "kv", b"kv"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "kv", b"kv", "parsed", b"parsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "handoff", b"handoff", "kv", b"kv", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "handoff", b"handoff", "kv", b"kv", "logprobs", b"logprobs", "parsed", b"parsed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class Parsed(_message.Message):
+    """What new tokens of an answer mean."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    FROM_START_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    reasoning: _builtins.str
+    stopped: _builtins.bool
+    """a stop string has ended the text"""
+    from_start: _builtins.bool
+    """begins with the answer, and so repeats what `answered_tokens` mean"""
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.CallDelta]: ...
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        calls: _abc.Iterable[_inference_pb2.CallDelta] | None = ...,
+        stopped: _builtins.bool = ...,
+        from_start: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "from_start", b"from_start", "reasoning", b"reasoning", "stopped", b"stopped", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Parsed: _TypeAlias = Parsed  # noqa: Y015
 
 @_typing.final
 class WorkLogprobs(_message.Message):

@@ -14,6 +14,7 @@ from fleet.core.errors import invalid
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
     Admitted,
+    AnswerParsing,
     ChatMessage,
     ChatPrompt,
     Delta,
@@ -31,11 +32,13 @@ from fleet.core.requests import (
     Source,
     TextPrompt,
     TokenPrompt,
+    ToolChoice,
     Usage,
 )
 from fleet.core.roles import KvPath, Phase, Placement
 from fleet.v1 import inference_pb2 as pb
 from fleet.wire.structured_output import decode_structured_output, encode_structured_output
+from fleet.wire.tool_calls import decode_call, encode_call
 
 _PLACEMENTS: Mapping[int, Placement] = {
     pb.PLACEMENT_UNSPECIFIED: Placement.AUTO,
@@ -47,7 +50,11 @@ _KV_PATHS: Mapping[int, KvPath | None] = {
     pb.KV_PATH_STORE: KvPath.STORE,
     pb.KV_PATH_DIRECT: KvPath.DIRECT,
 }
-_FINISHES: Mapping[int, Finish] = {pb.FINISH_REASON_STOP: Finish.STOP, pb.FINISH_REASON_LENGTH: Finish.LENGTH}
+_FINISHES: Mapping[int, Finish] = {
+    pb.FINISH_REASON_STOP: Finish.STOP,
+    pb.FINISH_REASON_LENGTH: Finish.LENGTH,
+    pb.FINISH_REASON_TOOL_CALLS: Finish.TOOL_CALLS,
+}
 
 _PLACEMENT_NUMBERS = {placement: number for number, placement in _PLACEMENTS.items()}
 _KV_PATH_NUMBERS = {kv_path: number for number, kv_path in _KV_PATHS.items()}
@@ -104,6 +111,7 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         cache_salt=message.cache_salt,
         include_stop_string=message.include_stop_string,
         show_special_tokens=message.show_special_tokens,
+        parsing=_decode_parsing(message.parsing) if message.HasField("parsing") else None,
     )
 
 
@@ -136,13 +144,14 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
         cache_salt=request.cache_salt,
         include_stop_string=request.include_stop_string,
         show_special_tokens=request.show_special_tokens,
+        parsing=None if request.parsing is None else _encode_parsing(request.parsing),
     )
     match request.prompt:
         case TextPrompt(text=text):
             message.text = text
-        case ChatPrompt(messages=messages, tools=tools):
+        case ChatPrompt(messages=messages, tools=tools, template_args=template_args):
             chat = [pb.ChatMessage(**structs.asdict(one)) for one in messages]
-            message.chat.CopyFrom(pb.ChatMessages(messages=chat, tools=tools))
+            message.chat.CopyFrom(pb.ChatMessages(messages=chat, tools=tools, template_args=template_args))
         case TokenPrompt(tokens=tokens):
             message.token_ids.CopyFrom(pb.TokenIds(ids=np.frombuffer(tokens, "<u4").tolist()))
         case _:
@@ -163,6 +172,10 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
                 delta.logprobs.extend(_encode_logprobs(one, token_text) for one in event.logprobs)
             if event.prompt_logprobs:
                 delta.prompt_logprobs.extend(_encode_logprobs(one, token_text) for one in event.prompt_logprobs)
+            if event.reasoning:
+                delta.reasoning = event.reasoning
+            if event.calls:
+                delta.calls.extend(encode_call(call) for call in event.calls)
             return response
         case Admitted():
             admitted = pb.Admitted(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
@@ -200,6 +213,8 @@ def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
                 token_ids=tuple(delta.token_ids),
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                reasoning=delta.reasoning,
+                calls=tuple(decode_call(call) for call in delta.calls),
             )
         case "admitted":
             admitted = message.admitted
@@ -255,7 +270,11 @@ def _decode_prompt(message: pb.GenerateRequest) -> Prompt:
             return TextPrompt(message.text)
         case "chat":
             chat = message.chat
-            return ChatPrompt(tuple(_decode_chat_message(one) for one in chat.messages), tools=chat.tools)
+            return ChatPrompt(
+                tuple(_decode_chat_message(one) for one in chat.messages),
+                tools=chat.tools,
+                template_args=chat.template_args,
+            )
         case "token_ids":
             return TokenPrompt(np.fromiter(message.token_ids.ids, "<u4").tobytes())
         case None:
@@ -272,6 +291,20 @@ def _decode_chat_message(message: pb.ChatMessage) -> ChatMessage:
         tool_call_id=message.tool_call_id,
         name=message.name,
     )
+
+
+def _encode_parsing(parsing: AnswerParsing) -> pb.AnswerParsing:
+    return pb.AnswerParsing(
+        tool_choice=parsing.tool_choice.value, function=parsing.function, single_call=not parsing.parallel_calls
+    )
+
+
+def _decode_parsing(message: pb.AnswerParsing) -> AnswerParsing:
+    try:
+        tool_choice = ToolChoice(message.tool_choice or ToolChoice.AUTO)
+    except ValueError:
+        raise invalid("parsing.tool_choice", f"must be one of {', '.join(ToolChoice)}") from None
+    return AnswerParsing(tool_choice=tool_choice, function=message.function, parallel_calls=not message.single_call)
 
 
 def _decode_sampling(message: pb.Sampling) -> Sampling:

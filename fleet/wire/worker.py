@@ -15,9 +15,21 @@ from enum import StrEnum
 from math import inf
 from typing import TypeVar, assert_never
 
+from msgspec import structs
+
 from fleet.core.errors import Reason
 from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
-from fleet.core.requests import Finish, KvOrigin, KvReport, Logprobs, Sampling, Source, StructuredOutput
+from fleet.core.requests import (
+    AnswerParsers,
+    Finish,
+    KvOrigin,
+    KvReport,
+    Logprobs,
+    Sampling,
+    Source,
+    StructuredOutput,
+    ToolChoice,
+)
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import (
     Cancel,
@@ -31,6 +43,8 @@ from fleet.core.work import (
     KvStored,
     LoadReport,
     LoraAdapter,
+    ParsedDelta,
+    ParsingTask,
     Progress,
     Rejected,
     RouterHello,
@@ -44,6 +58,7 @@ from fleet.core.work import (
 from fleet.v1 import inference_pb2
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.structured_output import decode_structured_output, encode_structured_output
+from fleet.wire.tool_calls import decode_call, encode_call
 from kvstore.block import HASH_BYTES, SALT_BYTES, TOKEN_BYTES, HashAlgorithm, split
 from kvstore.layouts.fingerprint import Fingerprint
 
@@ -191,6 +206,7 @@ def encode_description(description: WorkerDescription) -> pb.Description:
         generation=description.generation,
         start_seconds=description.start_seconds,
         sampling_fields=description.sampling_fields,
+        parsers=_parsers_to_wire(description.parsers),
     )
 
 
@@ -227,7 +243,16 @@ def decode_description(description: pb.Description) -> WorkerDescription:
         generation=description.generation,
         start_seconds=_start_seconds(description.start_seconds),
         sampling_fields=tuple(description.sampling_fields),
+        parsers=_parsers_from_wire(description.parsers) if description.HasField("parsers") else None,
     )
+
+
+def _parsers_to_wire(parsers: AnswerParsers | None) -> pb.Parsers | None:
+    return None if parsers is None else pb.Parsers(**structs.asdict(parsers))
+
+
+def _parsers_from_wire(parsers: pb.Parsers) -> AnswerParsers:
+    return AnswerParsers(tool_calls=parsers.tool_calls, reasoning=parsers.reasoning, in_engine=parsers.in_engine)
 
 
 def _start_seconds(seconds: float) -> float:
@@ -281,6 +306,35 @@ def _start_to_wire(start: Start) -> pb.Start:
         kv_path=start.kv_path.value if start.kv_path is not None else "",
         session=start.session,
         adapter=start.adapter,
+        parsing=None if start.parsing is None else _parsing_to_wire(start.parsing),
+    )
+
+
+def _parsing_to_wire(parsing: ParsingTask) -> pb.Parsing:
+    return pb.Parsing(
+        tools=parsing.tools,
+        tool_choice=parsing.tool_choice.value,
+        function=parsing.function,
+        single_call=not parsing.parallel_calls,
+        template_args=parsing.template_args,
+        stop=parsing.stop,
+        earlier_calls=parsing.earlier_calls,
+        answered_tokens=parsing.answered_tokens,
+    )
+
+
+def _parsing_from_wire(parsing: pb.Parsing, tokens: int) -> ParsingTask:
+    if parsing.answered_tokens > tokens:
+        raise MalformedMessage("start.parsing.answered_tokens", f"is more than the {tokens} tokens of the prompt")
+    return ParsingTask(
+        tools=parsing.tools,
+        tool_choice=_named(ToolChoice, parsing.tool_choice, "start.parsing.tool_choice"),
+        function=parsing.function,
+        parallel_calls=not parsing.single_call,
+        template_args=parsing.template_args,
+        stop=tuple(parsing.stop),
+        earlier_calls=parsing.earlier_calls,
+        answered_tokens=parsing.answered_tokens,
     )
 
 
@@ -308,6 +362,9 @@ def _start_from_wire(start: pb.Start) -> Start:
             timeout_ms=start.timeout_ms,
             session=start.session,
             adapter=start.adapter,
+            parsing=_parsing_from_wire(start.parsing, len(start.tokens) // TOKEN_BYTES)
+            if start.HasField("parsing")
+            else None,
         )
     except MalformedMessage as error:
         error.request_id = RequestId(request_id)  # tells which request the rejection concerns
@@ -417,7 +474,29 @@ def _step_to_wire(step: Step) -> pb.WorkerMessage:
             wire.kv.CopyFrom(_report_to_wire(progress.kv))
         if progress.handoff is not None:
             wire.handoff.CopyFrom(_handoff_to_wire(progress.handoff))
+        if progress.parsed is not None:
+            _fill_parsed(wire.parsed, progress.parsed)
     return message
+
+
+def _fill_parsed(wire: pb.Parsed, parsed: ParsedDelta) -> None:
+    wire.SetInParent()  # present even if empty
+    wire.text = parsed.text
+    wire.reasoning = parsed.reasoning
+    wire.stopped = parsed.stopped
+    wire.from_start = parsed.from_start
+    for call in parsed.calls:
+        wire.calls.append(encode_call(call))
+
+
+def _parsed_from_wire(parsed: pb.Parsed) -> ParsedDelta:
+    return ParsedDelta(
+        text=parsed.text,
+        reasoning=parsed.reasoning,
+        calls=tuple(decode_call(call) for call in parsed.calls) if parsed.calls else (),
+        stopped=parsed.stopped,
+        from_start=parsed.from_start,
+    )
 
 
 def _progress_from_wire(progress: pb.Progress) -> Progress:
@@ -430,6 +509,7 @@ def _progress_from_wire(progress: pb.Progress) -> Progress:
             logprobs=_logprobs_from_wire(progress.logprobs) if progress.logprobs else (),
             prompt_logprobs=_logprobs_from_wire(progress.prompt_logprobs) if progress.prompt_logprobs else (),
             kv=_report_from_wire(progress.kv) if progress.HasField("kv") else None,
+            parsed=_parsed_from_wire(progress.parsed) if progress.HasField("parsed") else None,
         )
     return Progress(
         request_id=RequestId(progress.request_id),
@@ -439,6 +519,7 @@ def _progress_from_wire(progress: pb.Progress) -> Progress:
         finish=_named(Finish, progress.finish, "step.progress.finish"),
         kv=_report_from_wire(progress.kv) if progress.HasField("kv") else None,
         handoff=_handoff_from_wire(progress.handoff, "step.progress.handoff") if progress.HasField("handoff") else None,
+        parsed=_parsed_from_wire(progress.parsed) if progress.HasField("parsed") else None,
     )
 
 

@@ -42,7 +42,7 @@ class Demotions:
 
     def begin_demotions(self, tier: TierState, now: Nanos) -> None:
         """Begin to copy the blocks that wait for a tier, within the limit of concurrent batches."""
-        while tier.queue and tier.demoting < MAX_DEMOTIONS and tier.writing.allows(now):
+        while tier.queue and tier.demoting < MAX_DEMOTIONS and tier.writing.would_allow(now):
             first, size_bytes = next(iter(tier.queue.items()))
             limit = self._queue.batch_blocks(size_bytes)
             keys: list[BlockKey] = []
@@ -55,7 +55,8 @@ class Demotions:
             pinned = self._pool.pin(keys, now)
             if not pinned.addresses:
                 self._pool.unpin(pinned.pin_id, now)
-                continue  # all blocks were evicted while they waited
+                continue  # all blocks were evicted while they waited, which is no try of the tier
+            tier.writing.allows(now)  # now the try of this pause is used up
             demotion = _Demotion(
                 id=DemotionId(self._queue.new_id()),
                 tier=tier.index,

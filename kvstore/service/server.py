@@ -54,9 +54,9 @@ TICK_SECONDS = 0.25  # largest delay of an expiry when nobody calls
 BATCHES_A_POOL = 16  # least number; transfers must leave most of a small pool to its clients
 SNAPSHOT_SECONDS = 2.0  # longest wait of a scrape for the event loop
 GRACE_SECONDS = 0.5  # for calls in progress when the node stops
-MIN_PING_MS = 4000
-"""Least time between two pings of a quiet connection; a client that pings more often is cut off. Routers ping every 5 s to
-notice a hanging node; gRPC's default limit is 5 minutes.
+MIN_PING_MS = 1000
+"""Least time between two pings of a quiet connection; a client that pings more often is cut off. Routers ping every 4.5 s to
+notice a hanging node, and on a busy machine two pings may be read shortly after each other. gRPC's default limit is 5 minutes.
 """
 
 HANDSHAKE_MS = 5000

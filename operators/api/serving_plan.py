@@ -19,41 +19,110 @@ from operators.api.fields import (
 
 
 class PlanMode(StrEnum):
+    OFF = "Off"
+    """Nothing is decided."""
+
     SHADOW = "Shadow"
-    """The planner only reports what it would do."""
+    """Plans are made, rehearsed, shown and scored, but not applied."""
 
     ACTIVE = "Active"
+    """Plans are applied to the RoleScalers of roles in scaling mode Planner."""
 
 
 class RoleBounds(Resource, frozen=True):
     role: Name
-    least: Count = 0
+    least: Count = 1
+    """Fewest replicas. With 0, which `scaling.least` must allow too, the role has no replica while nobody asks."""
+
     most: Count = 64
+    """Most replicas; `scaling.most` of the role may be lower."""
+
+    gpu: Annotated[str, Meta(max_length=63)] = ""
+    """The GPU type, by its name in `fleet hardware list`. Empty: the one that `gpus.product` of the role names."""
+
+    cents_per_hour: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
+    """Price of one GPU, or of one replica without a GPU. 0: the list price of the GPU type; nothing without a GPU."""
+
+    start_seconds: Seconds = 120
+    """Time from asking for a replica until it serves; the observed time replaces it."""
 
 
 _BOUNDS = rules(("self.least <= self.most", "least is more than most"))
 
 
+class PlannedBudget(Resource, frozen=True):
+    """Limits that hold at every instant, including replicas that start or drain."""
+
+    gpus: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """GPUs of all worker roles together; 0: no limit but `balance.gpuBudget` of the deployment."""
+
+    cents_per_hour: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """Price of all replicas; 0: no limit."""
+
+
 class ServingPlanSpec(Resource, frozen=True):
     deployment: Annotated[str, Meta(min_length=1, max_length=253), rules(UNCHANGED)]
+    """The DisaggDeployment, in the plan's namespace. Of several plans for one deployment, the first by name is obeyed."""
+
     mode: PlanMode = PlanMode.SHADOW
+    """Effect of the plan."""
+
     objective: ServingObjective = ServingObjective()
-    interval_seconds: Seconds = 60
+    """Latency goals, and the percentage of requests that must keep them."""
+
+    budget: PlannedBudget = PlannedBudget()
+    interval_seconds: Seconds = 5
+    """Time between two decisions."""
+
+    cool_down_seconds: Seconds = 300
+    """Time for which a lower load must last, and time after a growth, before a role shrinks."""
+
+    requests_per_replica: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    """Running and waiting requests that one replica should have: the rule `load`, which needs no model of the engines. 0: the
+    rule `fleet`, which sizes all roles by the models of their engines."""
+
     roles: Annotated[
         tuple[Annotated[RoleBounds, _BOUNDS], ...],
         Meta(max_length=16, extra_json_schema=keyed_by("role")),
     ] = ()
+    """Bounds and prices of roles. A role that is not named has at least one replica, and at most `scaling.most`."""
 
 
 class Recommendation(Resource, frozen=True):
     role: Name
     replicas: int = 0
+    """Replicas that the last decision wants."""
+
     reason: Annotated[str, Meta(max_length=1024)] = ""
+    """Why, by the reasons of `fleet plan`."""
+
+
+class MadePlan(Resource, frozen=True):
+    id: Annotated[str, Meta(max_length=128)]
+    """For `fleet explain --plan`."""
+
+    state: Annotated[str, Meta(max_length=32)] = ""
+    """State of the plan, or how it ended."""
+
+    changes: Annotated[str, Meta(max_length=1024)] = ""
+    """Roles with their replicas before and after."""
+
+    reason: Annotated[str, Meta(max_length=32)] = ""
+    detail: Annotated[str, Meta(max_length=1024)] = ""
+    """Why it ended as it did."""
 
 
 class ServingPlanStatus(Resource, frozen=True):
     observed_generation: int = 0
+    planner: Annotated[str, Meta(max_length=253)] = ""
+    """The planner that obeys the plan: the pod that leads; `none` if no planner is installed."""
+
     recommendations: Annotated[tuple[Recommendation, ...], Meta(max_length=16)] = ()
+    plans: Annotated[tuple[MadePlan, ...], Meta(max_length=5)] = ()
+    """The last plans of this planner, the newest first."""
+
     ttft_ms: int = 0
+    """Time to first token at the percentile of the objective, as measured last; 0: nothing was served."""
+
     tpot_ms: int = 0
     conditions: Conditions = ()

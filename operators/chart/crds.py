@@ -100,7 +100,9 @@ KINDS = (
         columns=(
             PrinterColumn("Target", ".spec.deployment"),
             PrinterColumn("Mode", ".spec.mode"),
+            PrinterColumn("Settled", _condition("Settled")),
             PrinterColumn("Reason", _condition("Settled", "reason")),
+            PrinterColumn("Plan", ".status.plans[0].changes", wide=True),
         ),
     ),
     CustomKind(

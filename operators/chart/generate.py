@@ -1,7 +1,7 @@
 """Generator of the Helm chart: `python -m operators.chart.generate deploy/helm/fleet` writes what comes from types.
 
 Values and their schema come from `operators.chart.values`, custom resource definitions from `operators.chart.crds`, the
-operator's rights from `operators.rbac`, and dashboards from `operators.chart.dashboards`. A test compares the chart
+rights of operator and planner from `operators.rbac`, and dashboards from `operators.chart.dashboards`. A test compares the chart
 with the generated content.
 """
 
@@ -9,7 +9,7 @@ import argparse
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from fleet.core.errors import ConfigurationRefused
 from operators.chart.crds import KINDS, definition
 from operators.chart.dashboards import DASHBOARDS
 from operators.chart.values import OWNED, Values
-from operators.rbac import ACCESS
+from operators.planner.settings import KubePlannerSettings
+from operators.rbac import ACCESS, PLANNER_ACCESS, RoleRule
 from operators.settings import OperatorSettings
 
 Schema = dict[str, Any]
@@ -49,7 +50,8 @@ def generated() -> dict[str, str]:
     return {
         "values.yaml": values(),
         "values.schema.json": f"{msgspec.json.format(msgspec.json.encode(schema()), indent=1).decode()}\n",
-        "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules())}",
+        "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules(ACCESS))}",
+        "files/planner-access.yaml": f"{HEADER}\n{_yaml(rules(PLANNER_ACCESS))}",
         **definitions,
         **dashboards,
     }
@@ -67,13 +69,15 @@ def values() -> str:
 
 def schema() -> Schema:
     """Return `values.schema.json`, in the draft that both versions of Helm know."""
-    (root, _), parts = msgspec.json.schema_components([Values, OperatorSettings], ref_template="#/definitions/{name}")
-    structs = _structs(Values) | _structs(OperatorSettings)
+    kinds: list[type[Struct]] = [Values, OperatorSettings, KubePlannerSettings]
+    (root, *_), parts = msgspec.json.schema_components(kinds, ref_template="#/definitions/{name}")
+    structs = {name: kind for each in kinds for name, kind in _structs(each).items()}
     for name, part in parts.items():
         for field, text in documented_fields(structs.get(name)).items():
             part["properties"][field] = {"description": text} | part["properties"][field]
     # Not the field's type, because only the chart knows the values of settings without a default.
-    parts["OperatorValues"]["properties"]["settings"] |= {"$ref": "#/definitions/OperatorSettings"}
+    for values_name, kind in (("OperatorValues", OperatorSettings), ("PlannerValues", KubePlannerSettings)):
+        parts[values_name]["properties"]["settings"] |= {"$ref": f"#/definitions/{kind.__name__}"}
     for owner, names in OWNED.items():
         for name in names:
             del parts[owner]["properties"][name]
@@ -93,12 +97,12 @@ def _references(node: Any) -> Iterator[str]:
         yield from _references(each)
 
 
-def rules() -> dict[str, list[dict[str, list[str]]]]:
-    """Return the rules of the operator's Roles: in the namespaces of deployments, and in its own."""
+def rules(access: Sequence[RoleRule]) -> dict[str, list[dict[str, list[str]]]]:
+    """Return the rules of a process's Roles: in the namespaces of deployments, and in its own."""
     parts: dict[str, list[dict[str, list[str]]]] = {"deployments": [], "own": []}
     for name, own in (("deployments", False), ("own", True)):
         alike: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
-        for each in ACCESS:
+        for each in access:
             if each.own_namespace is own:
                 alike.setdefault((each.group, each.verbs, each.names), []).append(each.resource)
         parts[name] = [

@@ -39,8 +39,19 @@ OWNED: Mapping[str, tuple[str, ...]] = {
     ),
     "EndpointPickerSettings": ("host", "port", "router_endpoint"),
     "PickerLease": ("name", "namespace", "identity", "kubeconfig", "owner", "service", "endpoint"),
-    "OperatorSettings": ("images", "identity", "namespaces", "listen", "kubeconfig", "control_secret"),
+    "OperatorSettings": ("images", "identity", "namespaces", "listen", "kubeconfig", "control_secret", "plans_obeyed"),
+    "KubePlannerSettings": (
+        "identity",
+        "namespaces",
+        "listen",
+        "control_listen",
+        "control_credentials",
+        "kubeconfig",
+        "control_secret",
+        "control_secret_namespace",
+    ),
     "LeaseSettings": ("name", "namespace", "owner"),
+    "PlannerLeaseSettings": ("name", "namespace", "owner"),
     "ProbeSettings": ("keys",),
 }
 """Settings, by type, that follow from the chart's values or are secret."""
@@ -258,11 +269,35 @@ class OperatorValues(_Values, frozen=True):
     pods: Pods = Pods(resources={"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}})
 
 
+class PlannerValues(_Values, frozen=True):
+    enabled: bool = False
+    """Run a planner, which obeys the ServingPlans of the namespaces that the operator manages (`operator.scope`)."""
+
+    replicas: Replicas = 2
+    """One applies plans, by a Lease; the others watch the same demand, and go on with its plan if it ends."""
+
+    create_roles: bool = True
+    """Off: the planner's rights are granted separately."""
+
+    settings: Open = {}
+    """Settings of a planner's settings file: `operators.planner.settings.KubePlannerSettings`."""
+
+    control_secret: Name = ""
+    """Secret whose key `secret` (`openssl rand -hex 32`) callers of the planner's control port, 50053, prove (`fleet plan
+    --planner`). Without it, the control port is a Unix socket in the pod, and `kubectl exec` runs `fleet plan`."""
+
+    disruption_budget: DisruptionBudget = DisruptionBudget()
+    service_account: ServiceAccount = ServiceAccount()
+    pods: Pods = Pods(resources={"requests": {"cpu": "200m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}})
+    """Rehearsals simulate the cluster in a process of their own, with lower priority."""
+
+
 class ExtraEgress(_Values, frozen=True):
     """Egress rules of a NetworkPolicy, by component."""
 
     routers: tuple[Open, ...] = ()
     operator: tuple[Open, ...] = ()
+    planner: tuple[Open, ...] = ()
     etcd: tuple[Open, ...] = ()
     redis: tuple[Open, ...] = ()
 
@@ -300,7 +335,7 @@ class NetworkPolicy(_Values, frozen=True):
     """Peers of a NetworkPolicy; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Peers that may read metrics besides `clients`. Empty: everybody may read the operator's, and whoever may send
+    """Peers that may read metrics besides `clients`. Empty: everybody may read the operator's and the planner's, and whoever may send
     requests may read the routers'."""
 
     egress: Egress = Egress()
@@ -308,7 +343,7 @@ class NetworkPolicy(_Values, frozen=True):
 
 class Monitors(_Values, frozen=True):
     enabled: bool = True
-    """PodMonitors for routers and the operator, if the cluster has this kind."""
+    """PodMonitors for routers, the operator and the planner, if the cluster has this kind."""
 
     labels: Texts = {}
     """Labels by which a Prometheus selects them."""
@@ -446,6 +481,7 @@ class Values(_Values, frozen=True):
     images: ChartImages = ChartImages()
     routers: Routers = Routers()
     operator: OperatorValues = OperatorValues()
+    planner: PlannerValues = PlannerValues()
     network_policy: NetworkPolicy = NetworkPolicy()
     monitoring: Monitoring = Monitoring()
     tls: Tls = Tls()

@@ -64,6 +64,16 @@ class ControlSecrets:
                 f"Secret {self._namespace}/{self._name}: {error}; the operator's Role has to allow get and create there"
             ) from error
 
+    async def read(self) -> None:
+        """Read the operator's secret again, without creating it.
+
+        Raises:
+            UnusableSecret: It holds no secret.
+            KubernetesError: It does not exist, or cannot be read now.
+        """
+        found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
+        self._master = _read(found.data, f"{self._namespace}/{self._name}")
+
     async def _load(self) -> None:
         try:
             found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
@@ -95,10 +105,12 @@ class ControlSecrets:
 
     def of(self, namespace: str, name: str) -> bytes:
         """Return the control secret of a deployment; empty: it has none, or the operator's has not been read."""
-        if not self._master:
-            return b""
-        words = f"{namespace}/{name}".encode()
-        return hmac.digest(self._master, words, hashlib.sha256).hex().encode()
+        return derived_secret(self._master, namespace, name) if self._master else b""
+
+
+def derived_secret(master: bytes, namespace: str, name: str) -> bytes:
+    """Return the secret of a deployment that follows from the operator's (rule 2)."""
+    return hmac.digest(master, f"{namespace}/{name}".encode(), hashlib.sha256).hex().encode()
 
 
 class UnusableSecret(KubernetesError):

@@ -63,8 +63,13 @@ class Controller:
         prober: Prober | None = None,
         *,
         secrets: ControlSecrets,
+        plans_obeyed: bool = False,
     ) -> None:
-        """Create the controller; `enqueue` takes a key and a delay; without `prober`, no probes are sent."""
+        """Create the controller; `enqueue` takes a key and a delay; without `prober`, no probes are sent.
+
+        If `plans_obeyed`, a planner writes the statuses of ServingPlans.
+        """
+        self._plans_obeyed = plans_obeyed
         self._secrets = secrets
         self._store = store
         self._applier = applier
@@ -165,7 +170,7 @@ class Controller:
     async def _write_scaler_status(
         self, key: ReconcileKey, desired: DesiredDeployment | None, status: DisaggDeploymentStatus | None
     ) -> None:
-        """Write the status of a deployment's RoleScalers and plans, whether the deployment exists or not."""
+        """Write the status of a deployment's RoleScalers, and of its plans if no planner does, whether the deployment exists or not."""
         now = self._now()
         for role, scaler in scalers_of(self._store, key.namespace, key.name).items():
             said = scaler_status(
@@ -179,6 +184,8 @@ class Controller:
                 now,
             )
             await self._write_status(key, kinds.ROLE_SCALER, scaler, said)
+        if self._plans_obeyed:
+            return
         for plan in self._store.of(kinds.SERVING_PLAN, CustomObject).of(key.namespace, key.name).values():
             planned = plan_status(conditions_of(plan), plan.metadata.generation, desired is not None, now)
             await self._write_status(key, kinds.SERVING_PLAN, plan, planned)

@@ -56,11 +56,14 @@ def to_workers(deployment: DesiredDeployment) -> Manifest:
 def to_router(deployment: DesiredDeployment, client_ports: Mapping[str, int]) -> Manifest:
     """Return the policy for routers: everyone reaches the ports for requests, health and metrics.
 
-    Only workers, other routers and the operator reach the control port.
+    Only workers, other routers, the operator and the planner reach the control port.
     """
     ours = [
         {"podSelector": {"matchLabels": {INSTANCE: deployment.name, NAME: "fleet"}}},
-        {"namespaceSelector": {}, "podSelector": {"matchLabels": {COMPONENT: "operator", PART_OF: "fleet"}}},
+        *(
+            {"namespaceSelector": {}, "podSelector": {"matchLabels": {COMPONENT: each, PART_OF: "fleet"}}}
+            for each in ("operator", "planner")
+        ),
     ]
     spec = {
         "podSelector": _of_types(deployment, ROUTERS),

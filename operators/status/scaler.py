@@ -1,4 +1,4 @@
-"""Status of RoleScalers, and of ServingPlans, which no planner obeys yet. Pure."""
+"""Status of RoleScalers, and of ServingPlans while no planner obeys them. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from operators.api.fields import Condition
 from operators.api.role_scaler import RoleScalerStatus
 from operators.api.serving_plan import ServingPlanStatus
 from operators.manifests.names import DesiredDeployment, pod_selector
-from operators.status.deployment import FALSE, TRUE, ConditionUpdate, condition
+from operators.status.deployment import FALSE, TRUE, UNKNOWN, ConditionUpdate, condition
 
-NO_PLANNER = "no planner is installed, so this plan has no effect; replicas stay as requested"
+NO_PLANNER = "no planner is installed (value planner.enabled of the chart), so this plan has no effect; replicas stay as requested"
 
 
 def scaler_status(
@@ -67,11 +67,15 @@ def scaler_status(
 
 
 def plan_status(conditions: Sequence[Condition], generation: int, found: bool, now: str) -> ServingPlanStatus:
-    """Return the status of a ServingPlan while no planner exists."""
+    """Return the status of a ServingPlan while no planner is installed; what one that was removed has said is Unknown now."""
     target: ConditionUpdate = (
         ("TargetFound", TRUE, "Found", "") if found else ("TargetFound", FALSE, "NoTarget", "no such DisaggDeployment")
     )
-    said = (target, ("Settled", FALSE, "NoPlanner", NO_PLANNER))
+    own: tuple[ConditionUpdate, ...] = (target, ("Settled", FALSE, "NoPlanner", NO_PLANNER))
+    others = [each.type for each in conditions if each.type not in {kind for kind, *_ in own}]
+    said = (*own, *((kind, UNKNOWN, "NoPlanner", "") for kind in others))
     return ServingPlanStatus(
-        observed_generation=generation, conditions=tuple(condition(conditions, generation, now, each) for each in said)
+        observed_generation=generation,
+        planner="none",
+        conditions=tuple(condition(conditions, generation, now, each) for each in said),
     )

@@ -16,7 +16,7 @@ from fleet.core.requests import (
     TokenBytes,
 )
 from fleet.core.roles import KvPath, Phase, Role
-from fleet.core.work import Handoff, LoadReport, Progress, Start, WorkerDescription
+from fleet.core.work import Handoff, LoadReport, ParsedDelta, Progress, Start, WorkerDescription
 from fleet.router.messages import Arrived, WorkerJoined
 from kvstore.block import blocks_for
 from kvstore.layouts.fingerprint import Fingerprint
@@ -79,6 +79,7 @@ def a_description(
     model: ModelName = MODEL,
     engine: str = "simulated 1",
     kv: Fingerprint | None = None,
+    keeps_forms: bool = False,
 ) -> WorkerDescription:
     return WorkerDescription(
         worker_id=WorkerId(worker_id),
@@ -94,6 +95,7 @@ def a_description(
         store_id=store_id,
         engine=engine,
         kv=kv,
+        keeps_forms=keeps_forms,
     )
 
 
@@ -153,6 +155,7 @@ def some_progress(
     kv: KvReport | None = None,
     handoff: Handoff | None = None,
     logprobs: Sequence[Logprobs] = (),
+    parsed: ParsedDelta | None = None,
 ) -> Progress:
     return Progress(
         request_id=RequestId(request_id),
@@ -161,6 +164,7 @@ def some_progress(
         finish=finish,
         kv=kv,
         handoff=handoff,
+        parsed=parsed,
     )
 
 

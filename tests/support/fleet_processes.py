@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,12 @@ def run_fleet(*arguments: str, timeout: float = 180) -> subprocess.CompletedProc
 
 
 def start_service(
-    part: str, settings: Mapping[str, Any], file: Path, *options: str, **started: Any
+    part: str,
+    settings: Mapping[str, Any],
+    file: Path,
+    *options: str,
+    within: Sequence[str] = (),
+    **started: Any,
 ) -> tuple[subprocess.Popen[Any], dict[str, Any]]:
     """Start `fleet serve` and wait until it serves or has ended.
 
@@ -36,14 +41,17 @@ def start_service(
         settings: Settings of the service.
         file: File for the settings.
         options: Further options of the command.
-        started: Further arguments of `subprocess.Popen`.
+        within: A command that prepares the process and then runs the service in its place, such as `prlimit`.
+        started: Further arguments of `subprocess.Popen`. A `preexec_fn` is refused: Python then forks with gRPC's handlers
+            for fork, and in a test process whose threads call gRPC one child of ten dies of SIGSEGV or SIGABRT.
 
     Returns:
         The process and the addresses that it announced; no addresses if it ended before.
     """
+    assert "preexec_fn" not in started, "use `within`"
     file.write_text(json.dumps(settings))
     reading, writing = os.pipe()
-    command = [*FLEET, "serve", part, "--config", str(file), "--ready-fd", str(writing), *options]
+    command = [*within, *FLEET, "serve", part, "--config", str(file), "--ready-fd", str(writing), *options]
     process = subprocess.Popen(command, pass_fds=[writing], **started)
     os.close(writing)
     with os.fdopen(reading) as ready:

@@ -32,8 +32,14 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from fleet.backends.external.followed_cache import KvEventFollower
-from fleet.backends.external.health import ServerHealth, try_request
-from fleet.backends.external.http_client import OUT_OF_SOCKETS, ServerAddress, connection_failure_cause
+from fleet.backends.external.health import ListedModel, ServerHealth, try_request
+from fleet.backends.external.http_client import (
+    OUT_OF_SOCKETS,
+    BackendUnreachable,
+    ServerAddress,
+    connection_failure_cause,
+)
+from fleet.backends.external.passages import ServerLost, ServerPassage
 from fleet.backends.external.running_time import RunningTime
 from fleet.backends.external.silence import (
     AbandonRequest,
@@ -57,8 +63,9 @@ from fleet.core.requests import Finish
 from fleet.core.roles import Role
 from fleet.core.work import LoraAdapter, Progress, Rejected, WorkerDescription
 from fleet.frontend.openai.answers import UNKNOWN_MODEL_LENGTH
+from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.relay import RelayedRequest
-from fleet.frontend.openai.relay_requests import COMPLETIONS, PATHS
+from fleet.frontend.openai.relayed_paths import COMPLETIONS, PLACED
 from fleet.frontend.text.tokenizer_check import TokenizerMatch
 from fleet.router.kv_index.cache_accuracy import Knowledge
 from fleet.router.messages import (
@@ -85,6 +92,7 @@ SEARCH_SECONDS = 0.25  # between two health checks of a server that is away
 IDLE_SECONDS = 60.0  # of idle connections that a burst has left; servers close them earlier or never
 OUT_OF_SOCKETS_SECONDS = 0.05  # between two attempts to get a socket (rule 8)
 RETRY_AFTER_MS = 1000
+NO_SOCKET = "this router has no socket left for it; raise its limit of open files, or retry later"
 TOKEN = 0  # stands for each unknown token id
 PROBE_INTERVAL = MILLISECOND // 2  # between two checks, for each of its requests; a check takes 2 µs per request
 PROBE_INTERVAL_WHILE_HEARD = SECOND  # while some requests make progress
@@ -129,6 +137,7 @@ class ExternalBackend:
         "first_bytes",
         "heads",
         "joined",
+        "passing",
         "says_done",
         "settings",
         "silence",
@@ -154,7 +163,10 @@ class ExternalBackend:
         self.worker_id = WorkerId(settings.worker_id)
         self.settings = settings
         self.heads = AnswerHeads()
-        self.says_done = False
+        self.says_done: set[str] = set()
+        self.passing = 0
+        """The number of running passages."""
+
         self.first_bytes: list[tuple[Nanos, Nanos, int, bool]] = []
         self.write_batcher = write_batcher or WriteBatcher()
         self._compared_tokens = settings.compared_tokens
@@ -179,7 +191,7 @@ class ExternalBackend:
         self._tells_cached = False
         self._address = ServerAddress.of(settings.url, settings.api_key)
         self._health = ServerHealth(settings, self._address, connect_timeout_seconds, codec)
-        self._openings = {path: self._address.opening(b"POST", path) for path in PATHS}
+        self._openings = {path: self._address.opening(b"POST", path.encode()) for path in PLACED}
 
     @property
     def passed_over(self) -> Counter[SkipReason]:
@@ -200,6 +212,11 @@ class ExternalBackend:
     def taking(self) -> bool:
         """True if it takes new requests."""
         return self._taking
+
+    @property
+    def running(self) -> int:
+        """The number of placed requests that run here."""
+        return len(self._works)
 
     # Calls of the router
 
@@ -234,6 +251,48 @@ class ExternalBackend:
         elif work is not None:
             work.cancel()
         self._leave_when_done()
+
+    async def model_objects(self) -> list[ListedModel]:
+        """Return the models that the server lists."""
+        return await self._health.model_objects() if self.joined else []
+
+    async def carry(self, passage: Passage, *, may_move: bool) -> bool:
+        """Pass a request on while it arrives, and its answer as well.
+
+        Args:
+            passage: The request.
+            may_move: Whether another server may answer instead of a 404.
+
+        Returns:
+            False if the request has to go to another server.
+
+        Raises:
+            BackendUnreachable: The server cannot be reached; nothing was sent.
+            RequestRejected: The request was not answered.
+        """
+        address = self._address
+        opening = address.opening(passage.method.encode(), passage.path.encode("latin-1") + passage.query)
+        if not address.authorization:
+            opening += passage.credentials
+        carried = ServerPassage(passage, address, opening, self.settings.silence_timeout_seconds)
+        self.passing += 1
+        try:
+            answered = await carried.run(self._connect_timeout_seconds, may_move=may_move)
+        except ServerLost as error:
+            log.warning("passage failed", extra={"worker": self.worker_id, "path": passage.path, "cause": str(error)})
+            raise RequestRejected(Reason.WORKER_LOST, f"worker {self.worker_id}: {error}") from error
+        except OSError as error:
+            cause = connection_failure_cause(error)
+            if error.errno in OUT_OF_SOCKETS:
+                raise RequestRejected(Reason.QUEUE_FULL, NO_SOCKET, retry_after_ms=RETRY_AFTER_MS) from error
+            log.warning("worker unreachable", extra={"worker": self.worker_id, "cause": cause})
+            self._suspend()
+            self._leave_when_done()
+            raise BackendUnreachable(f"worker {self.worker_id}: it cannot be reached: {cause}") from error
+        finally:
+            self.passing -= 1
+        self._heard = True
+        return answered
 
     async def run(self, hear: Hear) -> None:
         """Look after the server until cancelled."""
@@ -412,9 +471,11 @@ class ExternalBackend:
             relayed,
             b"%s%s%scontent-length: %d\r\n\r\n"
             % (
-                self._openings[relayed.path],
+                self._openings[relayed.path]
+                if not relayed.query
+                else self._address.opening(b"POST", relayed.path.encode() + relayed.query),
                 relayed.head,
-                b"" if own or not relayed.authorization else b"authorization: " + relayed.authorization + b"\r\n",
+                b"" if own else relayed.credentials,
                 len(relayed.body),
             ),
         )
@@ -443,8 +504,7 @@ class ExternalBackend:
             self._cache.forget(work_id)
             if starved:
                 log.warning("no socket is left", extra={"worker": self.worker_id, "request": work_id})
-                message = "this router has no socket left for it; raise its limit of open files, or retry later"
-                relayed.give_up(RequestRejected(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS))
+                relayed.give_up(RequestRejected(Reason.QUEUE_FULL, NO_SOCKET, retry_after_ms=RETRY_AFTER_MS))
                 return
             cause = f"it cannot be reached: {connection_failure_cause(error)}"
             log.warning("worker unreachable", extra={"worker": self.worker_id, "cause": cause})

@@ -6,6 +6,7 @@ A trial request is the shortest completion; it shows whether the engine behind t
 import logging
 
 import msgspec
+from msgspec import Struct
 
 from fleet.backends.external.http_client import (
     FIRST_SERVER_ERROR,
@@ -16,7 +17,7 @@ from fleet.backends.external.http_client import (
 )
 from fleet.backends.external.silence import TrialOutcome
 from fleet.core.ids import ModelName
-from fleet.frontend.openai.relay_requests import CHAT, EMBEDDINGS
+from fleet.frontend.openai.relayed_paths import CHAT, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
 from fleet.frontend.text.tokenizer_check import SAMPLE_TEXTS, TokenizerMatch, compare_tokens, tokenize_request_body
 from fleet.router.ports import TextCodec
 from fleet.router.settings.router import OpenAiWorkerSettings
@@ -26,6 +27,18 @@ log = logging.getLogger(__name__)
 NO_SUCH_PATH = frozenset({404, 405, 501})
 OK = 200
 TRIAL_TEXT = "Hi"
+
+ListedModel = dict[str, object]
+"""A model as a server lists it."""
+
+
+class ModelList(Struct):
+    """The answer to ``GET /v1/models``."""
+
+    data: list[ListedModel]
+
+
+_MODEL_LIST = msgspec.json.Decoder(ModelList)
 
 
 class ServerHealth:
@@ -82,6 +95,14 @@ class ServerHealth:
                 extra=told,
             )
 
+    async def model_objects(self) -> list[ListedModel]:
+        """Return the models that the server lists; none if it does not list them."""
+        try:
+            status, answer = await self._ask("GET", "/v1/models")
+            return _MODEL_LIST.decode(answer).data if status == OK else []
+        except (BackendUnreachable, msgspec.DecodeError, UnicodeDecodeError):
+            return []
+
     async def _ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         return await http_request(self._address, method, path, body, within_seconds=self._within_seconds)
 
@@ -97,8 +118,26 @@ async def try_request(address: ServerAddress, path: str, model: str, within_seco
     return TrialOutcome.FAILED if status >= FIRST_SERVER_ERROR else TrialOutcome.REFUSED
 
 
+_INPUT: dict[str, object] = {"input": TRIAL_TEXT}
+_RERANK: dict[str, object] = {"query": TRIAL_TEXT, "documents": [TRIAL_TEXT]}
+_PAIR: dict[str, object] = {"text_1": TRIAL_TEXT, "text_2": TRIAL_TEXT}
+_OTHER_TRIALS: dict[str, dict[str, object]] = {
+    RESPONSES: _INPUT | {"max_output_tokens": 16},
+    EMBEDDINGS: _INPUT,
+    "/classify": _INPUT,
+    "/pooling": _INPUT,
+    "/rerank": _RERANK,
+    "/v1/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
+    "/score": _PAIR,
+    "/v1/score": _PAIR,
+    "/detokenize": {"tokens": [0]},
+}
+
+
 def _trial_body(path: str, model: str) -> bytes:
-    if path == EMBEDDINGS:
-        return msgspec.json.encode({"model": model, "input": TRIAL_TEXT})
-    prompt = {"messages": [{"role": "user", "content": TRIAL_TEXT}]} if path == CHAT else {"prompt": TRIAL_TEXT}
+    if (body := _OTHER_TRIALS.get(path)) is not None:
+        return msgspec.json.encode({"model": model, **body})
+    in_messages = path in (CHAT, MESSAGES, COUNT_TOKENS)
+    prompt = {"messages": [{"role": "user", "content": TRIAL_TEXT}]} if in_messages else {"prompt": TRIAL_TEXT}
     return msgspec.json.encode({"model": model, **prompt, "max_tokens": 1})

@@ -62,10 +62,12 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
         scheme = "http" if self.tls is None else "https"
         return URL(f"{scheme}://{self.netloc.decode()}{self.prefix.decode()}{path}", encoded=True)
 
-    def opening(self, method: bytes, path: str) -> bytes:
-        """Return the first lines of a request."""
+    def opening(self, method: bytes, target: bytes) -> bytes:
+        """Return the first lines of a request. The Messages API takes keys as Anthropic's clients send them too."""
         key = b"authorization: %s\r\n" % self.authorization if self.authorization else b""
-        return b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s" % (method, self.prefix, path.encode(), self.netloc, key)
+        if key and target.startswith(b"/v1/messages"):
+            key += b"x-api-key: %s\r\n" % self.authorization.removeprefix(b"Bearer ")
+        return b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s" % (method, self.prefix, target, self.netloc, key)
 
 
 async def http_request(

@@ -18,8 +18,8 @@ Silence may also be a long prompt, a long answer in one piece, a queue, or a ser
    them are enough.
 5. A request that waits on a server out of rotation, and of which the client has seen nothing, is abandoned, so it starts elsewhere.
    A request on a held server is abandoned once when the trial request has waited as long as a first byte may take. An answer in one
-   piece only is if the server was seen to answer several requests at a time, because the trial could wait behind it. An answer that
-   has begun is abandoned after `silence_cut_seconds` without content, because no other server can continue it.
+   piece only is if the server was seen to answer several requests at a time, because the trial could wait behind it, or has never
+   answered, because then nothing says that it works. An answer that has begun is abandoned after `silence_cut_seconds` without content, because no other server can continue it.
 6. A server returns (`ReturnToRotation`) when it answers the trial request or sends any byte of an answer, but not before a pause that
    doubles each time it leaves again soon. If trial requests are not possible it returns after the pause, and one more silent
    request is then enough to remove it.
@@ -432,7 +432,7 @@ class SilenceDetector:
         return now - max(self._asked_at, self._heard_at) >= suspicious / SUSPECT_FACTOR
 
     def _movable(self, each: OutstandingRequest) -> bool:
-        return not each.moved and (each.streams or self._overtakes >= OVERTAKES)
+        return not each.moved and (each.streams or self._overtakes >= OVERTAKES or not self.answers)
 
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
         """Return since when the server owes a byte and has sent none; None if it owes nothing.

@@ -7,8 +7,9 @@ Rules:
    rejects something, or if bytes arrive that nobody asked for.
 3. The head waits for the first bytes of the content, so that both leave in one write, and a server that fails in
    between costs only time. Headers of this connection alone are removed.
-4. A status of 500 or more is no answer. Neither is an answer that is cut off, nor an event stream without ``[DONE]`` at
-   its end, if the server has ended an earlier one with it. The router decides whether another server may answer
+4. A status of 500 or more is no answer, except 501, which says that the server lacks the function. Neither is an answer
+   that is cut off, nor an event stream without the last event of its API (``[DONE]``, ``message_stop``,
+   ``response.completed``), if the server has ended an earlier one of the same path with it. The router decides whether another server may answer
    instead. Interim heads (``100 Continue``, ``103 Early Hints``) are skipped, up to a limit; a switch of protocols
    (101) is no answer.
 5. Tokens are not decoded. Counting events gives the length of an answer well enough; a tenant is charged for the usage
@@ -42,12 +43,15 @@ MAX_HEAD_BYTES = 64 << 10  # of an answer
 MAX_KNOWN_HEADS = 256  # cached heads of answers; a head with a date is valid for a second
 SMALL_BODY_BYTES = 16 << 10  # up to here copying is cheaper than a second buffer
 MAX_INTERIM_HEADS = 16  # usual is one
+NOT_IMPLEMENTED = 501
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 UNFINISHED = "the stream ended before its last event"
 USAGE_BYTES = 4096  # at the end of an answer, which holds the usage
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,12})')
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')  # more digits are no count
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
+_COMPLETION_TOKENS = re.compile(
+    rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])'
+)  # more digits are no count
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
@@ -55,7 +59,7 @@ _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}(?=[ \r]).*?\r\n\r\n",
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
 _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # an event and a chunk end here
 _PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
-_DONE = b"[DONE]"  # last event of a stream
+_LAST_EVENT = re.compile(rb'\[DONE\]|"message_stop"|"response\.(?:completed|incomplete|failed)"')
 _LAST_CHUNK = b"0\r\n\r\n"
 _DATA_LINE = re.compile(rb"^data:[ \t]*([^\r\n]*)", re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^:", re.MULTILINE)
@@ -98,8 +102,8 @@ class UpstreamOwner(Protocol):
     whether the answer is a stream.
     """
 
-    says_done: bool
-    """True if one of its streams has ended with ``[DONE]``."""
+    says_done: set[str]
+    """Paths of which a stream has ended with its last event (`_LAST_EVENT`)."""
 
     def spoke(self, upstream: "Upstream", relayed: RelayedRequest) -> None:
         """Note the first content of an answer whose head came without content."""
@@ -143,6 +147,7 @@ class Upstream(asyncio.Protocol):
         self.transport: asyncio.Transport
         self._work_id = RequestId("")
         self._relayed: RelayedRequest | None = None
+        self._path = ""  # of the request
         self._client: asyncio.Transport | None = None  # set when the head was passed on
         self._complete = False  # the answer is complete, and the report is pending
         self._head: AnswerHead | None = None
@@ -195,6 +200,7 @@ class Upstream(asyncio.Protocol):
         assert self._relayed is None
         self._work_id = work_id
         self._relayed = relayed
+        self._path = relayed.path
         self._served += 1
         self._client = None
         self._complete = False
@@ -348,7 +354,7 @@ class Upstream(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status < FIRST_FINAL_STATUS and self._pass_over(data):
             return
-        if status >= FIRST_SERVER_ERROR or status < FIRST_FINAL_STATUS:
+        if (status >= FIRST_SERVER_ERROR and status != NOT_IMPLEMENTED) or status < FIRST_FINAL_STATUS:
             excerpt = data[end : end + EXCERPT_BYTES].decode("latin-1")
             reason = Reason.WORKER_LOST if status in UNAVAILABLE else Reason.INTERNAL
             self.fail(f"it answered with status {status}: {excerpt!r}", reason)
@@ -415,13 +421,13 @@ class Upstream(asyncio.Protocol):
 
     def _cut_short(self, data: bytes) -> bool:
         """Return True if an answer that ends with `data` is a stream that was cut off."""
-        head, owner = self._head, self._owner
+        head, says_done = self._head, self._owner.says_done
         if head is None or not head.streams:
             return False
-        if _DONE in data or _DONE in _BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data):
-            owner.says_done = True
+        if _LAST_EVENT.search(data) or _LAST_EVENT.search(_BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data)):
+            says_done.add(self._path)
             return False
-        return owner.says_done
+        return self._path in says_done
 
     def _end_early(self, data: bytes) -> None:
         """Pass on the rest of a stream that was cut off, without its last chunk, and give it up."""
@@ -523,10 +529,14 @@ class _EventChoice(Struct):
 class _Event(Struct):
     """The fields of an event that may hold content."""
 
-    choices: list[_EventChoice]
+    choices: list[_EventChoice] | None = None
+    type: str = ""
 
 
 _EVENTS = Decoder(_Event)
+_EMPTY_TYPES = frozenset(
+    {"response.created", "response.queued", "response.in_progress", "message_start", "ping"}
+)  # sent before the engine has answered
 
 
 def has_content(content: bytes) -> bool:
@@ -541,9 +551,12 @@ def _is_empty(line: bytes) -> bool:
     if not line:
         return True
     try:
-        choices = _EVENTS.decode(line).choices
-    except DecodeError:  # ``[DONE]``, an error, a part of an event, or another API
+        event = _EVENTS.decode(line)
+    except DecodeError:  # ``[DONE]``, an error, or a part of an event
         return False
+    choices = event.choices
+    if choices is None:
+        return event.type in _EMPTY_TYPES
     return not any(
         each.finish_reason or each.text or any(said for name, said in (each.delta or {}).items() if name != "role")
         for each in choices

@@ -6,13 +6,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Never
 
-from fleet.backends.external.backend import ExternalBackend, Hear
+from fleet.backends.external.backend import RETRY_AFTER_MS, ExternalBackend, Hear
+from fleet.backends.external.health import ListedModel
+from fleet.backends.external.http_client import BackendUnreachable
 from fleet.backends.external.running_time import RunningTime
 from fleet.backends.external.write_batcher import WriteBatcher
 from fleet.backends.kv_events.health import KvEventAlert
-from fleet.core.clock import Clock
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.work import Start
+from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.frontend.text.tokenizer_check import TokenizerMatch
 from fleet.router.messages import request_of
@@ -21,6 +25,8 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
 
+NOBODY = "no external server takes requests now"
+LISTED_SECONDS = 5.0  # a newly loaded adapter is listed after so long
 PROBE_SECONDS = 0.1  # between two silence checks; a tenth of the shortest silence that counts
 
 
@@ -59,6 +65,9 @@ class ExternalBackends:
             for each in settings
         }
         self.models = frozenset(ModelName(each.model) for each in settings)
+        self._listing = asyncio.Lock()
+        self._listed: Mapping[ModelName, ListedModel] = {}
+        self._list_again_at = Nanos(0)
         self._pending: dict[RequestId, RelayedRequest] = {}
 
     def _can_spare(self, worker: ExternalBackend) -> bool:
@@ -75,6 +84,43 @@ class ExternalBackends:
 
     def forget(self, relayed: RelayedRequest) -> None:
         self._pending.pop(relayed.request_id, None)
+
+    async def model_objects(self) -> Mapping[ModelName, ListedModel]:
+        """Return the models that the servers list, by name; what they said is kept for `LISTED_SECONDS`."""
+        async with self._listing:  # one caller asks for all
+            now = self._clock.now()
+            if now >= self._list_again_at:
+                async with asyncio.TaskGroup() as tasks:
+                    asked = [tasks.create_task(worker.model_objects()) for worker in self._workers.values()]
+                self._listed = {
+                    ModelName(name): listed
+                    for each in reversed(asked)  # of equal names the first server's
+                    for listed in each.result()
+                    if isinstance(name := listed.get("id"), str)
+                }
+                self._list_again_at = Nanos(now + int(LISTED_SECONDS * SECOND))
+            return self._listed
+
+    async def carry(self, passage: Passage, model: ModelName | None) -> None:
+        """Pass a request on to the server with the fewest passages and requests.
+
+        Another one follows if a server cannot be reached, or has nothing at the path of a request without a body.
+
+        Raises:
+            RequestRejected: No server can take it, or it failed.
+        """
+        takers = [
+            worker for worker in self._workers.values() if worker.taking and model in (None, worker.settings.model)
+        ]
+        takers.sort(key=lambda worker: (worker.passing, worker.running))
+        refused = RequestRejected(Reason.NO_WORKER, NOBODY, retry_after_ms=RETRY_AFTER_MS)
+        for place, worker in enumerate(takers, 1):
+            try:
+                if await worker.carry(passage, may_move=passage.is_bodyless and place < len(takers)):
+                    return
+            except BackendUnreachable as error:
+                refused = RequestRejected(Reason.WORKER_LOST, str(error))
+        raise refused
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
         """Send a pending request.

@@ -3,14 +3,15 @@
 import argparse
 import shlex
 
-from fleet.client import Client, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
+from fleet.client import Client, ClientTls, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
 from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
 from fleet.client.errors import NO_CLIENTS_PORT
 from fleet.core.errors import ConfigurationRefused
 from fleet.local.runs import run_at
 from fleet.local.settings import Topology
-from fleet.net.control.access import load_control_access
+from fleet.net.control.access import DIAGNOSIS_SECONDS, load_control_access
 from kvstore.security.credentials import Credentials
+from kvstore.security.tls_diagnosis import diagnose_address
 
 DEFAULT_ADDRESS = Topology().router.grpc_listen
 MOST_PORT = 65535
@@ -37,6 +38,37 @@ def add_address(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"a router's gRPC address (default: {DEFAULT_ADDRESS})",
     )
+
+
+def add_tls(parser: argparse.ArgumentParser) -> None:
+    """Add the options for TLS to the clients' port."""
+    parser.add_argument(
+        "--tls", action="store_true", help="use TLS, with the authorities that gRPC knows unless --ca names one"
+    )
+    files = {
+        "ca": "certificates (PEM) that verify the router; implies --tls (default: those of a cluster that fleet up --tls runs here)",
+        "certificate": "certificate (PEM) of this client, for routers that ask for one",
+        "key": "private key (PEM) of that certificate",
+    }
+    for name, text in files.items():
+        parser.add_argument(f"--{name}", default="", metavar="FILE", help=text)
+    parser.add_argument(
+        "--insecure", action="store_true", help="send the API key to another host without TLS, on a network of your own"
+    )
+
+
+def client_tls(arguments: argparse.Namespace) -> ClientTls | None:
+    """Return the TLS files for the options of `add_tls`; None: no TLS.
+
+    Raises:
+        ConfigurationRefused: The options contradict each other.
+    """
+    if bool(arguments.certificate) != bool(arguments.key):
+        raise ConfigurationRefused("--key: --certificate and --key go together")
+    if arguments.ca or arguments.tls or arguments.certificate:
+        return ClientTls(authority=arguments.ca, certificate=arguments.certificate, key=arguments.key)
+    run = run_at(arguments.address)
+    return ClientTls(authority=str(run.authority)) if run is not None and run.authority.exists() else None
 
 
 def address_option(address: str) -> str:
@@ -111,8 +143,11 @@ def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> st
     return f"{address}: {cause}; --control-address names a router's control_listen"
 
 
-def describe_error(error: FleetError, address: str) -> str:
-    """Return why a call to an address failed, and what to do."""
+def describe_error(error: FleetError, address: str, tls: ClientTls | None = None) -> str:
+    """Return why a call to an address failed, and what to do; `tls` is that of the client.
+
+    A TLS diagnosis takes a few seconds at most.
+    """
     if error.reason is None and isinstance(error, DeadlineExceeded):
         return f"{address}: no answer in time; --address names a router's gRPC address, which its HTTP address is not"
     if isinstance(error, ServerError) and error.message == NO_CLIENTS_PORT:
@@ -122,7 +157,18 @@ def describe_error(error: FleetError, address: str) -> str:
     run = run_at(address)
     if run is not None and run.killed:
         return f"{address}: the cluster in {run.folder} was killed; fleet up cleans up after it and starts another"
+    if cause := _tls_cause(address, tls):
+        return cause
     return f"{address}: {_cause(error)}; fleet up starts a cluster on this machine, --address names another's router"
+
+
+def _tls_cause(address: str, tls: ClientTls | None) -> str:
+    """Return why TLS to a clients' port fails, with the option to correct; empty if TLS is not the cause."""
+    files = (
+        Credentials() if tls is None else Credentials(authority=tls.authority, certificate=tls.certificate, key=tls.key)
+    )
+    cause = diagnose_address(address, files, field="tls", timeout_seconds=DIAGNOSIS_SECONDS)
+    return cause.replace("tls.authority", "--ca").replace("tls.", "--")
 
 
 def _cause(error: FleetError) -> str:

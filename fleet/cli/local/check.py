@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
-from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
+from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, cluster_client, say, with_cluster
 from fleet.cli.local.reference_prompts import LONGEST, reference_prompts
 from fleet.client import AsyncClient, FleetError
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
@@ -147,7 +147,7 @@ async def _ask_all(
     """Return the answers in the order of the prompts (None for failed requests), and the tokens per block."""
     answers: list[CheckedCompletion | None] = [None] * len(prompts)
     turn = asyncio.Semaphore(AT_A_TIME)
-    async with AsyncClient(cluster.plan.grpc, api_key=api_key) as client:
+    async with cluster_client(cluster.plan, api_key) as client:
 
         async def ask(index: int) -> None:
             async with turn:

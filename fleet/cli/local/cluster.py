@@ -6,23 +6,28 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct, structs
 
 from fleet.app.hub import fetch_topology_model
 from fleet.cli.console.files import whole_file
-from fleet.client import AsyncClient, FleetError
+from fleet.cli.local.certificates import with_certificate
+from fleet.client import AsyncClient, ClientTls, FleetError
 from fleet.config import child_environment, default_cache_dir
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
-from fleet.local.pools import LocalPools, drain
+from fleet.local.pools import LocalPools, drain, router_cache_worth
 from fleet.local.processes import ClusterFailed, LocalProcesses
 from fleet.local.runs import PARTS, local_runs, runtime_folder
 from fleet.local.settings import SIMULATED, TINY, Topology, adapter_folders, model_folder, served_name
 from fleet.local.tiny_model import build_tiny_model
 from fleet.local.topology import LocalPlan, plan
+from fleet.net.control.access import load_control_access
 from kvstore.clock import nanos
+from kvstore.net.addresses import unix_path
+from kvstore.security.credentials import Credentials
 
 WORKERS_VISIBLE_SECONDS = 30.0  # seconds until the router sees the last ready worker; less than one is usual
 STATUS_POLL_SECONDS = 0.05
@@ -42,11 +47,12 @@ class LocalCluster(Struct, frozen=True):
             ConfigurationRefused: It cannot be written there.
         """
         content = {
-            "http": f"http://{self.plan.http}",
+            "http": f"{'https' if self.plan.speaks_tls else 'http'}://{self.plan.http}",
             "grpc": self.plan.grpc,
             "control": self.plan.control,
             "health": f"http://{self.plan.health}",
             **({"kserve": self.plan.kserve} if self.plan.kserve else {}),
+            **({"ca": self.plan.authority} if self.plan.authority else {}),
             "model": self.plan.model,
             "plans": str(self.pools.folder),
             "parts": str(self.pools.folder.parent / PARTS),
@@ -93,6 +99,7 @@ async def with_cluster(
     topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))
     _clean_up_killed_runs()
     with runtime_folder() as runtime:
+        topology = with_certificate(topology, runtime)
         planned = plan(topology, folder=runtime, model_dir=folder, model=served_name(topology.cluster, folder))
         processes = LocalProcesses(
             planned.processes,
@@ -107,7 +114,10 @@ async def with_cluster(
 
         async def when_ready() -> None:
             await _wait_until_serving(planned)
-            pools = LocalPools(topology, planned, processes, runtime, say)
+            credentials = Credentials() if unix_path(planned.control) else planned.control_credentials
+            access = load_control_access("router.control_credentials", credentials)
+            ask = partial(router_cache_worth, planned.control, access)
+            pools = LocalPools(topology, planned, processes, runtime, say, ask)
             await body(LocalCluster(planned, processes.pids, pools))
 
         return await hold(processes, when_ready)
@@ -159,9 +169,15 @@ async def _wait_until_serving(planned: LocalPlan) -> None:
         raise ClusterFailed(f"the router does not answer: {error.message}") from error
 
 
-def cluster_client(planned: LocalPlan) -> AsyncClient:
+def cluster_client(planned: LocalPlan, api_key: str = "") -> AsyncClient:
     """Return a client for a planned cluster that also reaches its control port."""
-    return AsyncClient(planned.grpc, control=planned.control, control_credentials=planned.control_credentials)
+    return AsyncClient(
+        planned.grpc,
+        api_key=api_key,
+        tls=ClientTls(authority=planned.authority) if planned.speaks_tls else None,
+        control=planned.control,
+        control_credentials=planned.control_credentials,
+    )
 
 
 def _on_signal(processes: LocalProcesses) -> None:

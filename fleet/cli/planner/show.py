@@ -49,13 +49,19 @@ def add_planner(parser: argparse.ArgumentParser) -> None:
     }
     for name, text in files.items():
         parser.add_argument(f"--planner-{name}", default="", metavar="FILE", help=text)
+    parser.add_argument(
+        "--deployment",
+        default="",
+        metavar="NAMESPACE/NAME",
+        help="the DisaggDeployment, if the planner of a cluster plans several",
+    )
 
 
 def show(arguments: argparse.Namespace) -> int:
     """Show the present state."""
     try:
         with planner(arguments) as stub:
-            status = _status(stub.ShowPlan(pb.ShowPlanRequest(), timeout=CALL_SECONDS))
+            status = _status(stub.ShowPlan(_asked(arguments), timeout=CALL_SECONDS))
     except grpc.RpcError as error:
         return _failed(error, arguments)
     print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(status_lines(status)))
@@ -67,7 +73,7 @@ def watch(arguments: argparse.Namespace) -> int:
     told: Any = None
     try:
         with planner(arguments) as stub, suppress(KeyboardInterrupt):
-            for document in stub.WatchPlan(pb.ShowPlanRequest()):
+            for document in stub.WatchPlan(_asked(arguments)):
                 status = _status(document)
                 states = tuple((each.id, each.state) for each in status.plans[:SHOWN_PLANS])
                 heard = (status.leads, status.reason, status.replicas, status.conditions, status.pools, states)
@@ -87,7 +93,8 @@ def explain(arguments: argparse.Namespace) -> int:
     """Show one plan: why it was made, what was expected of it, and what happened."""
     try:
         with planner(arguments) as stub:
-            document = stub.ExplainPlan(pb.ExplainPlanRequest(plan_id=arguments.plan), timeout=CALL_SECONDS)
+            asked = pb.ExplainPlanRequest(plan_id=arguments.plan, deployment=arguments.deployment)
+            document = stub.ExplainPlan(asked, timeout=CALL_SECONDS)
     except grpc.RpcError as error:
         return _failed(error, arguments)
     record = msgspec.json.decode(document.json, type=PlanRecord)
@@ -112,6 +119,10 @@ def planner(arguments: argparse.Namespace) -> Iterator[Any]:
         yield planner_pb2_grpc.PlannerStub(channel)
 
 
+def _asked(arguments: argparse.Namespace) -> pb.ShowPlanRequest:
+    return pb.ShowPlanRequest(deployment=arguments.deployment)
+
+
 def _only_planner() -> str:
     sockets = [plans.parent / PLANNER_SOCKET for plans in local_plans()]
     found = [f"unix:{path}" for path in sockets if path.is_socket()]
@@ -129,7 +140,12 @@ def _only_planner() -> str:
 
 def _failed(error: grpc.RpcError, arguments: argparse.Namespace) -> int:
     call: Any = error
-    print(f"fleet: {arguments.planner}: {call.details()}", file=sys.stderr)
+    said = {
+        grpc.StatusCode.UNAVAILABLE: "no planner answers there now: it has ended, or is starting again; try again, or look into its log",
+        grpc.StatusCode.DEADLINE_EXCEEDED: f"the planner has not answered within {CALL_SECONDS:g} s; try again",
+        grpc.StatusCode.UNIMPLEMENTED: "what answers there is no planner; --planner names the control address of one",
+    }.get(call.code(), call.details())
+    print(f"fleet: {arguments.planner}: {said}", file=sys.stderr)
     return FAILED
 
 
@@ -141,7 +157,7 @@ def status_lines(status: PlannerStatus) -> Iterator[str]:
     leads = "leads" if status.leads else "another planner leads"
     yield f"{status.model}  planner {status.planner}  mode {status.mode}  rule {status.rule}  {leads}"
     if status.reason is None:
-        yield "no decision yet"
+        yield "no decision yet" + (f": {status.message}" if status.message else "")
     else:
         yield f"{status.reason.replace('_', ' ')}: {status.message}"
     for condition in status.conditions:
@@ -156,6 +172,9 @@ def status_lines(status: PlannerStatus) -> Iterator[str]:
         yield "demand   " + "  ".join(f"{name} {value:.4g}" for name, value in known.items())
     if status.numbers:
         yield "numbers  " + "  ".join(f"{name} {value:.4g}" for name, value in status.numbers.items())
+    if status.overflow.get("requests"):
+        hosted = status.overflow
+        yield f"overflow  {hosted['requests']:.0f} requests for ${hosted['dollars']:.4f} since this planner started"
     if status.error is not None:
         yield f"error of rehearsals  {status.error:.0%}"
     for record in status.plans[:SHOWN_PLANS]:
@@ -195,7 +214,8 @@ def record_lines(record: PlanRecord) -> Iterator[str]:
                 yield f"  {name} was {seconds:.4f} s{wrong}"
         if score.attainment is not None:
             yield f"  attainment was {score.attainment:.1%}"
-        yield f"  GPU-hours/h {score.gpu_hours:g}  $/h {score.dollars:.2f}"
+        hosted = f" and {score.overflow_dollars:.2f} for overflow" if score.overflow_dollars else ""
+        yield f"  GPU-hours/h {score.gpu_hours:g}  $/h {score.dollars:.2f}{hosted}"
 
 
 def _sizes(record: PlanRecord) -> str:

@@ -1,7 +1,7 @@
 """Service `fleet.v1.Cluster`: status, explanations and thresholds of a running router."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -10,14 +10,15 @@ from google.protobuf.message import Message
 from msgspec import structs
 
 from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error
-from fleet.core.ids import RequestId
+from fleet.core.ids import RequestId, WorkerId
+from fleet.frontend.overflow import OverflowOutcome, OverflowReports, OverflowStatus
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.grpc.calls import parse_message, unary_handler
 from fleet.router.api import RouterApi
 from fleet.router.placement.break_even import MIN_SAMPLES
 from fleet.router.placement.decision import CostTerms, DecisionExplanation
 from fleet.router.settings.router import Thresholds
-from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot
+from fleet.router.state.snapshot import PoolSnapshot, RemotePrefillSnapshot
 from fleet.v1 import control_pb2 as pb
 from kvstore.v1 import blocks_pb2, blocks_pb2_grpc
 
@@ -32,9 +33,14 @@ class ClusterService:
     """The service of one router; it asks peer routers where needed."""
 
     def __init__(
-        self, router: RouterApi, ask_store: FetchStoreStatus | None, others: PeerRoutersApi | None = None
+        self,
+        router: RouterApi,
+        ask_store: FetchStoreStatus | None,
+        others: PeerRoutersApi | None = None,
+        overflow: OverflowReports | None = None,
     ) -> None:
         self._router = router
+        self._overflow = overflow
         self._ask_store = ask_store
         self._others = others
 
@@ -48,9 +54,9 @@ class ClusterService:
     async def _status(self, content: bytes) -> Message:
         parse_message(pb.StatusRequest, content)
         snapshot = self._router.status()
-        counters = snapshot.counters
+        counters, worth = snapshot.counters, self._router.cache_seconds()
         response = pb.StatusResponse(
-            pools=[_encode_pool(pool) for pool in snapshot.pools],
+            pools=[_encode_pool(pool, worth) for pool in snapshot.pools],
             router=pb.RouterStatus(
                 requests=counters.ended,
                 aggregated=counters.aggregated,
@@ -61,6 +67,7 @@ class ClusterService:
                 index_blocks=snapshot.index_blocks,
                 models=[card.name for card in self._router.models()],
             ),
+            overflow=[] if self._overflow is None else map(_encode_overflow, self._overflow.status()),
         )
         if self._ask_store is not None and (stats := await self._ask_store()) is not None:
             response.store.CopyFrom(
@@ -78,11 +85,11 @@ class ClusterService:
 
     async def _explain(self, content: bytes) -> Message:
         request_id = RequestId(parse_message(pb.ExplainRequest, content).request_id)
-        if (explanation := self._router.explain(request_id)) is not None:
-            return encode_explanation(explanation)
+        if (explained := explain_request(self._router, self._overflow, request_id)) is not None:
+            return explained
         if self._others is not None and (explained := await self._others.explained(request_id)) is not None:
             return explained
-        message = f"request_id: {request_id[:100]!r} was not placed by this router, or its explanation has been dropped for later ones"
+        message = f"request_id: {request_id[:100]!r} was not placed by this router and did not overflow, or its explanation has been dropped for later ones"
         raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="request_id")
 
     async def _tune(self, content: bytes) -> Message:
@@ -125,7 +132,7 @@ def parse_thresholds(values: dict[str, Any]) -> Thresholds:
         raise invalid(path.removeprefix("."), cause[0].lower() + cause[1:]) from error
 
 
-def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
+def _encode_pool(pool: PoolSnapshot, worth: Mapping[WorkerId, float]) -> pb.PoolStatus:
     return pb.PoolStatus(
         model=pool.model,
         role=pool.role,
@@ -142,6 +149,7 @@ def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
                 cached_blocks=worker.cached_blocks,
                 booked_requests=worker.booked_requests,
                 booked_elsewhere=worker.booked_elsewhere,
+                cache_seconds=worth.get(WorkerId(worker.worker_id), 0.0),
             )
             for worker in pool.workers
         ],
@@ -166,8 +174,35 @@ def _encode_remote_prefill(measured: RemotePrefillSnapshot) -> pb.RemotePrefill:
     )
 
 
-def encode_explanation(explanation: Explanation) -> pb.ExplainResponse:
-    return pb.ExplainResponse(placements=[_encode_placed(placed) for placed in explanation.placements])
+def explain_request(
+    router: RouterApi, overflow: OverflowReports | None, request_id: RequestId
+) -> pb.ExplainResponse | None:
+    """Return why a request was placed as it was, and whether it overflowed; None if neither is known here."""
+    explanation = router.explain(request_id)
+    record = None if overflow is None else overflow.explained(request_id)
+    if explanation is None and record is None:
+        return None
+    response = pb.ExplainResponse()
+    if explanation is not None:
+        response.placements.extend(_encode_placed(placed) for placed in explanation.placements)
+    if record is not None:
+        response.overflow.CopyFrom(pb.OverflowExplained(**structs.asdict(record)))
+    return response
+
+
+def _encode_overflow(status: OverflowStatus) -> pb.OverflowStatus:
+    outcomes = status.outcomes
+    return pb.OverflowStatus(
+        model=status.model,
+        url=status.url,
+        running=status.running,
+        served=outcomes[OverflowOutcome.SERVED],
+        not_taken=outcomes[OverflowOutcome.LIMIT_SPENT] + outcomes[OverflowOutcome.CLOSED],
+        failed=outcomes[OverflowOutcome.FAILED] + outcomes[OverflowOutcome.BROKEN],
+        spent_dollars=status.spent_dollars,
+        limit_dollars=status.limit_dollars,
+        trouble=status.trouble,
+    )
 
 
 def _encode_placed(placed: DecisionExplanation) -> pb.PlacementExplained:

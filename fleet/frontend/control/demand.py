@@ -8,16 +8,17 @@ Rules:
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
 
 import grpc
 from msgspec import structs
 
 from fleet.core.clock import Nanos
-from fleet.core.demand_reports import DemandReport
+from fleet.core.demand_reports import DemandReport, ModelDemand
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import Incarnation, WorkerId
+from fleet.frontend.overflow import OverflowOutcome, OverflowReports
 from fleet.net.grpc.calls import Context, answer_call, parse_message, send_message, serialize
 from fleet.planner.sources.wire import encode_report
 from fleet.router.api import RouterApi
@@ -37,6 +38,7 @@ class DemandWatch:
         incarnation: Incarnation,
         speeds: Callable[[], Mapping[WorkerId, float]] = dict,
         every_seconds: float = REPORT_SECONDS,
+        overflow: OverflowReports | None = None,
     ) -> None:
         """Create the service.
 
@@ -46,12 +48,14 @@ class DemandWatch:
             incarnation: This run of its process.
             speeds: Returns the learnt speed of workers, relative to their hardware profiles.
             every_seconds: Time between two reports.
+            overflow: The hosted endpoints, if there are any.
         """
         self._router = router
         self._router_id = router_id
         self._incarnation = incarnation
         self._speeds = speeds
         self._every = every_seconds
+        self._overflow = overflow
         self._watchers = 0
         self._began, _, _ = router.demand()
 
@@ -69,7 +73,7 @@ class DemandWatch:
             incarnation=self._incarnation,
             at=now,
             uptime=Nanos(now - self._began),
-            models=models,
+            models=models if self._overflow is None else _with_overflow(models, self._overflow),
             workers=tuple(structs.replace(each, speed=speeds.get(each.worker_id, 1.0)) for each in workers),
             recent=recent,
         )
@@ -91,3 +95,21 @@ class DemandWatch:
                 self._watchers -= 1
 
         await answer_call(follow(), context)
+
+
+def _with_overflow(models: Sequence[ModelDemand], overflow: OverflowReports) -> tuple[ModelDemand, ...]:
+    """Return the demand with what hosted endpoints have answered of it."""
+    hosted = {each.model: each for each in overflow.status()}
+    known = {each.model: each for each in models} | {
+        model: ModelDemand(model=model) for model in hosted if all(each.model != model for each in models)
+    }
+    return tuple(
+        structs.replace(
+            each,
+            overflowed=hosted[model].outcomes[OverflowOutcome.SERVED],
+            overflow_dollars=hosted[model].dollars,
+        )
+        if model in hosted
+        else each
+        for model, each in known.items()
+    )

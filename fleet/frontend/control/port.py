@@ -12,6 +12,7 @@ import grpc
 
 from fleet.frontend.control.cluster import ClusterService, store_status_call
 from fleet.frontend.control.demand import DemandWatch
+from fleet.frontend.overflow import OverflowReports
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.control.access import ControlAccess
 from fleet.net.control.address import control_socket, private_folder
@@ -40,6 +41,7 @@ async def open_control_port(
     shared: bool = False,
     others: PeerRoutersApi | None = None,
     demand: DemandWatch | None = None,
+    overflow: OverflowReports | None = None,
 ) -> AsyncIterator[str]:
     """Listen and serve until the context ends; then cancel running calls. Yield the address.
 
@@ -56,6 +58,7 @@ async def open_control_port(
         shared: Whether other processes may listen on the same port.
         others: The peer routers, if there are any.
         demand: Reports the demand to planners; None leaves that method out.
+        overflow: The hosted endpoints, if there are any.
 
     Raises:
         ConfigurationRefused: The address is malformed, in use, or open to other users.
@@ -71,7 +74,7 @@ async def open_control_port(
             ask_store = store_status_call(blocks_pb2_grpc.BlockStoreStub(channel))
         guard = None if unix_path(listen) else SocketGuard()
         server = access.server(guard, shared=shared)
-        methods = ClusterService(router, ask_store, others).methods() | (demand.methods() if demand else {})
+        methods = ClusterService(router, ask_store, others, overflow).methods() | (demand.methods() if demand else {})
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CLUSTER, methods),))
         for add in services.values():
             add(server)

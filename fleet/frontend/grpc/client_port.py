@@ -10,6 +10,7 @@ import grpc
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.errors import draining_rejection
 from fleet.frontend.generation import Generation
+from fleet.net.client_tls import ServerCertificates
 from fleet.net.grpc.calls import Context
 from fleet.net.grpc.client_servers import MessageMemory, client_server
 from fleet.net.grpc.errors import long_message_rejection
@@ -46,6 +47,7 @@ class ClientPort(ABC):
         limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
         shared: bool = False,
         connection_seconds: float = 0,
+        certificates: ServerCertificates | None = None,
     ) -> AsyncIterator[Self]:
         """Listen and serve until the context ends; then cancel running calls.
 
@@ -57,12 +59,17 @@ class ClientPort(ABC):
             limits: The library that serves, and limits of connections.
             shared: Whether other processes may listen on the same port.
             connection_seconds: The lifetime of a client's connection; 0 sets no limit.
+            certificates: The certificates of a port that speaks TLS; None if it does not.
 
         Raises:
             ConfigurationRefused: The address is malformed or in use, or the library does not load.
         """
         server = client_server(
-            limits, shared=shared, connection_seconds=connection_seconds, max_held_bytes=max_held_bytes
+            limits,
+            shared=shared,
+            connection_seconds=connection_seconds,
+            max_held_bytes=max_held_bytes,
+            certificates=certificates,
         )
         frontend = cls(generation, clock, server, limits)
         server.add_generic_rpc_handlers(frontend.handlers())

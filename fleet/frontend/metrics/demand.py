@@ -21,6 +21,8 @@ COUNTERS = {
     "finished": "Answers that ended",
     "answer_tokens": "Tokens of answers that ended",
     "answer_squares": "Sum of the squares of the answers' lengths",
+    "overflowed": "Refused requests that a hosted endpoint has answered",
+    "overflow_dollars": "Cost of the hosted endpoint",
 }
 HISTOGRAMS = {
     "ttft": "Requests by time to first token",

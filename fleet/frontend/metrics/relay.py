@@ -45,6 +45,7 @@ class RelayMetrics:
         """
         self._gauges = gauges
         self._ended: dict[str, int] = {SERVED: 0}
+        self._passed: dict[str, int] = {SERVED: 0}
         self._first_byte = _DurationHistogram()
         self._whole = _DurationHistogram()
 
@@ -59,6 +60,11 @@ class RelayMetrics:
         if answered:
             self._whole.observe(nanos)
 
+    def passed(self, reason: Reason | None) -> None:
+        """Record the end of a passage, and the reason if it was not served."""
+        outcome = SERVED if reason is None else reason
+        self._passed[outcome] = self._passed.get(outcome, 0) + 1
+
     def collect(self) -> Iterator[Metric]:
         ended = CounterMetricFamily(
             "fleet_relayed_requests", "Relayed requests that ended, by outcome", labels=["outcome"]
@@ -66,6 +72,14 @@ class RelayMetrics:
         for outcome, count in self._ended.items():
             ended.add_metric([str(outcome)], count)
         yield ended
+        passed = CounterMetricFamily(
+            "fleet_relayed_passages",
+            "Requests for external backends that were passed on while they arrived, by outcome",
+            labels=["outcome"],
+        )
+        for outcome, count in self._passed.items():
+            passed.add_metric([str(outcome)], count)
+        yield passed
         yield self._first_byte.family(
             "fleet_relayed_ttft_seconds", "Seconds from arrival to the first relayed byte of the answer"
         )

@@ -10,7 +10,18 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.ids import ModelName
-from fleet.core.requests import Delta, Finished, KvPhase, Logprobs, ModelCard, RateLimitStatus, RemainingLimit, Usage
+from fleet.core.requests import (
+    CallDelta,
+    Delta,
+    Finished,
+    KvPhase,
+    Logprobs,
+    ModelCard,
+    RateLimitStatus,
+    RemainingLimit,
+    Usage,
+)
+from fleet.core.tool_calls import ToolCall, join_calls
 from fleet.frontend.openai.requests import OpenAiRequest
 from fleet.net.http.messages import sse_event
 
@@ -90,6 +101,8 @@ class ChatFormatter:
 
     def chunk(self, delta: Delta) -> bytes:
         """Return an event; empty if there is nothing to send."""
+        if delta.reasoning or delta.calls:
+            return self._parsed_event(delta)
         if not delta.text and not delta.logprobs and not self._place.detailed:
             return b""
         return self._content(
@@ -120,25 +133,62 @@ class ChatFormatter:
              b',"finish_reason":null', self._chunk_tail, b"}\n\n")
         )  # fmt: skip
 
-    def whole(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs], finished: Finished) -> bytes:
+    def _parsed_event(self, delta: Delta) -> bytes:
+        """Return the event of a delta with reasoning or tool calls."""
+        fields: Json = {}
+        if self._first:
+            self._first = b""
+            fields["role"] = "assistant"
+        if delta.reasoning:
+            fields |= _reasoning(delta.reasoning)
+        if delta.text:
+            fields["content"] = delta.text
+        if delta.calls:
+            fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
+        logprobs = self._logprobs(delta.token_ids, delta.logprobs) if delta.logprobs else None
+        return b"".join(
+            (b"data: ", self._chunk_head[:-1], encode(fields), b',"logprobs":', encode(logprobs), b',"finish_reason":null',
+             self._chunk_tail, b"}\n\n")
+        )  # fmt: skip
+
+    def whole(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Logprobs],
+        finished: Finished,
+        reasoning: str = "",
+        calls: Sequence[CallDelta] = (),
+    ) -> bytes:
         """Return the answer as one object."""
         return encode(
             {
                 **self._head,
                 "object": "chat.completion",
-                "choices": [self.choice(text, token_ids, logprobs, finished)],
+                "choices": [self.choice(text, token_ids, logprobs, finished, reasoning, calls)],
                 "usage": usage_object(finished.usage),
                 "fleet": fleet_object(self._parsed, finished.kv, token_ids),
             }
         )
 
     def choice(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], finished: Finished
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Logprobs | None],
+        finished: Finished,
+        reasoning: str = "",
+        calls: Sequence[CallDelta] = (),
     ) -> Json:
         """Return the answer as one of the choices."""
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            message |= _reasoning(reasoning)
+        if calls:
+            message |= {"content": text or None, "tool_calls": [_call(call) for call in join_calls(calls)]}
         return {
             "index": self._place.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(token_ids, logprobs)
             if self._parsed.request.sampling.logprobs is not None
             else None,
@@ -219,7 +269,15 @@ class CompletionFormatter:
              self._chunk_tail, b"}\n\n")
         )  # fmt: skip
 
-    def whole(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs], finished: Finished) -> bytes:
+    def whole(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Logprobs],
+        finished: Finished,
+        reasoning: str = "",  # noqa: ARG002 - of chat answers alone
+        calls: Sequence[CallDelta] = (),  # noqa: ARG002
+    ) -> bytes:
         """Return the answer as one object."""
         return encode(
             {
@@ -231,7 +289,13 @@ class CompletionFormatter:
         )
 
     def choice(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], finished: Finished
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Logprobs | None],
+        finished: Finished,
+        reasoning: str = "",  # noqa: ARG002 - of chat answers alone
+        calls: Sequence[CallDelta] = (),  # noqa: ARG002
     ) -> Json:
         """Return the answer as one of the choices."""
         return {
@@ -270,6 +334,22 @@ class CompletionFormatter:
 
 
 AnswerFormatter = ChatFormatter | CompletionFormatter
+
+
+def _reasoning(text: str) -> Json:
+    """Return the reasoning under the two names that clients know: the one of DeepSeek's API, and the one of vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_delta(call: CallDelta) -> Json:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def usage_object(usage: Usage) -> Json:

@@ -49,6 +49,8 @@ class MessageBody(Struct, frozen=True, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: Any = None
 
 
@@ -170,19 +172,15 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     stop_regex: Any = None
     custom_logit_processor: Any = None
     chat_template: Any = None
-    chat_template_kwargs: Any = None
     documents: Any = None
     continue_final_message: Any = None
     add_generation_prompt: Any = None
-    tool_choice: Any = None
     function_call: Any = None
-    parallel_tool_calls: Any = None
     add_special_tokens: Any = None
     detokenize: Any = None
     length_penalty: Any = None
     spaces_between_special_tokens: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
 
 
@@ -191,12 +189,33 @@ class CompletionBody(OpenAiBody, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    tools: Any = None  # not supported
+    # Fields of chats alone: not supported.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    chat_template_kwargs: Any = None
+    reasoning_effort: Any = None
+
+
+class NamedFunction(Struct, frozen=True, kw_only=True):
+    name: str
+
+
+class NamedToolChoice(Struct, frozen=True, kw_only=True):
+    """The tool that the model has to call."""
+
+    type: str
+    function: NamedFunction | None = None
 
 
 class ChatBody(OpenAiBody, frozen=True, kw_only=True):
     messages: list[MessageBody]
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -212,6 +231,7 @@ class StrictChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
 ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
+    "include_reasoning": (True,),
     "suffix": ("",),
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -240,19 +260,15 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "stop_regex": ([],),
     "custom_logit_processor": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "tool_choice": ("auto", "none"),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "add_special_tokens": (False,),
     "detokenize": (True,),
     "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
 }
 """Unsupported fields, with the values that have no effect (null never has one)."""
@@ -265,6 +281,9 @@ OPENAI_FIELD_NAMES: Mapping[str, str] = {
     "token_ids": "prompt",
     "chat.messages": "messages",
     "chat.tools": "tools",
+    "chat.template_args": "chat_template_kwargs",
+    "parsing.tool_choice": "tool_choice",
+    "parsing.function": "tool_choice.function.name",
     **{f"sampling.{field}": field for field in Sampling.__struct_fields__},
     "sampling.bad_tokens": "bad_words",
     "truncate_prompt": "truncate_prompt_tokens",

@@ -26,6 +26,7 @@ from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
     TOKEN_BYTES,
     Admitted,
+    CallDelta,
     Delta,
     Finished,
     GenerateRequest,
@@ -94,6 +95,8 @@ class CollectedAnswer:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] = []
+        self.reasoning: list[str] = []
+        self.calls: list[CallDelta] = []
         self.finished: Finished | None = None
 
     @property
@@ -230,6 +233,8 @@ class BranchedAnswers:
         if not self._parsed.stream:
             answer.texts.append(delta.text)
             answer.logprobs += delta.logprobs
+            answer.reasoning.append(delta.reasoning)
+            answer.calls += delta.calls
         elif chunk := self._writers[key].delta(delta, len(answer.token_ids)):
             await self._send(chunk)
 
@@ -332,7 +337,9 @@ class BranchedAnswers:
             text = self.prompt_text(answer.branch.prompt) + text
             if wanted is not None:
                 token_ids, logprobs = [*prompt.ids, *token_ids], [*prompt.told(wanted), *logprobs]
-        return self.formatter(index, detailed=False).choice(text, token_ids, logprobs, answer.finished)
+        formatter = self.formatter(index, detailed=False)
+        reasoning = "".join(answer.reasoning)
+        return formatter.choice(text, token_ids, logprobs, answer.finished, reasoning, answer.calls)
 
     def _best(self) -> Iterator[CollectedAnswer]:
         """Yield the answers to return, in the order of their choices."""
@@ -393,7 +400,7 @@ class ChoiceWriter:
 
     def delta(self, delta: Delta, num_tokens: int) -> bytes:
         """Return the events of new tokens, with the number of tokens so far; empty if there is nothing to send."""
-        if not (delta.text or delta.token_ids or delta.prompt_logprobs):
+        if not (delta.text or delta.token_ids or delta.prompt_logprobs or delta.reasoning or delta.calls):
             return b""  # tells only that the answer has begun
         before = self._begin()
         if self._detailed:

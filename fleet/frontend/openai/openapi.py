@@ -3,12 +3,17 @@
 External backends judge the bodies of embeddings; the document lists the fields that the router reads, and the input.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import msgspec
 
 from fleet.frontend.openai.bodies import ACCEPTED_VALUES, COMPLETION_FIELDS, ChatBody, CompletionBody
+from fleet.frontend.openai.translated import responses, tokens
+from fleet.frontend.openai.translated.messages import UNSUPPORTED, CountTokensBody, MessagesBody
+from fleet.frontend.openai.translated.responses import ResponsesBody
+from fleet.frontend.openai.translated.tokens import DetokenizeBody, TokenizeBody
 
 ERROR = {
     "type": "object",
@@ -25,6 +30,18 @@ ERROR = {
                 "cause": {"type": "string"},
             },
         }
+    },
+}
+MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 OBJECT = {"type": "object"}
@@ -49,21 +66,30 @@ OBJECT_ALONE = {"application/json": {"schema": OBJECT}}
 OBJECT_OR_EVENTS = {**OBJECT_ALONE, "text/event-stream": {"schema": EVENT}}
 
 
+_EFFECTLESS: dict[str, Mapping[str, tuple[object, ...]]] = {
+    "ResponsesBody": responses.ACCEPTED_VALUES,
+    "MessagesBody": dict.fromkeys(UNSUPPORTED, ()),
+    "CountTokensBody": dict.fromkeys(UNSUPPORTED, ()),
+    "TokenizeBody": tokens.ACCEPTED_VALUES,
+}
+
+
 @cache
 def openapi_document(*, embeddings: bool) -> bytes:
     """Return the document as JSON; `embeddings` tells whether a server may make embeddings."""
     bodies, components = msgspec.json.schema_components(
-        (CompletionBody, ChatBody), ref_template="#/components/schemas/{name}"
+        (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody),
+        ref_template="#/components/schemas/{name}",
     )
-    for title, schema in components.items():
-        supported = COMPLETION_FIELDS if title == CompletionBody.__name__ else ()
-        for name, values in ACCEPTED_VALUES.items():
+    for body, schema in components.items():
+        supported = COMPLETION_FIELDS if body == CompletionBody.__name__ else ()
+        for name, values in _EFFECTLESS.get(body, ACCEPTED_VALUES).items():
             if name in schema.get("properties", {}) and name not in supported:
                 schema["properties"][name] = {
                     "enum": [None, *values],
                     "description": "Accepted if it has no effect.",
                 }
-    completion, chat = bodies
+    completion, chat, response, message, counted, tokenized, detokenized = bodies
     embedding = {"/v1/embeddings": {"post": _posting("embed", EMBEDDINGS_BODY, OBJECT_ALONE)}} if embeddings else {}
     return msgspec.json.encode(
         {
@@ -72,6 +98,11 @@ def openapi_document(*, embeddings: bool) -> bytes:
             "paths": {
                 "/v1/completions": {"post": _posting("complete", completion, OBJECT_OR_EVENTS)},
                 "/v1/chat/completions": {"post": _posting("chat", chat, OBJECT_OR_EVENTS)},
+                "/v1/responses": {"post": _posting("respond", response, OBJECT_OR_EVENTS)},
+                "/v1/messages": {"post": _posting("message", message, OBJECT_OR_EVENTS, messages=True)},
+                "/v1/messages/count_tokens": {"post": _posting("count_tokens", counted, OBJECT_ALONE, messages=True)},
+                "/tokenize": {"post": _posting("tokenize", tokenized, OBJECT_ALONE)},
+                "/detokenize": {"post": _posting("detokenize", detokenized, OBJECT_ALONE)},
                 **embedding,
                 "/v1/models": {"get": _getting("models", 401)},
                 "/v1/models/{model}": {
@@ -81,7 +112,7 @@ def openapi_document(*, embeddings: bool) -> bytes:
                 "/health": {"get": _getting("health")},
             },
             "components": {
-                "schemas": {**components, "Error": ERROR},
+                "schemas": {**components, "Error": ERROR, "MessagesError": MESSAGES_ERROR},
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             },
             "security": [{}, {"key": []}],
@@ -89,12 +120,15 @@ def openapi_document(*, embeddings: bool) -> bytes:
     )
 
 
-def _posting(name: str, body: dict[str, Any], answers: dict[str, Any]) -> dict[str, Any]:
+def _posting(name: str, body: dict[str, Any], answers: dict[str, Any], *, messages: bool = False) -> dict[str, Any]:
     failures = (400, 401, 404, 408, 411, 413, 415, 429, 431, 500, 503, 504)
     return {
         "operationId": name,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": {"description": "The answer.", "content": answers}, **_failing(*failures)},
+        "responses": {
+            "200": {"description": "The answer.", "content": answers},
+            **_failing(*failures, messages=messages),
+        },
     }
 
 
@@ -108,6 +142,10 @@ def _getting(name: str, *failures: int) -> dict[str, Any]:
     }
 
 
-def _failing(*statuses: int) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _failing(*statuses: int, messages: bool = False) -> dict[str, Any]:
+    """Describe failures; the Messages API has a form of its own, except for what is wrong with HTTP."""
+    schema: dict[str, Any] = {"$ref": "#/components/schemas/Error"}
+    if messages:
+        schema = {"anyOf": [schema, {"$ref": "#/components/schemas/MessagesError"}]}
+    content = {"application/json": {"schema": schema}}
     return {str(status): {"description": "Refused.", "content": content} for status in statuses}

@@ -45,6 +45,19 @@ these."""
 
 _TEXT = msgspec.json.Decoder(str)
 _MESSAGES = msgspec.json.Decoder(list[MessageBody])
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+
+class ConversationTurn(Struct):
+    """A message of the Responses or the Messages API, as far as it is plain text."""
+
+    role: str
+    content: str | list[ContentPart]
+    type: str = "message"
+
+
+_INSTRUCTIONS = msgspec.json.Decoder(str | list[ContentPart] | None)
+_TURNS = msgspec.json.Decoder(str | list[ConversationTurn])
 
 
 class KeyedPrompt(Struct, frozen=True):
@@ -157,6 +170,15 @@ class PromptReader:
             tokens = bytes(tools) + bytes(messages) + bytes(prompt)
         return self._named(tokens)
 
+    def read_conversation(self, instructions: Raw, turns: Raw, tools: Raw) -> KeyedPrompt:
+        """Read the prompt of the Responses or the Messages API: instructions, and a text or the messages so far."""
+        tokens = None
+        if self._codec is not None and bytes(tools) in (b"", b"null", b"[]"):
+            tokens = _rendered_conversation(instructions, turns, self._codec)
+        if tokens is None:
+            tokens = bytes(tools) + bytes(instructions) + bytes(turns)
+        return self._named(tokens)
+
     def uncached(self, content: Raw) -> KeyedPrompt:
         """Return a prompt that no server caches, such as the text of an embedding; it has a length and no keys."""
         return KeyedPrompt(self.model, bytes(content), self._uncached, self.adapter)
@@ -221,7 +243,32 @@ def _text(body: MessageBody) -> str | None:
 
 
 def _is_text(part: ContentPart) -> bool:
-    return part.type == "text" and part.text is not None
+    return part.type in _TEXT_PARTS and part.text is not None
+
+
+def _rendered_conversation(instructions: Raw, turns: Raw, codec: TextCodec) -> TokenBytes | None:
+    """Return the tokens of a conversation as its server renders it; None if it holds more than text."""
+    try:
+        leading = _INSTRUCTIONS.decode(instructions) if instructions else None
+        following = _TURNS.decode(turns)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    bodies = [MessageBody(role="system", content=leading)] if leading else []
+    if isinstance(following, str):
+        bodies.append(MessageBody(role="user", content=following))
+    else:
+        if any(turn.type != "message" for turn in following):
+            return None
+        bodies += [MessageBody(role=turn.role, content=turn.content) for turn in following]
+    messages = []
+    for body in bodies:
+        if (content := _text(body)) is None:
+            return None
+        messages.append(ChatMessage(role="system" if body.role == "developer" else body.role, content=content))
+    try:
+        return codec.render(messages)
+    except RequestRejected:
+        return None
 
 
 def _pack(ids: Sequence[int]) -> TokenBytes:

@@ -31,21 +31,34 @@ from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
 from fleet.frontend.openai.header_hints import NAMES, header_hints
+from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
 from fleet.frontend.openai.relay_requests import (
-    EMBEDDINGS,
     MAX_ANSWER_TOKENS,
     RelayRawBody,
     RelayTextBody,
     apply_fleet_options,
+    client_credentials,
     forwarded_headers,
     prompt_bytes,
     read_body,
     read_prompt,
     relay_sampling,
 )
+from fleet.frontend.openai.relayed_paths import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    GENERATING,
+    MESSAGES,
+    PLACED,
+    RESPONSES,
+    PathClass,
+    RelayedPaths,
+)
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
-from fleet.net.http.errors import error_event, send_rejection
+from fleet.net.http.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import ClientDisconnected
 from fleet.net.status_codes import rename_field
@@ -54,6 +67,16 @@ from fleet.router.messages import Arrived, Complete, Emit, StartedOver
 from fleet.router.tenants import Tenants, admit_with_peers, await_settle
 
 log = logging.getLogger(__name__)
+
+ERROR_FORMS: Mapping[str, ErrorForm] = {
+    RESPONSES: RESPONSES_ERRORS,
+    MESSAGES: ANTHROPIC_ERRORS,
+    COUNT_TOKENS: ANTHROPIC_ERRORS,
+}
+"""How errors are written, for paths with another form than completions and chat."""
+
+OWN_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, "/tokenize", "/detokenize"})
+"""Paths of `serve` that Fleet's own workers serve too."""
 
 
 class AnswerStream(Protocol):
@@ -97,9 +120,11 @@ class RelayedRequest:
         self.request_id = request_id
         self.path = head.path
         self.head = forwarded_headers(head) if head.forwarded_headers is None else head.forwarded_headers
+        self.query = head.query
         # Keys that authenticate clients here are not forwarded.
-        self.authorization = b"" if relay.takes_keys else head.headers.get(b"authorization", b"")
+        self.credentials = b"" if relay.takes_keys else head.credentials
         self.body = request.body
+        self._errors = ERROR_FORMS.get(head.path, OPENAI_ERRORS)
         self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size; empty for embeddings
         self.began_at = began_at
         self.first_byte_at = began_at  # set when the answer starts
@@ -162,12 +187,13 @@ class RelayedRequest:
             self.flow.flush()
         if self._began and (self.flow is None or not self.flow.at_event_boundary()):
             if self.flow is not None:
-                self.flow.send_last_event(error_event(refused))
+                self.flow.send_last_event(self._errors.event(refused))
             self._exchange.relayed(keep_alive=False)
             return
         with suppress(ClientDisconnected):
             name = self.request_id
-            send_rejection(self._exchange, refused, ("x-fleet-request-id", name), ("x-request-id", name))
+            named = (("x-fleet-request-id", name), ("x-request-id", name))
+            send_rejection(self._exchange, refused, *named, form=self._errors)
         if self._began:
             self._exchange.relayed(keep_alive=False)
         else:
@@ -198,6 +224,18 @@ class PendingRequests(Protocol):
 
     def forget(self, relayed: RelayedRequest) -> None: ...
 
+    async def model_objects(self) -> Mapping[ModelName, Mapping[str, object]]:
+        """Return the models that the servers list, by name."""
+        ...
+
+    async def carry(self, passage: Passage, model: ModelName | None) -> None:
+        """Pass a request on to one of the servers, which need not be of `model` if that is None.
+
+        Raises:
+            RequestRejected: No server can take it, or it failed before its answer began.
+        """
+        ...
+
 
 class Relay:
     """All relayed requests of one router process."""
@@ -214,6 +252,7 @@ class Relay:
         *,
         id_prefix: str,
         only: bool,
+        paths: RelayedPaths,
     ) -> None:
         """Create the relay.
 
@@ -227,6 +266,7 @@ class Relay:
             threads: For long prompts.
             id_prefix: Prefix of this process for request ids.
             only: Whether there are no other models.
+            paths: The paths that clients may reach.
         """
         self.router = router
         self._workers = workers
@@ -236,6 +276,11 @@ class Relay:
         self._clock = clock
         self._id_prefix = id_prefix
         self._only = only
+        self.paths = paths
+        self.placed = frozenset({CHAT, COMPLETIONS, EMBEDDINGS}).union(
+            path for path in PLACED if paths.classify(path) is PathClass.RELAYED
+        )
+        """The paths of `serve`."""
         self.takes_keys = tenants.by_key
         self._count = 0
         self._active = 0
@@ -249,7 +294,7 @@ class Relay:
         await self._quiet.wait()
 
     def serve(self, exchange: Exchange) -> ExchangeTask | None:
-        """Start to serve a request for one of `relay_requests.PATHS`; return None if the model is not external."""
+        """Start to serve a request for one of the paths `placed`; return None if the model is not external."""
         began_at = self._clock.now()
         request = exchange.request
         path = request.head.path
@@ -259,11 +304,12 @@ class Relay:
                 body.fleet = header_hints(request.head.headers, body.fleet)
             tenant = "" if body.fleet is None else body.fleet.tenant
             if self.takes_keys:
-                tenant = self._tenants.tenant(request.headers.get(b"authorization", b"").decode("latin-1"), tenant)
+                sent = request.headers.get(b"authorization") or bearer_of_key(request.headers)
+                tenant = self._tenants.tenant(sent.decode("latin-1"), tenant)
             reader = self._reader(body, path)
         except RequestRejected as refused:
             with suppress(ClientDisconnected):
-                send_rejection(exchange, refused)
+                send_rejection(exchange, refused, form=ERROR_FORMS.get(path))
             exchange.finish()
             return _FINISHED
         if reader is None:
@@ -275,13 +321,13 @@ class Relay:
             self._quiet.clear()
         try:
             if (
-                path != EMBEDDINGS
+                path in GENERATING
                 and len(request.body) > reader.inline_bytes
                 and prompt_bytes(body) > reader.inline_bytes
             ):
                 self._read_elsewhere(relayed, body, reader)
             else:
-                self._submit_when_sure(relayed, body, read_prompt(body, reader, path))
+                self._submit_when_sure(relayed, body, read_prompt(body, reader, path, request.body))
         except RequestRejected as refused:
             relayed.refuse(refused)
         except Exception:  # supervisor: a bug in one request does not leave its client waiting
@@ -290,10 +336,44 @@ class Relay:
             self.router.close(relayed.request_id, relayed)
         return relayed
 
+    async def model_objects(self) -> Mapping[ModelName, Mapping[str, object]]:
+        """Return the models that the servers list, by name."""
+        return await self._workers.model_objects()
+
+    async def pass_through(self, exchange: Exchange) -> None:
+        """Serve a request that is not placed by its prompt: pass it on while it arrives, and its answer as well.
+
+        Raises:
+            RequestRejected: No part of an answer was passed on.
+        """
+        head = exchange.request.head
+        reason: Reason | None = Reason.INTERNAL
+        try:
+            tenant = self._tenants.tenant(authorization_of(head.headers), "") if self.takes_keys else ""
+            allowance = await admit_with_peers(self._tenants, tenant, 0, self._clock)
+            self._count += 1
+            passage = Passage(
+                exchange,
+                RequestId(f"{self._id_prefix}-{self._count:x}"),
+                b"" if self.takes_keys else client_credentials(head),
+                rate_limit_headers(allowance),
+            )
+            await self._workers.carry(passage, await self._model_of(passage))
+            reason = None
+        except RequestRejected as refused:
+            reason = refused.reason
+            if not exchange.began:  # else the end of the connection tells the client
+                raise
+        except (ClientDisconnected, asyncio.CancelledError):
+            reason = Reason.CANCELLED
+            raise
+        finally:
+            self._metrics.passed(reason)
+
     async def arrival(self, path: str, content: bytes, request_id: RequestId, authorization: str) -> Arrived | None:
         """Return the event for a request that another program sends; None if the model is not external.
 
-        `path` is one of `relay_requests.PATHS`; `authorization` is the client's header.
+        `path` is one of `relayed_paths.PLACED`; `authorization` is the client's header.
 
         Raises:
             RequestRejected: The request is not to be placed.
@@ -304,10 +384,10 @@ class Relay:
             tenant = self._tenants.tenant(authorization, tenant)
         if (reader := self._reader(body, path)) is None:
             return None
-        if path != EMBEDDINGS and len(content) > reader.inline_bytes and prompt_bytes(body) > reader.inline_bytes:
-            read = await self._threads.run(partial(read_prompt, body, reader, path), prompt_bytes(body))
+        if path in GENERATING and len(content) > reader.inline_bytes and prompt_bytes(body) > reader.inline_bytes:
+            read = await self._threads.run(partial(read_prompt, body, reader, path, content), prompt_bytes(body))
         else:
-            read = read_prompt(body, reader, path)
+            read = read_prompt(body, reader, path, content)
         await admit_with_peers(self._tenants, tenant, len(read.tokens) // TOKEN_BYTES, self._clock)
         arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
         return structs.replace(arrived, external=True)
@@ -331,6 +411,26 @@ class Relay:
 
     # Internal
 
+    async def _model_of(self, passage: Passage) -> ModelName | None:
+        """Return the model whose servers may take a passage; None if any server may.
+
+        Raises:
+            RequestRejected: It names a model that is not external.
+        """
+        readers = self._readers
+        if self._only and len({each.model for each in readers.values()}) == 1:
+            return next(iter(readers.values())).model
+        named = await passage.named_model()
+        if (reader := readers.get(ModelName(named))) is not None:
+            return reader.model
+        if named and not self._only:
+            raise RequestRejected(
+                Reason.MODEL_NOT_FOUND,
+                f"model: {named[:100]!r} is not served at {passage.path[:200]}; served there: {', '.join(sorted(readers))}",
+                field="model",
+            )
+        return None
+
     def _reader(self, body: RelayTextBody | RelayRawBody, path: str) -> PromptReader | None:
         """Return the prompt reader of the requested model; None if the model may be served elsewhere."""
         model = body.model
@@ -341,7 +441,7 @@ class Relay:
             (reader,) = bases
         else:
             reader = None
-        if reader is None and (self._only or path == EMBEDDINGS):
+        if reader is None and (self._only or path not in OWN_PATHS):
             served = ", ".join(sorted(readers))
             raise RequestRejected(
                 Reason.MODEL_NOT_FOUND,
@@ -381,7 +481,9 @@ class Relay:
             adapter=read.adapter,
             tokens=read.tokens,
             tenant=tenant,
-            sampling=relay_sampling(min(body.max_completion_tokens or body.max_tokens or 1, MAX_ANSWER_TOKENS)),
+            sampling=relay_sampling(
+                min(body.max_completion_tokens or body.max_tokens or body.max_output_tokens or 1, MAX_ANSWER_TOKENS)
+            ),
             keys=read.keys,
             only_end=True,
         )
@@ -412,7 +514,7 @@ class Relay:
     def _read_elsewhere(
         self, relayed: RelayedRequest, body: RelayTextBody | RelayRawBody, reader: PromptReader
     ) -> None:
-        reading = self._threads.run(partial(read_prompt, body, reader, relayed.path), prompt_bytes(body))
+        reading = self._threads.run(partial(read_prompt, body, reader, relayed.path, relayed.body), prompt_bytes(body))
         self._submit_after(relayed, reading, lambda: self._submit_when_sure(relayed, body, reading.result()))
 
     def _submit_after(
@@ -435,6 +537,17 @@ class Relay:
                 relayed.refuse(internal_error())
 
         waiting.add_done_callback(done)
+
+
+def bearer_of_key(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the authorization that the header ``x-api-key`` of Anthropic's clients stands for; empty without one."""
+    key = headers.get(b"x-api-key", b"")
+    return b"Bearer " + key if key else b""
+
+
+def authorization_of(headers: Mapping[bytes, bytes]) -> str:
+    """Return the authorization of a request; empty if there is none."""
+    return (headers.get(b"authorization") or bearer_of_key(headers)).decode("latin-1")
 
 
 class _FinishedTask:

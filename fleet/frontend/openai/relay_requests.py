@@ -16,22 +16,20 @@ from fleet.core.requests import Sampling
 from fleet.core.validation import check_hints
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES, FleetOptions, decode_body
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
+from fleet.frontend.openai.relayed_paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
 from fleet.net.http.messages import HttpHead
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
-
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-EMBEDDINGS = "/v1/embeddings"
-PATHS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS})
 
 MAX_ANSWER_TOKENS = 2**30  # tokens, for placement; the number in a body is unbounded
 
 # Headers of one connection (RFC 9110, 7.6.1), and those that the next connection sets itself.
 _NOT_FORWARDED = frozenset(
     b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
-    b"content-length accept-encoding authorization".split()
+    b"content-length accept-encoding authorization x-api-key".split()
 )
+_WITHOUT_ENGINE = frozenset({COUNT_TOKENS, "/tokenize", "/detokenize"})
+_NOTHING = Raw(b"null")
 
 
 class RelayBody(Struct, kw_only=True):
@@ -40,6 +38,7 @@ class RelayBody(Struct, kw_only=True):
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     cache_salt: Raw = Raw()
     fleet: FleetOptions | None = None
 
@@ -58,6 +57,8 @@ class RelayRawBody(RelayBody, kw_only=True):
     stream: Raw = Raw()
     messages: Raw = Raw()
     input: Raw = Raw()
+    instructions: Raw = Raw()
+    system: Raw = Raw()
     tools: Raw = Raw()
 
 
@@ -84,16 +85,23 @@ def prompt_bytes(body: RelayTextBody | RelayRawBody) -> int:
     """Return the approximate size of the prompt in bytes."""
     if isinstance(body, RelayTextBody):
         return len(body.prompt)
-    return max(len(memoryview(body.prompt)), len(memoryview(body.messages)))
+    return max(len(memoryview(body.prompt)), len(memoryview(body.messages)), len(memoryview(body.input)))
 
 
-def read_prompt(body: RelayTextBody | RelayRawBody, reader: PromptReader, path: str) -> KeyedPrompt:
+def read_prompt(body: RelayTextBody | RelayRawBody, reader: PromptReader, path: str, content: bytes) -> KeyedPrompt:
+    """Return the prompt of a request for one of `relayed_paths.PLACED`; `content` is the whole body."""
     if isinstance(body, RelayTextBody):
         read = reader.read_text(body.prompt)
+    elif path in (CHAT, COMPLETIONS):
+        read = reader.read(body.prompt, body.messages, body.tools)
     elif path == EMBEDDINGS:
         read = reader.uncached(body.input)
+    elif path == RESPONSES:
+        read = reader.read_conversation(body.instructions, body.input, body.tools)
+    elif path == MESSAGES:
+        read = reader.read_conversation(body.system, body.messages, body.tools)
     else:
-        read = reader.read(body.prompt, body.messages, body.tools)
+        read = reader.uncached(_NOTHING if path in _WITHOUT_ENGINE else Raw(content))
     return reader.salted(read, _salt_text(body.cache_salt)) if body.cache_salt else read
 
 
@@ -133,8 +141,25 @@ def relay_sampling(max_tokens: int) -> Sampling:
 
 
 def forwarded_headers(head: HttpHead) -> bytes:
-    """Return the header lines to forward, and store them in the head."""
-    dropped = _NOT_FORWARDED.union(name.strip() for name in head.headers.get(b"connection", b"").lower().split(b","))
-    lines = [name + b": " + value + b"\r\n" for name, value in head.headers.items() if name not in dropped]
-    head.forwarded_headers = b"".join(lines)
+    """Return the header lines to forward, and store them and the credentials in the head."""
+    head.credentials = client_credentials(head)
+    head.forwarded_headers = end_to_end_headers(head)
     return head.forwarded_headers
+
+
+def end_to_end_headers(head: HttpHead, also: frozenset[bytes] = frozenset()) -> bytes:
+    """Return the header lines that are not of one connection and not credentials; `also` are further names to keep."""
+    dropped = _NOT_FORWARDED.difference(also).union(
+        name.strip() for name in head.headers.get(b"connection", b"").lower().split(b",")
+    )
+    lines = [name + b": " + value + b"\r\n" for name, value in head.headers.items() if name not in dropped]
+    return b"".join(lines)
+
+
+def client_credentials(head: HttpHead) -> bytes:
+    """Return the header lines by which a client proves who it is: OpenAI's, and Anthropic's ``x-api-key``."""
+    lines = b""
+    for name in (b"authorization", b"x-api-key"):
+        if value := head.headers.get(name):
+            lines += name + b": " + value + b"\r\n"
+    return lines

@@ -7,8 +7,7 @@ Rules:
 3. A field that would change the answer and is not supported is rejected, unless its value has no effect. docs/api.md
    lists all fields.
 4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
-5. Tools become part of the prompt, and the model's calls are returned as text. They are not parsed, so `tool_choice`
-   cannot demand one.
+5. Tools become part of the prompt, and the model's calls are parsed out of its answer. The same holds for reasoning.
 
 vLLM's sampling parameters are supported too, because benchmarks and evaluations send them, and vLLM's, OpenAI's and SGLang's
 fields for structured output.
@@ -25,6 +24,7 @@ from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
+    AnswerParsing,
     AnyObject,
     ChatMessage,
     ChatPrompt,
@@ -39,6 +39,7 @@ from fleet.core.requests import (
     StructuredOutput,
     TextPrompt,
     TokenPrompt,
+    ToolChoice,
 )
 from fleet.core.validation import MAX_PRIORITY
 from fleet.frontend.openai.bodies import (
@@ -49,7 +50,9 @@ from fleet.frontend.openai.bodies import (
     CompletionBody,
     FleetOptions,
     MessageBody,
+    NamedFunction,
     NamedSchema,
+    NamedToolChoice,
     OpenAiBody,
     ResponseFormat,
     Schema,
@@ -81,6 +84,10 @@ class Details(Struct, frozen=True, kw_only=True):
     token_ids: bool = False  # vLLM's field: ids of the prompt and of the answer
     token_names: bool = False  # log probabilities name tokens by their ids
     continuous_usage: bool = False  # each event has the usage so far
+
+
+REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class OpenAiRequest(Struct, frozen=True, kw_only=True):
@@ -117,8 +124,9 @@ def read_completion(
     """
     completion = decode_body(_STRICT_COMPLETION, body) if strict else decode_body(_COMPLETION, body)
     _refuse_unsupported(completion, COMPLETION_FIELDS)
-    if completion.tools:
-        raise invalid("tools", "are for /v1/chat/completions")
+    for field in ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"):
+        if getattr(completion, field):
+            raise invalid(field, "is for /v1/chat/completions")
     prompt, *more_prompts = _completion_prompts(completion.prompt, special=completion.add_special_tokens is not False)
     return _build_request(
         completion,
@@ -147,9 +155,9 @@ def read_chat(
     if chat.top_logprobs is not None and not chat.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     is_newer_name = chat.max_completion_tokens is not None
-    tools = chat.tools if chat.tool_choice != "none" else None
-    if tools and chat.parallel_tool_calls is False:
-        raise invalid("parallel_tool_calls", "only true is supported: the model decides how many tools it calls")
+    parsing = REASONING_ALONE if not chat.tools and chat.tool_choice is None else _parsing(chat)
+    tools = chat.tools if parsing.tool_choice is not ToolChoice.NONE else None
+    by_effort = chat.reasoning_effort is not None
     return _build_request(
         chat,
         request_id,
@@ -158,15 +166,49 @@ def read_chat(
         prompt=ChatPrompt(
             tuple(_message(index, message) for index, message in enumerate(chat.messages)),
             tools=msgspec.json.encode(tools).decode() if tools else "",
+            template_args=_template_args(chat) if by_effort or chat.chat_template_kwargs else "",
         ),
+        parsing=parsing,
         max_tokens=chat.max_completion_tokens if is_newer_name else chat.max_tokens,
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         names={
             **OPENAI_FIELD_NAMES,
             "sampling.logprobs": "top_logprobs",
             "sampling.max_tokens": "max_completion_tokens" if is_newer_name else "max_tokens",
+            **({"chat.template_args": "reasoning_effort"} if by_effort and not chat.chat_template_kwargs else {}),
         },
     )
+
+
+def _parsing(chat: ChatBody) -> AnswerParsing:
+    """Return which tool calls the answer may have."""
+    parallel_calls = chat.parallel_tool_calls is not False
+    match chat.tool_choice:
+        case None:
+            return AnswerParsing(parallel_calls=parallel_calls)
+        case "none":
+            return REASONING_ALONE
+        case "auto" if not chat.tools:
+            return REASONING_ALONE
+        case "auto" | "required" as choice:
+            return AnswerParsing(tool_choice=ToolChoice(choice), parallel_calls=parallel_calls)
+        case NamedToolChoice(type="function", function=NamedFunction(name=name)):
+            return AnswerParsing(tool_choice=ToolChoice.NAMED, function=name, parallel_calls=parallel_calls)
+        case _:
+            raise invalid(
+                "tool_choice", 'must be "none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
+            )
+
+
+def _template_args(chat: ChatBody) -> str:
+    """Return the variables of the chat template as JSON. Efforts also turn reasoning on or off, as in vLLM."""
+    args: dict[str, Any] = {}
+    if chat.reasoning_effort is not None:
+        if chat.reasoning_effort not in REASONING_EFFORTS:
+            raise invalid("reasoning_effort", f"must be one of {', '.join(REASONING_EFFORTS)}")
+        args["reasoning_effort"] = chat.reasoning_effort
+        args["enable_thinking"] = chat.reasoning_effort != "none"
+    return msgspec.json.encode(args | (chat.chat_template_kwargs or {})).decode()
 
 
 def _build_request(
@@ -181,6 +223,7 @@ def _build_request(
     max_tokens: int | None,
     logprobs: int | None,
     names: Mapping[str, str],
+    parsing: AnswerParsing | None = None,
 ) -> OpenAiRequest:
     options = body.fleet or _NO_OPTIONS if headers is None else header_hints(headers, body.fleet)
     details = None
@@ -239,6 +282,7 @@ def _build_request(
         pin=options.pin,
         labels=options.labels,
         whole=not body.stream,
+        parsing=parsing,
     )
     return OpenAiRequest(
         request=request,

@@ -18,7 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from fleet.core.clock import Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, draining_rejection
 from fleet.core.ids import RequestId
-from fleet.core.requests import Admitted, Delta, Finished, Logprobs
+from fleet.core.requests import Admitted, CallDelta, Delta, Finished, Logprobs
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.metrics.merged import merge_metrics
@@ -26,20 +26,23 @@ from fleet.frontend.openai.answers import (
     AnswerFormatter,
     ChatFormatter,
     CompletionFormatter,
+    Json,
     model_object,
     rate_limit_headers,
 )
 from fleet.frontend.openai.branches import BranchedAnswers
 from fleet.frontend.openai.header_hints import NAMES, REQUEST_ID_HEADER, request_id_of
 from fleet.frontend.openai.openapi import openapi_document
-from fleet.frontend.openai.relay import Relay
-from fleet.frontend.openai.relay_requests import EMBEDDINGS
-from fleet.frontend.openai.relay_requests import PATHS as RELAYED_PATHS
+from fleet.frontend.openai.overflow import Overflow, OverflowOffer
+from fleet.frontend.openai.relay import Relay, authorization_of
+from fleet.frontend.openai.relayed_paths import PathClass
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
+from fleet.net.client_tls import ServerCertificates
 from fleet.net.http.errors import send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import EVENT_STREAM
+from fleet.net.http.messages import EVENT_STREAM, HttpHead
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field
@@ -85,6 +88,8 @@ async def open_http_frontend(
     processes: PeerRoutersApi | None = None,
     connection_seconds: float = 0,
     health_listen: str = "",
+    certificates: ServerCertificates | None = None,
+    overflow: Overflow | None = None,
 ) -> AsyncIterator["HttpFrontend"]:
     """Listen and serve until the context ends; then cancel running requests.
 
@@ -98,14 +103,18 @@ async def open_http_frontend(
         shared: Whether other processes may listen on the same port.
         processes: The processes behind the same port, whose metrics are merged; None if this is the only one.
         connection_seconds: The lifetime of a client's connection; 0 sets no limit.
-        health_listen: ``host:port`` of a listener for health and metrics alone; empty if there is none.
+        health_listen: ``host:port`` of a listener for health and metrics alone, without TLS; empty if there is none.
+        certificates: The certificates of a port that speaks TLS; None if it does not.
+        overflow: Takes requests that are refused for load; None if nothing does.
 
     Raises:
         ConfigurationRefused: An address is malformed or in use.
     """
     async with AsyncExitStack() as opened:
-        frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds)
-        await opened.enter_async_context(run_server(frontend, listen, setting="http_listen", shared=shared))
+        frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds, overflow)
+        await opened.enter_async_context(
+            run_server(frontend, listen, setting="http_listen", shared=shared, certificates=certificates)
+        )
         if health_listen:
             health = HttpServer(HEALTH_LIMITS, clock, frontend.health_routes)
             await opened.enter_async_context(run_server(health, health_listen, setting="health_listen", shared=shared))
@@ -125,6 +134,7 @@ class HttpFrontend(HttpServer):
         relay: Relay | None,
         processes: PeerRoutersApi | None,
         connection_seconds: float,
+        overflow: Overflow | None,
     ) -> None:
         routes: dict[str, Mapping[str, RouteHandler]] = {
             "/v1/chat/completions": {"POST": self._chat},
@@ -134,9 +144,10 @@ class HttpFrontend(HttpServer):
             "/openapi.json": {"GET": self._openapi},
             "/metrics": {"GET": self._metrics},
         }
-        if relay is not None:
-            routes[EMBEDDINGS] = {"POST": self._embed}
+        routes |= TranslatedFrontend(generation, clock, lambda: self.draining, _unsuitable_content).routes
         super().__init__(settings, clock, routes, connection_seconds)
+        if relay is not None:
+            self.streams_body = self._is_passage
         self.health_address = ""  # of the listener for health and metrics alone, if there is one
         self._generation = generation
         self._registry = registry
@@ -144,6 +155,7 @@ class HttpFrontend(HttpServer):
         self._processes = processes
         self._created = unix_seconds()
         self._refuses_unknown_fields = settings.unknown_fields == "refuse"
+        self._overflow = overflow
 
     @property
     def health_routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
@@ -163,7 +175,7 @@ class HttpFrontend(HttpServer):
         head = exchange.request.head
         if (
             relay is not None
-            and head.path in RELAYED_PATHS
+            and head.path in relay.placed
             and head.method == "POST"
             and not self.draining
             and (head.forwarded_headers is not None or _unsuitable_content(head.headers) is None)
@@ -180,20 +192,53 @@ class HttpFrontend(HttpServer):
             return {"GET": self._model}
         return super().handlers_of(path)
 
+    def fallback(self, head: HttpHead) -> RouteHandler | None:
+        if self._relay is None:
+            return None
+        match self._relay.paths.classify(head.path):
+            case PathClass.RELAYED:
+                return self._pass_through
+            case PathClass.CONTROL:
+                return self._refuse_control_route
+            case PathClass.AMBIGUOUS:
+                return self._refuse_ambiguous_path
+            case PathClass.UNKNOWN:
+                return None
+
+    def _is_passage(self, head: HttpHead) -> bool:
+        """Return True if a request goes to `_pass_through`, which reads its body while it arrives."""
+        relay, path = self._relay, head.path
+        if relay is None or (
+            path in relay.placed and head.method == "POST" and _unsuitable_content(head.headers) is None
+        ):
+            return False
+        method = "GET" if head.method == "HEAD" else head.method
+        if method in (self._routes.get(path) or self.handlers_of(path) or {}):
+            return False
+        return relay.paths.classify(path) is PathClass.RELAYED
+
+    async def _pass_through(self, exchange: Exchange) -> None:
+        assert self._relay is not None
+        if self.draining:
+            raise draining_rejection()
+        await self._relay.pass_through(exchange)
+
+    async def _refuse_control_route(self, exchange: Exchange) -> None:
+        message = (
+            f"{exchange.request.path[:200]} controls a server and is not relayed; the operator of this router can list"
+            " it in `external_paths`"
+        )
+        send_http_error(exchange, HTTPStatus.FORBIDDEN, message)
+
+    async def _refuse_ambiguous_path(self, exchange: Exchange) -> None:
+        message = "the path must not hold '.' and '..', empty segments, backslashes or encoded percent signs"
+        send_http_error(exchange, HTTPStatus.BAD_REQUEST, message)
+
     async def _chat(self, exchange: Exchange) -> None:
         await self._generate(exchange, read_chat, ChatFormatter)
 
     async def _complete(self, exchange: Exchange) -> None:
         await self._generate(exchange, read_completion, CompletionFormatter)
-
-    async def _embed(self, exchange: Exchange) -> None:
-        """Refuse an embedding request that cannot be relayed; only external backends make embeddings."""
-        if self.draining:
-            raise draining_rejection()
-        problem = _unsuitable_content(exchange.request.headers)
-        assert problem is not None, "else it was relayed"
-        self.unserved(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
-        send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
 
     async def _generate(self, exchange: Exchange, read: ReadBody, formatter: type[AnswerFormatter]) -> None:
         if self.draining:
@@ -209,13 +254,23 @@ class HttpFrontend(HttpServer):
             request_id = self._chosen_id(headers) or request_id
         hinted = None if NAMES.isdisjoint(headers) else headers
         parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
+        offer = None
+        if self._overflow is not None and parsed.details is None:
+            offer = self._overflow.offer(parsed, exchange, _authorization(exchange))
         try:
-            if parsed.details is not None:
-                await BranchedAnswers(self._generation, parsed, formatter, exchange, _authorization(exchange)).serve()
-            elif parsed.stream:
-                await self._stream(exchange, parsed, formatter)
-            else:
-                await self._collect(exchange, parsed, formatter)
+            try:
+                if parsed.details is not None:
+                    answers = BranchedAnswers(self._generation, parsed, formatter, exchange, _authorization(exchange))
+                    await answers.serve()
+                elif parsed.stream:
+                    await self._stream(exchange, parsed, formatter, offer)
+                else:
+                    await self._collect(exchange, parsed, formatter, offer)
+            except RequestRejected as refused:
+                if offer is None or (said := await offer.serve(exchange, refused)) is refused:
+                    raise
+                if said is not None:
+                    raise said from refused
         except RequestRejected as refused:
             send_rejection(exchange, rename_field(refused, parsed.names), ("x-request-id", parsed.request.id))
 
@@ -224,7 +279,13 @@ class HttpFrontend(HttpServer):
         chosen = RequestId(request_id_of(headers))
         return None if not chosen or self._generation.serves(chosen) else chosen
 
-    async def _stream(self, exchange: Exchange, parsed: OpenAiRequest, formatter_type: type[AnswerFormatter]) -> None:
+    async def _stream(
+        self,
+        exchange: Exchange,
+        parsed: OpenAiRequest,
+        formatter_type: type[AnswerFormatter],
+        offer: OverflowOffer | None,
+    ) -> None:
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),  # nginx would buffer events
@@ -232,7 +293,7 @@ class HttpFrontend(HttpServer):
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
         token_ids: list[int] = []
-        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange))) as events:
+        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             async for item in events:
                 match item:
@@ -251,12 +312,20 @@ class HttpFrontend(HttpServer):
                         chunks = formatter.last_chunks(item, token_ids)
                         exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
 
-    async def _collect(self, exchange: Exchange, parsed: OpenAiRequest, formatter_type: type[AnswerFormatter]) -> None:
+    async def _collect(
+        self,
+        exchange: Exchange,
+        parsed: OpenAiRequest,
+        formatter_type: type[AnswerFormatter],
+        offer: OverflowOffer | None,
+    ) -> None:
         texts: list[str] = []
+        reasoning: list[str] = []
+        calls: list[CallDelta] = []
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
         headers: tuple[tuple[str, str], ...] = (("x-request-id", parsed.request.id),)
-        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange))) as events:
+        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             async for item in events:
                 match item:
@@ -265,27 +334,35 @@ class HttpFrontend(HttpServer):
                         headers += rate_limit_headers(item.allowance)
                     case Delta():
                         texts.append(item.text)
+                        reasoning.append(item.reasoning)
+                        calls += item.calls
                         token_ids += item.token_ids
                         logprobs += item.logprobs
                     case Finished():
                         assert formatter is not None
                         texts.append(item.text)
-                        content = formatter.whole("".join(texts), token_ids, logprobs, item)
+                        content = formatter.whole("".join(texts), token_ids, logprobs, item, "".join(reasoning), calls)
                         exchange.respond(HTTPStatus.OK, content, headers=headers)
 
     async def _models(self, exchange: Exchange) -> None:
         self._generation.identify(_authorization(exchange))
-        models = [model_object(card, self._created) for card in self._generation.models()]
-        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"object": "list", "data": models}))
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"object": "list", "data": await self._model_objects()}))
 
     async def _model(self, exchange: Exchange) -> None:
         self._generation.identify(_authorization(exchange))
         name = exchange.request.path.removeprefix("/v1/models/")
-        for card in self._generation.models():
-            if card.name == name:
-                exchange.respond(HTTPStatus.OK, msgspec.json.encode(model_object(card, self._created)))
+        for listed in await self._model_objects():
+            if listed["id"] == name:
+                exchange.respond(HTTPStatus.OK, msgspec.json.encode(listed))
                 return
         raise RequestRejected(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
+
+    async def _model_objects(self) -> list[Json]:
+        """Return the objects of all served models; fields that an external server gives keep its values."""
+        theirs = {} if self._relay is None else await self._relay.model_objects()
+        return [
+            {**model_object(card, self._created), **theirs.get(card.name, {})} for card in self._generation.models()
+        ]
 
     async def _health(self, exchange: Exchange) -> None:
         """Answer probes, which have no key; where keys are required, the models stay secret."""
@@ -315,7 +392,7 @@ class HttpFrontend(HttpServer):
 
 def _authorization(exchange: Exchange) -> str:
     """Return the authorization header of a request; empty if there is none."""
-    return exchange.request.headers.get(b"authorization", b"").decode("latin-1")
+    return authorization_of(exchange.request.headers)
 
 
 def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:

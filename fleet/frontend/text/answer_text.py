@@ -36,6 +36,11 @@ class AnswerText:
         self.num_tokens = 0
         self.stopped = False  # True after a stop string
 
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the answer; empty if none did."""
+        return self._stops.found if self.stopped and self._stops is not None else ""
+
     def add(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> Delta:
         """Add the tokens of a step; tokens after a stop string are dropped."""
         assert not self.stopped
@@ -74,6 +79,8 @@ class StopStrings:
         self._first_characters = frozenset(string[0] for string in strings)
         self._longest = max(map(len, strings), default=0)
         self._held = ""
+        self.found = ""
+        """The string that ended the text."""
 
     @property
     def held(self) -> str:
@@ -88,6 +95,7 @@ class StopStrings:
             begin = text.find(string)
             if begin >= 0 and (first is None or (begin + len(string), begin) < first):
                 first = (begin + len(string), begin)
+                self.found = string
         if first is not None:
             self._held = ""
             return text[: first[0] if self._included else first[1]], True

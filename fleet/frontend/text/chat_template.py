@@ -21,6 +21,15 @@ import jinja2.sandbox
 from fleet.core.errors import ConfigurationRefused, invalid
 from fleet.core.requests import ChatMessage
 
+GLOBALS = ("raise_exception", "strftime_now", "range", "dict", "namespace", "lipsum", "cycler", "joiner")
+"""Functions that templates find in the environment."""
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *GLOBALS})
+"""Variables that a request cannot set."""
+
+WITHOUT_EFFECT = (("enable_thinking", False), ("thinking", False), ("reasoning_effort", "none"))
+"""Variables that turn reasoning off. A template without them belongs to a model that does not reason."""
+
 
 class ChatTemplate:
     """Compiled template of one model."""
@@ -42,18 +51,25 @@ class ChatTemplate:
             syntax = environment.parse(source)
         except jinja2.TemplateError as error:
             raise ConfigurationRefused(f"{origin}: the chat template is not valid: {error}") from error
-        self._takes_tools = "tools" in jinja2.meta.find_undeclared_variables(syntax)
+        self._variables = jinja2.meta.find_undeclared_variables(syntax)
+        self._takes_tools = "tools" in self._variables
         names = [node.attr for node in syntax.find_all(jinja2.nodes.Getattr)]
         names += [node.value for node in syntax.find_all(jinja2.nodes.Const)]
         self._takes_calls = "tool_calls" in names
+        self._takes_developer = "developer" in source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[ChatMessage], tools: str = "") -> str:
-        """Return the conversation as text, up to the start of the assistant's turn. `tools` is a JSON list, or empty.
+    def render(self, messages: Sequence[ChatMessage], tools: str = "", template_args: str = "") -> str:
+        """Return the conversation as text, up to the start of the assistant's turn.
+
+        Args:
+            messages: At least one message. A template that does not know the role ``developer`` gets ``system``.
+            tools: A JSON list as in `ChatPrompt.tools`; empty: none.
+            template_args: A JSON object with further variables; empty: none.
 
         Raises:
-            RequestRejected: The template cannot render these messages, or would silently drop tools or tool calls
-                (INVALID_ARGUMENT, field ``chat.messages`` or ``chat.tools``).
+            RequestRejected: The template cannot render these messages, or would silently drop tools, tool calls or
+                variables (INVALID_ARGUMENT, field ``chat.messages``, ``chat.tools`` or ``chat.template_args``).
         """
         if tools and not self._takes_tools:
             raise invalid("chat.tools", "the model's chat template does not support tools; leave them out")
@@ -63,25 +79,43 @@ class ChatTemplate:
                 raise invalid(field, "the model's chat template does not support tool calls; leave them out")
         try:
             return self._template.render(
-                messages=[_template_message(message) for message in messages],
+                messages=[self._message(message) for message in messages],
                 tools=json.loads(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
+                **(self._further_variables(template_args) if template_args else {}),
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise invalid("chat.messages", f"the model's chat template does not accept them: {error}") from error
 
+    def _message(self, message: ChatMessage) -> dict[str, Any]:
+        """Return a message in the form of `transformers`: the arguments of calls are objects, and empty fields are absent."""
+        role = "system" if message.role == "developer" and not self._takes_developer else message.role
+        fields: dict[str, Any] = {"role": role, "content": message.content}
+        if message.tool_calls:
+            fields["tool_calls"] = [_with_parsed_arguments(call) for call in json.loads(message.tool_calls)]
+        for field in ("tool_call_id", "name"):
+            if value := getattr(message, field):
+                fields[field] = value
+        return fields
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """Return a message in the form of `transformers`: the arguments of calls are objects, and empty fields are absent."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        fields["tool_calls"] = [_with_parsed_arguments(call) for call in json.loads(message.tool_calls)]
-    for field in ("tool_call_id", "name"):
-        if value := getattr(message, field):
-            fields[field] = value
-    return fields
+    def _further_variables(self, template_args: str) -> dict[str, Any]:
+        """Return the client's variables that the template knows."""
+        variables: dict[str, Any] = json.loads(template_args)
+        known = {}
+        for name, value in variables.items():
+            if name in RESERVED or name in self._special_tokens:
+                raise invalid("chat.template_args", f"{name[:100]!r} is a variable that the router sets; leave it out")
+            if name in self._variables:
+                known[name] = value
+            elif (name, value) not in WITHOUT_EFFECT:
+                takes = sorted(self._variables - {*RESERVED, *self._special_tokens, *GLOBALS})
+                raise invalid(
+                    "chat.template_args",
+                    f"the model's chat template has no variable {name[:100]!r}; it has {', '.join(takes) or 'none'}",
+                )
+        return known
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:

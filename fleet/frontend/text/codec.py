@@ -69,6 +69,7 @@ def load_codec(model_dir: str | Path) -> TextCodec:
         tool_template=templates.get("tool_use"),
         vocab_size=_vocab_size(config, tokenizer),
         eos_token_ids=_eos_token_ids(folder, config, special_tokens, tokenizer),
+        response_template=settings.get("response_template"),
     )
 
 
@@ -84,11 +85,13 @@ class HuggingFaceCodec:
         tool_template: ChatTemplate | None = None,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._encode = encode
         self._template = template
         self._tool_template = tool_template  # None uses the default template
+        self.response_template = response_template
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lead = _ids(encode("a", False))[-1:]  # a leading token shows whether the next one adds a space
@@ -106,18 +109,18 @@ class HuggingFaceCodec:
     def encode(self, text: str, special: bool = True) -> TokenBytes:
         return self._encode(text, special)
 
-    def decode(self, tokens: TokenBytes) -> str:
-        return self._decode(_ids(tokens))
-
-    def render(self, messages: Sequence[ChatMessage], tools: str = "") -> TokenBytes:
+    def render(self, messages: Sequence[ChatMessage], tools: str = "", template_args: str = "") -> TokenBytes:
         template = self._tool_template if tools and self._tool_template is not None else self._template
         if template is None:
             raise invalid("chat.messages", "the model has no chat template; send a prompt instead")
-        return self._encode(template.render(messages, tools), False)
+        return self._encode(template.render(messages, tools, template_args), False)
 
-    def decoder(self, prompt: TokenBytes = b"", show_special: bool = False) -> TextDecoder:
-        ids = _ids(prompt[-64:])  # 16 tokens, more than a decoder needs
-        return IncrementalDecoder(self._tokenizer, ids, skip_special=not show_special)
+    def decoder(self, prompt: TokenBytes = b"", *, special: bool = False) -> TextDecoder:
+        context = _ids(prompt[-64:])  # 16 tokens, more than a decoder needs
+        return IncrementalDecoder(self._tokenizer, context, special=special)
+
+    def decode(self, tokens: TokenBytes) -> str:
+        return self._decode(_ids(tokens))
 
     def token_text(self, token_id: int) -> str:
         if (text := self._token_texts.get(token_id)) is None:
@@ -256,11 +259,18 @@ class IncrementalDecoder:
     from bytes that are no UTF-8, at which it raises. Implements `fleet.router.ports.TextDecoder`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, special: bool = False) -> None:
+        """Begin after a prompt.
+
+        Args:
+            tokenizer: The tokenizer.
+            prompt: The last tokens of the prompt.
+            special: Whether special tokens are text.
+        """
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._skip = not special
         context, text = self._end_of(prompt)
-        self._stream = DecodeStream(context, skip_special)
+        self._stream = DecodeStream(context, self._skip)
         whole = not text.endswith(REPLACEMENT)
         self._context = context if whole else []
         self._known = "" if whole else text.rstrip(REPLACEMENT)  # the stream repeats an incomplete context
@@ -289,7 +299,7 @@ class IncrementalDecoder:
         text = self._decode([*self._context, *self._held])
         if not text.startswith(known):  # the context ends in bytes that belong to those of the held tokens
             text, known = self._decode(self._held), ""
-        self._stream, self._held, self._known = DecodeStream(self._context, self._skip_special), (), ""
+        self._stream, self._held, self._known = DecodeStream(self._context, self._skip), (), ""
         return text[len(known) :]
 
     def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
@@ -305,4 +315,4 @@ class IncrementalDecoder:
         return context, text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import grpc
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.net.client_tls import ServerCertificates
 from fleet.net.grpc.options import frontend_server_options
 from fleet.net.grpc.port import GrpcServerApi
 from fleet.net.settings import GrpcLibrary, GrpcSettings
@@ -30,7 +31,13 @@ class GrpcioServer:
     """Implements `ClientServer` by `grpc.aio`."""
 
     def __init__(
-        self, *, shared: bool = False, connection_seconds: float = 0, limits: GrpcSettings, max_held_bytes: int
+        self,
+        *,
+        shared: bool = False,
+        connection_seconds: float = 0,
+        limits: GrpcSettings,
+        max_held_bytes: int,
+        certificates: ServerCertificates | None = None,
     ) -> None:
         """Create a server with the arguments of `fleet.net.grpc.http2.Http2Server`."""
         options = (
@@ -41,6 +48,7 @@ class GrpcioServer:
         self.held_bytes = 0
         self.max_held_bytes = max_held_bytes
         self._server = grpc.aio.server(options=options)
+        self._certificates = certificates
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         self._server.add_generic_rpc_handlers(handlers)
@@ -56,6 +64,8 @@ class GrpcioServer:
                 split_listen_address(listen)
             except ValueError as error:
                 raise RuntimeError(f"cannot listen on {listen}: {error}") from error
+            if self._certificates is not None:
+                return self._server.add_secure_port(listen, _renewed_credentials(self._certificates))
         return self._server.add_insecure_port(listen)
 
     async def start(self) -> None:
@@ -65,8 +75,26 @@ class GrpcioServer:
         await self._server.stop(grace)
 
 
+def _renewed_credentials(certificates: ServerCertificates) -> grpc.ServerCredentials:
+    """Return credentials for which the library asks at each handshake."""
+
+    def current() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [certificates.key_and_certificate], certificates.client_authority or None
+        )
+
+    return grpc.dynamic_ssl_server_credentials(
+        current(), current, require_client_authentication=bool(certificates.client_authority)
+    )
+
+
 def client_server(
-    limits: GrpcSettings, *, shared: bool = False, connection_seconds: float = 0, max_held_bytes: int
+    limits: GrpcSettings,
+    *,
+    shared: bool = False,
+    connection_seconds: float = 0,
+    max_held_bytes: int,
+    certificates: ServerCertificates | None = None,
 ) -> ClientServer:
     """Create the server that `limits.library` names; the arguments are those of `fleet.net.grpc.http2.Http2Server`.
 
@@ -74,7 +102,8 @@ def client_server(
         ConfigurationRefused: The library does not load.
     """
     arguments: dict[str, Any] = {
-        "shared": shared, "connection_seconds": connection_seconds, "limits": limits, "max_held_bytes": max_held_bytes
+        "shared": shared, "connection_seconds": connection_seconds, "limits": limits, "max_held_bytes": max_held_bytes,
+        "certificates": certificates,
     }  # fmt: skip
     if limits.library is GrpcLibrary.GRPCIO:
         return GrpcioServer(**arguments)

@@ -29,6 +29,7 @@ import grpc
 import ngh2
 from ngh2.events import DataReceived, RequestReceived, StreamClosed, TrailersReceived
 
+from fleet.net.client_tls import HTTP_2, ServerCertificates, TlsPort
 from fleet.net.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
 from fleet.net.grpc.http2_call import CallContext
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
@@ -73,6 +74,7 @@ class Http2Server:
         connection_seconds: float = 0,
         limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
         max_held_bytes: int = 1024 * MIB,
+        certificates: ServerCertificates | None = None,
     ) -> None:
         """Create a server; `add_insecure_port` binds and `start` begins to serve.
 
@@ -82,6 +84,7 @@ class Http2Server:
                 limit.
             limits: Limits of connections.
             max_held_bytes: The limit for messages that arrive or are being served; beyond it long messages are refused.
+            certificates: The certificates of a TCP port that speaks TLS; None if it does not.
         """
         self.limits = limits
         self.max_held_bytes = max_held_bytes
@@ -95,7 +98,8 @@ class Http2Server:
         self._handlers: list[Any] = []
         self._sockets: list[socket.socket] = []
         self._paths: list[Path] = []
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[asyncio.Server | TlsPort] = []
+        self._certificates = certificates
         self._sweep: asyncio.Task[Never] | None = None
         self._limit_log = ConnectionLimitLog(self.table)
         self.client_log = ClientLog(limits)
@@ -130,6 +134,9 @@ class Http2Server:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         for bound in self._sockets:
+            if self._certificates is not None and bound.family != socket.AF_UNIX:
+                self._servers.append(self._tls_port(bound, self._certificates))
+                continue
             make = loop.create_unix_server if bound.family == socket.AF_UNIX else loop.create_server
             self._servers.append(await make(lambda: Http2Connection(self), sock=bound, backlog=BACKLOG))
         self._sweep = loop.create_task(self._sweep_forever())
@@ -193,6 +200,18 @@ class Http2Server:
         if not self.connections:
             self._left.set()
 
+    def _tls_port(self, bound: socket.socket, certificates: ServerCertificates) -> TlsPort:
+        bound.listen(BACKLOG)
+        return TlsPort(
+            bound,
+            certificates.context(HTTP_2),
+            lambda: Http2Connection(self),
+            self.table,
+            self.client_log,
+            self.limits,
+            now=asyncio.get_running_loop().time,
+        )
+
     def _tasks(self) -> list[asyncio.Task[None]]:
         return [
             call.task
@@ -248,7 +267,7 @@ class Http2Connection(asyncio.Protocol):
         address = client_key(transport.get_extra_info("peername"))
         admission = self.server.table.admit(self, address, self.loop.time())
         if admission.displaced is not None:
-            admission.displaced.displace()
+            admission.displaced.displace(silent=admission.displaced_silent)
         self.slot = admission.slot
         if self.slot is None:
             self.transport.abort()
@@ -354,13 +373,13 @@ class Http2Connection(asyncio.Protocol):
         for call in list(self.calls.values()):
             call.check_limits(now)
 
-    def displace(self) -> None:
-        """Close at once, because the table needs the slot; no calls are running."""
-        if self._has_spoken and not self._goaway_sent:
+    def displace(self, *, silent: bool) -> None:
+        """Close at once, because the table needs the slot; no calls are running, and a `silent` client has sent nothing."""
+        if not silent and not self._goaway_sent:
             with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
                 self.http.send_goaway()
             self.flush()
-        if self.paused or not self._has_spoken:
+        if self.paused or silent:
             self.transport.abort()
         else:
             self.transport.close()

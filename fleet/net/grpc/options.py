@@ -50,7 +50,8 @@ _SERVER: Final = (
     ("grpc.max_concurrent_streams", 8_192),  # per connection
     ("grpc.max_receive_message_length", LONGEST_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # below the client's keepalive time
+    # Far below the clients' keepalive time, because on a busy machine two pings may be read shortly after each other.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     *_KEEPALIVE,
 )
 

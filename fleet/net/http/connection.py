@@ -14,8 +14,10 @@ Rules:
    request.
 6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, and the request is
    served.
-7. A head that equals an earlier one, apart from the content length, is not parsed again.
-8. A connection that waits for its client may be closed at any time in favour of a newcomer (`ConnectionTable`).
+7. The server may read the body of a request while it arrives (`StreamsBody`), and may let a WebSocket begin. Such a
+   request is served from its head on. Its body has no limit of size, but must arrive at the least rate of rule 4.
+8. A head that equals an earlier one, apart from the content length, is not parsed again.
+9. A connection that waits for its client may be closed at any time in favour of a newcomer (`ConnectionTable`).
 """
 
 import asyncio
@@ -28,7 +30,9 @@ from typing import cast
 import httptools
 
 from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.errors import Reason, RequestRejected
 from fleet.net.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
+from fleet.net.http.body_stream import BodyStream
 from fleet.net.http.exchange import Exchange, ExchangeTask, RelaySource, StartExchange
 from fleet.net.http.messages import (
     BAD_REQUEST_LINE,
@@ -39,7 +43,7 @@ from fleet.net.http.messages import (
     HttpHead,
     HttpRequest,
     MalformedRequest,
-    request_path,
+    split_target,
     version_problem,
 )
 from fleet.net.limit_log import ClientLog
@@ -62,20 +66,25 @@ class ConnectionStage(Enum):
     IDLE = auto()  # between requests
     HEAD = auto()
     BODY = auto()
+    SWITCHED = auto()  # another protocol, whose bytes a body stream takes
     CLOSING = auto()  # further bytes are dropped
 
 
 # Module variables, because reading a member of an enum takes three times as long, and a request reads ten.
-_IDLE, _HEAD, _BODY, _CLOSING = (
+_IDLE, _HEAD, _BODY, _SWITCHED, _CLOSING = (
     ConnectionStage.IDLE,
     ConnectionStage.HEAD,
     ConnectionStage.BODY,
+    ConnectionStage.SWITCHED,
     ConnectionStage.CLOSING,
 )
 _WAITS_IDLE = WaitingFor.IDLE
 
 ErrorBody = Callable[[MalformedRequest], bytes]
 """Returns the JSON body that explains a malformed request."""
+
+StreamsBody = Callable[[HttpHead], bool]
+"""Returns True if the server reads the body of a request with this head while it arrives."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -84,7 +93,9 @@ class HttpConnection(asyncio.Protocol):
     # CPython reads attributes of an object with more than 30 of them slowly, unless they are slots.
     __slots__ = (
         "__weakref__",
+        "_arriving",
         "_body",
+        "_body_seen",
         "_buffer",
         "_client_log",
         "_clock",
@@ -114,6 +125,7 @@ class HttpConnection(asyncio.Protocol):
         "_source",
         "_stage",
         "_starting",
+        "_streams",
         "_table",
         "_turn_scheduled",
         "_url",
@@ -137,8 +149,12 @@ class HttpConnection(asyncio.Protocol):
         held: HeldBodyBytes,
         client_log: ClientLog,
         lasts_seconds: float = 0,
+        streams: StreamsBody | None = None,
     ) -> None:
         """Create the protocol. After `lasts_seconds` the next answer asks the client to reconnect; 0 sets no limit."""
+        self._streams = streams
+        self._arriving: BodyStream | None = None  # a body that is read while it arrives (rule 7)
+        self._body_seen = 0  # its bytes at the latest check of its rate
         self._settings = settings
         self._clock = clock
         self._expires_at = self._deadline_in(lasts_seconds) if lasts_seconds else None
@@ -204,7 +220,7 @@ class HttpConnection(asyncio.Protocol):
         self._hold(-self._held_bytes)
         self._drop_waiting()
         del self._parser  # break the reference cycle
-        self._source = None
+        self._source = self._arriving = None
         if self._serving is not None:
             self._serving.cancel()
         self._resume()
@@ -212,6 +228,9 @@ class HttpConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Return whether the connection stays open for writing."""
         self._half_closed = True
+        if self._stage is _SWITCHED and self._arriving is not None:
+            self._arriving.end()
+            return True
         if self._stage in (_HEAD, _BODY):
             self._reject(HTTPStatus.BAD_REQUEST, "the request is incomplete")
         if self.exchange is None:
@@ -245,6 +264,9 @@ class HttpConnection(asyncio.Protocol):
                 self._raw_head = content
         elif stage is _CLOSING:
             return
+        elif stage is _SWITCHED:
+            self._take_switched(data)
+            return
         self._handle_bytes(data, begin)
         self._note_waiting()
 
@@ -263,7 +285,7 @@ class HttpConnection(asyncio.Protocol):
             self._parse(data)
         except httptools.HttpParserUpgrade as offered:
             self._raw_head = None
-            self._decline_upgrade(data[offered.args[0] :])
+            self._answer_offer(data[offered.args[0] :])
             return
         except httptools.HttpParserError as error:
             self._client_log.note_bytes(client_key(self.transport.get_extra_info("peername")), data)
@@ -326,6 +348,8 @@ class HttpConnection(asyncio.Protocol):
         self._stage = _BODY
         self._overhead_bytes = 0
         self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
+        if self._streams is not None and self._begin_body_stream(self._streams):
+            return
         declared = self._headers.get(b"content-length", b"0")
         if int(declared) > self._settings.max_body_bytes:
             self._reject_body()
@@ -334,6 +358,12 @@ class HttpConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         if self._stage is _CLOSING:
+            return
+        if self._arriving is not None:
+            self._overhead_bytes = 0
+            self._arriving.add(body)
+            if self._arriving.full:
+                self._advance()
             return
         self._body.add(body)
         self._overhead_bytes = 0
@@ -348,10 +378,16 @@ class HttpConnection(asyncio.Protocol):
             return
         self._stage = _IDLE
         self.deadline = self._deadline_in(self._settings.idle_timeout_seconds)
+        if self._arriving is not None:
+            arriving, self._arriving = self._arriving, None
+            arriving.end()
+            return
         offered = self._parser.should_upgrade()
+        path, query = split_target(self._url)
         head = HttpHead(
             method=self._parser.get_method().decode("ascii"),
-            path=request_path(self._url),
+            path=path,
+            query=query,
             headers=self._headers,
             keep_alive=self._parser.should_keep_alive() and not offered,
             chunked_answer=self._parser.get_http_version() != "1.0",
@@ -382,7 +418,11 @@ class HttpConnection(asyncio.Protocol):
             self._client_log.note_slow(client_key(self.transport.get_extra_info("peername")), waiting)
             self.transport.abort()
             return
-        if now < self.deadline or self.exchange is not None:
+        if now < self.deadline:
+            return
+        if self._arriving is not None and self._stage is _BODY:
+            self._check_body_rate(self._arriving)
+        if self.exchange is not None:
             return
         match self._stage:
             case ConnectionStage.HEAD | ConnectionStage.BODY:
@@ -391,6 +431,8 @@ class HttpConnection(asyncio.Protocol):
                 self.transport.close()
             case ConnectionStage.CLOSING:
                 self.transport.close()  # sends the rest first, as long as the client reads
+            case ConnectionStage.SWITCHED:
+                self.transport.abort()  # its exchange has ended
 
     def displace(self, *, silent: bool) -> None:
         """Close, because the table needs the slot; no request is being served.
@@ -416,7 +458,8 @@ class HttpConnection(asyncio.Protocol):
         """Close now if no request is being served, otherwise after it."""
         if self.exchange is None:
             self.transport.close()
-        self._stage = _CLOSING
+        if self._arriving is None:  # a body that is read while it arrives belongs to a request that is being served
+            self._stage = _CLOSING
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
         if self._lost or self.transport.is_closing():
@@ -462,6 +505,74 @@ class HttpConnection(asyncio.Protocol):
             self.data_received(data)
         self._advance()
 
+    def _begin_body_stream(self, streams: StreamsBody) -> bool:
+        """Serve the request whose head is complete, if the server reads its body while it arrives (rule 7).
+
+        A request behind another one is collected like any other, because it cannot be served yet.
+        """
+        headers = self._headers
+        if self.exchange is not None or self.waiting or b"upgrade" in headers:
+            return False
+        if b"transfer-encoding" not in headers and headers.get(b"content-length", b"0") == b"0":
+            return False
+        path, query = split_target(self._url)
+        head = HttpHead(
+            method=self._parser.get_method().decode("ascii"),
+            path=path,
+            query=query,
+            headers=headers,
+            keep_alive=self._parser.should_keep_alive(),
+            chunked_answer=self._parser.get_http_version() != "1.0",
+        )
+        if not streams(head):
+            return False
+        self._raw_head = None
+        self._body_seen = 0
+        body = self._arriving = BodyStream(self._body_was_read)
+        if headers.get(b"expect", b"").lower() == b"100-continue":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._start(HttpRequest(head, b"", body))
+        return True
+
+    def _body_was_read(self) -> None:
+        if not self._lost:
+            self._advance()
+
+    def _check_body_rate(self, body: BodyStream) -> None:
+        """End a body of which too little has arrived since the last check, unless its reader keeps it waiting."""
+        if body.full or body.received - self._body_seen >= self._settings.min_read_bytes:
+            self._body_seen = body.received
+            self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
+        else:
+            self._reject(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
+
+    def _answer_offer(self, rest: bytes) -> None:
+        """Let a WebSocket begin if the server wants it (rule 7), or decline the offer of another protocol (rule 6)."""
+        head = self._declined_head
+        if (
+            head is None
+            or self._streams is None
+            or self.exchange is not None
+            or self.waiting
+            or head.method != "GET"
+            or head.headers.get(b"upgrade", b"").lower() != b"websocket"
+            or not self._streams(head)
+        ):
+            self._decline_upgrade(rest)
+            return
+        self._declined_head = None
+        self._stage = _SWITCHED
+        body = self._arriving = BodyStream(self._body_was_read)
+        if rest:
+            body.add(rest)
+        self._start(HttpRequest(head, b"", body))
+
+    def _take_switched(self, data: bytes) -> None:
+        if self._arriving is not None:
+            self._arriving.add(data)
+            if self._arriving.full:
+                self._advance()
+
     def _decline_upgrade(self, rest: bytes) -> None:
         """Serve a request that offers another protocol without upgrading (rule 6); `rest` follows its head.
 
@@ -491,6 +602,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _cache_head(self, content: bytes, head: HttpHead, body: bytes) -> None:
         """Cache the head if only the content length determines where the body ends."""
+        if self._streams is not None and self._streams(head):
+            return
         if head.keep_alive and head.chunked_answer and not head.headers.keys() & _MEANINGFUL_HEADERS:
             self._heads.add(content, head, len(body))
 
@@ -541,7 +654,7 @@ class HttpConnection(asyncio.Protocol):
             self._start(following)
         if self.unparsed and not self.waiting:
             asyncio.get_running_loop().call_soon(self._parse_rest)
-        behind = bool(self.waiting or self.unparsed)
+        behind = bool(self.waiting or self.unparsed or (self._arriving is not None and self._arriving.full))
         if self._reading and behind:
             self.transport.pause_reading()
         elif not self._reading and not behind:
@@ -556,6 +669,8 @@ class HttpConnection(asyncio.Protocol):
         self.exchange = self._serving = self._source = None
         if self._lost:
             return
+        if self._arriving is not None:  # nobody reads the rest
+            self._arriving, keep_alive = None, False
         if self._half_closed or not keep_alive or (self._stage is _CLOSING and not self.waiting):
             self._drop_waiting()
             self._linger()
@@ -629,6 +744,9 @@ class HttpConnection(asyncio.Protocol):
         self._hold(-self._body.size)
         self._body = BodyBuffer()
         self._stage = _CLOSING
+        if self._arriving is not None:  # its request is being served, and answered by the server
+            self._arriving.fail(RequestRejected(Reason.INVALID_ARGUMENT, message))
+            return
         self.waiting.append(MalformedRequest(status, message, retry_after_seconds))
         self._advance()
 

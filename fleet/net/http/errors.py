@@ -1,8 +1,10 @@
-"""Error answers over HTTP: JSON objects and last events of streams, in the form of the OpenAI API."""
+"""Error answers over HTTP: JSON objects and last events of streams, in the forms of the OpenAI and Anthropic APIs."""
 
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 import msgspec
+from msgspec import Struct
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.net.http.exchange import Exchange
@@ -10,21 +12,37 @@ from fleet.net.http.messages import EVENT_STREAM, MalformedRequest, sse_event
 from fleet.net.status_codes import REASON_STATUSES
 
 
-def send_rejection(exchange: Exchange, refused: RequestRejected, *more: tuple[str, str]) -> None:
-    """Answer a rejected request; a started stream ends with an error event. `more` are headers of an answer not yet started.
+class ErrorForm(Struct, frozen=True):
+    """How an API writes errors."""
+
+    body: Callable[[RequestRejected], bytes]
+    event: Callable[[RequestRejected], bytes]
+
+
+def send_rejection(
+    exchange: Exchange, refused: RequestRejected, *more: tuple[str, str], form: ErrorForm | None = None
+) -> None:
+    """Answer a rejected request; a started stream ends with an error event.
+
+    Args:
+        exchange: The exchange of the request.
+        refused: The rejection.
+        more: Headers of an answer not yet started.
+        form: The form of the API; None: that of completions and chat.
 
     Raises:
         ClientDisconnected: The connection is closed.
     """
+    form = form or OPENAI_ERRORS
     if exchange.began:
-        exchange.send(error_event(refused), content_type=EVENT_STREAM, last=True)
+        exchange.send(form.event(refused), content_type=EVENT_STREAM, last=True)
         return
     headers = more
     if seconds := -(-refused.retry_after_ms // 1000):
         headers += (("retry-after", str(seconds)),)
     if refused.reason is Reason.UNAUTHENTICATED:
         headers += (("www-authenticate", "Bearer"),)  # required with 401 (RFC 9110, 15.5.2)
-    exchange.respond(REASON_STATUSES[refused.reason].http, error_body(refused), headers=headers)
+    exchange.respond(REASON_STATUSES[refused.reason].http, form.body(refused), headers=headers)
 
 
 def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
@@ -63,3 +81,36 @@ def _error(refused: RequestRejected) -> dict[str, object]:
     if refused.cause:
         error["cause"] = refused.cause
     return error
+
+
+def responses_error_event(refused: RequestRejected) -> bytes:
+    """Return the last event of a failed stream of the Responses API."""
+    error = {"type": "error", "code": refused.reason, "message": refused.message, "param": refused.field or None}
+    return b"event: error\n" + sse_event(msgspec.json.encode(error))
+
+
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    HTTPStatus.BAD_REQUEST: "invalid_request_error",
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+
+
+def anthropic_error_body(refused: RequestRejected) -> bytes:
+    """Return the body of a rejection in the Messages API."""
+    kind = _ANTHROPIC_TYPES.get(REASON_STATUSES[refused.reason].http, "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": refused.message}})
+
+
+def anthropic_error_event(refused: RequestRejected) -> bytes:
+    """Return the last event of a failed stream of the Messages API."""
+    return b"event: error\n" + sse_event(anthropic_error_body(refused))
+
+
+OPENAI_ERRORS = ErrorForm(error_body, error_event)
+RESPONSES_ERRORS = ErrorForm(error_body, responses_error_event)
+ANTHROPIC_ERRORS = ErrorForm(anthropic_error_body, anthropic_error_event)

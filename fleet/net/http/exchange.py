@@ -1,7 +1,7 @@
 """One HTTP request and its answer.
 
-An answer is given as a whole (`Exchange.respond`), in chunks (`Exchange.send`), or relayed as bytes from another
-connection (`Exchange.relay`). In each case `Exchange.finish` is called once.
+An answer is given as a whole (`Exchange.respond`), in chunks (`Exchange.send`), relayed as bytes from another
+connection (`Exchange.relay`), or passed on piece by piece (`Exchange.pass_on`). In each case `Exchange.finish` is called once.
 """
 
 import asyncio
@@ -163,6 +163,19 @@ class Exchange:
         """End a relayed answer. Without `keep_alive` the end of the connection marks the end of the answer."""
         self._complete = keep_alive
         self.finish()
+
+    def pass_on(self, content: bytes) -> None:
+        """Send the next bytes of an answer that comes with its own head. The caller then awaits `drained`.
+
+        Raises:
+            ClientDisconnected: The connection is closed.
+        """
+        self._began = True
+        self._connection.write((content,))
+
+    def passed_on(self, *, keep_alive: bool) -> None:
+        """Note that such an answer is complete. Without `keep_alive` the end of the connection marks its end."""
+        self._complete = keep_alive
 
     def finish(self) -> None:
         """End the exchange.

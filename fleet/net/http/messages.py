@@ -1,8 +1,9 @@
 """HTTP/1.1 messages: request heads, bodies, response heads and malformed requests."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -21,15 +22,33 @@ class HttpHead(Struct, kw_only=True):
 
     method: str
     path: str  # without the query
+    query: bytes = b""  # with its question mark; empty if there is none
     headers: Mapping[bytes, bytes]  # names in lower case
     keep_alive: bool
     chunked_answer: bool  # whether the client understands chunks; HTTP/1.0 does not
     forwarded_headers: bytes | None = None  # the headers that a relay forwards; None until it has computed them
+    credentials: bytes = b""  # header lines that prove who the client is; computed together with the others
+
+
+class ArrivingBody(Protocol):
+    """A body that is read while it arrives; what waits to be read is bounded."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def __anext__(self) -> bytes:
+        """Return the next piece.
+
+        Raises:
+            RequestRejected: The rest will not arrive, because the request is malformed or its client too slow.
+        """
+        ...
 
 
 class HttpRequest(Struct, frozen=True):
     head: HttpHead
     body: bytes
+    arriving: ArrivingBody | None = None
+    """The body, or the bytes of another protocol, if they are read while they arrive; `body` is empty then."""
 
     @property
     def method(self) -> str:
@@ -149,17 +168,17 @@ def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
     return None
 
 
-def request_path(target: bytes) -> str:
-    """Return the path of a request target without its query and a slash at its end.
+def split_target(target: bytes) -> tuple[str, bytes]:
+    """Return the path of a request target without a slash at its end, and its query.
 
     A target may be a whole URL (RFC 9112, 3.2.2).
     """
-    path = target.partition(b"?")[0]
+    path, mark, query = target.partition(b"?")
     if not path.startswith(b"/") and (authority := _ABSOLUTE.match(path)) is not None:
         path = path[authority.end() :] or b"/"
     if path.endswith(b"/") and path != b"/":
         path = path[:-1]
-    return path.decode("latin-1")
+    return path.decode("latin-1"), mark + query
 
 
 class MalformedRequest(Struct, frozen=True):

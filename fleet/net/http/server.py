@@ -5,6 +5,7 @@ Each request runs in a supervised task, so an error in one request does not end 
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -12,12 +13,13 @@ from http import HTTPStatus
 
 from fleet.core.clock import SECOND, Clock
 from fleet.core.errors import RequestRejected, internal_error
+from fleet.net.client_tls import HTTP_1, ServerCertificates, TlsPort
 from fleet.net.connection_table import ConnectionTable
-from fleet.net.http.connection import HttpConnection
+from fleet.net.http.connection import HttpConnection, StreamsBody
 from fleet.net.http.cors import answer_options, cors_headers
 from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes
+from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes, HttpHead, MalformedRequest
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import HttpSettings
 from fleet.net.sockets import BACKLOG, bind_tcp
@@ -26,16 +28,26 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25
 
+PLAIN_REQUEST = MalformedRequest(HTTPStatus.BAD_REQUEST, "this port speaks TLS: use https")
+
 RouteHandler = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, RouteHandler]]
 """Handlers by path and method."""
 
 
 @asynccontextmanager
-async def run_server(server: "HttpServer", listen: str, *, setting: str, shared: bool = False) -> AsyncIterator[None]:
+async def run_server(
+    server: "HttpServer",
+    listen: str,
+    *,
+    setting: str,
+    shared: bool = False,
+    certificates: ServerCertificates | None = None,
+) -> AsyncIterator[None]:
     """Listen at ``host:port`` (port 0 takes a free one) until the context ends; then cancel the requests that still run.
 
-    With `shared`, other processes may listen on the same port. Errors name the `setting` that holds the address.
+    With `shared`, other processes may listen on the same port. Errors name the `setting` that holds the address. With
+    `certificates`, the port speaks TLS.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.
@@ -44,8 +56,12 @@ async def run_server(server: "HttpServer", listen: str, *, setting: str, shared:
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks
-        # Without an explicit backlog the event loop uses 100.
-        port = await asyncio.get_running_loop().create_server(server.connection, sock=listening, backlog=BACKLOG)
+        port: asyncio.Server | TlsPort
+        if certificates is None:
+            # Without an explicit backlog the event loop uses 100.
+            port = await asyncio.get_running_loop().create_server(server.connection, sock=listening, backlog=BACKLOG)
+        else:
+            port = server.tls_port(listening, certificates)
         server.stop_listening = port.close
         sweep = tasks.create_task(server.sweep())
         try:
@@ -69,6 +85,7 @@ class HttpServer:
         self.stop_listening: Callable[[], None] = lambda: None
         self.tasks: asyncio.TaskGroup
         self.draining = False
+        self.streams_body: StreamsBody | None = None  # None: every body is collected before its request is served
         self._settings = settings
         self._clock = clock
         self._routes = routes
@@ -96,6 +113,20 @@ class HttpServer:
             self.held,
             self._client_log,
             self._connection_seconds,
+            self.streams_body,
+        )
+
+    def tls_port(self, listening: socket.socket, certificates: ServerCertificates) -> TlsPort:
+        """Accept connections with TLS at a listening socket."""
+        return TlsPort(
+            listening,
+            certificates.context(HTTP_1),
+            self.connection,
+            self.table,
+            self._client_log,
+            self._settings,
+            now=lambda: self._clock.now() / SECOND,
+            farewell=PLAIN_REQUEST.answer(http_error_body(PLAIN_REQUEST)),
         )
 
     async def finish(self, within_seconds: float, also: Callable[[], Awaitable[None]] | None) -> None:
@@ -144,6 +175,10 @@ class HttpServer:
         """Return the handlers by method for a path outside of the route table; None if there are none."""
         return None
 
+    def fallback(self, head: HttpHead) -> RouteHandler | None:  # noqa: ARG002 - for subclasses that serve more
+        """Return the handler of a path or method that no table has; None if there is none."""
+        return None
+
     def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._serving.discard(task)
         exchange.finish()
@@ -166,15 +201,19 @@ class HttpServer:
     async def _route(self, exchange: Exchange) -> None:
         request = exchange.request
         methods = self._routes.get(request.path) or self.handlers_of(request.path)
-        if methods is None:
+        if methods is not None and request.method == "OPTIONS":
+            answer_options(exchange, tuple(methods), self._settings.cors_origins)
+            return
+        answer = None if methods is None else methods.get("GET" if request.method == "HEAD" else request.method)
+        if answer is None:
+            answer = self.fallback(request.head)
+        if answer is not None:
+            await answer(exchange)
+        elif methods is None:
             self.unserved(HTTPStatus.NOT_FOUND)
             send_http_error(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
-        elif request.method == "OPTIONS":
-            answer_options(exchange, tuple(methods), self._settings.cors_origins)
-        elif (answer := methods.get("GET" if request.method == "HEAD" else request.method)) is None:
+        else:
             self.unserved(HTTPStatus.METHOD_NOT_ALLOWED)
             allowed = ", ".join(methods)
             message = f"{request.path[:200]} takes {allowed}, not {request.method}"
             send_http_error(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)
-        else:
-            await answer(exchange)

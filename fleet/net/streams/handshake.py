@@ -20,7 +20,7 @@ from functools import partial
 from fleet.net.streams.identity import DiagnosedTls, StreamIdentity, tls_failure_cause
 from fleet.net.streams.proof import MAX_HANDSHAKE_BYTES, ProofFailed, ProofVerifier, Prover
 from kvstore.net.addresses import unix_path
-from kvstore.net.frames import FRAME_BYTES, SEND_BYTES, Accept, FrameConnection, FrameReceiver, connect
+from kvstore.net.frames import FRAME_BYTES, HEAD, SEND_BYTES, Accept, FrameConnection, FrameReceiver, connect
 from kvstore.net.unix_sockets import OUT_OF_FILES
 from kvstore.net.unproven_connections import UnprovenConnections
 
@@ -122,7 +122,8 @@ class StreamAuthenticator:
         """Run the handshake of one connection."""
         identity, tls = self._identity, None
         if identity.tls is not None:
-            tls = DiagnosedTls(identity.tls, self._refusal(NEEDS_TLS))
+            refusal = self._refusal(NEEDS_TLS)
+            tls = DiagnosedTls(identity.tls, HEAD.pack(len(refusal)) + refusal)
         caller.started = True
         try:
             async with asyncio.timeout(PROVE_SECONDS):

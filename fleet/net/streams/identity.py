@@ -6,12 +6,15 @@ Rules:
    caller speaks TLS if it has an `authority`, and shows its own certificate on request.
 2. With `secret_file` both ends prove that they know the secret, with or without TLS (`fleet.net.streams.proof`).
 3. A stream is protected if both ends prove the secret or show certificates of the authority. A listener refuses an
-   unprotected address that strangers can reach, unless `insecure` declares that there are none.
+   unprotected address that strangers can reach, unless `insecure` declares that there are none. Where it allows loopback,
+   a warning says that all users of the machine are let in.
 4. A failed handshake is explained on both ends. Event loops close such a connection before the TLS alert leaves;
    `DiagnosedTls` sends the alert first and remembers the failure.
 """
 
+import logging
 import ssl
+from collections.abc import Callable
 from typing import Any, Self
 
 from msgspec import Struct
@@ -19,11 +22,12 @@ from msgspec import Struct
 from fleet.core.errors import ConfigurationRefused
 from kvstore.errors import BadCredentials
 from kvstore.net.addresses import is_local, unix_path
-from kvstore.net.frames import HEAD
 from kvstore.security import channels as access
 from kvstore.security.authentication import AuthenticationKey, Purpose
 from kvstore.security.credentials import Credentials
 from kvstore.security.tls_diagnosis import PLAIN, explain
+
+log = logging.getLogger(__name__)
 
 
 class StreamIdentity(Struct, frozen=True, kw_only=True):
@@ -55,7 +59,9 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
         return self.key is None and self.tls is None
 
     def require(self, listen_field: str, listen: str, *, on_loopback: bool) -> None:
-        """Refuse an address that strangers can reach (rule 3). With `on_loopback`, other users of this machine are strangers.
+        """Refuse an address that strangers can reach (rule 3).
+
+        With `on_loopback`, other users of this machine are strangers. Without it, a warning tells of them.
 
         Raises:
             ConfigurationRefused: The address is unprotected or malformed.
@@ -64,6 +70,14 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
             return
         try:
             if is_local(listen) and not on_loopback:
+                log.warning(
+                    "port open to all users of this machine",
+                    extra={
+                        "setting": listen_field,
+                        "address": listen,
+                        "to_change": f"set {self.field}.secret_file, or listen at unix:/path; {self.field}.insecure = true says that it is meant",
+                    },
+                )
                 return
         except ValueError as error:
             raise ConfigurationRefused(f"{listen_field}: {error}") from error
@@ -107,7 +121,7 @@ def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | No
     except BadCredentials as error:
         raise ConfigurationRefused(f"{field}{str(error).removeprefix('credentials')}") from error
     if context is not None:
-        context.sslobject_class = _DiagnosedHandshake
+        diagnosed(context)
         try:
             if credentials.certificate:
                 context.load_cert_chain(credentials.certificate, credentials.key)
@@ -125,6 +139,12 @@ def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | No
     )
 
 
+def diagnosed(context: ssl.SSLContext) -> ssl.SSLContext:
+    """Prepare a context for `DiagnosedTls`, and return it."""
+    context.sslobject_class = _DiagnosedHandshake
+    return context
+
+
 class DiagnosedTls(ssl.SSLContext):
     """TLS context of one connection that remembers why its handshake failed (rule 4).
 
@@ -132,13 +152,22 @@ class DiagnosedTls(ssl.SSLContext):
         failure: The failure of the handshake; None if there is none.
     """
 
-    def __new__(cls, shared: ssl.SSLContext, farewell: bytes = b"") -> Self:  # noqa: ARG004 - of `__init__`
+    def __new__(cls, *_: Any) -> Self:
         return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
 
-    def __init__(self, shared: ssl.SSLContext, farewell: bytes = b"") -> None:
-        """Delegate to `shared`. Peers without TLS get the payload `farewell` instead of an alert that they would not understand."""
+    def __init__(
+        self, shared: ssl.SSLContext, farewell: bytes = b"", on_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        """Delegate to `shared`.
+
+        Args:
+            shared: A context of `diagnosed`.
+            farewell: Answer to peers without TLS, which would not understand an alert.
+            on_failure: Called after the first failure; the peer then gets its alert or the farewell.
+        """
         self._shared = shared
-        self._farewell = HEAD.pack(len(farewell)) + farewell if farewell else b""
+        self._farewell = farewell
+        self._on_failure = on_failure
         self._outgoing: ssl.MemoryBIO | None = None
         self.failure: ssl.SSLError | None = None
 
@@ -163,6 +192,7 @@ class DiagnosedTls(ssl.SSLContext):
             if error.reason in PLAIN and self._outgoing is not None and self._farewell:
                 self._outgoing.read()
                 self._outgoing.write(self._farewell)
+            self._on_failure()
 
 
 class _DiagnosedHandshake(ssl.SSLObject):

@@ -56,6 +56,12 @@ class PlannerMetrics:
             if measured is not None:
                 demand.add_metric([name], measured)
         yield demand
+        for name, amount in status.overflow.items():
+            yield CounterMetricFamily(
+                f"fleet_planner_overflow_{name}",
+                f"Overflow to a hosted endpoint since this planner started: {name}",
+                amount,
+            )
         present = {each.type for each in status.conditions}
         conditions = GaugeMetricFamily("fleet_planner_condition", "Whether a condition holds", labels=["type"])
         for condition in PlanConditionType:

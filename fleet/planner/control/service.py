@@ -33,16 +33,41 @@ class ShownPlanner(Protocol):
     def explain(self, plan: PlanId) -> PlanRecord | None: ...
 
 
+class ShownPlanners(Protocol):
+    """The planners of one process."""
+
+    def planner(self, deployment: str) -> ShownPlanner:
+        """Return the planner of a deployment; an empty name means the only one.
+
+        Raises:
+            RequestRejected: There is no such planner, or a name is needed because there are several.
+        """
+        ...
+
+
+class OnlyPlanner:
+    """The planner of a process that has one. Implements `ShownPlanners`."""
+
+    def __init__(self, planner: ShownPlanner) -> None:
+        self._planner = planner
+
+    def planner(self, deployment: str) -> ShownPlanner:
+        if deployment:
+            message = "deployment: this planner has one set of pools, which has no name; leave the field empty"
+            raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="deployment")
+        return self._planner
+
+
 def default_address() -> str:
     """Return the control address of a planner of this user whose settings name none."""
     return f"unix:{control_folder() / 'planner.sock'}"
 
 
 class PlannerService:
-    """Answers calls about one planner."""
+    """Answers calls about the planners of a process."""
 
-    def __init__(self, planner: ShownPlanner) -> None:
-        self._planner = planner
+    def __init__(self, planners: ShownPlanners) -> None:
+        self._planners = planners
         self._watchers = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -55,12 +80,12 @@ class PlannerService:
         return grpc.method_handlers_generic_handler(PLANNER, methods)
 
     async def _show(self, content: bytes) -> Message:
-        parse_message(pb.ShowPlanRequest, content)
-        return self._document()
+        return self._document(parse_message(pb.ShowPlanRequest, content).deployment)
 
     async def _explain(self, content: bytes) -> Message:
-        plan = parse_message(pb.ExplainPlanRequest, content).plan_id
-        record = await asyncio.to_thread(self._planner.explain, PlanId(plan))
+        asked = parse_message(pb.ExplainPlanRequest, content)
+        plan, planner = asked.plan_id, self._planners.planner(asked.deployment)
+        record = await asyncio.to_thread(planner.explain, PlanId(plan))
         if record is None:
             message = f"plan_id: {plan[:100]!r} is no plan of this planner, or its record was dropped for later ones"
             raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="plan_id")
@@ -68,25 +93,25 @@ class PlannerService:
 
     async def _watch(self, content: bytes, context: Context) -> None:
         async def follow() -> Never:
-            parse_message(pb.ShowPlanRequest, content)
+            deployment = parse_message(pb.ShowPlanRequest, content).deployment
             if self._watchers >= MOST_WATCHERS:
                 raise RequestRejected(Reason.QUEUE_FULL, f"{MOST_WATCHERS} callers watch this planner already")
             self._watchers += 1
             try:
                 while True:
-                    await send_message(context, self._document())
+                    await send_message(context, self._document(deployment))
                     await asyncio.sleep(SHOW_SECONDS)
             finally:
                 self._watchers -= 1
 
         await answer_call(follow(), context)
 
-    def _document(self) -> pb.PlannerDocument:
-        return pb.PlannerDocument(json=msgspec.json.encode(self._planner.status()))
+    def _document(self, deployment: str) -> pb.PlannerDocument:
+        return pb.PlannerDocument(json=msgspec.json.encode(self._planners.planner(deployment).status()))
 
 
 @asynccontextmanager
-async def open_planner_port(listen: str, access: ControlAccess, planner: ShownPlanner) -> AsyncIterator[str]:
+async def open_planner_port(listen: str, access: ControlAccess, planners: ShownPlanners) -> AsyncIterator[str]:
     """Serve until the context ends. Yield the address.
 
     Raises:
@@ -98,7 +123,7 @@ async def open_planner_port(listen: str, access: ControlAccess, planner: ShownPl
     async with AsyncExitStack() as held:
         guard = None if unix_path(listen) else SocketGuard()
         server = access.server(guard)
-        server.add_generic_rpc_handlers((PlannerService(planner).handler(),))
+        server.add_generic_rpc_handlers((PlannerService(planners).handler(),))
 
         bind = access.binder(held)
         port = open_port(server, listen, (PLANNER,), lambda: True, setting="listen", bind=bind, guard=guard)

@@ -19,9 +19,10 @@ TRY_EVERY = 0.5  # seconds
 class FileElection:
     """One candidate. Implements `fleet.planner.election.ports.PlanElection`."""
 
-    def __init__(self, file: int, identity: str) -> None:
-        self._file = file
+    def __init__(self, path: Path, identity: str) -> None:
+        self._path = path
         self._identity = identity
+        self._file: int | None = None
         self._leads = False
 
     def leads(self) -> bool:
@@ -33,8 +34,20 @@ class FileElection:
                 self._try()
             await asyncio.sleep(TRY_EVERY)
 
+    def open(self) -> None:
+        """Open the file, unless it is open; raises OSError."""
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def close(self) -> None:
+        """Give the lead up."""
+        if self._file is not None:
+            os.close(self._file)
+
     def _try(self) -> None:
         try:
+            self.open()
+            assert self._file is not None
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return
@@ -46,17 +59,24 @@ class FileElection:
 
 
 @contextmanager
-def open_file_election(path: Path, identity: str) -> Iterator[FileElection]:
+def open_file_election(path: Path, identity: str, *, may_come_later: bool = False) -> Iterator[FileElection]:
     """Open the candidate of a lock file; leaving the context gives the lead up.
+
+    Args:
+        path: The file.
+        identity: Name of the candidate.
+        may_come_later: Whether the folder of the file need not exist yet; until it does, nobody leads.
 
     Raises:
         ConfigurationRefused: The file cannot be made.
     """
+    election = FileElection(path, identity)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not may_come_later or path.parent.is_dir():
+            election.open()
     except OSError as error:
         raise ConfigurationRefused(f"election.path: {path}: {error.strerror}") from error
     try:
-        yield FileElection(file, identity)
+        yield election
     finally:
-        os.close(file)
+        election.close()

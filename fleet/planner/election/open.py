@@ -10,23 +10,56 @@ from fleet.core.errors import ConfigurationRefused, missing_package
 from fleet.core.system_clock import utc_now
 from fleet.planner.election.file import open_file_election
 from fleet.planner.election.ports import AlwaysLeads, PlanElection
-from fleet.planner.settings import EtcdElectionSettings, FileElectionSettings, KubernetesElectionSettings
+from fleet.planner.settings import (
+    EtcdElectionSettings,
+    EtcdTarget,
+    FileElectionSettings,
+    FolderTarget,
+    KubernetesElectionSettings,
+    PlannerMode,
+    PlannerSettings,
+)
+
+PLANNER_LOCK = ".planner"
+"""Lock file of the leading planner in the folder of a target."""
 
 
 @asynccontextmanager
-async def open_election(
-    settings: FileElectionSettings | EtcdElectionSettings | KubernetesElectionSettings | None,
-    identity: str,
-    clock: Clock,
-) -> AsyncIterator[PlanElection]:
+async def open_election(settings: PlannerSettings, identity: str, clock: Clock) -> AsyncIterator[PlanElection]:
     """Open the candidate of the settings for the length of the context.
 
     Raises:
         ConfigurationRefused: A package is not installed, a file cannot be used, or the API server is not known.
     """
+    if settings.election is None:
+        async with _by_target(settings, identity, clock) as candidate:
+            yield candidate
+    else:
+        async with _by_settings(settings.election, identity, clock) as candidate:
+            yield candidate
+
+
+@asynccontextmanager
+async def _by_target(settings: PlannerSettings, identity: str, clock: Clock) -> AsyncIterator[PlanElection]:
+    """Elect one among the active planners of a folder or of keys in etcd, which would otherwise overwrite each other."""
+    target = settings.target
+    if settings.mode is PlannerMode.ACTIVE and isinstance(target, FolderTarget):
+        with open_file_election(Path(target.folder) / PLANNER_LOCK, identity, may_come_later=True) as file:
+            yield file
+    elif settings.mode is PlannerMode.ACTIVE and isinstance(target, EtcdTarget):
+        key = f"{target.prefix}leader"
+        election = EtcdElectionSettings(endpoints=target.endpoints, key=key, credentials=target.credentials)
+        async with _by_settings(election, identity, clock) as candidate:
+            yield candidate
+    else:
+        yield AlwaysLeads()
+
+
+@asynccontextmanager
+async def _by_settings(
+    settings: FileElectionSettings | EtcdElectionSettings | KubernetesElectionSettings, identity: str, clock: Clock
+) -> AsyncIterator[PlanElection]:
     match settings:
-        case None:
-            yield AlwaysLeads()
         case FileElectionSettings():
             with open_file_election(Path(settings.path), identity) as file:
                 yield file

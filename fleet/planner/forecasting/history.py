@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from math import inf
+from math import exp, inf, sqrt
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.duration_counts import Counts, added, interpolated
@@ -28,6 +28,9 @@ QUIET_GAPS = 8.0
 RECENT_SECONDS = 60.0
 """Time for which windows are kept, from which percentiles of latencies are taken."""
 
+RECENT_ERRORS = 2.0
+"""Standard errors by which a recent rate must exceed the level to count."""
+
 ENOUGH = 20
 """Fewest requests whose percentile is compared with a goal or a prediction."""
 
@@ -46,6 +49,9 @@ LEAST_CHANGE = 0.1
 SPREAD_MEMORY = 2000.0
 """Requests after which a spread weighs 1/e."""
 
+CACHED_MEMORY = 600.0
+"""Seconds after which a cached prompt weighs 1/e. Pools that change lose caches for a while, which is no change of the load."""
+
 FIRST_SHAPE = RequestShape(prompt_tokens=1000.0, answer_tokens=200.0)
 """Lengths before the first request."""
 
@@ -58,9 +64,9 @@ class DemandHistory:
         self.dispersion = 1.0
         self._dispersion_weight = PRIOR_COUNTS
         self._prompts = _Lengths(settings.threshold)
-        self._cached = _Lengths(settings.threshold)
         self._answers = _Lengths(settings.threshold)
         self._rate = Level(lambda mean: mean * self.dispersion, settings.threshold)
+        self._prompt_tokens = self._cached_tokens = 0.0  # of late, by `CACHED_MEMORY`
         self._recent: deque[DemandWindow] = deque()
         self._since_arrival = 0.0
         self._arrivals = self._seconds = 0.0  # of the load that has not ended, as a moving mean
@@ -89,7 +95,24 @@ class DemandHistory:
     @property
     def shape_changes(self) -> int:
         """Number of changes of the mean lengths."""
-        return self._prompts.level.changes + self._cached.level.changes + self._answers.level.changes
+        return self._prompts.level.changes + self._answers.level.changes
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the prompt tokens that workers have in a cache."""
+        return min(1.0, self._cached_tokens / self._prompt_tokens) if self._prompt_tokens else 0.0
+
+    @property
+    def recent_rate(self) -> float:
+        """Arrivals per second of the last `RECENT_SECONDS` if they are above the level by more than chance explains, else the level.
+
+        The level follows a slow rise late, because its threshold is high.
+        """
+        seconds = sum(each.seconds for each in self._recent)
+        arrivals = sum(each.arrivals for each in self._recent)
+        expected = self.rate * seconds
+        chance = RECENT_ERRORS * sqrt(expected * self.dispersion)
+        return arrivals / seconds if seconds and arrivals > expected + chance else self.rate
 
     @property
     def forecastable(self) -> bool:
@@ -101,7 +124,7 @@ class DemandHistory:
         shape = RequestShape(
             prompt_tokens=prompt,
             answer_tokens=self._answers.level.mean or FIRST_SHAPE.answer_tokens,
-            cached_tokens=min(self._cached.level.mean, prompt - 1.0) if prompt > 1.0 else 0.0,
+            cached_tokens=min(self.cached_share * prompt, prompt - 1.0) if prompt > 1.0 else 0.0,
         )
         return OfferedLoad(
             shape=shape,
@@ -125,7 +148,9 @@ class DemandHistory:
         count, finished, changed = demand.arrivals, demand.finished, []
         if count:
             changed.append(self._prompts.add(count, demand.prompt_tokens, demand.prompt_squares))
-            changed.append(self._cached.add(count, demand.cached_tokens, 0.0))
+            kept = exp(-demand.seconds / CACHED_MEMORY)
+            self._prompt_tokens = kept * self._prompt_tokens + demand.prompt_tokens
+            self._cached_tokens = kept * self._cached_tokens + demand.cached_tokens
         if finished:
             changed.append(self._answers.add(finished, demand.answer_tokens, demand.answer_squares))
         self.since_shape_change = 0.0 if any(changed) else self.since_shape_change + demand.seconds

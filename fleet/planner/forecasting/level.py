@@ -5,7 +5,9 @@ Rules:
 1. Each sample has a weight (seconds, or requests) and a sum over that weight (arrivals, or tokens). The level is the sum of the sums
    over the sum of the weights, of all samples since the last change, but no longer than `LONGEST` samples.
 2. After each sample, the last 1, 2, 3, 6, 12, ... samples are compared with those before them. If their means differ by more than `threshold`
-   standard errors, the samples before are forgotten. The variance of one unit of weight is given by the caller, for the larger of both means.
+   standard errors, the samples before are forgotten. The variance of one unit of weight is given by the caller. For a fall it is taken at the
+   mean before, and for a rise the standard deviation is taken between both means, because that of counts grows with their mean. So five
+   times the load shows in the first few seconds (Anscombe's transformation, 1948, has the same effect).
 3. So the level of a constant load becomes steadier with time, a step shows at once, and a ramp shows as several steps.
 """
 
@@ -71,7 +73,9 @@ class Level:
                 weight, amount = weight + samples[-index][0], amount + samples[-index][1]
             summed, before = scale, all_weight - weight
             now_mean, was_mean = amount / weight, (all_amount - amount) / before
-            variance = self._variance(max(now_mean, was_mean))
+            variance = self._variance(was_mean)
+            if now_mean > was_mean:
+                variance = 0.25 * (sqrt(self._variance(now_mean)) + sqrt(variance)) ** 2
             if variance <= 0.0 or abs(now_mean - was_mean) < self._least * was_mean:
                 continue
             distance = abs(now_mean - was_mean) / sqrt(variance * (1.0 / weight + 1.0 / before))

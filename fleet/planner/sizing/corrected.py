@@ -47,11 +47,11 @@ class CorrectedCapacity:
     def highest_rate(self, pool: PlannedPool, load: OfferedLoad, replicas: int) -> float:
         """Return the requests per second that the replicas serve."""
         goals = self._model_goals(load)
-        return self._share(pool.role) * self._model.highest_rate(pool, load, goals, replicas)
+        return self.used_share(pool.role) * self._model.highest_rate(pool, load, goals, replicas)
 
     def remember(self, phase: Role, share: float) -> None:
-        """Remember that a phase missed its goals at this share of its corrected capacity."""
-        self._misses[phase] = (max(LEAST_SHARE, BELOW_MISS * share * self._share(phase)), self._elapsed)
+        """Remember that a phase missed its goals at this share of what it could serve."""
+        self._misses[phase] = (min(self.used_share(phase), max(LEAST_SHARE, BELOW_MISS * share)), self._elapsed)
 
     def learn(
         self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int], ttft: float | None, tpot: float | None
@@ -109,7 +109,8 @@ class CorrectedCapacity:
         factor = min(max(correction.factor(predicted), LEAST_FACTOR), MOST_FACTOR)
         return FACTOR_GRID ** round(log(factor) / log(FACTOR_GRID))
 
-    def _share(self, role: Role) -> float:
+    def used_share(self, role: Role) -> float:
+        """Return the share of the capacity that is used, because goals were missed above it; 1 if none were."""
         phases = (Role.PREFILL, Role.DECODE) if role is Role.BOTH else (role,)
         shares = [self._misses[phase] for phase in phases if phase in self._misses]
         return min(

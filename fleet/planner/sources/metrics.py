@@ -32,11 +32,11 @@ CALL_SECONDS = 5.0
 MOST_BYTES = 64 << 20
 COUNTERS = (
     *("arrivals", "waited", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens", "prompt_squares"),
-    *("cached_tokens", "finished", "answer_tokens", "answer_squares"),
+    *("cached_tokens", "finished", "answer_tokens", "answer_squares", "overflowed", "overflow_dollars"),
 )
 HISTOGRAMS = ("ttft", "tpot", "queue_wait")
 GAUGES = ("queued", "oldest_seconds")
-FLOATS = frozenset({"prompt_squares", "answer_squares", "oldest_seconds"})
+FLOATS = frozenset({"prompt_squares", "answer_squares", "oldest_seconds", "overflow_dollars"})
 
 
 class MetricsDemandSource:

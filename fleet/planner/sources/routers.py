@@ -56,14 +56,17 @@ class RouterDemandSource:
     async def run(self) -> Never:
         async with asyncio.TaskGroup() as tasks:
             for name in source_names(self._settings):
-                tasks.create_task(self._follow(name, name.partition("#")[0]))
+                tasks.create_task(self.follow(name, name.partition("#")[0]))
         raise AssertionError("the tasks never end")
 
-    async def _follow(self, name: str, address: str) -> Never:
+    async def follow(self, name: str, address: str) -> Never:
+        """Take the reports of one router until cancelled; a connection that fails is opened again."""
         told = ""
         while True:
-            trouble = await self._watch(name, address)
-            self._reached.pop(name, None)
+            try:
+                trouble = await self._watch(name, address)
+            finally:
+                self._reached.pop(name, None)
             self._aggregator.failed(name, trouble)
             if trouble != told:
                 told = trouble

@@ -42,6 +42,8 @@ def encode_report(report: DemandReport) -> pb.DemandReport:
                 queue_wait=each.queue_wait,
                 queued=each.queued,
                 oldest_seconds=each.oldest_seconds,
+                overflowed=each.overflowed,
+                overflow_dollars=each.overflow_dollars,
             )
             for each in report.models
         ],
@@ -121,6 +123,8 @@ def _model(message: pb.ModelDemand) -> ModelDemand:
         queue_wait=_counts(message.queue_wait, f"models.{message.model}.queue_wait"),
         queued=message.queued,
         oldest_seconds=_number(message.oldest_seconds, f"models.{message.model}.oldest_seconds"),
+        overflowed=message.overflowed,
+        overflow_dollars=_number(message.overflow_dollars, f"models.{message.model}.overflow_dollars"),
     )
 
 

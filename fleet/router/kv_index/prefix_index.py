@@ -19,7 +19,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, islice, pairwise, repeat
 from operator import and_
 from typing import NamedTuple, NewType
 
@@ -37,6 +37,7 @@ class StoreNamespace(NamedTuple):
     fingerprint: str
 
 
+SAMPLED_BLOCKS = 256  # of a holder whose worth is asked for; the error of a share is then below 0.07 in 95 % of cases
 WORTH_BISECTING = 64  # keys; fewer keys are looked up as fast as they are bisected
 KEY_BYTES = 8  # bytes of the block hash; the store compares all of them, since a collision would do harm there
 
@@ -104,6 +105,24 @@ class PrefixIndex:
     def held_by(self, holder: Holder) -> int:
         """Return how many blocks a holder is believed to hold."""
         return len(self.held[holder])
+
+    def lost_blocks(self, holder: Holder, alike: int, elsewhere: float) -> float:
+        """Return about how many blocks would have to be computed again without a holder.
+
+        A sample of its blocks is looked at, so that the call is cheap however many it holds. Block keys are hashes, so the order of a set
+        of them is as good as chance.
+
+        Args:
+            holder: The holder.
+            alike: Bits of the holders from which a block can be used as well as from this one; such a block is not lost.
+            elsewhere: Share of a block that counts as lost if only other holders have it, which takes time to load.
+        """
+        held, others = self.held[holder], ~self._bits[holder]
+        if not held:
+            return 0.0
+        masks = [self._masks[key] & others for key in islice(held, SAMPLED_BLOCKS)]
+        lost = sum(elsewhere if mask else 1.0 for mask in masks if not mask & alike)
+        return lost / len(masks) * len(held)
 
     def add(self, holder: Holder, capacity: int) -> None:
         """Add an empty holder with room for `capacity` blocks."""

@@ -85,6 +85,8 @@ class QueueAdmission:
         arrived = live.arrived
         if seconds is None:
             return None
+        if arrived.most_wait is not None and seconds * SECOND > arrived.most_wait:
+            return f"the request would wait about {seconds:.0f} s for a worker, longer than overflow.after_seconds of its model"
         if seconds > self.settings.max_queue_seconds:
             return f"the request would wait about {seconds:.0f} s for a worker, longer than max_queue_seconds of this router"
         if arrived.deadline is not None and now + seconds * SECOND > arrived.deadline:

@@ -8,8 +8,9 @@ from msgspec import Meta, Struct
 from fleet.core.discovery import Discovery
 from fleet.core.hub import HubSettings
 from fleet.core.ids import ModelName
-from fleet.net.settings import KIB, MIB, GrpcSettings, HttpSettings
+from fleet.net.settings import KIB, MIB, ClientTlsSettings, GrpcSettings, HttpSettings
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
+from fleet.router.settings.overflow import OverflowSettings
 from fleet.router.tenants import TenantSettings
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
@@ -69,6 +70,22 @@ without any use."""
 
 ENDPOINT = r"^(tcp://([^*:\s]+|\[[^\]\s]+\]):[0-9]{1,5}|ipc://\S+)?$"
 """A ZeroMQ endpoint to connect to; wildcards are for the engine that listens."""
+
+
+ExternalPath = Annotated[str, Meta(pattern=r"^/([^*?#\s]*|([^*?#\s]*/)?\*)$")]
+
+DEFAULT_EXTERNAL_PATHS = (
+    "/v1/*",
+    "/tokenize",
+    "/detokenize",
+    "/rerank",
+    "/v2/rerank",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/v2/embed",
+)
+"""The API of OpenAI, and the paths without a version by which clients use vLLM."""
 
 
 class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,6 +244,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     grpc: GrpcSettings = GrpcSettings()
     """Limits of connections at `grpc_listen`, and as many again at `kserve_listen`."""
 
+    tls: ClientTlsSettings = ClientTlsSettings()
+    """TLS of `http_listen`, `grpc_listen` and `kserve_listen`. `health_listen` stays without TLS, for probes. The other ports have
+    credentials of their own."""
+
     share_ports: bool = False
     """True if other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.
     Otherwise a port in use is an error."""
@@ -290,6 +311,13 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     openai_workers: tuple[OpenAiWorkerSettings, ...] = ()
     """External servers, each serving whole requests: the router passes their bytes on."""
+
+    overflow: dict[ModelName, OverflowSettings] = {}
+    """Hosted endpoints by the model of Fleet's own workers whose requests they take when these cannot; see docs/router.md."""
+    external_paths: tuple[ExternalPath, ...] = DEFAULT_EXTERNAL_PATHS
+    """Paths of external servers that clients may reach, with any method: whole paths, or beginnings that end with ``/*``. Completions, chat
+    and embeddings are always relayed. Control routes, such as ``/v1/load_lora_adapter``, ``/sleep`` and ``/collective_rpc``, change a server for
+    all its clients, so ``/*`` does not cover them: list each one that clients may call by its own name."""
 
     store: str = ""
     """gRPC address of the KV store node (``unix:/path`` or host:port); empty: there is none."""
@@ -427,10 +455,22 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
             if taken := {*self.models, *(each.model for each in self.openai_workers)}.intersection(worker.adapters):
                 raise ValueError(f"{where}.adapters: {min(taken)!r} is a model")
             if worker.model in self.models:
-                raise ValueError(f"{where}.model: {worker.model!r} is in `models`, whose workers are Fleet's own")
+                raise ValueError(
+                    f"{where}.model: {worker.model!r} is in `models`, whose workers are Fleet's own; a hosted endpoint may take what they"
+                    f" cannot: overflow.{worker.model}"
+                )
             reading = (worker.tokenizer, bool(worker.kv_events))
             if tokenizers.setdefault(worker.model, reading) != reading:
                 raise ValueError(f"{where}: workers of one model need the same tokenizer, and all or none kv_events")
+
+        for model, hosted in self.overflow.items():
+            if unknown := set(hosted.excluded_tenants).difference(self.tenants):
+                raise ValueError(f"overflow.{model}.excluded_tenants: {min(unknown)!r} is not in `tenants`")
+            if hosted.after_seconds > self.max_queue_seconds:
+                raise ValueError(
+                    f"overflow.{model}.after_seconds: {hosted.after_seconds:g} is above max_queue_seconds ({self.max_queue_seconds:g}),"
+                    " at which requests are refused"
+                )
 
     def _check_control(self) -> None:
         """Refuse a control port without credentials, also on loopback, which all users of the machine reach."""

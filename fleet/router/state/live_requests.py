@@ -18,6 +18,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes
 from fleet.core.roles import KvPath, Phase, Placement
+from fleet.core.work import ParsingTask
 from fleet.router.kv_index.prefix_index import keys_of
 from fleet.router.messages import Arrived
 from fleet.router.placement.decision import Decision
@@ -181,6 +182,10 @@ class LiveRequest(Struct):
             return sampling
         min_tokens = max(0, min(max_tokens, sampling.min_tokens - len(self.sent)))
         return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+
+    def parsing(self, task: ParsingTask) -> ParsingTask:
+        """Return what the next attempt has to parse: the answer from its first token on."""
+        return structs.replace(task, answered_tokens=len(self.sent)) if self.sent else task
 
     def keys(self, block_tokens: int) -> tuple[int, ...]:
         """Return the block keys of the prompt as it is now; call `forget_chains` after tokens were sent."""

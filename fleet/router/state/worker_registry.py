@@ -7,7 +7,7 @@ from msgspec import structs
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
-from fleet.core.requests import ModelCard
+from fleet.core.requests import AnswerParsers, ModelCard
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
 from fleet.router.kv_index.cache_accuracy import CacheComparison, Knowledge
@@ -26,6 +26,9 @@ from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.lora import listed_loras
 from fleet.router.state.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
 from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
+
+UNKNOWN_PACE = 1e-6
+"""Seconds per prompt token where none was measured yet; it keeps the order of caches."""
 
 
 class WorkerRegistry:
@@ -277,6 +280,7 @@ class WorkerRegistry:
                     max_model_len=longest.max_model_len,
                     block_tokens=longest.block_tokens,
                     workers=len(pool.workers),
+                    parsers=_parsers(answering),
                 )
             )
             card = cards[-1]
@@ -304,6 +308,24 @@ class WorkerRegistry:
         for pool in self.tables.values():
             yield from pool.paces()
 
+    def cache_seconds(self) -> dict[WorkerId, float]:
+        """Return for each worker about how long it would take to compute again what is cached there and on no other worker.
+
+        Blocks that a store holds as well count by what loading them costs (`store_hit_credit`).
+        """
+        workers = {each.description.worker_id: engine_cache_holder(each.description.worker_id) for each in self}
+        alike = 0
+        for holder in workers.values():
+            alike |= self.index.bit(holder)
+        elsewhere = max(0.0, 1.0 - self._settings.store_hit_credit)
+        paces = {worker_id: pace for table in self.tables.values() for worker_id, pace in table.prompt_paces()}
+        found = {}
+        for worker_id, holder in workers.items():
+            worker = self.workers[worker_id]
+            blocks = self.index.lost_blocks(holder, alike, elsewhere) + len(worker.assumed)
+            found[worker_id] = blocks * worker.description.block_tokens * (paces.get(worker_id, 0.0) or UNKNOWN_PACE)
+        return found
+
     def recent(self, knowledge: Knowledge) -> tuple[int, int, CacheComparison]:
         """Return the number of workers whose caches are known in this way, how many of them drift, and their latest comparisons."""
         truths = [worker.accuracy for worker in self if worker.accuracy.knowledge is knowledge]
@@ -321,3 +343,9 @@ class WorkerRegistry:
             for (store_id, name), tiers in self._stores.items()
             for tier in tiers
         )
+
+
+def _parsers(descriptions: Iterable[WorkerDescription]) -> AnswerParsers | None:
+    """Return the parsers of a model's answers; those of an engine are preferred."""
+    named = [each.parsers for each in descriptions if each.parsers is not None]
+    return next((each for each in named if each.in_engine), named[0] if named else None)

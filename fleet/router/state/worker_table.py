@@ -361,6 +361,11 @@ class WorkerTable:
                 elsewhere = 0.0 if self._peer_sums is None else self._peer_sums[REQUESTS, row]
                 yield worker_id, int(columns[REQUESTS, row] + elsewhere), token_seconds(columns, row)
 
+    def prompt_paces(self) -> Iterator[tuple[WorkerId, float]]:
+        """Yield for each worker its seconds per prompt token, or those of its model; 0: unknown."""
+        for row, worker_id in enumerate(self.topology.worker_ids):
+            yield worker_id, token_seconds(self.columns, row)
+
     def check(self) -> None:
         """Assert that the radix trees hold exactly the chains of the workers."""
         self.chains.check([chain for worker in self.workers.values() for chain in worker.reservations.chains()])

@@ -140,6 +140,7 @@ class DemandCollector:
         request.tokens += len(emit.progress.token_ids)
         if request.first_token is None:
             request.first_token = now
+            self._counters.cached_tokens += emit.cached_tokens
             self._counters.ttft[bucket_of((now - request.arrived) / SECOND)] += 1
 
     def _completed(self, complete: Complete, now: Nanos) -> None:
@@ -149,7 +150,6 @@ class DemandCollector:
         counters.finished += 1
         counters.answer_tokens += request.tokens
         counters.answer_squares += request.tokens**2
-        counters.cached_tokens += complete.cached_tokens
         if request.first_token is not None and request.tokens > 1:
             counters.tpot[bucket_of((now - request.first_token) / SECOND / (request.tokens - 1))] += 1
 

@@ -1,13 +1,14 @@
 """Drawn workloads: requests and sessions that a seeded generator makes.
 
-Arrivals are a Poisson process, evenly spaced, or gamma-distributed, or their rate swings over a day or jumps in bursts. Prompts may
+Arrivals are a Poisson process, evenly spaced, or gamma-distributed, or their rate swings over a day, jumps in bursts or follows stated
+phases, which may have lengths of their own. Prompts may
 begin with one of a few shared prefixes, the n-th 1/n as often as the first (Zipf), like system prompts. Requests may be turns of
 conversations, each of which begins with everything that was said before.
 """
 
 from bisect import bisect
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import cos, pi
 from random import Random
 from typing import Annotated, Literal
@@ -24,6 +25,18 @@ Positive = Annotated[float, Meta(ge=1e-9, le=1e9)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 
 
+class LoadPhase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A time in which the load stays the same."""
+
+    seconds: Positive
+    rate: Annotated[float, Meta(ge=0, le=1e9)]
+    """Requests per second; 0: none arrive."""
+
+    prompt_tokens: Annotated[int, Meta(ge=0)] = 0
+    output_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Mean lengths of this phase; 0: those of the workload."""
+
+
 class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="drawn"):
     """Requests drawn at random."""
 
@@ -31,9 +44,10 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rate: Positive = 1.0
     """Mean number of requests per second."""
 
-    arrivals: Literal["poisson", "even", "gamma", "day", "bursts"] = "poisson"
+    arrivals: Literal["poisson", "even", "gamma", "day", "bursts", "phases"] = "poisson"
     """How arrivals are distributed: at random; at equal distances; at random with gaps that vary by `variation`; at random with a rate
-    that swings between a quarter of the mean and 1.75 times the mean; or at random with a higher rate in bursts."""
+    that swings between a quarter of the mean and 1.75 times the mean; at random with a higher rate in bursts; or at random with the rates
+    of `phases`."""
 
     variation: Annotated[float, Meta(ge=1e-3, le=100)] = 2.0
     """gamma: standard deviation of a gap divided by its mean. 1 is poisson; more means burstier."""
@@ -45,6 +59,9 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     burst_every_seconds: Positive = 60.0
     burst_factor: Annotated[float, Meta(gt=1, le=1000)] = 5.0
     """bursts: length of a burst, time between the starts of two bursts, and the rate in a burst divided by the rate outside."""
+
+    phases: tuple[LoadPhase, ...] = ()
+    """phases: what follows what. The workload ends with the last phase, or after `requests`."""
 
     prompt_tokens: Count = 2048
     output_tokens: Count = 256
@@ -70,6 +87,10 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         later = (self.turns - 1) * (self.turn_tokens + self.output_tokens) if self.turns > 1 else 0
         if (longest := self.prompt_tokens + later) > LONGEST_PROMPT:
             raise ValueError(f"prompt_tokens: {longest:,}, with all turns, are more than {LONGEST_PROMPT:,}")
+        if (self.arrivals == "phases") != bool(self.phases):
+            raise ValueError('phases: they are needed with `arrivals = "phases"`, and belong to no other arrivals')
+        if self.phases and self.turns > 1:
+            raise ValueError("phases: they have requests, and no conversations of several turns")
         if self.arrivals == "bursts" and not self.burst_seconds < self.burst_every_seconds:
             raise ValueError(
                 f"burst_seconds: {self.burst_seconds:g} is not less than burst_every_seconds, {self.burst_every_seconds:g}"
@@ -78,11 +99,24 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def drawn_requests(workload: DrawnWorkload, block_tokens: int, random: Random) -> Iterator[TraceRequest]:
     prompts = _Prompts(workload, block_tokens, random)
+    if workload.phases:
+        yield from islice(_phased(workload, prompts, random), workload.requests)
+        return
     now = 0.0
     for _ in range(workload.requests):
         now += _gap(workload, workload.rate, now, random)
         tokens, names = prompts.first()
         yield TraceRequest(Nanos(round(now * SECOND)), tokens, names, prompts.answer())
+
+
+def _phased(workload: DrawnWorkload, prompts: "_Prompts", random: Random) -> Iterator[TraceRequest]:
+    began = 0.0
+    for phase in workload.phases:
+        now = began
+        began += phase.seconds
+        while phase.rate and (now := now + random.expovariate(phase.rate)) < began:
+            tokens, names = prompts.first(phase.prompt_tokens)
+            yield TraceRequest(Nanos(round(now * SECOND)), tokens, names, prompts.answer(phase.output_tokens))
 
 
 def drawn_sessions(workload: DrawnWorkload, block_tokens: int, random: Random) -> Iterator[TraceSession]:
@@ -118,9 +152,9 @@ class _Prompts:
         # Names of shared blocks are below all others.
         self._names = workload.prefixes * blocks_for(workload.prefix_tokens, block_tokens)
 
-    def first(self) -> tuple[int, tuple[int, ...]]:
-        """Return tokens and blocks of a prompt that begins a conversation."""
-        tokens = _length(self._workload.prompt_tokens, self._workload.spread, self._random)
+    def first(self, mean: int = 0) -> tuple[int, tuple[int, ...]]:
+        """Return tokens and blocks of a prompt that begins a conversation; `mean` replaces the mean length of the workload."""
+        tokens = _length(mean or self._workload.prompt_tokens, self._workload.spread, self._random)
         blocks = blocks_for(tokens, self._block_tokens)
         common = min(blocks, self._shared_blocks) if self._workload.prefixes else 0
         prefix: tuple[int, ...] = ()
@@ -137,8 +171,8 @@ class _Prompts:
         tokens += more
         return tokens, kept + self._new(blocks_for(tokens, self._block_tokens) - len(kept))
 
-    def answer(self) -> int:
-        return _length(self._workload.output_tokens, self._workload.spread, self._random)
+    def answer(self, mean: int = 0) -> int:
+        return _length(mean or self._workload.output_tokens, self._workload.spread, self._random)
 
     def _new(self, blocks: int) -> tuple[int, ...]:
         first = self._names
@@ -151,7 +185,7 @@ def _gap(workload: DrawnWorkload, rate: float, now: float, random: Random) -> fl
     match workload.arrivals:
         case "even":
             return 1 / rate
-        case "poisson":
+        case "poisson" | "phases":
             return random.expovariate(rate)
         case "gamma":
             squared = workload.variation**2

@@ -104,7 +104,7 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 def request_count(workload: Workload, folder: Path, *, seed: int) -> int | None:
     """Return the number of requests, or slightly more; None if it is unknown before all rows are read."""
     if isinstance(workload, DrawnWorkload):
-        return workload.requests
+        return None if workload.phases else workload.requests
     try:
         file = open_trace(folder / workload.file, cut=_rows(workload, seed))
         counted = None if file.count is None else file.count()

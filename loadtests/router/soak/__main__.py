@@ -28,11 +28,11 @@ from fleet.router.settings.router import RouterSettings
 from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import StoreNode
 from loadtests.router.soak import trend
-from loadtests.router.soak.answers import AnswerOracle
 from loadtests.router.soak.churn import BLOCK_TOKENS, MODEL, SIMULATED, ChurningWorkers
 from loadtests.router.soak.clients import SoakClients, TextOf
 from loadtests.router.soak.processes import SoakProcess
 from loadtests.router.soak.requests import SoakRequest, soak_requests
+from workers.engines.simulated.answer_oracle import AnswerOracle
 from workers.engines.simulated.model import SimulatedModel
 
 LOAD = 0.7

@@ -91,9 +91,9 @@ class SoakClients:
         self._http.close()
         await self._grpc.close()
 
-    async def ask(self, wish: SoakRequest) -> None:
-        """Send one request, follow it to its end, and count it."""
-        tally, got = self.tally, ReceivedAnswer()
+    async def ask(self, wish: SoakRequest, got: ReceivedAnswer | None = None) -> None:
+        """Send one request, follow it to its end, and count it; `got` shows the answer while it comes."""
+        tally, got = self.tally, ReceivedAnswer() if got is None else got
         tally.requests += 1
         pieces = self._over_http(wish, got) if wish.over_http else self._over_grpc(wish, got)
         began = time.perf_counter()
@@ -152,6 +152,7 @@ class SoakClients:
             "top_p": sampling.top_p,
             "ignore_eos": True,
             "session": wish.session,
+            **wish.options,
         }
         if sampling.seed is not None:
             options["seed"] = sampling.seed

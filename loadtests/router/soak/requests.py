@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from fleet.client.requests import Options
 from fleet.core.requests import TOKEN_BYTES, Sampling
-from loadtests.router.soak.answers import AnswerOracle
+from workers.engines.simulated.answer_oracle import AnswerOracle
 
 WORDS = range(64, 4000)  # ordinary token ids of prompts
 OPENINGS = 24
@@ -27,7 +28,8 @@ class SoakRequest(Struct, frozen=True, kw_only=True):
     expected: tuple[int, ...]
     over_http: bool
     session: str
-    leaves_after: int | None  # tokens after which the client cancels, or None
+    leaves_after: int | None = None  # tokens after which the client cancels, or None
+    options: Options = {}  # more options of the gRPC client
 
     @property
     def survives(self) -> bool:

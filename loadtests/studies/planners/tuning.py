@@ -19,7 +19,12 @@ LOADS: dict[str, dict[str, Any]] = {
 """Changes of the scenarios for the tuning."""
 
 TRIALS: dict[str, tuple[dict[str, float], ...]] = {
-    "fleet": ({}, {"caution": 0.0}, {"deadband": 0.05, "cool_down_seconds": 120}, {"caution": 0.0, "deadband": 0.05}),
+    "fleet": (
+        {},
+        {"caution": 0.0, "deadband": 0.05},
+        {"deadband": 0.05, "cool_down_seconds": 120},
+        {"caution": 0.0, "deadband": 0.05, "cool_down_seconds": 120},
+    ),
     "hpa": ({}, {"target": 0.75}, {"target": 0.85, "down_seconds": 120}, {"target": 0.5}),
     "kpa": ({}, {"target": 0.5}, {"target": 0.4, "down_seconds": 600}, {"target": 0.9, "down_seconds": 120}),
     "dynamo": ({}, {"margin": 1.2}, {"margin": 1.4}, {"margin": 1.2, "throughput_seconds": 60}),

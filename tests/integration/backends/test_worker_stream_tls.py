@@ -330,9 +330,28 @@ def test_worker_open_to_other_hosts_is_rejected(listen):
         asyncio.run(run_worker(settings, lambda _: pytest.fail("it serves")))
 
 
-@pytest.mark.parametrize(("listen", "told"), [("127.0.0.1:0", {}), ("unix:/x", {}), ("0.0.0.0:0", {"insecure": True})])
-def test_local_worker_needs_no_proof(listen, told):
+@pytest.mark.parametrize(
+    ("listen", "told", "warned"),
+    [
+        ("127.0.0.1:0", {}, True),
+        ("localhost:0", {}, True),
+        ("127.0.0.1:0", {"insecure": True}, False),
+        ("unix:/x", {}, False),
+        ("0.0.0.0:0", {"insecure": True}, False),
+    ],
+)
+def test_local_worker_needs_no_proof_but_warns_of_other_users(listen, told, warned, caplog):
     worker_identity("credentials", Credentials(**told)).require("listen", listen, on_loopback=False)
+
+    assert ("port open to all users of this machine" in caplog.text) == warned
+
+
+def test_worker_with_a_secret_warns_of_nobody(secret, caplog):
+    identity = worker_identity("credentials", Credentials(secret_file=secret))
+
+    identity.require("listen", "127.0.0.1:0", on_loopback=False)
+
+    assert not caplog.text
 
 
 class a_peer:  # noqa: N801 - awaited like a function

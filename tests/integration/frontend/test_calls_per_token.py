@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
+import httpx
 import pytest
 from msgspec import Struct
 
@@ -44,6 +46,7 @@ DECIDED = 9
 
 class CountedCalls(Struct):
     calls: int = 0
+    files: set[str] = set()
 
 
 @contextmanager
@@ -54,6 +57,7 @@ def count_calls() -> Iterator[CountedCalls]:
     def called(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OURS):
             counted.calls += 1
+            counted.files.add(os.path.basename(frame.f_code.co_filename))  # noqa: PTH119
 
     before = sys.getprofile()
     sys.setprofile(called)
@@ -119,6 +123,23 @@ async def test_token_of_a_worker_takes_few_calls_to_the_socket(model_dir):
             calls.append(counted.calls)
 
     assert (calls[2] - calls[1]) / (MANY - FEW) <= FRONTED
+
+
+async def test_chat_without_tools_runs_no_code_of_parsers(model_dir):
+    async with open_frontends(model_dir) as frontends:
+        frontends.will_answer("word " * FEW)
+        with count_calls() as counted:
+            answer = await httpx_chat(frontends.http.address)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert "generation.py" in counted.files
+    assert not counted.files & {"parsing_plan.py", "parsed_answer.py", "response_templates.py", "tool_calls.py"}
+
+
+async def httpx_chat(address: str) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": FEW, "ignore_eos": True}
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(f"http://{address}/v1/chat/completions", json=body, timeout=60)
+    return answer.json()
 
 
 def test_token_of_a_worker_takes_few_machine_calls():

@@ -218,7 +218,8 @@ async def test_watcher_that_pings_the_node_is_not_cut(monkeypatch):
 
 
 def test_routers_ping_a_node_no_more_often_than_it_allows():
-    assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] > server.MIN_PING_MS
+    # Pings that a busy machine delays come closer together, and three early ones cut the connection.
+    assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] > 4 * server.MIN_PING_MS
 
 
 async def test_client_with_many_bad_blocks_does_not_block_the_node(monkeypatch):

@@ -115,11 +115,53 @@ def test_release_refuses_unknown_pools_and_sizes(cluster):
     assert "--release: cannot go with POOL=N" in both.stderr
 
 
-def test_wrong_planner_section_names_the_field(tmp_path):
+async def test_planner_tells_several_pools_of_one_role_apart(tmp_path):
+    """Both pools answer; only the one whose worker is busy grows."""
     topology = tmp_path / "topology.toml"
-    topology.write_text(TOPOLOGY.format(mode="active").replace("planner.pools.decode", "planner.pools.decoder"))
+    pool = '[[pools]]\nrole = "both"\nmax_running = 8\n[pools.simulated.latency]\nstep_base_ms = 20.0\n'
+    rule = 'rule = {kind = "load", requests_per_replica = 3, interval_seconds = 0.5, cool_down_seconds = 3}'
+    goals = "goals = {ttft_seconds = 1.0, tpot_seconds = 0.05}"
+    topology.write_text(f'{pool}{pool}[planner]\nmode = "active"\n{goals}\n{rule}\n')
+    with fleet_up(tmp_path, "--config", str(topology)) as up:
+        stopped = asyncio.Event()
+
+        async def load():
+            async with AsyncClient(up.grpc) as client:
+                while not stopped.is_set():
+                    await client.complete([7, 8, 9], max_tokens=30, ignore_eos=True, pin="both.2-0")
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(6):
+                tasks.create_task(load())
+            await until(lambda: up.pid_of("both.2-1"), 60.0)
+            stopped.set()
+        assert not up.pid_of("both.1-1")
+        assert up.pid_of("both.1-0")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("planner.pools.decode", "planner.pools.decoder", "planner.pools: 'decoder' is not a pool of this cluster"),
+        ("most = 3", "most = 0", "planner.pools.decode.least: 1 is above `most`, 0"),
+        ("start_seconds = 30", 'gpu = "h1000"', "planner.pools.decode.gpu: 'h1000' is not one of "),
+        ("start_seconds = 30", "dollars_per_hour = -1", "planner.pools"),
+        (
+            "start_seconds = 30",
+            'gpu = "h100"\n[planner.budget]\ngpus = 0',
+            "planner.budget.gpus: 0 is below what the floors",
+        ),
+        ("interval_seconds = 0.5", "interval_seconds = 1e-9", "planner.rule.interval_seconds"),
+        ("ttft_seconds = 1.0", "ttft_seconds = nan", "planner.goals.ttft_seconds"),
+    ],
+)
+def test_wrong_planner_section_names_the_field(tmp_path, old, new, said):
+    topology = tmp_path / "topology.toml"
+    text = TOPOLOGY.format(mode="active")
+    assert old in text
+    topology.write_text(text.replace(old, new))
 
     done = run_fleet("up", "--engine", "simulated", "--http-port", "0", "--grpc-port", "0", "--config", str(topology))
 
     assert done.returncode == 3
-    assert "planner.pools: 'decoder' is not a pool of this cluster; there are decode" in done.stderr
+    assert said in done.stderr

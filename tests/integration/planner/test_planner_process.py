@@ -286,6 +286,16 @@ async def test_rehearsal_is_part_of_the_record(folder):
         (("pools", 1, "name"), "decode", "pools[1].name: 'decode' is there twice"),
         (("engines",), {"other": {"kind": "linear"}}, "engines.other: `pools` has no such pool"),
         (("rule",), {"kind": "fleet"}, "engines: has no engine of pool decode"),
+        (("budget",), {"gpus": -1}, "budget.gpus"),
+        (
+            ("budget",),
+            {"dollars_per_hour": 2.5, "least_ratio": 0.5, "most_ratio": 0.1},
+            "budget.least_ratio: 0.5 is above",
+        ),
+        (("pools", 0, "gpu"), "h1000", "pools[0].gpu: 'h1000' is not one of "),
+        (("pools", 0, "dollars_per_hour"), -3, "pools[0].dollars_per_hour: -3"),
+        (("pools", 0, "start_seconds"), -1, "pools[0].start_seconds"),
+        (("pools", 0, "gpus"), 0, "pools.decode: gpus must be at least 1"),
         (("goals", "ttft_seconds"), -1, "goals.ttft_seconds"),
         (("listen",), "127.0.0.1:0", "listen: whoever reaches 127.0.0.1:0 could read the plans"),
         (("mode",), "fast", "mode"),
@@ -304,6 +314,77 @@ def test_wrong_settings_name_the_field(folder, path, value, told):
 
     assert done.returncode == 3
     assert told in done.stderr
+
+
+def test_budget_below_the_floors_is_refused_by_field(folder):
+    wrong = settings(folder, budget={"gpus": 7})
+    for pool in wrong["pools"]:
+        pool |= {"gpu": "h100", "gpus": 4, "least": 1}
+    file = folder / "wrong.json"
+    file.write_text(json.dumps(wrong))
+
+    done = run_fleet("serve", "planner", "--config", str(file))
+
+    assert done.returncode == 3
+    assert "budget.gpus: 7 is below what the floors of the pools take, which is 8" in done.stderr
+
+
+async def test_planners_of_one_folder_that_disagree_turn_nothing(folder):
+    """Two active planners without an election want other numbers; one of them leads, and the numbers stay."""
+    async with a_cluster(folder) as (orchestrator, router):
+        with planners(folder) as start:
+            router.running = {"decode-0": 8, "prefill-0": 1}
+            for number, target in enumerate((4, 2)):
+                rule = {
+                    "kind": "load",
+                    "requests_per_replica": target,
+                    "interval_seconds": 0.2,
+                    "cool_down_seconds": 0.5,
+                }
+                start(number, election=None, rule=rule)
+
+            async def status(number):
+                done = await asyncio.to_thread(
+                    run_fleet, "plan", "--json", "--planner", f"unix:{folder}/planner-{number}.sock"
+                )
+                return json.loads(done.stdout) if done.returncode == 0 else None
+
+            async def both():
+                found = [await status(number) for number in range(2)]
+                return found if all(found) and all(each["reason"] for each in found) else None
+
+            shown = await until_answered(both)
+            leaders = [each for each in shown if each["leads"]]
+            assert len(leaders) == 1
+            wanted = leaders[0]["replicas"]["decode"]
+            assert sorted(each["replicas"]["decode"] for each in shown) == [2, 4]
+            await until(lambda: orchestrator.ready()["decode"] == wanted)
+            before = json.loads((folder / "plans" / "plan.json").read_text())["revision"]
+            since = (await status(0))["at_ms"]
+            while (later := await status(1))["at_ms"] < since + 3000:
+                assert later["pools"]
+            after = json.loads((folder / "plans" / "plan.json").read_text())["revision"]
+    assert after == before
+    assert orchestrator.wanted["decode"] <= {1, wanted}
+
+
+async def test_command_says_that_a_planner_has_ended(folder):
+    async with a_cluster(folder):
+        with planners(folder) as start:
+            process = start()
+            await until_answered(lambda: answered(folder))
+            process.kill()
+            process.wait(30)
+            for command in (("plan",), ("plan", "watch"), ("explain", "--plan", "plan-1-1")):
+                done = await asyncio.to_thread(run_fleet, *command, "--planner", f"unix:{folder}/planner-0.sock")
+                assert done.returncode == 1
+                assert "no planner answers there now" in done.stderr
+                assert "connect" not in done.stderr
+
+
+async def answered(folder):
+    done = await asyncio.to_thread(run_fleet, "plan", "--json", "--planner", f"unix:{folder}/planner-0.sock")
+    return done.returncode == 0
 
 
 def test_command_without_a_planner_says_how_to_start_one(folder):

@@ -155,6 +155,6 @@ async def test_pings_of_clients_break_no_connection():
 
 def test_pings_are_no_more_frequent_than_servers_allow():
     ours = dict(CHANNEL_OPTIONS)
-    assert ours["grpc.keepalive_time_ms"] > dict(SERVER_OPTIONS)["grpc.http2.min_ping_interval_without_data_ms"]
-    assert ours["grpc.keepalive_time_ms"] > MIN_PING_MS
+    assert ours["grpc.keepalive_time_ms"] > 4 * dict(SERVER_OPTIONS)["grpc.http2.min_ping_interval_without_data_ms"]
+    assert ours["grpc.keepalive_time_ms"] > 4 * MIN_PING_MS
     assert ours["grpc.keepalive_time_ms"] + PING_TIMEOUT_MS <= NOTICED_SECONDS * 1000

@@ -4,7 +4,6 @@ import http.client
 import resource
 import signal
 import socket
-import subprocess
 
 import psutil
 import pytest
@@ -19,15 +18,13 @@ pytestmark = pytest.mark.integration
 def test_router_raises_its_file_limit_to_the_maximum(tmp_path):
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    router, endpoints = start_service(
-        "router",
-        settings,
-        tmp_path / "router.json",
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, most)),
-    )
+    log = tmp_path / "router.log"
+    with log.open("w") as output:
+        router, endpoints = start_service(
+            "router", settings, tmp_path / "router.json", stderr=output, within=open_files(256, most)
+        )
     try:
-        assert endpoints
+        assert endpoints, (router.wait(60), log.read_text())
         assert psutil.Process(router.pid).rlimit(psutil.RLIMIT_NOFILE) == (most, most)
     finally:
         router.send_signal(signal.SIGTERM)
@@ -51,13 +48,9 @@ def test_silent_clients_leave_a_router_with_few_files_its_health(tmp_path):
     log = tmp_path / "router.log"
     with log.open("w") as output:
         router, endpoints = start_service(
-            "router",
-            settings,
-            tmp_path / "router.json",
-            stderr=output,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)),
+            "router", settings, tmp_path / "router.json", stderr=output, within=open_files(1024, 1024)
         )
-    assert endpoints, log.read_text()
+    assert endpoints, (router.wait(60), log.read_text())
     host, _, port = endpoints["http"].rpartition(":")
     silent = []
     try:
@@ -74,3 +67,8 @@ def test_silent_clients_leave_a_router_with_few_files_its_health(tmp_path):
             each.close()
         router.send_signal(signal.SIGTERM)
         router.wait(60)
+
+
+def open_files(soft: int, hard: int) -> tuple[str, ...]:
+    """Return the command that runs another command with these limits of open files."""
+    return ("prlimit", f"--nofile={soft}:{hard}")

@@ -298,7 +298,7 @@ async def test_unfetched_blocks_are_freed_when_their_lease_ends():
 
         await prefill.idle()
 
-        assert prefill.engine.lender.expired == 1
+        assert prefill.engine.lending.expired == 1
 
 
 async def test_request_waiting_for_lent_blocks_starts_at_lease_end():

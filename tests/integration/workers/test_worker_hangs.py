@@ -162,17 +162,17 @@ async def test_engine_held_by_a_debugger_is_no_hang(folder):
 
 
 async def test_a_core_shared_with_four_busy_loops_is_no_hang(folder):
+    """Give the worker so small a share of the core that it often does not run for longer than the watchdog's patience."""
     core = {min(os.sched_getaffinity(0))}
-    async with (
-        a_worker_process(folder, settings(folder, watchdog=IMPATIENT)) as worker,
-        a_router_stream(worker.address) as stream,
-    ):
+    told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.05, ceiling_seconds=0.05))
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
         assert worker.process is not None
         os.sched_setaffinity(worker.process.pid, core)
+        os.setpriority(os.PRIO_PROCESS, worker.process.pid, 10)
         with busy_loops(4, core):
-            tokens, end = await stream.do(an_attempt(fresh_prompt(3000), sampling=greedy(1500)))
+            tokens, end = await stream.do(an_attempt(fresh_prompt(300), sampling=greedy(100)))
 
-        assert (len(tokens), end.finish) == (1500, Finish.LENGTH)
+        assert (len(tokens), end.finish) == (100, Finish.LENGTH)
 
 
 async def test_an_idle_worker_is_no_hang(folder):

@@ -17,7 +17,8 @@ from operators.chart.crds import KINDS, definition
 from operators.chart.metric_catalogue import router_metric_descriptions
 from operators.manifests.names import GRPC, HTTP
 from operators.manifests.workloads import router_deployment
-from operators.rbac import ACCESS
+from operators.planner.settings import KubePlannerSettings, PlannerLeaseSettings
+from operators.rbac import ACCESS, LEASE_NAME, OWN_SECRET, PLANNER_ACCESS
 from operators.settings import OperatorSettings
 from tests.support.kube.charts import (
     CHART,
@@ -91,7 +92,7 @@ def test_every_pod_is_restricted_with_limited_writes(name):
     for where, spec in pods(rendered(name)):
         assert list(complaints(spec)) == [], where
         assert all(each["securityContext"]["readOnlyRootFilesystem"] for each in spec["containers"]), where
-        asks = "operator" in where or (name == "brought" and "routers" in where)
+        asks = "operator" in where or "planner" in where or (name == "brought" and "routers" in where)
         assert spec["automountServiceAccountToken"] is asks, where
 
 
@@ -195,6 +196,55 @@ def test_operators_settings_file_is_valid(tmp_path):
     assert ("Deployment", settings["everything"].lease.owner) in by_name(rendered("everything")), (
         "the Lease goes with it"
     )
+
+
+def test_planners_settings_file_is_valid(tmp_path):
+    settings = {}
+    for name, release in (("everything", "fleet-llm"), ("brought", "fleet")):
+        config = by_name(rendered(name))["ConfigMap", f"{release}-planner"]
+        path = tmp_path / f"{name}.json"
+        path.write_text(config["data"]["settings.json"])
+        settings[name] = load(path, KubePlannerSettings, {"identity": "planner-0"})
+
+    everything, brought = settings["everything"], settings["brought"]
+    assert everything.namespaces == ()
+    assert everything.stale_seconds == 10.0
+    assert everything.lease == PlannerLeaseSettings(
+        name="fleet-llm-planner", namespace="serving", owner="fleet-llm-planner", duration_seconds=30
+    )
+    assert (everything.control_listen, everything.control_credentials.secret_file) == (
+        "0.0.0.0:50053",
+        "/etc/fleet/control/secret",
+    )
+    assert brought.namespaces == ("serving",)
+    assert brought.control_listen == "", "a Unix socket in the pod"
+    assert ("Deployment", everything.lease.owner) in by_name(rendered("everything")), "the Lease goes with it"
+
+
+def test_planner_is_installed_only_if_enabled():
+    components = {each["metadata"]["labels"]["app.kubernetes.io/component"] for each in rendered("default")}
+    assert "planner" not in components
+    told = {}
+    for name, release in (("default", "fleet"), ("brought", "fleet")):
+        told[name] = msgspec.json.decode(
+            by_name(rendered(name))["ConfigMap", f"{release}-operator"]["data"]["settings.json"]
+        )
+    assert [told[name]["plans_obeyed"] for name in ("default", "brought")] == [False, True]
+    planner = by_name(rendered("brought"))["Deployment", "fleet-planner"]["spec"]
+    assert planner["replicas"] == 3
+    (container,) = planner["template"]["spec"]["containers"]
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+
+
+def test_planners_control_secret_is_mounted_and_only_named():
+    planner = by_name(rendered("everything"))["Deployment", "fleet-llm-planner"]["spec"]["template"]["spec"]
+    (container,) = planner["containers"]
+
+    assert {"name": "control", "containerPort": 50053} in container["ports"]
+    secret = {"secretName": "fleet-planner", "items": [{"key": "secret", "path": "secret"}]}
+    assert {"name": "control", "secret": secret} in planner["volumes"]
+    assert {"name": "control", "mountPath": "/etc/fleet/control", "readOnly": True} in container["volumeMounts"]
 
 
 def test_secret_settings_are_mounted_and_only_named():
@@ -382,10 +432,10 @@ def test_restricted_pods_reach_only_what_they_need():
 
     found = egress(VALUES["everything"] | {"networkPolicy": {"egress": {"restricted": True}}})
 
-    assert set(found) == {"routers", "operator", "etcd", "redis", "test"}
+    assert set(found) == {"routers", "operator", "planner", "etcd", "redis", "test"}
     for component, rules in found.items():
         assert all(rule.get("ports") or rule.get("to") for rule in rules), f"{component}: a rule that opens everything"
-    assert ports(found["operator"]) == DNS | API_SERVER
+    assert ports(found["operator"]) == ports(found["planner"]) == DNS | API_SERVER
     assert ports(found["routers"]) == DNS | {2379, 6379}
     assert ports(found["etcd"]) == ports(found["test"]) == DNS
     assert found["redis"] == []
@@ -393,6 +443,8 @@ def test_restricted_pods_reach_only_what_they_need():
     pods = {"podSelector": {"matchLabels": FLEETS_PODS}}
     children = {"podSelector": {"matchLabels": {"app.kubernetes.io/managed-by": "fleet-operator"}}}
     assert to["operator"] == [[pods, children | {"namespaceSelector": {}}]]
+    [[routers]] = to["planner"]
+    assert routers["podSelector"]["matchLabels"]["fleet-serving.io/type"] == "router"
     assert to["routers"] == [*to["operator"], [{"namespaceSelector": {}}]], "etcd says where workers are"
     assert [each["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for [each] in to["test"]] == ["routers"]
     assert [each["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for [each] in to["etcd"]] == ["etcd"]
@@ -434,9 +486,10 @@ def test_policies_open_the_ports_of_server_urls():
 
 def test_extra_peers_are_added_and_known_peers_narrowed():
     own = {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"port": 8443}]}
-    extra = {component: [own] for component in ("routers", "operator", "etcd", "redis")}
+    extra = {component: [own] for component in ("routers", "operator", "planner", "etcd", "redis")}
     peers = {"dns": [{"ipBlock": {"cidr": "10.0.0.10/32"}}], "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]}
     values = {"etcd": {"install": True}, "redis": {"install": True}, "discovery": {"source": "Kubernetes"}}
+    values |= {"planner": {"enabled": True}}
 
     found = egress(values | {"networkPolicy": {"egress": {"restricted": True, "extra": extra} | peers}})
 
@@ -495,13 +548,21 @@ def test_crds_are_the_operators_and_kept_if_configured():
     assert not any(each["kind"] == "CustomResourceDefinition" for each in rendered("bare"))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("default", "Role"), ("everything", "ClusterRole")])
-def test_operators_role_is_what_its_code_needs(name, kind):
+@pytest.mark.parametrize(
+    ("name", "kind", "component", "access"),
+    [
+        ("default", "Role", "operator", ACCESS),
+        ("everything", "ClusterRole", "operator", ACCESS),
+        ("brought", "Role", "planner", PLANNER_ACCESS),
+        ("everything", "ClusterRole", "planner", PLANNER_ACCESS),
+    ],
+)
+def test_roles_are_what_the_code_needs(name, kind, component, access):
     found = [
         each
         for each in rendered(name)
         if each["kind"] in {"Role", "ClusterRole"}
-        and each["metadata"]["labels"]["app.kubernetes.io/component"] == "operator"
+        and each["metadata"]["labels"]["app.kubernetes.io/component"] == component
     ]
     granted = {
         (each["kind"], group, resource, verb)
@@ -513,15 +574,39 @@ def test_operators_role_is_what_its_code_needs(name, kind):
     }
     asked = {
         ("Role" if each.own_namespace else kind, each.group, each.resource, verb)
-        for each in ACCESS
+        for each in access
         for verb in each.verbs
     }
 
     assert granted == asked
-    bindings = [each for each in rendered(name) if each["kind"].endswith("Binding")]
+    bindings = [
+        each
+        for each in rendered(name)
+        if each["kind"].endswith("Binding") and each["metadata"]["labels"]["app.kubernetes.io/component"] == component
+    ]
     accounts = {each["metadata"]["name"] for each in rendered(name) if each["kind"] == "ServiceAccount"}
     assert {each["roleRef"]["name"] for each in bindings} == {each["metadata"]["name"] for each in found}
     assert all(subject["name"] in accounts for each in bindings for subject in each["subjects"])
+
+
+def test_planner_may_touch_only_its_own_lease_and_one_secret():
+    for name, release in (("brought", "fleet"), ("everything", "fleet-llm")):
+        rules = by_name(rendered(name))["Role", f"{release}-planner-leader"]["rules"]
+        named = {
+            (resource, verb): rule.get("resourceNames")
+            for rule in rules
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        }
+        own = [f"{release}-planner"]
+        assert named == {
+            ("leases", "create"): None,
+            ("leases", "get"): own,
+            ("leases", "update"): own,
+            ("deployments", "get"): own,
+            ("secrets", "get"): [OWN_SECRET],
+        }
+        assert LEASE_NAME not in str(rules)
 
 
 def test_view_and_edit_roles_cover_our_kinds():
@@ -573,7 +658,9 @@ def test_view_and_edit_roles_cover_our_kinds():
         ({"tls": {"issuer": {"kind": "Anybody"}}}, "tls.issuer.kind", "ClusterIssuer"),
         ({"user": "root"}, "user", "integer"),
         ({"crds": {"install": "yes"}}, "crds.install", "boolean"),
-        ({"planner": {"enabled": True}}, "", "planner"),
+        ({"planner": {"enable": True}}, "planner", "enable"),
+        ({"planner": {"settings": {"stale_seconds": 0}}}, "planner.settings.stale_seconds", "0"),
+        ({"planner": {"settings": {"control_secret": "any"}}}, "planner.settings", "control_secret"),
     ],
 )
 def test_both_helms_refuse_a_wrong_value_with_its_path(values, where, why):
@@ -632,7 +719,7 @@ def test_values_that_contradict_each_other_are_refused_by_name(values, said):
 
 @pytest.mark.parametrize("name", ["default", "everything"])
 def test_rendered_chart_equals_the_reviewed_one(name):
-    """Definitions, dashboards and the operator's rights are left out, since other tests check them.
+    """Definitions, dashboards and the rights of operator and planner are left out, since other tests check them.
 
     After a change of the templates, review the difference, then run `python -m tests.kube.chart.test_chart` and commit
     the output.
@@ -645,7 +732,9 @@ def reviewed(name: str) -> str:
     for each in rendered(name):
         if each["kind"] == "CustomResourceDefinition" or "-dashboard-" in each["metadata"]["name"]:
             continue
-        if each["kind"].endswith("Role") and "-operator" in each["metadata"]["name"]:
+        if each["kind"].endswith("Role") and any(
+            part in each["metadata"]["name"] for part in ("-operator", "-planner")
+        ):
             each["rules"] = "operators/rbac.py"
         found.append(each)
     text = yaml.safe_dump_all(

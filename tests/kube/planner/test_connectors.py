@@ -13,7 +13,16 @@ from fleet.planner.messages import PlanWriter, PoolGapReason
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.settings import KubernetesTarget
 from tests.contract.planner.connector_contract import *  # noqa: F403 - they run here
-from tests.contract.planner.connector_contract import DECODE, ROOM, ProcessKilled, a_plan, observed, observed_sizes
+from tests.contract.planner.connector_contract import (
+    DECODE,
+    PREFILL,
+    ROOM,
+    ProcessKilled,
+    a_plan,
+    observed,
+    observed_sizes,
+)
+from tests.support.fleet_processes import run_fleet
 from tests.support.kube.api.running import RunningApiServer
 from tests.support.kube.operator import a_deployment, an_operator
 from tests.support.planner.connectors import KilledOnWrite, silent_port
@@ -179,3 +188,59 @@ async def test_missing_object_is_reported(a_world, tmp_path):
     with pytest.raises(ConfigurationRefused, match=r"^connector\.kubeconfig: /nowhere"):
         async with connector_of(KubernetesTarget(deployment="dd", kubeconfig="/nowhere"), PlanWriter.PLANNER):
             pass
+
+
+async def test_released_pool_may_be_planned_again(a_world):
+    async with a_world.open() as planner:
+        await a_world.pin("decode", 2)
+        seen = await observed_sizes(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
+        assert seen.pool(DECODE).pinned == "pinned: kubectl has set it to 2"
+
+        await planner.release([DECODE])
+        seen = await planner.observe()
+        assert (seen.pool(DECODE).pinned, seen.pool(DECODE).wanted, seen.pool(DECODE).plan) == ("", 2, "")
+        await planner.apply(a_plan("less", decode=1), seen)
+        await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+
+
+async def test_person_pins_a_released_pool_again(a_world):
+    async with a_world.open() as planner, a_world.open(PlanWriter.PERSON) as person:
+        await a_world.pin("decode", 2)
+        await planner.release([DECODE])
+        assert not (await planner.observe()).pool(DECODE).pinned
+        await person.apply(a_plan("same", decode=2), await person.observe())
+        assert (await planner.observe()).pool(DECODE).pinned.endswith(" has set it to 2")
+        await planner.release([DECODE])
+        assert not (await planner.observe()).pool(DECODE).pinned
+        await a_world.pin("decode", 1)
+        assert (await planner.observe()).pool(DECODE).pinned == "pinned: kubectl has set it to 1"
+
+
+async def test_only_pools_in_mode_planner_are_released(a_world):
+    static = a_role("prefill", scaling={"mode": "Static"})
+    async with a_world.open() as planner:
+        a_world.asked.apply(a_deployment(static, a_role("decode"))).expect(200)
+        await a_world.pin("decode", 2)
+        with pytest.raises(PlanRefused, match=r"^prefill: scaling\.mode is Static"):
+            await planner.release([DECODE, PREFILL])
+        with pytest.raises(PlanRefused, match=r"^none: there is no such pool; there are decode, prefill"):
+            await planner.release(["none"])
+        assert (await planner.observe()).pool(DECODE).pinned, "nothing was written"
+
+
+def test_scale_command_releases_a_pool_on_kubernetes(asked):
+    asked.apply(a_deployment(a_role("prefill"), a_role("decode"))).expect(201)
+    scaler = {"target": {"deployment": "dd", "role": "decode"}, "replicas": 1}
+    meta = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RoleScaler", "metadata": {"name": "dd-decode"}}
+    asked.api.apply(asked.path("rolescalers", "dd-decode"), meta | {"spec": scaler}, "somebody").expect(201)
+    place = ["--deployment", f"{asked.namespace}/dd", "--kubeconfig", asked.kubeconfig]
+
+    done = run_fleet("scale", "--release", "decode", *place)
+
+    assert done.returncode == 0, done.stderr
+    kept = asked.api.get(asked.path("rolescalers", "dd-decode")).expect(200)["metadata"]
+    assert kept["annotations"]["fleet-serving.io/released"] == str(kept["generation"])
+    assert "fleet-planner" in {each["manager"] for each in kept["managedFields"]}
+    refused = run_fleet("scale", "--release", "prefill", *place)
+    assert refused.returncode == 1
+    assert "has not made its RoleScaler yet" in refused.stderr

@@ -22,6 +22,7 @@ from fleet.frontend.generation import Generation
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
 from fleet.frontend.openai.relay import Relay
+from fleet.frontend.openai.relayed_paths import RelayedPaths
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -39,6 +40,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "say five letters"}]
 STREAMING_REQUEST = {"model": MODEL, "prompt": "say five letters", "stream": True}
+METERED_USAGE = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
 EVENTS = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 
 
@@ -106,6 +108,26 @@ async def five_tokens(exchange: ServerExchange) -> None:
     await exchange.begin_events()
     for text in "abcde":
         await exchange.event(token(text, chat=chat))
+    await exchange.event(b"[DONE]")
+    await exchange.end()
+
+
+async def metered_tokens(exchange: ServerExchange) -> None:
+    """Answer with five tokens and their usage, as OpenAI's servers do."""
+    asked = exchange.seen.json
+    if not asked.get("stream"):
+        body = {
+            "choices": [{"index": 0, "text": "abcde", "finish_reason": "stop"}],
+            "usage": METERED_USAGE,
+            "model": "big",
+        }
+        await exchange.respond(200, json.dumps(body).encode())
+        return
+    await exchange.begin_events()
+    for text in "abcde":
+        await exchange.event(token(text, chat=False))
+    if (asked.get("stream_options") or {}).get("include_usage"):
+        await exchange.event(json.dumps({"choices": [], "usage": METERED_USAGE}).encode())
     await exchange.event(b"[DONE]")
     await exchange.end()
 
@@ -307,7 +329,8 @@ async def a_relay(
     threads = TokenizerThreads()
     readers = {MODEL: reader}
     readers |= {name: reader.for_adapter(name) for each in settings.openai_workers for name in each.adapters}
-    relay = Relay(router, workers, readers, shared, metrics, clock, threads, id_prefix="t", only=only)
+    paths = RelayedPaths.of(settings.external_paths)
+    relay = Relay(router, workers, readers, shared, metrics, clock, threads, id_prefix="t", only=only, paths=paths)
     generation = Generation(
         router,
         {},

@@ -1,6 +1,7 @@
 """Real OpenAI-compatible servers of other projects, each in its own process, with the built-in model."""
 
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -57,6 +58,15 @@ class RealServer:
         with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
             return answer.status == 200
         return False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Stop all processes of the server meanwhile, so that it computes and sends nothing."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     def end(self) -> None:
         end_group(self._process.pid)

@@ -7,17 +7,21 @@ from pathlib import Path
 from msgspec import Struct
 from prometheus_client import CollectorRegistry
 
-from fleet.core.system_clock import SystemClock
+from fleet.backends.hosted.overflow import open_overflow
+from fleet.core.ids import ModelName
+from fleet.core.system_clock import SystemClock, unix_seconds
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
 from fleet.frontend.grpc.service import GrpcFrontend
+from fleet.frontend.metrics.overflow import OverflowMetrics
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.control.access import OPEN_ACCESS
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, GrpcSettings, HttpSettings
 from fleet.router.ports import TextCodec
+from fleet.router.settings.overflow import OverflowSettings
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.support.builders import MODEL, token_ids
 from tests.support.router.fake_router import FakeRouter
@@ -32,6 +36,7 @@ class Frontends(Struct):
     http: HttpFrontend
     grpc: GrpcFrontend
     control: str  # address
+    registry: CollectorRegistry
 
     @property
     def url(self) -> str:
@@ -52,6 +57,7 @@ async def open_frontends(
     grpc_max_held_bytes: int = 1 << 30,
     grpc: GrpcSettings = DEFAULT_GRPC_LIMITS,
     health_listen: str = "",
+    overflow: Mapping[ModelName, OverflowSettings] | None = None,
     **settings: float,
 ) -> AsyncIterator[Frontends]:
     router = FakeRouter()
@@ -71,11 +77,25 @@ async def open_frontends(
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
-        open_http_frontend("127.0.0.1:0", limits, generation, registry, clock, health_listen=health_listen) as http,
+        open_overflow(
+            overflow or {}, known_tenants, clock, unix_seconds, connect_timeout_seconds=20.0, explained_requests=100
+        ) as hosted,
+        open_http_frontend(
+            "127.0.0.1:0",
+            limits,
+            generation,
+            registry,
+            clock,
+            health_listen=health_listen,
+            overflow=hosted if overflow else None,
+        ) as http,
         GrpcFrontend.open(
             "127.0.0.1:0", generation, clock, max_held_bytes=grpc_max_held_bytes, limits=grpc
         ) as grpc_front,
-        open_control_port("", OPEN_ACCESS, router, grpc_front.ready, grpc_address=grpc_front.address) as control,
+        open_control_port(
+            "", OPEN_ACCESS, router, grpc_front.ready, grpc_address=grpc_front.address, overflow=hosted
+        ) as control,
     ):
-        yield Frontends(router, codec, generation, clock, known_tenants, http, grpc_front, control)
+        registry.register(OverflowMetrics(hosted))
+        yield Frontends(router, codec, generation, clock, known_tenants, http, grpc_front, control, registry)
     threads.close()

@@ -72,6 +72,11 @@ VALUES: Mapping[str, Document] = {
             "settings": {"at_once": 16, "lease": {"duration_seconds": 30}},
             "secrets": [{"setting": "probe.keys", "name": "fleet-probes", "key": "keys.json"}],
         },
+        "planner": {
+            "enabled": True,
+            "settings": {"stale_seconds": 10.0, "lease": {"duration_seconds": 30}},
+            "controlSecret": "fleet-planner",
+        },
         "networkPolicy": {
             "clients": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}],
             "monitoring": [{"namespaceSelector": {"matchLabels": {"team": "watch"}}}],
@@ -103,6 +108,7 @@ VALUES: Mapping[str, Document] = {
         },
         "networkPolicy": {"egress": {"restricted": True}},
         "operator": {"createRoles": False, "serviceAccount": {"create": False}},
+        "planner": {"enabled": True, "replicas": 3},
     },
 }
 

@@ -60,6 +60,9 @@ class Nodes:
         self.warm = {}
         """By pod: the number of blocks in its caches, as its Lease says."""
 
+        self.router_address = ""
+        """Address of all router pods, for a test that serves what routers do; empty: one that nobody serves."""
+
         self.quota = None
         """The number of pods that a namespace may hold."""
 
@@ -223,7 +226,7 @@ class Nodes:
         main = _main(pod)
         status = {
             "phase": "Running",
-            "podIP": address(metadata["name"]),
+            "podIP": self._address(metadata),
             "conditions": [{"type": "PodScheduled", "status": "True"}],
         }
         ready, state, last = True, {"running": {}}, {}
@@ -247,6 +250,10 @@ class Nodes:
         if pod["status"] != status:
             pod = self._put(PODS, pod, status=status)
         self._lease(pod, on=ready and self.registers)
+
+    def _address(self, metadata):
+        routes = metadata["labels"].get(TYPE) == "router"
+        return self.router_address if routes and self.router_address else address(metadata["name"])
 
     def _unplaced(self, pod):
         product = (pod["spec"].get("nodeSelector") or {}).get("nvidia.com/gpu.product")

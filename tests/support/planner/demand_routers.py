@@ -11,8 +11,11 @@ from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
 from fleet.core.system_clock import SystemClock
 from fleet.frontend.control.demand import DemandWatch
+from fleet.net.control.access import OPEN_ACCESS, ControlAccess
 
 MODEL = ModelName("tiny")
+ROLES = {"prefill": Role.PREFILL, "both": Role.BOTH}
+"""Roles by the beginnings of workers' names; others decode."""
 
 
 class DemandRouter:
@@ -29,7 +32,7 @@ class DemandRouter:
             WorkerLoad(
                 worker_id=WorkerId(name),
                 model=MODEL,
-                role=Role.PREFILL if name.startswith("prefill") else Role.DECODE,
+                role=ROLES.get(name.partition("-")[0], Role.DECODE),
                 running=running,
                 waiting=0,
                 kv_used=0.1,
@@ -43,10 +46,16 @@ class DemandRouter:
 
 
 @asynccontextmanager
-async def serve_demand(router: DemandRouter, address: str, every_seconds: float = 0.1) -> AsyncIterator[None]:
-    """Serve the router's demand at an address."""
-    server = grpc.aio.server()
-    watch = DemandWatch(router, "router", Incarnation("1"), every_seconds=every_seconds)  # type: ignore[arg-type]
+async def serve_demand(
+    router: DemandRouter,
+    address: str,
+    every_seconds: float = 0.1,
+    access: ControlAccess = OPEN_ACCESS,
+    incarnation: str = "1",
+) -> AsyncIterator[None]:
+    """Serve the router's demand at an address, to callers that prove what `access` demands."""
+    server = access.server()
+    watch = DemandWatch(router, "router", Incarnation(incarnation), every_seconds=every_seconds)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("fleet.v1.Cluster", watch.methods()),))
     server.add_insecure_port(address)
     await server.start()

@@ -8,10 +8,10 @@ from typing import Self
 from fleet.core.clock import Nanos
 from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.ids import ModelName, RequestId
+from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.core.roles import Phase
-from fleet.core.work import Progress
+from fleet.core.work import ParsedDelta, Progress
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
@@ -34,6 +34,7 @@ class FakeRouter:
         self.step = step
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
         self.prompt_logprobs: Sequence[Logprobs] = ()  # with the first tokens, if a request asks for them
+        self.parsed: Sequence[ParsedDelta] = ()  # one for each step
         self.refuse: RequestRejected | None = None  # raised on entering the stream
         self.break_after: int | None = None  # steps until WORKER_LOST
         self.breaks: set[str] = set()  # ids of the requests that break; empty: all
@@ -68,6 +69,9 @@ class FakeRouter:
             index_overflowed=0,
             counters=RouterCounters(completed=len(self.completed)),
         )
+
+    def cache_seconds(self) -> dict[WorkerId, float]:
+        return {}
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self.explanations.get(request_id)
@@ -184,4 +188,5 @@ class FakeStream:
             token_ids=tuple(tokens),
             logprobs=tuple(logprobs),
             prompt_logprobs=tuple(prompt_logprobs),
+            parsed=router.parsed[self._steps - 1] if router.parsed else None,
         )

@@ -9,7 +9,7 @@ from fleet.core.errors import Reason
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish, KvReport
 from fleet.core.roles import Role
-from fleet.core.work import Handoff, Rejected, Start
+from fleet.core.work import Handoff, ParsedDelta, Rejected, Start
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     AttemptRejected,
@@ -57,8 +57,11 @@ class RouterMachineDriver:
         finish: Finish | None = None,
         kv: KvReport | None = None,
         handoff: Handoff | None = None,
+        parsed: ParsedDelta | None = None,
     ) -> list[Command]:
-        progress = some_progress(*tokens, request_id=work.start.request_id, finish=finish, kv=kv, handoff=handoff)
+        progress = some_progress(
+            *tokens, request_id=work.start.request_id, finish=finish, kv=kv, handoff=handoff, parsed=parsed
+        )
         return self.send(WorkerStepped(worker_id=work.worker_id, progress=(progress,)))
 
     def reject(self, work: Dispatch, reason: Reason, field: str = "") -> list[Command]:

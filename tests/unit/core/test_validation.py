@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.requests import (
+    AnswerParsing,
     AnyObject,
     ChatMessage,
     ChatPrompt,
@@ -17,6 +18,8 @@ from fleet.core.requests import (
     StructuralTag,
     TextPrompt,
     TokenPrompt,
+    ToolCallForm,
+    ToolChoice,
 )
 from fleet.core.roles import Placement
 from fleet.core.validation import validate
@@ -173,6 +176,13 @@ def test_forms_of_a_sound_size_are_left_to_the_engine(form):
     validate(a_request(sampling=Sampling(form=form)), a_model_card(), 10)
 
 
+def test_form_of_tool_calls_is_for_routers_alone():
+    with pytest.raises(RequestRejected, match=r"set parsing\.tool_choice") as refused:
+        validate(a_request(sampling=Sampling(form=ToolCallForm())), a_model_card(), 10)
+
+    assert refused.value.field == "sampling.form"
+
+
 SPOKEN = ChatMessage(role="user", content="x")
 A_TOOL = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": true}}'
 
@@ -269,3 +279,56 @@ def test_exactly_the_floats_in_the_range_are_allowed(field, value):
     else:
         with pytest.raises(RequestRejected, match=name):
             validate(request, a_model_card(), 1)
+
+
+SCHEMAS = [
+    ('{"type": 3}', ".type"),
+    ('{"properties": 3}', ".properties"),
+    ('{"properties": {"x": {"required": true}}}', ".properties[...].required"),
+    ('{"items": {"anyOf": [{}, 3]}}', ".items.anyOf[1]"),
+    ('{"$defs": {"a": {"enum": {}}}}', ".$defs[...].enum"),
+]
+
+
+def a_tool(parameters: str) -> str:
+    return f'[{{"type": "function", "function": {{"name": "f", "parameters": {parameters}}}}}]'
+
+
+@pytest.mark.parametrize(("parameters", "path"), SCHEMAS)
+def test_malformed_schema_of_a_tool_is_refused_with_its_path(parameters, path):
+    with pytest.raises(RequestRejected) as refused:
+        validate(a_request(prompt=ChatPrompt((SPOKEN,), tools=a_tool(parameters))), a_model_card(), 10)
+
+    assert refused.value.field == "chat.tools[0].function.parameters" + path
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "{}",
+        '{"type": ["string", "null"], "items": [true, {"type": "any"}], "additionalProperties": false, "title": 3}',
+        '{"properties": {"x": {"$ref": "#/nowhere"}, "y": true}, "allOf": [{"oneOf": [{}]}]}',
+    ],
+)
+def test_unusual_schema_of_a_tool_is_left_to_the_engine(parameters):
+    validate(a_request(prompt=ChatPrompt((SPOKEN,), tools=a_tool(parameters))), a_model_card(), 10)
+
+
+MANY = "[" + ",".join([A_TOOL] * 1025) + "]"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parsing", "field"),
+    [
+        (ChatPrompt((SPOKEN,), tools=MANY), AnswerParsing(), "chat.tools"),
+        (ChatPrompt((SPOKEN,)), AnswerParsing(tool_choice=ToolChoice.REQUIRED), "parsing.tool_choice"),
+        (ChatPrompt((SPOKEN,), tools=f"[{A_TOOL}]"), AnswerParsing(tool_choice=ToolChoice.NAMED, function="g"), "parsing.function"),
+        (ChatPrompt((SPOKEN,), template_args="[]"), AnswerParsing(), "chat.template_args"),
+        (ChatPrompt((SPOKEN,), template_args='{"x": "' + "y" * 16_384 + '"}'), AnswerParsing(), "chat.template_args"),
+    ],
+)  # fmt: skip
+def test_impossible_demand_for_calls_is_refused_by_field(prompt, parsing, field):
+    with pytest.raises(RequestRejected) as refused:
+        validate(a_request(prompt=prompt, parsing=parsing), a_model_card(), 10)
+
+    assert refused.value.field == field

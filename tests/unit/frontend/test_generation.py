@@ -14,6 +14,9 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import ModelName
 from fleet.core.requests import (
     Admitted,
+    AnswerParsers,
+    AnswerParsing,
+    CallDelta,
     ChatMessage,
     ChatPrompt,
     Delta,
@@ -25,9 +28,12 @@ from fleet.core.requests import (
     Sampling,
     TextPrompt,
     TokenPrompt,
+    ToolCallForm,
+    ToolChoice,
 )
 from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
+from fleet.core.work import ParsedDelta, ParsingTask
 from fleet.frontend.generation import INLINE_CHARACTERS, Generation
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import MAX_TASKS, TokenizerThreads
@@ -35,7 +41,7 @@ from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from kvstore.block import tenant_salt
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
-from tests.support.frontend.text_model import END, EOS
+from tests.support.frontend.text_model import END, EOS, write_model
 from tests.support.router.fake_router import FakeRouter, a_model_card
 
 SECRET = b"secret"
@@ -557,3 +563,121 @@ async def test_tenant_is_charged_and_rejected_beyond_its_limit(generations):
     assert events[0].allowance.tokens.remaining == 3
     assert caught.value.reason is Reason.RATE_LIMITED
     assert len(router.submitted) == 1
+
+
+TOOLS = '[{"type":"function","function":{"name":"add","parameters":{}}}]'
+WITH_TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+HERMES = AnswerParsers(tool_calls="hermes")
+IN_ENGINE = AnswerParsers(tool_calls="hermes", reasoning="qwen3", in_engine=True)
+PARTS = (
+    ParsedDelta(reasoning="hm", from_start=True),
+    ParsedDelta(text="so", calls=(CallDelta(index=0, id="c0", name="add", arguments="{"),)),
+    ParsedDelta(calls=(CallDelta(index=0, arguments="}"), CallDelta(index=1, name="add", arguments="{}"))),
+)
+
+
+@pytest.fixture
+def tool_codec(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(WITH_TOOLS, encoding="utf-8")
+    return load_codec(folder)
+
+
+def a_tool_request(**fields: object) -> GenerateRequest:
+    prompt = ChatPrompt((ChatMessage(role="user", content="x"),), tools=fields.pop("tools", TOOLS))
+    return a_request(**{"prompt": prompt, "parsing": AnswerParsing(), "sampling": Sampling(max_tokens=99), **fields})
+
+
+async def events_of(generation: Generation, request: GenerateRequest) -> tuple[list[Delta], Finished]:
+    events = [event async for event in generation.generate(request)]
+    return [event for event in events if isinstance(event, Delta)], events[-1]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_parts_from_the_worker_become_deltas(whole, generations, tool_codec):
+    router = FakeRouter([5, 6, END], cards=[a_model_card(parsers=IN_ENGINE)])
+    router.parsed = PARTS
+
+    deltas, finished = await events_of(
+        generations(router, {MODEL: tool_codec}), a_tool_request(whole=whole, stop=("z",))
+    )
+
+    assert "".join(delta.reasoning for delta in deltas) == "hm"
+    assert "".join(delta.text for delta in deltas) == "so"
+    calls = [(call.index, call.id, call.arguments) for delta in deltas for call in delta.calls]
+    assert calls == [(0, "c0", "{"), (0, "", "}"), (1, "call_r1_1", "{}")]
+    assert (finished.finish, finished.usage.completion_tokens) == (Finish.TOOL_CALLS, 3)
+    assert len(deltas) == 1 or not whole
+    (arrived,) = router.submitted
+    assert arrived.parsing == ParsingTask(tools=TOOLS, stop=("z",))
+    assert arrived.sampling.form is None
+
+
+async def test_stop_string_that_the_worker_found_ends_the_request(generations, tool_codec):
+    router = FakeRouter([5, 6, 7, 8], cards=[a_model_card(parsers=IN_ENGINE)])
+    router.parsed = [ParsedDelta(text="a", from_start=True), ParsedDelta(stopped=True)]
+
+    _, finished = await events_of(generations(router, {MODEL: tool_codec}), a_tool_request(stop=("z",)))
+
+    assert (finished.finish, finished.usage.completion_tokens) == (Finish.STOP, 2)
+    assert router.cancelled == ["r1"]
+
+
+@pytest.mark.parametrize("start_over_after", [None, 3])
+async def test_router_parses_for_workers_that_do_not(start_over_after, generations, tool_codec):
+    router = FakeRouter(cards=[a_model_card(parsers=HERMES)])
+    router.answer = [*ids_of(tool_codec, 'so <tool_call>{"name": "add", "arguments": {}}</tool_call>'), END]
+    router.start_over_after = start_over_after
+
+    deltas, finished = await events_of(
+        generations(router, {MODEL: tool_codec}), a_tool_request(whole=start_over_after is not None)
+    )
+
+    assert "".join(delta.text for delta in deltas).strip() == "so"
+    assert [call for delta in deltas for call in delta.calls] == [
+        CallDelta(index=0, id="call_r1_0", name="add", arguments="{}")
+    ]
+    assert finished.finish is Finish.TOOL_CALLS
+
+
+@pytest.mark.parametrize(
+    ("parsing", "tools", "is_demanded"),
+    [
+        (AnswerParsing(), TOOLS, False),
+        (AnswerParsing(tool_choice=ToolChoice.REQUIRED), TOOLS, True),
+        (AnswerParsing(tool_choice=ToolChoice.NAMED, function="add"), TOOLS, True),
+        (AnswerParsing(parallel_calls=False), TOOLS, True),
+        (AnswerParsing(), TOOLS.replace('"name"', '"strict":true,"name"'), True),
+    ],
+)
+async def test_calls_that_a_grammar_enforces_are_a_structured_output(
+    parsing, tools, is_demanded, generations, tool_codec
+):
+    router = FakeRouter([END], cards=[a_model_card(parsers=IN_ENGINE)])
+
+    await events_of(generations(router, {MODEL: tool_codec}), a_tool_request(parsing=parsing, tools=tools))
+
+    assert router.submitted[0].sampling.form == (ToolCallForm() if is_demanded else None)
+
+
+@pytest.mark.parametrize("parsers", [None, AnswerParsers(reasoning="qwen3"), AnswerParsers(tool_calls="jamba")])
+async def test_tools_without_a_known_parser_are_refused(parsers, generations, tool_codec):
+    router = FakeRouter([END], cards=[a_model_card(parsers=parsers)])
+
+    with pytest.raises(RequestRejected, match="tool_call_parser") as refused:
+        await events_of(generations(router, {MODEL: tool_codec}), a_tool_request())
+
+    assert refused.value.field == "chat.tools"
+    assert router.submitted == []
+
+
+async def test_tools_without_parsing_stay_text(generations, tool_codec):
+    router = FakeRouter(cards=[a_model_card(parsers=HERMES)])
+    router.answer = [*ids_of(tool_codec, "<tool_call>{}</tool_call>"), END]
+
+    deltas, finished = await events_of(generations(router, {MODEL: tool_codec}), a_tool_request(parsing=None))
+
+    assert "".join(delta.text for delta in deltas).strip() == "<tool_call>{}</tool_call>"
+    assert finished.finish is Finish.STOP

@@ -16,6 +16,7 @@ from fleet.planner.connectors.virtual import Intent, PoolIntent
 from fleet.planner.messages import PlanId, PoolGapReason, PoolName
 from fleet.planner.ports import ConnectorUnreachable
 from kvstore.security.credentials import Credentials
+from tests.support.waiting import until
 from workers.settings import WorkerSettings
 
 
@@ -65,7 +66,7 @@ def a_pool(role: Role, replicas: int) -> LocalPool:
 
 
 class World:
-    def __init__(self, folder, most_workers=4) -> None:
+    def __init__(self, folder, most_workers=4, ask_worth=None) -> None:
         topology = Topology(cluster=ClusterSection(engine="simulated", most_workers=most_workers))
         pools = (a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 1))
         self.processes = Processes("router", "prefill-0", "decode-0")
@@ -82,7 +83,7 @@ class World:
             pools=pools,
             disaggregates=True,
         )
-        self.pools = LocalPools(topology, planned, self.processes, folder, print)
+        self.pools = LocalPools(topology, planned, self.processes, folder, print, ask_worth)
         self.records = FolderRecords(self.pools.folder)
 
     async def plan(self, **replicas: int) -> None:
@@ -127,6 +128,37 @@ async def test_idle_worker_is_removed_first_then_the_last_one(world):
     assert world.processes.removed == ["decode-1", "decode-2"]
     world.processes.finish()
     assert (await world.step())["decode"] == (1, 1, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("worth", "victims"),
+    [
+        ({"decode-0": 9.0, "decode-1": 0.5, "decode-2": 4.0}, ["decode-1", "decode-2"]),
+        ({"decode-0": 0.0, "decode-1": 0.0, "decode-2": 0.1}, ["decode-1", "decode-0"]),
+        ({}, ["decode-2", "decode-1"]),
+    ],
+)
+async def test_workers_with_the_least_valuable_caches_go_first(tmp_path, worth, victims):
+    asked = []
+
+    async def ask():
+        asked.append(1)
+        return worth
+
+    world = World(tmp_path, ask_worth=ask)
+    following = asyncio.get_running_loop().create_task(world.pools.follow())
+    try:
+        await world.plan(decode=3)
+        await until(lambda: "decode-2" in world.processes.names)
+        world.processes.start()
+        assert not asked
+        await world.plan(decode=1)
+        await until(lambda: len(world.processes.removed) == 2)
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+    assert world.processes.removed == victims
+    assert len(asked) == 1
 
 
 async def test_draining_worker_keeps_its_place(tmp_path):

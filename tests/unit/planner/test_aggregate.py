@@ -71,6 +71,18 @@ def test_counters_before_the_first_report_are_no_demand():
     )
 
 
+def test_overflow_of_several_routers_is_summed():
+    aggregator = an_aggregator("a", "b")
+    for source, dollars in (("a", 0.5), ("b", 0.25)):
+        aggregator.hear(source, a_report(source, arrivals=7, overflowed=3, overflow_dollars=1.0), at(0))
+        told = a_report(source, arrivals=9, refused=2, overflowed=5, overflow_dollars=1.0 + dollars)
+        aggregator.hear(source, told, at(1))
+
+    window = aggregator.window(at(2))
+
+    assert (window.arrivals, window.refused, window.overflowed, window.overflow_dollars) == (4, 4, 4, 0.75)
+
+
 def test_several_routers_are_summed():
     aggregator = an_aggregator("a", "b")
     for source, arrivals in (("a", 10), ("b", 4)):
@@ -181,6 +193,15 @@ def test_workers_belong_to_the_pool_of_their_name():
     assert aggregator.window(at(60)).workers == ()  # a silent router knows nothing of them
 
 
+def test_workers_of_numbered_pools_are_told_apart():
+    pools = {PoolName("decode/1"): Role.DECODE, PoolName("decode/2"): Role.DECODE}
+    aggregator = DemandAggregator(MODEL, ("a",), pools, START)
+
+    found = [aggregator.pool_of(WorkerId(name), Role.DECODE) for name in ("decode.1-0", "decode.2-7", "decode-0")]
+
+    assert found == ["decode/1", "decode/2", "decode"]
+
+
 def test_sample_is_bounded_and_in_order():
     aggregator = an_aggregator()
     for number in range(1000):
@@ -251,3 +272,37 @@ def test_stale_is_exactly_what_was_silent_too_long(pauses):
         now = Nanos(now + pause * SECOND)
         assert bool(aggregator.stale(now)) == (pause * SECOND > STALE_AFTER)
         aggregator.hear("a", a_report(), now)
+
+
+def test_expected_source_is_stale_until_it_reports():
+    aggregator = DemandAggregator(MODEL, (), POOLS, START)
+    assert (aggregator.sources, aggregator.stale(at(1))) == ((), ())
+    aggregator.expect("a")
+    assert aggregator.stale(at(1)) == ("a: has not reported yet",)
+    aggregator.hear("a", a_report(), at(2))
+    aggregator.expect("a")
+
+    assert (aggregator.sources, aggregator.stale(at(3))) == (("a",), ())
+
+
+def test_forgotten_source_leaves_what_it_counted():
+    aggregator = an_aggregator("a", "b")
+    for source in ("a", "b"):
+        aggregator.hear(source, a_report(source), at(0))
+    aggregator.hear("a", a_report("a", arrivals=7, queued=2), at(1))
+    aggregator.failed("a", "it ended")
+    aggregator.forget("a")
+    aggregator.hear("b", a_report("b", arrivals=3), at(1))
+
+    window = aggregator.window(at(2))
+    assert (window.arrivals, window.queued, window.stale) == (10, 0, ())
+    assert aggregator.window(at(3)).arrivals == 0
+    assert aggregator.stale(at(1)) == ()
+
+
+def test_prefix_of_workers_names_is_left_out():
+    aggregator = DemandAggregator(MODEL, (), POOLS, START, workers_prefix="llama-70b-")
+
+    for worker, pool in (("llama-70b-decode-big-77-x", "decode-big"), ("llama-70b-decode-77-x", "decode")):
+        assert aggregator.pool_of(WorkerId(worker), Role.DECODE) == pool
+    assert aggregator.pool_of(WorkerId("decode-big-0"), Role.DECODE) == "decode", "no pool of that name: its role"

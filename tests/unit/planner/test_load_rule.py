@@ -1,6 +1,9 @@
 """Tests of the load rule: needs, cool-down, bounds, budgets, pins and missing demand."""
 
+import math
+
 import pytest
+from msgspec import structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
@@ -67,7 +70,7 @@ def test_stale_demand_holds_and_names_the_source():
 
     assert (decision.replicas, decision.reason) == ({DECODE: 2}, DecisionReason.NO_SIGNAL)
     assert [(each.type, each.field, each.message) for each in decision.conditions] == [
-        (PlanConditionType.NO_DEMAND_SIGNAL, "http://a/metrics", "http://a/metrics: silent")
+        (PlanConditionType.NO_DEMAND_SIGNAL, "http://a/metrics", "no demand from http://a/metrics: silent")
     ]
 
 
@@ -77,6 +80,53 @@ def test_missing_pool_holds_and_is_named():
     assert decision.replicas == {DECODE: 2}
     (condition,) = decision.conditions
     assert (condition.type, condition.field) == (PlanConditionType.CONNECTOR_FAILED, "pools.prefill")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"oldest_seconds": math.nan}, "demand.oldest_seconds"),
+        ({"queued": -1}, "demand.queued"),
+        ({"overflow_dollars": math.inf}, "demand.overflow_dollars"),
+        ({"ttft": (3, -1)}, "demand.ttft"),
+        ({"ended": Nanos(-1)}, "demand.ended"),
+    ],
+)
+def test_impossible_demand_holds_and_names_its_field(fields, field):
+    decision = a_rule().decide(Nanos(0), structs.replace(a_window(decode=90), **fields), seen(decode=2))
+
+    assert (decision.replicas, decision.reason) == ({DECODE: 2}, DecisionReason.NO_SIGNAL)
+    assert [(each.type, each.field) for each in decision.conditions] == [(PlanConditionType.NO_DEMAND_SIGNAL, field)]
+
+
+def test_worker_with_impossible_load_holds_and_is_named():
+    decision = a_rule().decide(Nanos(0), a_window(decode=-4), seen(decode=2))
+
+    assert (decision.replicas, decision.reason) == ({DECODE: 2}, DecisionReason.NO_SIGNAL)
+    assert decision.conditions[0].field == "demand.workers.decode-0.running"
+
+
+def test_clock_that_went_back_holds_once():
+    rule = a_rule()
+    rule.decide(Nanos(100 * SECOND), a_window(decode=4), seen(decode=2))
+
+    back = rule.decide(Nanos(50 * SECOND), a_window(decode=90), seen(decode=2))
+    after = rule.decide(Nanos(51 * SECOND), a_window(decode=90), seen(decode=2))
+
+    assert (back.replicas, back.reason) == ({DECODE: 2}, DecisionReason.NO_SIGNAL)
+    assert back.conditions[0].field == "now"
+    assert after.replicas == {DECODE: 5}
+
+
+def test_pool_with_negative_replicas_holds_and_is_named():
+    lie = Observation((PoolObservation(name=DECODE, wanted=2, ready=-3),))
+
+    decision = a_rule().decide(Nanos(0), a_window(decode=90), lie)
+
+    assert decision.replicas == {DECODE: 2}
+    assert [(each.type, each.field) for each in decision.conditions] == [
+        (PlanConditionType.CONNECTOR_FAILED, "pools.decode")
+    ]
 
 
 def test_budget_limits_growth_and_is_named():

@@ -11,7 +11,7 @@ from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.roles import Role
 from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecision, PlanGoals, PlannedPool
 from fleet.planner.demand import DemandWindow
-from fleet.planner.loop import PlannerLoop
+from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop
 from fleet.planner.messages import Observation, PlanId, PoolName, PoolObservation
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.records import PlanHistory, PlanState
@@ -51,9 +51,17 @@ class Rule:
 class Demand:
     def __init__(self):
         self.counts = ()
+        self.overflow_dollars = 0.0
 
     def window(self):
-        return DemandWindow(began=Nanos(0), ended=Nanos(SECOND), ttft=self.counts, arrivals=3)
+        return DemandWindow(
+            began=Nanos(0),
+            ended=Nanos(SECOND),
+            ttft=self.counts,
+            arrivals=3,
+            overflowed=int(self.overflow_dollars > 0),
+            overflow_dollars=self.overflow_dollars,
+        )
 
     def sample(self):
         return ()
@@ -306,14 +314,94 @@ def test_new_leader_goes_on_with_an_unfinished_plan(start, state, last):
 
 def test_unreachable_orchestrator_is_a_condition():
     world = World()
-    world.pools.fail = ConnectorUnreachable("the API server does not answer")
     told = []
 
-    played(world, (3, lambda: told.append(world.loop.status().conditions)))
+    def fail():
+        world.pools.fail = ConnectorUnreachable("the API server does not answer")
+
+    played(world, (3, fail), (3, lambda: told.append((world.loop.status().conditions, world.rule.asked))))
+
+    (((condition,), asked),) = told
+    assert (condition.type, condition.field) == (PlanConditionType.CONNECTOR_FAILED, "target")
+    assert asked <= 4
+
+
+def test_orchestrator_that_still_starts_is_waited_for_and_named():
+    world = World()
+    world.pools.fail = ConnectorUnreachable("no orchestrator has written a report there")
+    told = []
+
+    def look():
+        told.append(world.loop.status())
+
+    played(world, (STARTING_SECONDS - 1, look), (3, look))
+
+    starting, late = told
+    assert (starting.conditions, starting.reason) == ((), None)
+    assert "no orchestrator" in starting.message
+    assert [each.type for each in late.conditions] == [PlanConditionType.CONNECTOR_FAILED]
+    assert world.rule.asked == 0
+
+
+def test_connector_that_hangs_is_a_condition_and_ends_no_planner():
+    world = World()
+    hung = asyncio.Event()
+    told = []
+
+    async def hang():
+        await hung.wait()
+        return Observation(())
+
+    observe, world.pools.observe = world.pools.observe, hang
+
+    def recover():
+        told.append(world.loop.status().conditions)
+        world.pools.observe = observe
+        world.rule.replicas = {DECODE: 2}
+
+    played(world, (STARTING_SECONDS + 2 * OBSERVE_SECONDS, recover), (OBSERVE_SECONDS + 20, nothing))
 
     ((condition,),) = told
     assert (condition.type, condition.field) == (PlanConditionType.CONNECTOR_FAILED, "target")
-    assert world.rule.asked == 0
+    assert condition.message == "no answer within 20 s"
+    assert world.states() == [PlanState.SETTLED]
+
+
+def test_connector_that_hangs_on_a_write_fails_the_plan_at_its_deadline():
+    world = World()
+
+    async def hang(plan, seen):
+        await asyncio.Event().wait()
+
+    world.pools.apply = hang
+    world.rule.replicas = {DECODE: 2}
+
+    played(world, (200, nothing))
+
+    record = world.history.latest(20)[-1]
+    assert record.state is PlanState.FAILED
+    assert record.detail == "no answer within 20 s"
+    assert world.pools.pools[DECODE].wanted == 1
+
+
+def test_connector_that_obeys_nothing_is_rolled_back_and_turns_nowhere():
+    """A connector lies: it says that it has written numbers, and no replica ever comes."""
+    world = World(start=None)
+    world.rule.replicas = {DECODE: 4}
+    wanted = []
+
+    async def watched(plan, seen, apply=world.pools.apply):
+        await apply(plan, seen)
+        wanted.append(world.pools.pools[DECODE].wanted)
+
+    world.pools.apply = watched
+
+    played(world, (500, nothing))
+
+    assert set(world.states()[:-1]) == {PlanState.ROLLED_BACK}
+    assert set(wanted) == {1, 4}
+    # One plan in a deadline (twice the start and 30 s) and the pause after it, each taken back once.
+    assert len(wanted) <= 2 * (500 // 60 + 1)
 
 
 def test_failing_rule_is_a_condition_and_is_asked_again():
@@ -400,6 +488,20 @@ def test_prediction_is_scored_against_what_happened():
     assert score.ttft_error == pytest.approx((score.ttft_seconds - 0.2) / score.ttft_seconds)
     assert score.attainment == 1.0
     assert world.loop.error == pytest.approx(score.ttft_error)
+
+
+def test_cost_of_overflow_is_scored_beside_that_of_replicas():
+    world = World()
+    world.rule.replicas = {DECODE: 2}
+    world.demand.overflow_dollars = 0.001
+
+    seen = []
+    played(world, (15, lambda: seen.append(world.loop.status())))
+
+    (status,) = seen
+    assert world.history.latest(1)[0].score.overflow_dollars == pytest.approx(3.6)
+    assert status.overflow["dollars"] == pytest.approx(0.001 * status.overflow["requests"])
+    assert (status.demand["overflowed"], status.demand["overflow_dollars_per_hour"]) == (1.0, pytest.approx(3.6))
 
 
 def test_shadow_mode_makes_one_record_for_each_change():

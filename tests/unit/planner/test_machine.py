@@ -1,6 +1,7 @@
 """The planner's rule in a small world: growth, shrinking, steadiness and doubt."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -95,6 +96,27 @@ def test_missed_goal_adds_one_replica_that_stays() -> None:
     world.run(3600, 24.0)
     assert world.wanted["decode"] == 2
     assert world.direction_changes("decode") == 0
+
+
+def test_nothing_shrinks_while_too_many_requests_are_late() -> None:
+    prompt, late = ((0,) * bucket_of(value) + (100,) + (0,) * (len(EDGES) - bucket_of(value)) for value in (0.01, 0.05))
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    world.run(1800, 120.0, tpot=prompt)
+    before = world.wanted["decode"]
+    world.run(900, 24.0, tpot=late)
+    assert world.wanted["decode"] >= before > 4
+    world.run(600, 24.0, tpot=prompt)
+    assert world.wanted["decode"] < before
+
+
+def test_large_pool_loses_at_most_half_in_one_step() -> None:
+    world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
+    world.run(1800, 400.0)
+    assert world.wanted["decode"] > 12
+    world.run(3600, 10.0)
+    steps = [(one["decode"], other["decode"]) for one, other in pairwise(world.history)]
+    assert world.wanted["decode"] <= 2
+    assert all(after >= before / 2 for before, after in steps)
 
 
 def test_measured_latency_corrects_the_capacity() -> None:

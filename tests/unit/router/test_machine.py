@@ -1,13 +1,14 @@
 """Decisions of the router's machine, event by event; the machine checks its invariants after every event."""
 
 import pytest
+from msgspec import structs
 
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId, WorkerId
-from fleet.core.requests import Finish, Sampling, Source
+from fleet.core.requests import Finish, Sampling, Source, ToolCallForm
 from fleet.core.roles import KvPath, Phase, Placement, Role
-from fleet.core.work import KvCleared, KvRemoved, KvStored
+from fleet.core.work import KvCleared, KvRemoved, KvStored, ParsedDelta, ParsingTask
 from fleet.router.messages import (
     KvChanged,
     KvPathsChanged,
@@ -804,6 +805,31 @@ def test_greedy_stream_continues_after_the_sent_tokens():
     last = router.step(second, 14, finish=LENGTH)
     assert the(Emit, last).progress.token_ids == (14,)
     assert router.machine.snapshot().counters.continued == 1
+
+
+def test_worker_that_continues_parses_the_answer_from_its_beginning():
+    router = RouterMachineDriver(*TWO)
+    task = ParsingTask(tools="[]")
+    first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, parsing=task)))
+    told = router.step(first, 11, parsed=ParsedDelta(text="a", from_start=True))
+    router.step(first, 12, 13)
+
+    second = the(Dispatch, router.leave(first.worker_id))
+
+    assert first.start.parsing == task
+    assert the(Emit, told).progress.parsed == ParsedDelta(text="a", from_start=True)
+    assert second.start.parsing == ParsingTask(tools="[]", answered_tokens=3)
+
+
+def test_demanded_calls_are_not_continued_on_another_worker():
+    router = RouterMachineDriver()
+    sampling = structs.replace(GREEDY, form=ToolCallForm())
+    for worker in ("d1", "d2"):
+        router.join(worker, keeps_forms=True)
+    first = the(Dispatch, router.send(an_arrival(sampling=sampling, parsing=ParsingTask(tools="[]"))))
+    router.step(first, 11)
+
+    assert the(Reject, router.leave(first.worker_id)).reason is Reason.WORKER_LOST
 
 
 def test_continued_stream_goes_where_sent_tokens_are_cached():

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, StructuralTag
+from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, StructuralTag, ToolCallForm
 
 TEXT = st.text(max_size=8)
 
@@ -13,4 +13,5 @@ FORMS = st.one_of(
     st.builds(Grammar, TEXT),
     st.builds(StructuralTag, TEXT),
     st.builds(Choice, st.lists(TEXT, max_size=3).map(tuple)),
+    st.builds(ToolCallForm),
 )

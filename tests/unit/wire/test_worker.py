@@ -6,7 +6,17 @@ from hypothesis import strategies as st
 
 from fleet.core.errors import Reason
 from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
-from fleet.core.requests import Finish, KvOrigin, KvReport, Logprobs, Sampling, Source
+from fleet.core.requests import (
+    AnswerParsers,
+    CallDelta,
+    Finish,
+    KvOrigin,
+    KvReport,
+    Logprobs,
+    Sampling,
+    Source,
+    ToolChoice,
+)
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import (
     Cancel,
@@ -19,6 +29,8 @@ from fleet.core.work import (
     KvStored,
     LoadReport,
     LoraAdapter,
+    ParsedDelta,
+    ParsingTask,
     Progress,
     Rejected,
     RouterHello,
@@ -96,6 +108,16 @@ handoffs = st.builds(
     params=st.binary(max_size=20),
     kv=st.none() | fingerprints,
 )
+parsing_tasks = st.builds(
+    ParsingTask,
+    tools=TEXT,
+    tool_choice=st.sampled_from(ToolChoice),
+    function=TEXT,
+    parallel_calls=st.booleans(),
+    template_args=TEXT,
+    stop=st.lists(TEXT, max_size=2).map(tuple),
+    earlier_calls=U32,
+)
 starts = st.builds(
     Start,
     request_id=NAME.map(RequestId),
@@ -109,6 +131,7 @@ starts = st.builds(
     timeout_ms=U32,
     session=TEXT,
     adapter=TEXT,
+    parsing=st.none() | parsing_tasks,
 )
 router_messages = starts | st.builds(Cancel, request_id=NAME.map(RequestId)) | st.builds(RouterHello, router_id=NAME)
 
@@ -127,6 +150,14 @@ logprobs = st.lists(st.tuples(U32, FLOAT), max_size=3).flatmap(
         Logprobs, FLOAT, st.just(tuple(token for token, _ in top)), st.just(tuple(value for _, value in top))
     )
 )
+parsed_deltas = st.builds(
+    ParsedDelta,
+    text=TEXT,
+    reasoning=TEXT,
+    calls=st.lists(st.builds(CallDelta, index=U32, id=TEXT, name=TEXT, arguments=TEXT), max_size=2).map(tuple),
+    stopped=st.booleans(),
+    from_start=st.booleans(),
+)
 running = st.builds(
     Progress,
     request_id=NAME.map(RequestId),
@@ -134,6 +165,7 @@ running = st.builds(
     logprobs=st.lists(logprobs, max_size=2).map(tuple),
     kv=st.none() | reports,
     prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
+    parsed=st.none() | parsed_deltas,
 )
 finished = st.builds(
     Progress,
@@ -144,6 +176,7 @@ finished = st.builds(
     kv=st.none() | reports,
     handoff=st.none() | handoffs,
     prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
+    parsed=st.none() | parsed_deltas,
 )
 kv_events = st.builds(KvStored, HASHES) | st.builds(KvRemoved, HASHES) | st.builds(KvCleared)
 worker_messages = (
@@ -177,6 +210,7 @@ worker_messages = (
         keeps_forms=st.booleans(),
         generation=TEXT,
         sampling_fields=st.lists(TEXT, max_size=2).map(tuple),
+        parsers=st.none() | st.builds(AnswerParsers, tool_calls=TEXT, reasoning=TEXT, in_engine=st.booleans()),
     )
     | st.just(Draining())
     | st.builds(Goodbye, reason=st.text())
@@ -223,6 +257,8 @@ def test_the_wire_start_of_these_tests_is_sound():
         (a_wire_start(sampling=pb.WorkSampling()), "start.sampling.max_tokens"),
         (a_wire_start(sampling=pb.WorkSampling(max_tokens=1, form=inference_pb2.Form())), "start.sampling.form"),
         (a_wire_start(handoff=pb.Handoff(kv_path="pigeon")), "start.handoff.kv_path"),
+        (a_wire_start(parsing=pb.Parsing(tool_choice="perhaps")), "start.parsing.tool_choice"),
+        (a_wire_start(parsing=pb.Parsing(tool_choice="auto", answered_tokens=2)), "start.parsing.answered_tokens"),
         (
             a_wire_start(handoff=pb.Handoff(kv_path="store", kv=pb.KvFingerprint(hash_algorithm="md4"))),
             "start.handoff.kv.hash_algorithm",

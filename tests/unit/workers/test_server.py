@@ -192,12 +192,12 @@ async def test_unfetched_blocks_keep_worker_no_longer_than_their_lease():
         start = an_attempt(fresh_prompt(40), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
         router.session.receive(start)
         await router.end_of(start.request_id)
-        lender = worker.server.engine.lender
-        assert lender.leases == 1
+        lending = worker.server.engine.lending
+        assert lending.leases == 1
 
         assert await worker.server.drain(Nanos(10 * SECOND)) == 0
 
-        assert (lender.leases, lender.expired) == (0, 1)
+        assert (lending.leases, lending.expired) == (0, 1)
 
 
 async def test_steps_of_different_routers_do_not_mix():

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A prefill engine lends the blocks of a prompt under a lease: it holds them until the borrower reports that it has
-   them, or the lease ends. A lease has a random name, and a borrower needs nothing but that name.
+1. `fleet.batching.handoff_leases` decides how long a prefill engine holds the blocks that it lends. A lease has a random
+   name, and a borrower needs nothing but that name.
 2. A block's checksum is computed when the block is lent, so that the borrower notices any later change of its bytes.
    The borrower verifies every block before use; the first missing or wrong block ends the chain.
 3. One exchange has a request frame, an answer frame, and a request that returns the lease. A frame is its length in 4
@@ -23,6 +23,7 @@ import google_crc32c
 import msgspec
 from msgspec import Struct
 
+from fleet.batching.handoff_leases import HandoffLeases, LoanState, LoanStep, advance_loan
 from fleet.batching.kv_blocks import KvBlocks
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
@@ -67,74 +68,142 @@ class BlockLoan(Struct, frozen=True, kw_only=True):
     blocks: tuple[LentBlock | None, ...]
 
 
-class _BlockLease(Struct, frozen=True, kw_only=True):
-    blocks: Mapping[BlockHash, tuple[bytearray, int]]  # content and checksum
-    timer: asyncio.TimerHandle
-
-
 class BlockLender:
-    """The prefill engine's side."""
+    """The prefill engine's side; the caller calls `expire` when the next lease ends."""
 
-    def __init__(self, blocks: KvBlocks[BlockHash], lease: Nanos, *, on_end: Callable[[], None]) -> None:
-        self.address = ""  # set by `listen`
-        self._blocks = blocks
-        self._on_end = on_end  # called when blocks may have become available
-        self._lease_seconds = lease / SECOND
-        self._leases: dict[str, _BlockLease] = {}
-        self.connections: set[asyncio.Transport] = set()
-        self.expired = 0  # leases that no borrower returned
+    def __init__(self, blocks: KvBlocks[BlockHash], lease: Nanos) -> None:
+        self.leases = HandoffLeases(blocks, lease)
+        """The open leases; read-only for others."""
+        self._lent: dict[str, dict[BlockHash, tuple[bytearray, int]]] = {}  # by lease: contents and checksums
 
-    @property
-    def leases(self) -> int:
-        """The number of leases that hold blocks now."""
-        return len(self._leases)
+    def lend(self, lease: str, blocks: Mapping[BlockHash, bytearray], now: Nanos) -> None:
+        """Hold named blocks for a borrower under a lease with a new name."""
+        self.leases.offer(lease, tuple(blocks), now)
+        self._lent[lease] = {name: (content, _crc32c(content)) for name, content in blocks.items()}
 
-    def lend(self, blocks: Mapping[BlockHash, bytearray]) -> str:
-        """Hold named blocks for a borrower; return the lease."""
-        self._blocks.hold(list(blocks))
-        lease = secrets.token_hex(16)
-        self._leases[lease] = _BlockLease(
-            blocks={name: (content, _crc32c(content)) for name, content in blocks.items()},
-            timer=asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, lease),
-        )
-        return lease
+    def end(self, lease: str) -> bool:
+        """End a lease and release its blocks; return False if it has ended before."""
+        self._lent.pop(lease, None)
+        return self.leases.give_back(lease)
 
-    def end(self, lease: str) -> None:
-        """End a lease and release its blocks; an ended lease is ignored."""
-        if (ended := self._leases.pop(lease, None)) is not None:
-            ended.timer.cancel()
-            self._blocks.release(list(ended.blocks))
-            self._on_end()
+    def expire(self, now: Nanos) -> bool:
+        """End the leases whose time is over; return whether there were any."""
+        expired = self.leases.expire(now)
+        for lease in expired:
+            log.info("handoff lease expired unfetched", extra={"lease": lease[:8]})
+            del self._lent[lease]
+        return bool(expired)
 
     def answer(self, request: BlockRequest) -> BlockLoan | None:
         """Answer a borrower's request; None if the borrower needs no answer."""
         if request.done:
             self.end(request.lease)
             return None
-        lease = self._leases.get(request.lease)
-        held = lease.blocks if lease is not None else {}
-        return BlockLoan(blocks=tuple([self._lent(held.get(name)) for name in request.names]))
+        held = set(self.leases.pull(request.lease))
+        lent = self._lent.get(request.lease, {})
+        return BlockLoan(
+            blocks=tuple([_copied(lent[BlockHash(name)]) if name in held else None for name in request.names])
+        )
+
+    def check(self) -> None:
+        """Assert that exactly the open leases have contents."""
+        self.leases.check()
+        assert set(self.leases) == self._lent.keys()
+
+
+def _copied(lent: tuple[bytearray, int]) -> LentBlock:
+    return LentBlock(crc32c=lent[1], content=bytes(lent[0]))
+
+
+class BlockBorrower:
+    """The decode engine's side of one lease, without I/O."""
+
+    def __init__(self, lease: str, names: Sequence[BlockHash], block_bytes: int) -> None:
+        self.state = LoanState.OFFERED
+        self._lease, self._names, self._block_bytes = lease, tuple(names), block_bytes
+
+    def begin(self) -> BlockRequest:
+        """Accept the handoff, and return the first request: for the blocks, or only to return the lease."""
+        self.state = advance_loan(self.state, LoanStep.PULL if self._names else LoanStep.DECLINE)
+        return BlockRequest(lease=self._lease, names=self._names) if self._names else self.end()
+
+    def receive(self, loan: BlockLoan) -> list[bytes]:
+        """Take the answer, and return the leading blocks that are whole; return the lease next."""
+        self.state = advance_loan(self.state, LoanStep.RECEIVE)
+        return _verified(loan, self._block_bytes)
+
+    def end(self) -> BlockRequest:
+        """Return the request that returns the lease."""
+        return BlockRequest(lease=self._lease, done=True)
+
+    def fail(self) -> None:
+        """Give up: the connection is lost, or the answer is late or unreadable. An end that was reached stays."""
+        if self.state in (LoanState.OFFERED, LoanState.PULLING):
+            self.state = advance_loan(self.state, LoanStep.FAIL)
+
+
+class BlockLending:
+    """Lends blocks to borrowers that connect, and ends leases in time."""
+
+    def __init__(self, blocks: KvBlocks[BlockHash], lease: Nanos, *, on_end: Callable[[], None]) -> None:
+        self.lender = BlockLender(blocks, lease)
+        self.address = ""  # set by `listen`
+        self.connections: set[asyncio.Transport] = set()
+        self._on_end = on_end  # called when blocks may have become available
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def leases(self) -> int:
+        """The number of leases that hold blocks now."""
+        return len(self.lender.leases)
+
+    @property
+    def expired(self) -> int:
+        """The number of leases that no borrower returned."""
+        return self.lender.leases.expired
+
+    def lend(self, blocks: Mapping[BlockHash, bytearray]) -> str:
+        """Hold named blocks for a borrower; return the lease."""
+        lease = secrets.token_hex(16)
+        self.lender.lend(lease, blocks, _now())
+        if self._timer is None:
+            self._wait()
+        return lease
+
+    def answer(self, request: BlockRequest) -> BlockLoan | None:
+        """Answer a borrower's request; None if the borrower needs no answer."""
+        answered = self.lender.answer(request)
+        if answered is None:
+            self._on_end()
+        return answered
 
     def close(self) -> None:
-        for lease in list(self._leases):
-            self.end(lease)
+        if self._timer is not None:
+            self._timer.cancel()
+        for lease in list(self.lender.leases):
+            self.lender.end(lease)
         for connection in list(self.connections):
             connection.abort()
 
-    def _lent(self, known: tuple[bytearray, int] | None) -> LentBlock | None:
-        return None if known is None else LentBlock(crc32c=known[1], content=bytes(known[0]))
+    def _wait(self) -> None:
+        ends = self.lender.leases.next_end
+        self._timer = None if ends is None else asyncio.get_running_loop().call_at(ends / SECOND, self._expire)
 
-    def _expire(self, lease: str) -> None:
-        self.expired += 1
-        log.info("handoff lease expired unfetched", extra={"lease": lease[:8]})
-        self.end(lease)
+    def _expire(self) -> None:
+        if self.lender.expire(_now()):
+            self._on_end()
+        self._wait()
+
+
+def _now() -> Nanos:
+    return Nanos(round(asyncio.get_running_loop().time() * SECOND))
 
 
 class LenderProtocol(asyncio.Protocol):
     """One borrower's connection, without a task: it answers when the bytes arrive."""
 
-    def __init__(self, lender: BlockLender) -> None:
-        self._lender = lender
+    def __init__(self, lending: BlockLending) -> None:
+        self._lending = lending
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -142,17 +211,17 @@ class LenderProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast("asyncio.Transport", transport)  # a stream socket's transport; uvloop's type does not say so
         self._transport = transport
-        if len(self._lender.connections) >= MAX_CONNECTIONS:
+        if len(self._lending.connections) >= MAX_CONNECTIONS:
             transport.abort()
             return
-        self._lender.connections.add(transport)
+        self._lending.connections.add(transport)
         self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         if self._timer is not None:
             self._timer.cancel()
         if self._transport is not None:
-            self._lender.connections.discard(self._transport)
+            self._lending.connections.discard(self._transport)
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None
@@ -172,12 +241,12 @@ class LenderProtocol(asyncio.Protocol):
             except msgspec.DecodeError:
                 self._transport.abort()
                 return
-            if (answer := self._lender.answer(request)) is not None:
+            if (answer := self._lending.answer(request)) is not None:
                 self._transport.write(_frame(answer))
 
 
 @contextlib.asynccontextmanager
-async def listen(lender: BlockLender, address: str) -> AsyncIterator[None]:
+async def listen(lending: BlockLending, address: str) -> AsyncIterator[None]:
     """Accept borrowers at host:port (0: any port) or unix:path while the context is open.
 
     Raises:
@@ -188,18 +257,18 @@ async def listen(lender: BlockLender, address: str) -> AsyncIterator[None]:
     host, _, port = address.rpartition(":")
     try:
         if path != address:
-            server: asyncio.Server = await loop.create_unix_server(lambda: LenderProtocol(lender), path)
-            lender.address = address
+            server: asyncio.Server = await loop.create_unix_server(lambda: LenderProtocol(lending), path)
+            lending.address = address
         else:
-            server = await loop.create_server(lambda: LenderProtocol(lender), host, int(port))
-            lender.address = f"{host}:{server.sockets[0].getsockname()[1]}"
+            server = await loop.create_server(lambda: LenderProtocol(lending), host, int(port))
+            lending.address = f"{host}:{server.sockets[0].getsockname()[1]}"
     except (OSError, ValueError) as error:
         raise ConfigurationRefused(f"simulated.direct_listen: {address}: {error}") from error
     try:
         yield
     finally:
         server.close()
-        lender.close()
+        lending.close()
         await server.wait_closed()
         if path != address:
             Path(path).unlink(missing_ok=True)  # noqa: ASYNC240 - one local file
@@ -207,18 +276,20 @@ async def listen(lender: BlockLender, address: str) -> AsyncIterator[None]:
 
 async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_bytes: int, deadline: Nanos) -> list[bytes]:
     """Fetch the longest prefix of `names` that arrives whole within `deadline` from now, then return the lease."""
+    borrower = BlockBorrower(params.lease, names, block_bytes)
+    blocks: list[bytes] = []
     try:
         async with asyncio.timeout(deadline / SECOND):
             reader, writer = await _connect(params.address)
             try:
-                loan = BlockLoan(blocks=())
-                if names:
-                    writer.write(_frame(BlockRequest(lease=params.lease, names=tuple(names))))
+                request = borrower.begin()
+                writer.write(_frame(request))
+                if not request.done:
                     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                     if length > len(names) * (block_bytes + 64) + 64:
                         raise ValueError(f"an answer of {length} bytes to {len(names)} names")
-                    loan = msgspec.msgpack.decode(await reader.readexactly(length), type=BlockLoan)
-                writer.write(_frame(BlockRequest(lease=params.lease, done=True)))
+                    blocks = borrower.receive(msgspec.msgpack.decode(await reader.readexactly(length), type=BlockLoan))
+                    writer.write(_frame(borrower.end()))
                 await writer.drain()
             finally:
                 writer.close()
@@ -226,8 +297,8 @@ async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_byte
                     await writer.wait_closed()
     except (OSError, EOFError, TimeoutError, ValueError) as error:  # DecodeError is a ValueError
         log.warning("block fetch failed", extra={"address": params.address, "cause": str(error)})
-        return []
-    return _verified(loan, block_bytes)
+        borrower.fail()
+    return blocks
 
 
 def _verified(loan: BlockLoan, block_bytes: int) -> list[bytes]:

@@ -25,10 +25,11 @@ from kvstore.block import BlockHash
 from workers.acceptance import field_beyond_vocabulary
 from workers.engines.debugger import is_traced
 from workers.engines.simulated.batch import Batch, StepOutcome
-from workers.engines.simulated.direct_transfer import BlockLender, DirectParams, borrow
+from workers.engines.simulated.direct_transfer import BlockLending, DirectParams, borrow
 from workers.engines.simulated.layout import EngineLayout
 from workers.engines.simulated.lora_slots import LoraSlots
 from workers.engines.simulated.model import SimulatedModel
+from workers.engines.simulated.scripts import ScriptWriter
 from workers.engines.simulated.sequence import Sequence as Running
 from workers.engines.simulated.sequence import SequenceContext
 from workers.engines.simulated.store import SimulatedStore
@@ -54,6 +55,7 @@ class SimulatedEngine:
         layout: EngineLayout,
         *,
         store: SimulatedStore | None = None,
+        writer: ScriptWriter | None = None,
     ) -> None:
         simulated = settings.simulated
         self._settings = simulated
@@ -67,6 +69,7 @@ class SimulatedEngine:
             block_tokens=facts.block_tokens,
             max_model_len=facts.max_model_len,
             adapters={adapter.name: adapter.identity for adapter in facts.adapters},
+            writer=writer,
         )
         limits = EngineLimits(
             kv_blocks=facts.kv_blocks,
@@ -77,7 +80,7 @@ class SimulatedEngine:
         self.batch = Batch(limits, adapters=LoraSlots(facts.adapter_slots), loads=self._loads)
         self.memory = self.batch.memory
         lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
-        self.lender = BlockLender(self.batch.blocks, lease, on_end=self._wake.set)
+        self.lending = BlockLending(self.batch.blocks, lease, on_end=self._wake.set)
         self._transfers = asyncio.Semaphore(facts.max_running)  # so that a load's deadline covers no queue of loads
         self._adapters_loading: dict[str, asyncio.Event] = {}
         self._ended: list[Progress | Rejected] = []  # outputs since the last step
@@ -101,7 +104,12 @@ class SimulatedEngine:
         if (field_and_fault := self._fault(start)) is not None:
             self._reject(start, Reason.INVALID_ARGUMENT, *field_and_fault)
             return
-        sequence = Running(start, self._shape)
+        try:
+            sequence = Running(start, self._shape)
+        except ValueError as error:
+            of_tools = start.parsing is not None and start.parsing.tools
+            self._reject(start, Reason.INVALID_ARGUMENT, "chat.tools" if of_tools else "sampling.form", str(error))
+            return
         if (needed := sequence.most_blocks) > self._facts.kv_blocks:
             fault = f"needs {needed} blocks of KV, this engine has {self._facts.kv_blocks}"
             self._reject(start, Reason.TOO_LARGE, "tokens", fault)
@@ -142,7 +150,7 @@ class SimulatedEngine:
 
     @property
     def lent(self) -> int:
-        return self.lender.leases
+        return self.lending.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
         """Implement `workers.ports.BlockSaver`."""
@@ -308,8 +316,8 @@ class SimulatedEngine:
                 await self._publish(sequence, {name: bytes(content) for name, content in sequence.blocks.items()})
             case KvPath.DIRECT:
                 self.batch.name(sequence)
-                lease = self.lender.lend(sequence.blocks) if sequence.blocks else ""
-                params = msgspec.json.encode(DirectParams(address=self.lender.address, lease=lease))
+                lease = self.lending.lend(sequence.blocks) if sequence.blocks else ""
+                params = msgspec.json.encode(DirectParams(address=self.lending.address, lease=lease))
             case _:
                 assert_never(start.kv_path)
         if self.batch.sequences.get(start.request_id) is not sequence:
@@ -348,8 +356,11 @@ class SimulatedEngine:
             return "request_id", f"{start.request_id} runs already"
         if not start.tokens or len(start.tokens) % TOKEN_BYTES:
             return "tokens", f"{len(start.tokens)} bytes; at least one id of {TOKEN_BYTES} bytes is needed"
-        if start.sampling.form is not None:
-            return "sampling.form", "a simulated engine supports no structured output; leave it out"
+        if start.sampling.form is not None and self._shape.writer is None:
+            return (
+                "sampling.form",
+                "without a tokenizer, a simulated engine supports no structured output; leave it out",
+            )
         if (field := field_beyond_vocabulary(start.sampling, self._shape.model.vocab_size)) is not None:
             return f"sampling.{field}", f"a token is not in the vocabulary of {self._shape.model.vocab_size}"
         highest = int(np.frombuffer(start.tokens, dtype="<u4").max())

@@ -20,10 +20,12 @@ from fleet.core.roles import KvPath
 from fleet.core.work import LoraAdapter
 from kvstore.layouts.fingerprint import describe
 from kvstore.namespace import KvNamespace
+from workers.engines.parser_names import parsers_for
 from workers.engines.simulated.direct_transfer import listen
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.layout import EngineLayout
 from workers.engines.simulated.model import SimulatedModel
+from workers.engines.simulated.scripts import ScriptWriter
 from workers.engines.simulated.store import SimulatedStore
 from workers.ports import EngineFacts
 from workers.settings import WorkerSettings
@@ -53,6 +55,8 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
     namespace = namespace_of(settings, model)
     layout = _layout(settings)
     kv = describe(namespace, layout=layout.axes, tp=layout.tensor_parallel)
+    parsers = parsers_for(settings, in_engine=False)
+    writer = ScriptWriter.open(settings.model_dir, model.vocab_size, parsers)
     async with contextlib.AsyncExitStack() as stack:
         store = None
         if settings.store:
@@ -71,10 +75,12 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
             sampling_fields=ENGINE_FIELDS,
             adapters=tuple(LoraAdapter(name, folder) for name, folder in settings.adapters.items()),
             adapter_slots=settings.adapter_slots if settings.adapters else 0,
+            keeps_forms=writer is not None,
+            parsers=parsers,
         )
-        engine = SimulatedEngine(settings, facts, model, layout, store=store)
+        engine = SimulatedEngine(settings, facts, model, layout, store=store, writer=writer)
         if KvPath.DIRECT in settings.kv_paths:
-            await stack.enter_async_context(listen(engine.lender, settings.simulated.direct_listen))
+            await stack.enter_async_context(listen(engine.lending, settings.simulated.direct_listen))
         async with _running(engine):
             yield engine
 

@@ -13,7 +13,8 @@ from fleet.core.work import Start
 from kvstore import block
 from kvstore.block import BlockHash
 from workers.engines.simulated.layout import EngineLayout
-from workers.engines.simulated.model import Digest, SimulatedModel
+from workers.engines.simulated.model import Digest, SampledToken, SimulatedModel
+from workers.engines.simulated.scripts import Script, ScriptWriter
 
 
 class SequenceContext(Struct, frozen=True, kw_only=True):
@@ -24,6 +25,7 @@ class SequenceContext(Struct, frozen=True, kw_only=True):
     block_tokens: int
     max_model_len: int
     adapters: Mapping[str, str] = {}  # identity by name
+    writer: ScriptWriter | None = None  # None: the engine writes random text alone
 
     def beginning(self, adapter: str) -> Digest:
         return self.model.beginning_with(self.adapters[adapter]) if adapter else self.model.beginning
@@ -39,6 +41,11 @@ class Sequence:
     """A request with its tokens and the bytes of its blocks. KV exists for its first `computed` tokens."""
 
     def __init__(self, start: Start, shape: SequenceContext) -> None:
+        """Begin an attempt.
+
+        Raises:
+            ValueError: Its answer must have a form that the engine does not keep.
+        """
         self.start = start
         self.prompt_tokens = len(start.tokens) // TOKEN_BYTES
         self.computed = 0
@@ -52,6 +59,8 @@ class Sequence:
         self._digest: Digest = shape.beginning(start.adapter)
         self._shape = shape
         self._block_bytes = shape.block_tokens * TOKEN_BYTES
+        self._script = None if shape.writer is None else shape.writer.write(start)
+        self._answered = 0 if start.parsing is None else start.parsing.answered_tokens
         self.prompt_names = block.chain(start.tokens, shape.block_tokens, salt=start.salt)
 
     # Sizes.
@@ -140,6 +149,9 @@ class Sequence:
             may_end=may_end,
             forbidden=self._forbidden() if sampling.bad_tokens else (),
         )
+        ended = False
+        if self._script is not None:
+            drawn, ended = self._scripted(self._script, drawn)
         self._tokens += drawn.token.to_bytes(TOKEN_BYTES, "little")
         self.generated += 1
         logprobs: tuple[Logprobs, ...] = ()
@@ -147,7 +159,7 @@ class Sequence:
             logprobs = (self._shape.model.logprobs(drawn.token, sampling.logprobs),)
         stops = drawn.token in sampling.stop_token_ids and self.generated >= sampling.min_tokens
         finish = None
-        if drawn.ends or stops:
+        if drawn.ends or stops or ended:
             finish = Finish.STOP
         elif self.generated >= self.answer_tokens:
             finish = Finish.LENGTH
@@ -164,6 +176,14 @@ class Sequence:
         """Return the tokens that would complete a forbidden sequence within the answer."""
         answer = np.frombuffer(self._tokens[self.prompt_tokens * TOKEN_BYTES :], "<u4").tolist()
         return {last for *lead, last in self.start.sampling.bad_tokens if not lead or answer[-len(lead) :] == lead}
+
+    def _scripted(self, script: Script, drawn: SampledToken) -> tuple[SampledToken, bool]:
+        """Return the token of the script, or the drawn one after its end, and whether the script ends the answer."""
+        position = self._answered + self.generated
+        if position >= len(script.tokens):
+            return drawn, False
+        ends = script.is_whole and position + 1 == len(script.tokens) and not self.start.sampling.ignore_eos
+        return SampledToken(script.tokens[position], ends=False), ends
 
     def report(self) -> KvReport:
         """Return where the prompt's blocks came from."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from fleet.backends.kv_events.health import NEVER, EventHealth, KvEventAlert
 from fleet.backends.kv_events.stream import EventStreamCounters, read_events
@@ -24,7 +25,7 @@ from fleet.backends.kv_events.translator import KvEventTranslator
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, Reason
 from fleet.core.ids import RequestId, StoreId
-from fleet.core.requests import ENGINE_FIELDS, TOKEN_BYTES, Finish, KvReport
+from fleet.core.requests import ENGINE_FIELDS, TOKEN_BYTES, AnswerParsers, Finish, KvReport
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import KvEvent, LoadReport, Progress, Rejected, Start
 from kvstore.block import HashAlgorithm, blocks_for
@@ -35,9 +36,11 @@ from kvstore.namespace import KvNamespace
 from workers.acceptance import field_beyond_vocabulary, refusal
 from workers.engines.debugger import is_traced
 from workers.engines.novel_work import NovelWork
+from workers.engines.parser_names import parsers_for
 from workers.engines.vllm import launch as vllm_launch
 from workers.engines.vllm import parallelism as vllm_spread
 from workers.engines.vllm import requests as vllm_requests
+from workers.engines.vllm.answer_parser import VllmAnswerParser, VllmAnswerParsers, check_names
 from workers.engines.vllm.headless_rank import open_rank
 from workers.engines.vllm.launch import available
 from workers.engines.vllm.lora import AdapterFiles, LoadedAdapters, adapters_of, lora_request
@@ -59,6 +62,7 @@ __all__ = ["available", "open_engine", "open_rank"]
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 10.0  # how long a start waits for the KV store node, which may be starting as well
+INLINE_CHARACTERS = 4096  # tools that are read in the event loop; larger ones are read in a thread
 HEALTH_SECONDS = 0.5  # how often an idle engine is checked; a dead engine with work in flight is noticed at once
 
 
@@ -74,10 +78,10 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
     scratch = Path(tempfile.mkdtemp(prefix="fleet-vllm-"))
     try:
         vllm_launch.prepare_environment(settings, scratch)
-        llm, facts, block_bytes, awaited = await _start(settings, scratch)
+        llm, facts, block_bytes, awaited, parsers = await _start(settings, scratch)
         try:
             async with asyncio.TaskGroup() as tasks:
-                engine = VllmEngine(llm, facts, settings, block_bytes, scratch, tasks, awaited)
+                engine = VllmEngine(llm, facts, settings, block_bytes, scratch, tasks, awaited, parsers)
                 watch = tasks.create_task(engine.watch())
                 yield engine
                 watch.cancel()
@@ -106,7 +110,7 @@ async def _start(settings: WorkerSettings, scratch: Path) -> "Started":
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)
         with suppress(EngineDied, ConfigurationRefused):
-            llm, _, _, awaited = await starting
+            llm, _, _, awaited, _ = await starting
             if awaited is not None:
                 await asyncio.to_thread(awaited.close)
             await asyncio.to_thread(_stop, llm)
@@ -124,7 +128,9 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - loaded by now
 
     revision = weights_revision(Path(settings.model_dir))
-    config = _configure(settings, revision, scratch)
+    check_names(settings)
+    names = parsers_for(settings, in_engine=True)
+    config = _configure(settings, revision, scratch, names)
     if settings.store:
         vllm_launch.check_model(config)
     namespace = namespace_of(config, model=settings.model, revision=revision)
@@ -138,6 +144,13 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
         if awaited is not None:
             awaited.close()
         raise EngineDied(f"vLLM did not start: {error}") from error
+    try:
+        parsers = _answer_parsers(llm, settings, names)
+    except ConfigurationRefused:
+        if awaited is not None:
+            awaited.close()
+        _stop(llm)
+        raise
     facts = EngineFacts(
         name=f"vllm {vllm_launch.version()}",
         model=settings.model,
@@ -152,8 +165,16 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
         sampling_fields=ENGINE_FIELDS,
         adapters=adapters_of(settings),
         adapter_slots=settings.adapter_slots if settings.adapters else 0,
+        parsers=None if parsers is None else parsers.names,
     )
-    return llm, facts_with_store(facts, settings.kv_paths, store_id), namespace.block_bytes, awaited
+    return llm, facts_with_store(facts, settings.kv_paths, store_id), namespace.block_bytes, awaited, parsers
+
+
+def _answer_parsers(llm: "AsyncLLM", settings: WorkerSettings, names: AnswerParsers | None) -> VllmAnswerParsers | None:
+    if names is None or (tokenizer := llm.tokenizer) is None:
+        return None
+    config = llm.model_config
+    return VllmAnswerParsers.fitting(names, settings, tokenizer, config, model_type=config.hf_config.model_type)
 
 
 def _stop(llm: "AsyncLLM") -> None:
@@ -162,8 +183,9 @@ def _stop(llm: "AsyncLLM") -> None:
     llm.shutdown()
 
 
-def _configure(settings: WorkerSettings, revision: str, scratch: Path) -> "VllmConfig":
-    args = vllm_launch.engine_args(settings, revision=revision, scratch=scratch)
+def _configure(settings: WorkerSettings, revision: str, scratch: Path, parsers: AnswerParsers | None) -> "VllmConfig":
+    reasoning_parser = "" if parsers is None else parsers.reasoning
+    args = vllm_launch.engine_args(settings, revision=revision, scratch=scratch, reasoning_parser=reasoning_parser)
     try:
         return args.create_engine_config()
     except (RuntimeError, ValueError) as error:
@@ -202,9 +224,9 @@ def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
     return vllm_launch.ranks_of(settings) == 1 or client.writes_shards
 
 
-Started = tuple["AsyncLLM", EngineFacts, int, StoreClient | None]
-"""vLLM, its facts, the bytes of a block, and the client that joins a store node which did not answer; None: the node
-answered, or there is none."""
+Started = tuple["AsyncLLM", EngineFacts, int, StoreClient | None, VllmAnswerParsers | None]
+"""vLLM, its facts, the bytes of a block, the client that joins a store node which did not answer (None: the node
+answered, or there is none), and the parsers of its answers."""
 
 
 class _InFlight:
@@ -228,9 +250,11 @@ class VllmEngine:
         scratch: Path,
         tasks: asyncio.TaskGroup,
         awaited: StoreClient | None = None,
+        parsers: VllmAnswerParsers | None = None,
     ):
         self._llm = llm
         self._awaited = awaited
+        self._parsers = parsers
         self._facts = facts
         self._settings = settings
         self._adapters = LoadedAdapters(self._facts.adapter_slots)
@@ -398,8 +422,7 @@ class VllmEngine:
             self._die()
         except (VLLMClientError, ValueError) as error:  # vLLM's two kinds of validation errors
             # The router has checked all other sampling parameters.
-            field = "sampling" if start.sampling.form is None else "sampling.form"
-            self._tell(_rejected(start, Reason.INVALID_ARGUMENT, field, str(error)))
+            self._tell(_rejected(start, Reason.INVALID_ARGUMENT, _form_field(start), str(error)))
         except VLLMError as error:
             log.exception("request failed in vllm", extra={"request": start.request_id})
             self._tell(_rejected(start, Reason.INTERNAL, "", f"the engine gave up: {error}"))
@@ -412,7 +435,12 @@ class VllmEngine:
         from vllm.inputs import tokens_input  # noqa: PLC0415 - loaded by now
 
         start = request.start
-        params = vllm_requests.sampling_params(start, vllm_requests.transfer_params(start))
+        try:
+            parser = await self._open_parser(start)
+        except ValueError as error:
+            self._tell(_rejected(start, Reason.INVALID_ARGUMENT, "chat.tools", f"vLLM refuses them: {error}"))
+            return
+        params = vllm_requests.sampling_params(start, vllm_requests.transfer_params(start), parser)
         prompt = tokens_input(vllm_requests.token_ids(start), cache_salt=start.salt.hex() or None)
         adapter = lora_request(start.adapter, self._settings)
         loads = adapter is not None and start.adapter not in self._adapters.names
@@ -420,9 +448,26 @@ class VllmEngine:
         if adapter is not None:
             self._adapters.use(start.adapter)
         async for output in self._llm.generate(
-            prompt, params, start.request_id, lora_request=adapter, priority=-start.priority
+            prompt,
+            params,
+            start.request_id,
+            lora_request=adapter,
+            priority=-start.priority,
+            reasoning_ended=None if parser is None else parser.reasoning_ended,
+            reasoning_parser_kwargs=None if parser is None else parser.reasoning_parser_kwargs,
         ):
-            self._tell(self._progress(request, output))
+            told = self._progress(request, output)
+            if parser is not None and isinstance(told, Progress):
+                told = _parsed(told, parser, start)
+            self._tell(told)
+
+    async def _open_parser(self, start: Start) -> VllmAnswerParser | None:
+        """Return the parser of an attempt's answer; None if the answer is not parsed."""
+        if (task := start.parsing) is None or self._parsers is None:
+            return None
+        if len(task.tools) + 32 * task.answered_tokens <= INLINE_CHARACTERS:
+            return self._parsers.open(start, task)
+        return await asyncio.to_thread(self._parsers.open, start, task)
 
     def _progress(self, request: _InFlight, output: "RequestOutput") -> Progress | Rejected:
         start = request.start
@@ -442,7 +487,7 @@ class VllmEngine:
         finish = vllm_requests.FINISHES.get(completion.finish_reason)
         if finish is None and start.sampling.form is not None and not request.generated:
             fault = "the engine's grammar library refuses it; the engine's log has the cause"
-            return _rejected(start, Reason.INVALID_ARGUMENT, "sampling.form", fault)
+            return _rejected(start, Reason.INVALID_ARGUMENT, _form_field(start), fault)
         if finish is None:
             return _rejected(start, Reason.INTERNAL, "", f"the engine gave up: {completion.finish_reason}")
         if finish is Finish.CANCELLED:
@@ -489,6 +534,17 @@ class VllmEngine:
             self._arrived.set()
 
 
+def _parsed(progress: Progress, parser: VllmAnswerParser, start: Start) -> Progress:
+    """Add what the tokens of a step mean. Tokens after a stop string are dropped."""
+    if parser.stopped or progress.finish is Finish.CANCELLED:
+        return progress
+    ends = progress.finish is not None and not (start.phase is Phase.PREFILL and progress.finish is Finish.LENGTH)
+    taken, parsed = parser.add(progress.token_ids, is_finished=ends, is_cut=progress.finish is Finish.LENGTH)
+    return structs.replace(
+        progress, token_ids=progress.token_ids[:taken], logprobs=progress.logprobs[:taken], parsed=parsed
+    )
+
+
 def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
     """Return the step counters by engine number; engines on another node count their steps there."""
     readers = {}
@@ -518,6 +574,13 @@ def _keep_prefill_stats(llm: "AsyncLLM") -> "dict[str, PrefillStats]":
 
     processor.process_outputs = process_outputs
     return prefilled
+
+
+def _form_field(start: Start) -> str:
+    """Return the field that vLLM may refuse only when it compiles the form of an answer."""
+    if start.parsing is not None and start.parsing.tools:
+        return "chat.tools"
+    return "sampling" if start.sampling.form is None else "sampling.form"
 
 
 def _rejected(start: Start, reason: Reason, field: str, message: str) -> Rejected:

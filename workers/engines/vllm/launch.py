@@ -304,11 +304,14 @@ def _for_cpu(settings: WorkerSettings) -> dict[str, str]:
     return wanted
 
 
-def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "AsyncEngineArgs":
+def engine_args(
+    settings: WorkerSettings, *, revision: str, scratch: Path, reasoning_parser: str = ""
+) -> "AsyncEngineArgs":
     """Return vLLM's engine arguments.
 
     Args:
         settings: Checked settings.
+        reasoning_parser: The parser of reasoning, which a structured output does not restrict; empty: none.
         revision: Digest of the weights.
         scratch: A private folder with a short path for the engine's Unix sockets.
     """
@@ -338,6 +341,8 @@ def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "A
         )  # for each rank
         if vllm_spread.ranks(settings) * vllm_spread.engines(settings) == 1 and not _binds_threads():
             arguments["distributed_executor_backend"] = IN_PROCESS
+    if reasoning_parser and settings.vllm.keeps_forms:
+        arguments["reasoning_parser"] = reasoning_parser
     if settings.store:
         arguments["disable_hybrid_kv_cache_manager"] = True  # the store holds one kind of blocks
     arguments |= vllm_adapters.engine_arguments(settings)

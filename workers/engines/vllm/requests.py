@@ -24,6 +24,7 @@ from fleet.core.requests import (
     Source,
     StructuralTag,
     StructuredOutput,
+    ToolCallForm,
 )
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff, Start
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.metrics.stats import PrefillStats
+
+    from workers.engines.vllm.answer_parser import VllmAnswerParser
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +94,15 @@ def _pull_params(handoff: Handoff, num_tokens: int) -> dict[str, Any] | None:
     return params
 
 
-def sampling_params(start: Start, transfer: dict[str, Any]) -> "SamplingParams":
+def sampling_params(
+    start: Start, transfer: dict[str, Any], parser: "VllmAnswerParser | None" = None
+) -> "SamplingParams":
     """Convert sampling parameters to vLLM's.
+
+    Args:
+        start: The attempt.
+        transfer: Parameters for the connectors.
+        parser: Parses its answer, and says which structured output that needs; None: nothing does.
 
     Raises:
         ValueError: vLLM refuses a value.
@@ -102,6 +112,10 @@ def sampling_params(start: Start, transfer: dict[str, Any]) -> "SamplingParams":
 
     sampling: Sampling = start.sampling
     prefill_only = start.phase is Phase.PREFILL
+    if parser is not None:
+        form = parser.structured_outputs
+    else:
+        form = None if sampling.form is None else structured_outputs(sampling.form)
     params = SamplingParams(
         max_tokens=1 if prefill_only else sampling.max_tokens,
         temperature=sampling.temperature,
@@ -116,7 +130,7 @@ def sampling_params(start: Start, transfer: dict[str, Any]) -> "SamplingParams":
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=sampling.logprobs,
-        structured_outputs=None if sampling.form is None else _structured_outputs(sampling.form),
+        structured_outputs=form,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": transfer} if transfer else None,
@@ -129,7 +143,8 @@ def sampling_params(start: Start, transfer: dict[str, Any]) -> "SamplingParams":
     return params
 
 
-def _structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
+def structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
+    """Convert a structured output to vLLM's."""
     from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415 - heavy
 
     match form:
@@ -145,6 +160,8 @@ def _structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
             return StructuredOutputsParams(choice=list(strings))
         case StructuralTag(text=text):
             return StructuredOutputsParams(structural_tag=text)
+        case ToolCallForm():
+            raise ValueError("tool calls in a form need a parser, which this worker does not have")
         case _:
             assert_never(form)
 

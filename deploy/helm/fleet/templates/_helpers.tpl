@@ -200,11 +200,75 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $images "worker_cpu" (include "fleet.image" (list . .Values.images.workerCpu)) -}}
 {{- $_ := set $images "worker_cuda" (include "fleet.image" (list . .Values.images.workerCuda)) -}}
 {{- $_ := set $images "worker_rocm" (include "fleet.image" (list . .Values.images.workerRocm)) -}}
-{{- $own := dict "images" $images "listen" "0.0.0.0:8080" -}}
+{{- $own := dict "images" $images "listen" "0.0.0.0:8080" "plans_obeyed" .Values.planner.enabled -}}
 {{- $_ := set $own "namespaces" (ternary (list .Release.Namespace) list (eq .Values.operator.scope "Namespace")) -}}
 {{- $name := printf "%s-operator" (include "fleet.fullname" .) -}}
 {{- $_ := set $own "lease" (dict "name" $name "namespace" .Release.Namespace "owner" $name) -}}
 {{- mergeOverwrite (deepCopy .Values.operator.settings) $own | toPrettyJson -}}
+{{- end -}}
+
+{{/* Rights of the operator or the planner: (list root component rules). In a namespace by a Role, or everywhere by a ClusterRole. */}}
+{{- define "fleet.access" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}{{- $rules := index . 2 -}}
+{{- $name := printf "%s-%s" (include "fleet.fullname" $root) $component -}}
+{{- $account := include "fleet.serviceAccountName" (list $root (index $root.Values $component).serviceAccount $name) -}}
+{{- $cluster := eq $root.Values.operator.scope "Cluster" -}}
+{{- $kind := ternary "ClusterRole" "Role" $cluster -}}
+{{- $wide := ternary (printf "%s-%s" $root.Release.Namespace $name) $name $cluster -}}
+# Where deployments are.
+apiVersion: rbac.authorization.k8s.io/v1
+kind: {{ $kind }}
+metadata:
+  name: {{ $wide }}
+  {{- if not $cluster }}
+  namespace: {{ $root.Release.Namespace }}
+  {{- end }}
+  labels: {{- include "fleet.labels" (list $root $component) | nindent 4 }}
+rules: {{- toYaml $rules.deployments | nindent 2 }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: {{ $kind }}Binding
+metadata:
+  name: {{ $wide }}
+  {{- if not $cluster }}
+  namespace: {{ $root.Release.Namespace }}
+  {{- end }}
+  labels: {{- include "fleet.labels" (list $root $component) | nindent 4 }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: {{ $kind }}, name: {{ $wide }}}
+subjects:
+  - {kind: ServiceAccount, name: {{ $account }}, namespace: {{ $root.Release.Namespace }}}
+---
+# Where it runs itself: who leads is settled there.
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata:
+  name: {{ $name }}-leader
+  namespace: {{ $root.Release.Namespace }}
+  labels: {{- include "fleet.labels" (list $root $component) | nindent 4 }}
+rules: {{- toYaml $rules.own | nindent 2 }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata:
+  name: {{ $name }}-leader
+  namespace: {{ $root.Release.Namespace }}
+  labels: {{- include "fleet.labels" (list $root $component) | nindent 4 }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: {{ $name }}-leader}
+subjects:
+  - {kind: ServiceAccount, name: {{ $account }}, namespace: {{ $root.Release.Namespace }}}
+{{- end -}}
+
+{{/* What the planner is told. */}}
+{{- define "fleet.plannerSettings" -}}
+{{- $own := dict "listen" "0.0.0.0:8080" -}}
+{{- $_ := set $own "namespaces" (ternary (list .Release.Namespace) list (eq .Values.operator.scope "Namespace")) -}}
+{{- $name := printf "%s-planner" (include "fleet.fullname" .) -}}
+{{- $_ := set $own "lease" (dict "name" $name "namespace" .Release.Namespace "owner" $name) -}}
+{{- if .Values.planner.controlSecret -}}
+{{- $_ := set $own "control_listen" "0.0.0.0:50053" -}}
+{{- $_ := set $own "control_credentials" (dict "secret_file" "/etc/fleet/control/secret") -}}
+{{- end -}}
+{{- mergeOverwrite (deepCopy .Values.planner.settings) $own | toPrettyJson -}}
 {{- end -}}
 
 {{/* Rules of NetworkPolicies for what pods ask: who answers for names, the API server, and pods of Fleet, of this release and of DisaggDeployments. */}}

@@ -49,6 +49,7 @@ class Transport:
 class Relayed:
     request_id = RequestId("r")
     keeps_alive = chunks = True
+    path = "/v1/completions"
     body = b"{}"
     limits = b""
     tenant = ""
@@ -72,7 +73,7 @@ class Owner:
         self.heads = AnswerHeads()
         self.write_batcher = WriteBatcher()
         self.told = []
-        self.says_done = False
+        self.says_done = set()
         self.first_bytes = []
 
     def spoke(self, upstream, relayed):

@@ -6,7 +6,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import RequestId
-from fleet.core.requests import Delta, Finish, Finished, KvPhase, Logprobs, Source, Usage
+from fleet.core.requests import CallDelta, Delta, Finish, Finished, KvPhase, Logprobs, Source, Usage
 from fleet.core.roles import Phase
 from fleet.frontend.openai.answers import ChatFormatter, CompletionFormatter
 from fleet.frontend.openai.requests import read_chat, read_completion
@@ -160,3 +160,53 @@ def test_every_answer_has_the_origin_of_its_blocks(make):
         "bytes": 2048,
     }
     assert "token_ids" not in json.loads(make().whole("hi", (1, 2), (), finished()))["fleet"]
+
+
+PARSED = (
+    Delta(text="", reasoning="Rain", token_ids=(1,)),
+    Delta(text="", reasoning=" or sun?", token_ids=(2,)),
+    Delta(text="One moment.", token_ids=(3,)),
+    Delta(text="", calls=(CallDelta(index=0, id="call_a", name="weather"),), token_ids=(4,)),
+    Delta(text="", calls=(CallDelta(index=0, arguments='{"city":'),), token_ids=(1,)),
+    Delta(
+        text="",
+        calls=(CallDelta(index=0, arguments='"Ghent"}'), CallDelta(index=1, id="call_b", name="time", arguments="{}")),
+        token_ids=(2,),
+    ),
+)
+CALLS = [
+    {"id": "call_a", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Ghent"}'}},
+    {"id": "call_b", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+]
+
+
+def test_streamed_tool_calls_match_the_official_types():
+    shape = chat_shape()
+
+    stream = b"".join(shape.chunk(delta) for delta in PARSED) + shape.last_chunks(
+        finished(finish=Finish.TOOL_CALLS), ()
+    )
+
+    chunks = [strictly(ChatCompletionChunk, event) for event in events(stream)]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant", *[None] * 6]
+    assert "".join(delta.content or "" for delta in deltas) == "One moment."
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Rain or sun?"
+    assert [part.model_dump(exclude_none=True) for delta in deltas for part in delta.tool_calls or ()] == [
+        {"index": 0, "id": "call_a", "type": "function", "function": {"name": "weather", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"city":'}},
+        {"index": 0, "function": {"arguments": '"Ghent"}'}},
+        {"index": 1, "id": "call_b", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+    ]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_whole_answer_joins_the_parts_of_each_tool_call():
+    parts = [call for delta in PARSED for call in delta.calls]
+
+    answer = json.loads(chat_shape().whole("", (), (), finished(finish=Finish.TOOL_CALLS), "Rain or sun?", parts))
+
+    message = strictly(ChatCompletion, answer).choices[0].message
+    assert message.content is None
+    assert message.model_extra["reasoning_content"] == message.model_extra["reasoning"] == "Rain or sun?"
+    assert [call.model_dump() for call in message.tool_calls] == CALLS

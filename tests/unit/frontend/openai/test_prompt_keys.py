@@ -139,3 +139,36 @@ def test_uncached_prompt_has_no_keys():
 
     assert read.keys == {16: ()}
     assert len(read.tokens) > 4000
+
+
+@pytest.mark.parametrize(
+    ("instructions", "turns"),
+    [
+        ("be brief", [{"role": "user", "content": "hi"}]),
+        ([{"type": "text", "text": "be brief"}], [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]),
+        ("be brief", [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}]),
+        ("be brief", "hi"),
+        (None, [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]),
+    ],
+)
+def test_conversation_is_rendered_like_a_chat(model_dir, instructions, turns):
+    reader = a_reader(model_dir)
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+
+    assert reader.read_conversation(raw(instructions), raw(turns), NOTHING) == reader.read(NOTHING, raw(chat), NOTHING)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"role": "user", "content": [{"type": "image", "source": {}}]}],
+        [{"type": "function_call_output", "call_id": "c", "output": "x", "role": "", "content": ""}],
+        [{"type": "reasoning"}],
+        7,
+        None,
+    ],
+)
+def test_conversation_with_more_than_text_is_read_as_bytes(model_dir, turns):
+    read = a_reader(model_dir).read_conversation(raw("s"), raw(turns), NOTHING)
+
+    assert read.tokens == b'"s"' + json.dumps(turns).encode()

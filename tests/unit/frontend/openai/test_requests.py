@@ -6,6 +6,7 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import Reason, RequestRejected, invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import (
+    AnswerParsing,
     AnyObject,
     ChatMessage,
     ChatPrompt,
@@ -17,6 +18,7 @@ from fleet.core.requests import (
     StructuralTag,
     TextPrompt,
     TokenPrompt,
+    ToolChoice,
 )
 from fleet.core.roles import KvPath, Placement
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES, FleetOptions
@@ -27,6 +29,7 @@ from tests.support.builders import token_bytes
 
 ID = RequestId("r1")
 NOW = Nanos(5 * SECOND)
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def completion(**fields: object):
@@ -188,6 +191,40 @@ def test_structured_output_is_read_from_openai_and_vllm_fields(read, fields, for
     assert parsed.request.sampling.form == form
     assert parsed.names.get("sampling.form") == called
     assert parsed.request.sampling.stateless == (form is None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parsing"),
+    [
+        ({}, AnswerParsing(tool_choice=ToolChoice.NONE)),
+        ({"tools": TOOLS}, AnswerParsing()),
+        ({"tools": TOOLS, "tool_choice": "none"}, AnswerParsing(tool_choice=ToolChoice.NONE)),
+        ({"tools": TOOLS, "tool_choice": "required"}, AnswerParsing(tool_choice=ToolChoice.REQUIRED)),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, AnswerParsing(parallel_calls=False)),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            AnswerParsing(tool_choice=ToolChoice.NAMED, function="f"),
+        ),
+    ],
+)
+def test_tool_choice_says_which_calls_an_answer_may_have(fields, parsing):
+    assert chat(**fields).request.parsing == parsing
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"chat_template_kwargs": {"enable_thinking": False, "x": [1]}}, {"enable_thinking": False, "x": [1]}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+    ],
+)
+def test_reasoning_effort_and_template_arguments_are_variables(fields, variables):
+    assert json.loads(chat(**fields).request.prompt.template_args) == variables
 
 
 def test_tools_are_part_of_the_prompt_unless_choice_is_none():
@@ -353,8 +390,10 @@ REFUSED = [
     ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
     ({"guided_choice": "a"}, "guided_choice"),
     ({"functions": [{}]}, "functions"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tool_choice": "perhaps"}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"reasoning_effort": "colossal"}, "reasoning_effort"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ({"temperature": "hot"}, "temperature"),
     ({"max_tokens": "many"}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
@@ -396,7 +435,9 @@ def test_rejection_names_the_field_as_the_client_wrote_it(read, fields, field):
         (completion, {"logprobs": True}, "logprobs"),
         (completion, {"tools": [{}]}, "tools"),
         (chat, {"tools": [1]}, "tools[0]"),
-        (chat, {"tools": [{}], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        (chat, {"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        (completion, {"tool_choice": "auto"}, "tool_choice"),
+        (completion, {"reasoning_effort": "low"}, "reasoning_effort"),
         (chat, {"messages": "hi"}, "messages"),
         (chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (chat, {"messages": [{"content": "x"}]}, "messages[0].role"),

@@ -294,3 +294,42 @@ def test_vocabulary_includes_padded_embedding_rows(tmp_path):
     write_json(folder / "config.json", {**config, "vocab_size": 1024})
 
     assert load_codec(folder).vocab_size == 1024
+
+
+VARIABLES = "{% for m in messages %}{{ m.role }} {% endfor %}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template_args", "text"),
+    [("", "user"), ('{"enable_thinking": false}', "user False"), ('{"reasoning_effort": "none"}', "user")],
+)
+def test_template_gets_the_variables_of_the_request(template_args, text, tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(VARIABLES, encoding="utf-8")
+
+    tokens = load_codec(folder).render([ChatMessage(role="user", content="x")], "", template_args)
+
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens)).strip() == text
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "raise_exception", "eos_token", "effort"]
+)
+def test_variables_of_the_router_and_unknown_ones_are_refused(name, tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(VARIABLES + "{{ eos_token }}", encoding="utf-8")
+
+    with pytest.raises(RequestRejected, match=name) as refused:
+        load_codec(folder).render([ChatMessage(role="user", content="x")], "", json.dumps({name: 1}))
+
+    assert refused.value.field == "chat.template_args"
+
+
+@pytest.mark.parametrize(("more", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_developer_is_system_where_the_template_does_not_know_it(more, role, tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(VARIABLES + more, encoding="utf-8")
+
+    tokens = load_codec(folder).render([ChatMessage(role="developer", content="x")])
+
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens)).strip() == role

@@ -152,6 +152,24 @@ def test_queued_blocks_are_demoted_when_the_tier_recovers():
     assert below.held[0] == set(a_chain(1, "b"))
 
 
+def test_evicted_blocks_do_not_use_up_the_try_of_a_recovered_tier():
+    below = HierarchyDriver(tiers=("ssd",))
+    below.hold(a_chain(1))
+    hung_seconds = 20
+    transfer = below.waiting.popleft()
+    below.tick(hung_seconds)
+    below.hierarchy.failed(transfer, below.now - round(hung_seconds * 1e9), below.now)
+    below.hold(a_chain(2, "b"))
+    below.lose(a_chain(2, "b"))
+
+    below.tick(4 * hung_seconds)  # the pause is over
+    below.hold(a_chain(2, "c"))
+
+    assert [type(each).__name__ for each in below.waiting] == ["Demote"]
+    below.perform_all()
+    assert below.held[0] == set(a_chain(2, "c"))
+
+
 def test_confirm_forgets_lost_blocks_and_tells_watchers():
     below = HierarchyDriver(tiers=("redis",))
     chain = a_chain(4)

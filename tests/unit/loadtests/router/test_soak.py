@@ -7,9 +7,10 @@ import pytest
 from fleet.core.requests import TOKEN_BYTES, Sampling
 from fleet.core.roles import Phase
 from fleet.core.work import Start
-from loadtests.router.soak.answers import AnswerDifference, AnswerOracle, difference
+from loadtests.router.soak.answers import AnswerDifference, difference
 from loadtests.router.soak.requests import ANSWER_TOKENS, soak_requests
 from loadtests.router.soak.trend import FLAT_MB_PER_HOUR, MEBIBYTE, TrendSample, grows, slope_mb_per_hour
+from workers.engines.simulated.answer_oracle import AnswerOracle
 from workers.engines.simulated.layout import EngineLayout
 from workers.engines.simulated.model import SimulatedModel
 from workers.engines.simulated.sequence import Sequence, SequenceContext

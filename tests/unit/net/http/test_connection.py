@@ -4,6 +4,7 @@ import httptools
 import pytest
 
 from fleet.core.clock import SECOND
+from fleet.core.errors import RequestRejected
 from fleet.core.system_clock import SystemClock
 from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection
@@ -56,7 +57,7 @@ class Work:
         raise AssertionError("the client is still there")
 
 
-def a_connection(transport, held=None, clock=None, lasts_seconds=0):
+def a_connection(transport, held=None, clock=None, lasts_seconds=0, streams=None):
     exchanges = []
 
     def serve(exchange):
@@ -74,6 +75,7 @@ def a_connection(transport, held=None, clock=None, lasts_seconds=0):
         held or HeldBodyBytes(),
         ClientLog(HttpSettings()),
         lasts_seconds,
+        streams,
     )
     connection.connection_made(transport)
     return connection, exchanges
@@ -228,3 +230,112 @@ async def test_connection_without_lifetime_stays_open():
     clock.move(3600 * SECOND)
 
     assert is_kept_alive(connection, client, exchanges)
+
+
+# Bodies that are read while they arrive
+
+UPLOAD = b"POST /upload HTTP/1.1\r\nhost: x\r\n%s\r\n\r\n"
+
+
+def a_streaming_connection(transport, clock=None):
+    connection, exchanges = a_connection(transport, clock=clock, streams=lambda head: head.path == "/upload")
+    return connection, exchanges
+
+
+async def read_all(body):
+    return b"".join([piece async for piece in body])
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 6", b"transfer-encoding: chunked"])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+async def test_streamed_body_arrives_whole_however_it_is_cut(framing, size):
+    content = b"abcdef" if b"length" in framing else b"3\r\nabc\r\n3\r\ndef\r\n0\r\n\r\n"
+    data = UPLOAD % framing + content + REQUEST
+    connection, exchanges = a_streaming_connection(Transport())
+    for start in range(0, len(data), size):
+        connection.data_received(data[start : start + size])
+    (exchange,) = exchanges
+
+    assert await read_all(exchange.request.arriving) == b"abcdef"
+
+    exchange.respond(200, b"")
+    exchange.finish()
+    assert exchanges[1].request.arriving is None, "the next request is served as ever"
+
+
+async def test_full_stream_stops_reading_until_it_is_read():
+    transport = Transport()
+    connection, exchanges = a_streaming_connection(transport)
+    connection.data_received(UPLOAD % b"content-length: 1000000")
+    (exchange,) = exchanges
+    for _ in range(3):
+        connection.data_received(bytes(30_000))
+    assert not transport.reading
+
+    assert len(await anext(exchange.request.arriving)) == 90_000
+
+    assert transport.reading
+
+
+async def test_streamed_body_has_no_limit_of_size():
+    connection, exchanges = a_streaming_connection(Transport())
+    connection.data_received(UPLOAD % (b"content-length: %d" % (HttpSettings().max_body_bytes + 1)))
+
+    assert [exchange.request.path for exchange in exchanges] == ["/upload"]
+
+
+async def test_slow_body_fails_its_reader_and_a_kept_rate_does_not():
+    clock = ManualClock()
+    connection, exchanges = a_streaming_connection(Transport(), clock)
+    connection.data_received(UPLOAD % b"content-length: 1000000")
+    (exchange,) = exchanges
+    seconds = HttpSettings().body_timeout_seconds
+    connection.data_received(bytes(HttpSettings().min_read_bytes))
+    clock.move(int((seconds + 1) * SECOND))
+    connection.expire(clock.now())
+    await anext(exchange.request.arriving)
+    connection.data_received(b"x")
+    clock.move(int((seconds + 1) * SECOND))
+    connection.expire(clock.now())
+
+    with pytest.raises(RequestRejected, match="did not arrive in time"):
+        await read_all(exchange.request.arriving)
+
+
+async def test_malformed_chunk_fails_the_reader_of_a_body():
+    connection, exchanges = a_streaming_connection(Transport())
+    connection.data_received(UPLOAD % b"transfer-encoding: chunked" + b"3\r\nabc\r\nnonsense\r\n")
+
+    with pytest.raises(RequestRejected, match="not HTTP"):
+        await read_all(exchanges[0].request.arriving)
+
+
+async def test_unread_body_closes_the_connection_after_the_answer():
+    transport = Transport()
+    connection, exchanges = a_streaming_connection(transport)
+    connection.data_received(UPLOAD % b"content-length: 1000" + b"abc")
+    exchanges[0].respond(413, b"")
+
+    exchanges[0].finish()
+
+    assert transport.closed
+
+
+async def test_upload_behind_another_request_is_collected():
+    connection, exchanges = a_streaming_connection(Transport())
+    connection.data_received(REQUEST + UPLOAD % b"content-length: 3" + b"abc")
+    exchanges[0].respond(200, b"")
+    exchanges[0].finish()
+
+    assert (exchanges[1].request.body, exchanges[1].request.arriving) == (b"abc", None)
+
+
+async def test_websocket_bytes_go_to_the_stream_after_the_offer():
+    connection, exchanges = a_streaming_connection(Transport())
+    offer = b"GET /upload HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: websocket\r\n\r\n"
+    connection.data_received(offer + b"\x81\x01a")
+    connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    connection.eof_received()
+    (exchange,) = exchanges
+
+    assert await read_all(exchange.request.arriving) == b"\x81\x01aGET / HTTP/1.1\r\n\r\n"

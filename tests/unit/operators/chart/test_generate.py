@@ -16,7 +16,7 @@ from operators.chart.metric_catalogue import (
     store_metric_descriptions,
 )
 from operators.chart.values import OWNED, Values
-from operators.rbac import ACCESS
+from operators.rbac import ACCESS, PLANNER_ACCESS
 
 CHART = Path(__file__).parents[4] / "deploy" / "helm" / "fleet"
 AGAIN = "run `python -m operators.chart.generate deploy/helm/fleet`"
@@ -68,17 +68,18 @@ def test_every_value_is_documented_in_a_closed_schema():
     assert referenced == set(parts)
 
 
-def test_roles_rules_allow_exactly_what_the_operator_needs():
+@pytest.mark.parametrize("access", [ACCESS, PLANNER_ACCESS], ids=["operator", "planner"])
+def test_roles_rules_allow_exactly_what_is_needed(access):
     for part, own in (("deployments", False), ("own", True)):
         granted = {
             (group, resource, verb)
-            for rule in rules()[part]
+            for rule in rules(access)[part]
             for group in rule["apiGroups"]
             for resource in rule["resources"]
             for verb in rule["verbs"]
         }
         needed = {
-            (each.group, each.resource, verb) for each in ACCESS if each.own_namespace is own for verb in each.verbs
+            (each.group, each.resource, verb) for each in access if each.own_namespace is own for verb in each.verbs
         }
         assert granted == needed
 

@@ -14,6 +14,7 @@ from fleet.sim.workload.traffic import RecordedWorkload, request_count, requests
 from tests.support.sim.traces import AGENTIC, CONVERSATION, agentic, conversation
 
 DATA = CONVERSATION.parent
+PHASE = {"seconds": 60, "rate": 1.0}
 
 
 def recorded(**fields) -> RecordedWorkload:
@@ -86,6 +87,9 @@ def test_request_count_respects_selection():
         ({"from_seconds": 9, "to_seconds": 9}, "to_seconds: 9 is not after from_seconds, 9"),
         ({"sample": 0}, "sample"),
         ({"arrivals": "bursts", "kind": "drawn", "burst_seconds": 60}, "burst_seconds: 60 is not less than"),
+        ({"arrivals": "phases", "kind": "drawn"}, "phases: they are needed"),
+        ({"arrivals": "poisson", "kind": "drawn", "phases": [PHASE]}, "phases: .* belong to no other arrivals"),
+        ({"arrivals": "phases", "kind": "drawn", "phases": [PHASE], "turns": 3}, "phases: .* no conversations"),
     ],
 )
 def test_impossible_selection_names_its_field(fields, said):
@@ -144,6 +148,32 @@ def test_bursts_have_stated_rate():
     of = arrivals(drawn(arrivals="bursts", requests=12_000, burst_seconds=10, burst_every_seconds=50, burst_factor=6))
     inside = sum(each % 50 < 10 for each in of)
     assert (inside / 10) / ((len(of) - inside) / 40) == pytest.approx(6.0, rel=0.1)
+
+
+def test_phases_have_stated_rates_and_lengths():
+    phases = [
+        {"seconds": 1000, "rate": 2.0},
+        {"seconds": 500, "rate": 0},
+        {"seconds": 1000, "rate": 4.0, "prompt_tokens": 100, "output_tokens": 900},
+    ]
+    workload = msgspec.convert(
+        {"kind": "drawn", "arrivals": "phases", "phases": phases, "prompt_tokens": 1000, "output_tokens": 10},
+        DrawnWorkload,
+    )
+    of = requests(workload)
+    first = [each for each in of if each.arrival < 1000 * SECOND]
+    last = [each for each in of if each.arrival >= 1500 * SECOND]
+    assert len(first) + len(last) == len(of)
+    assert (len(first), len(last)) == (pytest.approx(2000, rel=0.08), pytest.approx(4000, rel=0.08))
+    lengths = [
+        (fmean(each.prompt_tokens for each in part), fmean(each.output_tokens for each in part))
+        for part in (first, last)
+    ]
+    assert lengths == [
+        (pytest.approx(1000, rel=0.05), pytest.approx(10, rel=0.05)),
+        (pytest.approx(100, rel=0.05), pytest.approx(900, rel=0.05)),
+    ]
+    assert request_count(workload, DATA, seed=1) is None
 
 
 def test_turn_continues_previous_prompt():

@@ -1,0 +1,164 @@
+"""Campaign: many seeds of the fault simulation, on several processes, with every failing schedule shrunk."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from msgspec import Struct
+
+from fleet.app.fault_simulation.fault_points import LEAST_REACHED, LEAST_SEEDS, FaultPoint
+from fleet.app.fault_simulation.schedule import draw, part
+from fleet.app.fault_simulation.seed_run import SeedOutcome, run_seed
+from fleet.core.errors import ConfigurationRefused
+from fleet.sim.experiments.process_pool import process_pool
+
+MOST_FAILURES = 8  # failing seeds that are shrunk and reported in full
+MOST_SHRINKING_RUNS = 400
+BATCH = 25  # seeds that a process runs before it reports
+
+
+class FailingSeed(Struct, kw_only=True):
+    """A seed that broke a promise, shrunk as far as the same promise stays broken."""
+
+    seed: int
+    promise: str
+    detail: str
+    keep: tuple[int, ...]  # indices of the happenings that are left
+    happenings: tuple[str, ...]
+    replay: str  # the command that runs them again
+
+
+class CampaignResult(Struct, kw_only=True):
+    """Result of a campaign, as `--json` prints it."""
+
+    first_seed: int
+    seeds: int
+    failed: int
+    failures: tuple[FailingSeed, ...]
+    requests: int
+    ends: dict[str, int]
+    tokens_compared: int
+    events: int
+    points: dict[str, int]  # times that each fault point was reached
+    missed_points: tuple[str, ...]  # points that were reached too rarely for so many seeds
+    recovery_seconds_p50: float
+    recovery_seconds_p99: float
+    recovery_seconds_max: float
+
+    @property
+    def good(self) -> bool:
+        return not self.failed and not self.missed_points
+
+
+class _Tally:
+    """Sums over outcomes."""
+
+    def __init__(self) -> None:
+        self.points: Counter[str] = Counter({point.name.lower(): 0 for point in FaultPoint})
+        self.ends: Counter[str] = Counter()
+        self.broken: list[SeedOutcome] = []
+        self.recovery: list[float] = []
+        self.requests = self.tokens = self.events = 0
+
+    def add(self, outcome: SeedOutcome) -> None:
+        self.points.update(outcome.points)
+        self.ends.update(outcome.ends)
+        self.requests += outcome.requests
+        self.tokens += outcome.tokens
+        self.events += outcome.events
+        self.recovery.append(outcome.recovery_seconds)
+        if outcome.promise:
+            self.broken.append(outcome)
+
+
+def run_campaign(
+    first_seed: int, seeds: int, processes: int, progress: Callable[[int, int], None] = lambda _done, _failed: None
+) -> CampaignResult:
+    """Run consecutive seeds.
+
+    Args:
+        first_seed: The first one.
+        seeds: Number of seeds.
+        processes: Number of processes; with 1, everything runs in this one.
+        progress: Called with the seeds that are done and the failures so far.
+    """
+    tally = _Tally()
+    for outcomes in _outcomes(first_seed, seeds, processes):
+        for outcome in outcomes:
+            tally.add(outcome)
+        progress(len(tally.recovery), len(tally.broken))
+    recovery = sorted(tally.recovery)
+    least = LEAST_REACHED if seeds >= LEAST_SEEDS else 0
+    return CampaignResult(
+        first_seed=first_seed,
+        seeds=seeds,
+        failed=len(tally.broken),
+        failures=tuple(shrink(outcome.seed) for outcome in tally.broken[:MOST_FAILURES]),
+        requests=tally.requests,
+        ends=dict(sorted(tally.ends.items())),
+        tokens_compared=tally.tokens,
+        events=tally.events,
+        points=dict(tally.points),
+        missed_points=tuple(name for name, count in tally.points.items() if count < least),
+        recovery_seconds_p50=recovery[len(recovery) // 2],
+        recovery_seconds_p99=recovery[len(recovery) * 99 // 100],
+        recovery_seconds_max=recovery[-1],
+    )
+
+
+def _outcomes(first_seed: int, seeds: int, processes: int) -> Iterator[Sequence[SeedOutcome]]:
+    batches = [
+        range(first, min(first + BATCH, first_seed + seeds)) for first in range(first_seed, first_seed + seeds, BATCH)
+    ]
+    if processes == 1:
+        yield from map(_run_batch, batches)
+        return
+    with process_pool(processes) as pool:
+        yield from pool.map(_run_batch, batches)
+
+
+def _run_batch(seeds: range) -> list[SeedOutcome]:
+    logging.disable(logging.WARNING)  # in processes of the pool; every fault would leave a line
+    return [run_seed(seed, draw(seed)) for seed in seeds]
+
+
+def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
+    """Run one seed, or those of its happenings that `keep` selects.
+
+    Raises:
+        ConfigurationRefused: The schedule has no happening with such an index.
+    """
+    schedule = draw(seed)
+    if keep is not None and (wrong := [index for index in keep if not 0 <= index < len(schedule)]):
+        raise ConfigurationRefused(f"--keep: seed {seed} has the happenings 0 to {len(schedule) - 1}, not {wrong[0]}")
+    return run_seed(seed, part(schedule, keep))
+
+
+def shrink(seed: int) -> FailingSeed:
+    """Leave out happenings of a failing seed as long as the same promise stays broken (delta debugging)."""
+    schedule = draw(seed)
+    found = run_seed(seed, schedule)
+    assert found.promise, seed
+    keep = list(range(len(schedule)))
+    runs = 0
+    size = max(1, len(keep) // 2)
+    while size and runs < MOST_SHRINKING_RUNS:
+        left_out = False
+        for begin in range(0, len(keep), size):
+            fewer = keep[:begin] + keep[begin + size :]
+            runs += 1
+            outcome = run_seed(seed, part(schedule, fewer))
+            if outcome.promise == found.promise:
+                keep, found, left_out = fewer, outcome, True
+                break
+        if not left_out:
+            size //= 2
+        size = min(size, len(keep))
+    return FailingSeed(
+        seed=seed,
+        promise=found.promise,
+        detail=found.detail,
+        keep=tuple(keep),
+        happenings=tuple(str(schedule[index]) for index in keep),
+        replay=f"fleet sim faults --seed {seed} --keep {','.join(map(str, keep)) or 'none'}",
+    )

@@ -1,0 +1,432 @@
+"""Handoff states: runs the code of handoff leases through every interleaving of their steps, for small bounds.
+
+The lender (`BlockLender` over `HandoffLeases` and `KvBlocks`) and the borrowers (`BlockBorrower`) are production's. `BOUNDS`
+says how many handoffs there are, whose prompts share a block, and how many faults: the death of the lender (which starts again), the death of a
+borrower or its cancellation, the loss of a connection, a damaged answer. Other work of the lender overwrites every block that it may
+take. Time has no length here: a lease or a deadline may end between any two steps.
+
+Rules:
+
+1. After every step a leased block has the bytes that its name says, the lender holds exactly the leased blocks, and a borrower has only
+   right blocks.
+2. In every state in which nothing can happen any more but faults, no lease is open, no block is held, and every borrower that lives has
+   either received blocks or computes.
+3. A returned lease is open no more, even if it did not have to end by itself.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy, deepcopy
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from fleet.batching.attempts import BatchedAttempt, Job
+from fleet.batching.handoff_leases import LoanState
+from fleet.batching.kv_blocks import KvBlocks
+from fleet.core.clock import Nanos
+from fleet.core.ids import RequestId
+from kvstore.block import BlockHash
+from workers.engines.simulated.direct_transfer import BlockBorrower, BlockLender, BlockLoan, BlockRequest, LentBlock
+
+SHARED, FIRST, SECOND_ = (BlockHash(letter * 16) for letter in (b"a", b"b", b"c"))
+PROMPTS = ((SHARED, FIRST), (SHARED, SECOND_))
+POOL_BLOCKS = 5
+LEASE = Nanos(1000)
+BOUNDS = ((1, 3), (2, 1))
+"""Handoffs and faults of each exploration: one handoff with three faults, and two with one."""
+
+OTHER_WORK = 1  # times that other work overwrites what it can
+ENDED = (LoanState.RECEIVED, LoanState.NEEDLESS, LoanState.COMPUTING)
+
+Action = tuple[str, int]
+
+
+class HandoffExploration(Struct, kw_only=True):
+    """Result of an exploration."""
+
+    states: int
+    steps: int
+    ends: int  # states in which nothing can happen any more but faults
+    deaths: int  # steps that end a lender or a borrower
+    violation: str = ""
+    path: tuple[str, ...] = ()  # the steps to the violation
+
+
+class HandoffViolation(Exception):
+    """A state breaks a rule."""
+
+
+def _content(name: BlockHash) -> bytes:
+    return name * 2
+
+
+class _Lender:
+    """One incarnation of the prefill engine."""
+
+    def __init__(self) -> None:
+        self.blocks: KvBlocks[BlockHash] = KvBlocks(POOL_BLOCKS, 1)
+        self.lender = BlockLender(self.blocks, LEASE)
+        self.contents: dict[BlockHash, bytearray] = {}
+
+
+class _HandoffCase:
+    """One handoff with its borrower and its connection."""
+
+    def __init__(self, names: Sequence[BlockHash]):
+        self.names = tuple(names)
+        self.lease = ""
+        self.borrower: BlockBorrower | None = None
+        self.received: tuple[bytes, ...] = ()
+        self.dead = False
+        self.connected = False  # as the borrower sees it
+        self.to_lender: list[BlockRequest] = []
+        self.to_borrower: list[BlockLoan] = []
+        self.is_returned = False  # the lender has read that
+
+    def copy(self) -> "_HandoffCase":
+        """Return a copy that shares only what no step changes."""
+        other = copy(self)
+        other.borrower = copy(self.borrower)
+        other.to_lender, other.to_borrower = self.to_lender[:], self.to_borrower[:]
+        return other
+
+
+class _HandoffWorld:
+    """All state of one exploration."""
+
+    def __init__(self, handoffs: int, faults: int) -> None:
+        self.now = 0
+        self.incarnation = 1
+        self.lender: _Lender | None = _Lender()
+        self.other_work = OTHER_WORK
+        self.faults = faults
+        self.cases = [_HandoffCase(names) for names in PROMPTS[:handoffs]]
+
+    def copy(self, *, with_lender: bool) -> "_HandoffWorld":
+        """Return a copy for a step, which may change the lender only if it is copied too."""
+        other = copy(self)
+        other.cases = [case.copy() for case in self.cases]
+        if with_lender:
+            other.lender = deepcopy(self.lender)
+        return other
+
+    # Steps. Each returns whether it is possible in this state, and changes the state only then.
+
+    def offer(self, number: int) -> bool:
+        case, lender = self.cases[number], self.lender
+        if lender is None or case.lease:
+            return False
+        self._work(lender, case.names)
+        case.lease = f"{self.incarnation}/{number}"
+        self.now += 1
+        lender.lender.lend(case.lease, {name: lender.contents[name] for name in case.names}, Nanos(self.now))
+        return True
+
+    def accept(self, number: int, missing: int = 2) -> bool:
+        """Let the borrower begin; it lacks the last `missing` blocks."""
+        case = self.cases[number]
+        if not case.lease or case.dead or case.borrower is not None:
+            return False
+        case.borrower = borrower = BlockBorrower(
+            case.lease, case.names[len(case.names) - missing :], len(_content(SHARED))
+        )
+        if self.lender is None:
+            borrower.fail()
+            return True
+        request = borrower.begin()
+        case.to_lender.append(request)
+        case.connected = not request.done
+        return True
+
+    def decline(self, number: int) -> bool:
+        return self.accept(number, missing=0)
+
+    def serve(self, number: int) -> bool:
+        case = self.cases[number]
+        if self.lender is None or not case.to_lender:
+            return False
+        request = case.to_lender.pop(0)
+        loan = self.lender.lender.answer(request)
+        case.is_returned = case.is_returned or request.done
+        if loan is not None and case.connected:
+            case.to_borrower.append(loan)
+        return True
+
+    def receive(self, number: int) -> bool:
+        case = self.cases[number]
+        if not case.to_borrower:
+            return False
+        assert case.borrower is not None
+        case.received = tuple(case.borrower.receive(case.to_borrower.pop(0)))
+        case.to_lender.append(case.borrower.end())
+        case.connected = False
+        return True
+
+    def expire(self, number: int) -> bool:
+        """End the leases that are due next, whichever handoff has them."""
+        if number or self.lender is None or (ends := self.lender.lender.leases.next_end) is None:
+            return False
+        self.lender.lender.expire(ends)
+        return True
+
+    def time_out(self, number: int) -> bool:
+        """Let the borrower's deadline pass; what it has sent still arrives."""
+        case = self.cases[number]
+        if not case.connected:
+            return False
+        assert case.borrower is not None
+        case.borrower.fail()
+        case.connected = False
+        case.to_borrower.clear()
+        return True
+
+    # Faults.
+
+    def lose(self, number: int) -> bool:
+        """Break the connection with all that is under way."""
+        case = self.cases[number]
+        if not (case.connected or case.to_lender):
+            return False
+        self._break(case)
+        return True
+
+    def damage(self, number: int) -> bool:
+        case = self.cases[number]
+        if not case.to_borrower or case.to_borrower[0].blocks[0] is None:
+            return False
+        first, *others = case.to_borrower[0].blocks
+        assert first is not None
+        wrong = LentBlock(crc32c=first.crc32c, content=b"?" + first.content[1:])
+        case.to_borrower[0] = BlockLoan(blocks=(wrong, *others))
+        return True
+
+    def die(self, number: int) -> bool:
+        """End the borrower, or cancel its attempt before it begins; what it has sent still arrives."""
+        case = self.cases[number]
+        if case.dead or not case.lease:
+            return False
+        case.dead = True
+        case.connected = False
+        case.to_borrower.clear()
+        return True
+
+    def kill_lender(self, number: int) -> bool:
+        if number or self.lender is None or self.incarnation > 1:
+            return False
+        self.lender = None
+        for case in self.cases:
+            self._break(case)
+        return True
+
+    def restart_lender(self, number: int) -> bool:
+        """Start a successor at the same address, so that late borrowers reach it."""
+        if number or self.lender is not None:
+            return False
+        self.incarnation += 1
+        self.lender = _Lender()
+        return True
+
+    def overwrite(self, number: int) -> bool:
+        """Let other work of the lender take all blocks that it can get, and write to them."""
+        lender = self.lender
+        if number or lender is None or not self.other_work or not lender.blocks.available:
+            return False
+        self.other_work -= 1
+        self._work(
+            lender,
+            tuple(BlockHash(bytes([120 + self.other_work, index]) * 8) for index in range(lender.blocks.available - 1)),
+        )
+        return True
+
+    def _work(self, lender: _Lender, names: Sequence[BlockHash]) -> None:
+        """Compute a prompt of these blocks, whose blocks stay in the cache; evicted blocks lose their bytes."""
+        job = Job(attempt_id=RequestId("work"), prompt_tokens=len(names), answer_tokens=1, keys=names)
+        attempt: BatchedAttempt[BlockHash] = BatchedAttempt(job)
+        if not lender.blocks.reserve(attempt, lender.blocks.leading(names)):
+            raise HandoffViolation(f"the lender has no room for {len(names)} blocks: {lender.blocks.used} are held")
+        lender.blocks.name(attempt, names, len(names))
+        for evicted in lender.blocks.changes()[1]:
+            if evicted in lender.contents:
+                lender.contents.pop(evicted)[:] = b"!" * len(_content(evicted))  # others write there now
+        for name in names:
+            lender.contents.setdefault(name, bytearray(_content(name)))
+        lender.blocks.free(attempt)
+
+    def _break(self, case: _HandoffCase) -> None:
+        case.to_lender.clear()
+        case.to_borrower.clear()
+        if case.connected and case.borrower is not None:
+            case.borrower.fail()
+        case.connected = False
+
+    # Rules.
+
+    def check(self) -> None:
+        """Assert rules 1 and 3."""
+        if self.lender is not None:
+            self.lender.lender.check()
+            self.lender.blocks.check(0)
+            leased = {name for case in self.cases if self._is_open(case) for name in case.names}
+            _demand(
+                self.lender.blocks.used == len(leased),
+                f"{self.lender.blocks.used} blocks are held, {len(leased)} leased",
+            )
+            for name in leased:
+                _demand(bytes(self.lender.contents.get(name, b"")) == _content(name), "a leased block was overwritten")
+        for number, case in enumerate(self.cases):
+            begin = 0 if case.borrower is None else len(case.names) - len(case.received)
+            known = [_content(name) for name in case.names]
+            _demand(
+                any(list(case.received) == known[start : start + len(case.received)] for start in range(begin + 1)),
+                f"the borrower of handoff {number} has a wrong block",
+            )
+            _demand(
+                not (case.is_returned and self._is_open(case)),
+                f"the lease of handoff {number} was returned, and is open",
+            )
+
+    def check_end(self) -> None:
+        """Assert rule 2."""
+        if self.lender is not None:
+            _demand(not len(self.lender.lender.leases), "a lease stays open for ever")
+            _demand(not self.lender.blocks.used, "blocks stay held for ever")
+        for number, case in enumerate(self.cases):
+            waits = case.lease and not case.dead and (case.borrower is None or case.borrower.state not in ENDED)
+            _demand(not waits, f"the borrower of handoff {number} waits for ever")
+
+    def _is_open(self, case: _HandoffCase) -> bool:
+        return self.lender is not None and self.lender.lender.leases.state(case.lease) is not None
+
+    def key(self) -> tuple[object, ...]:
+        """Return what tells this state apart from others."""
+        lender = self.lender
+        return (
+            self.incarnation,
+            self.other_work,
+            self.faults,
+            lender is not None
+            and (
+                tuple(lender.contents),
+                *((lease, lender.lender.leases.state(lease)) for lease in lender.lender.leases),
+            ),
+            *(
+                (
+                    case.lease,
+                    None if case.borrower is None else case.borrower.state,
+                    case.received,
+                    case.dead,
+                    case.connected,
+                    tuple(case.to_lender),
+                    tuple(case.to_borrower),
+                    case.is_returned,
+                )
+                for case in self.cases
+            ),
+        )
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise HandoffViolation(otherwise)
+
+
+STEPS: dict[str, Callable[[_HandoffWorld, int], bool]] = {
+    "offer": _HandoffWorld.offer,
+    "accept": _HandoffWorld.accept,
+    "decline": _HandoffWorld.decline,
+    "serve": _HandoffWorld.serve,
+    "receive": _HandoffWorld.receive,
+    "expire": _HandoffWorld.expire,
+    "time out": _HandoffWorld.time_out,
+}
+FAULTS: dict[str, Callable[[_HandoffWorld, int], bool]] = {
+    "lose connection": _HandoffWorld.lose,
+    "damage answer": _HandoffWorld.damage,
+    "borrower dies": _HandoffWorld.die,
+    "lender dies": _HandoffWorld.kill_lender,
+}
+STEPS_BESIDE: dict[str, Callable[[_HandoffWorld, int], bool]] = {
+    "lender restarts": _HandoffWorld.restart_lender,
+    "other work overwrites": _HandoffWorld.overwrite,
+}
+"""Steps that happen or not; a state in which only these are left is final."""
+
+DEATHS = ("borrower dies", "lender dies")
+LENDER_STEPS = ("offer", "serve", "expire", *STEPS_BESIDE)
+
+
+def explore(bounds: Sequence[tuple[int, int]] = BOUNDS) -> HandoffExploration:
+    """Visit every reachable state, breadth first, so that the path to a violation is a shortest one.
+
+    Args:
+        bounds: The number of handoffs and of faults of each exploration.
+    """
+    result = HandoffExploration(states=0, steps=0, ends=0, deaths=0)
+    for handoffs, faults in bounds:
+        if not result.violation:
+            _explore(_HandoffWorld(handoffs, faults), result)
+    return result
+
+
+def _explore(world: _HandoffWorld, result: HandoffExploration) -> None:
+    seen = {world.key()}
+    waiting: deque[tuple[_HandoffWorld, _Path]] = deque([(world, None)])
+    while waiting and not result.violation:
+        world, path = waiting.popleft()
+        goes_on = False
+        here = world.key()
+        for name, following, violation in _following(world):
+            result.steps += 1
+            result.deaths += name.startswith(DEATHS)
+            goes_on = goes_on or name.rpartition(" ")[0] in STEPS
+            if violation:
+                result.violation, result.path = violation, _steps_of((path, name))
+                return
+            key = following.key()
+            if key == here:
+                result.violation, result.path = (
+                    "the step changes nothing, so it is possible for ever",
+                    _steps_of((path, name)),
+                )
+                return
+            if key not in seen:
+                seen.add(key)
+                waiting.append((following, (path, name)))
+        if not goes_on:
+            result.ends += 1
+            try:
+                world.check_end()
+            except HandoffViolation as found:
+                result.violation, result.path = str(found), _steps_of(path)
+    result.states += len(seen)
+
+
+_Path: TypeAlias = "tuple[_Path, str] | None"
+"""The steps to a state, last one first."""
+
+
+def _steps_of(path: _Path) -> tuple[str, ...]:
+    steps: list[str] = []
+    while path is not None:
+        path, step = path
+        steps.append(step)
+    return tuple(reversed(steps))
+
+
+def _following(world: _HandoffWorld) -> Iterator[tuple[str, _HandoffWorld, str]]:
+    """Yield every step that is possible in a state: its name, the state after it, and the rule that it breaks."""
+    for name, step in (STEPS | STEPS_BESIDE | FAULTS).items():
+        if name in FAULTS and not world.faults:
+            continue
+        for number in range(len(world.cases)):
+            following = world.copy(with_lender=name in LENDER_STEPS)
+            try:
+                if not step(following, number):
+                    continue
+                following.faults -= name in FAULTS
+                following.check()
+            except (HandoffViolation, AssertionError, KeyError) as found:
+                yield f"{name} {number}", following, str(found) or repr(found)
+            else:
+                yield f"{name} {number}", following, ""

@@ -1,0 +1,270 @@
+"""Virtual network: connections between virtual processes, which may be slow, cut, reset or refused.
+
+Rules:
+
+1. A connection delivers in order and at most once, like TCP. Delays differ from message to message.
+2. While two processes are cut off from each other, nothing arrives between them: neither messages nor the end of a
+   connection. What was sent arrives when the cut ends, unless the receiving side has closed the connection by then.
+3. The end of a process ends its connections: the other side learns of it like of a message, after the messages before.
+4. A frozen process accepts connections, as its kernel does, but answers nothing.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from msgspec import Struct
+
+from fleet.app.fault_simulation.fault_points import FaultPoint, FaultPoints
+from fleet.app.fault_simulation.virtual_process import Once, VirtualProcess
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.sim.kernel import Kernel
+
+LEAST_DELAY = Nanos(MILLISECOND // 20)
+MOST_DELAY = Nanos(4 * MILLISECOND)
+
+Received = Callable[[Any], None]
+Ended = Callable[[], None]
+
+
+class ConnectionEnd:
+    """One side of a connection; `received` and `ended` are set by its owner before anything can arrive."""
+
+    def __init__(self, network: "VirtualNetwork", process: VirtualProcess):
+        self.process = process
+        self.peer: ConnectionEnd  # set when the connection is made
+        self.received: Received = lambda _: None
+        self.ended: Ended = lambda: None
+        self.open = True
+        self.deaf = False  # nothing of the peer arrives any more
+        self._network = network
+        self._under_way: deque[Any] = deque()  # sent by the peer
+        self._due = 0
+        self._blocked = 0  # messages that have arrived in a cut
+
+    def send(self, message: object) -> None:
+        if self.open:
+            self.peer.expect(message)
+
+    def close(self) -> None:
+        """End the connection from this side; the other side learns of it later."""
+        if self.open:
+            self.open = False
+            self.peer.expect(_CLOSED)
+            self._network.forget(self)
+
+    # Called by the network and the peer.
+
+    def expect(self, message: object) -> None:
+        """Let a message arrive after a delay, behind the messages before it."""
+        if self.deaf:
+            return
+        network = self._network
+        self._under_way.append(message)
+        self._due = max(self._due, network.kernel.instant + network.delay(self.process, self.peer.process))
+        network.kernel.at(self._due, self.arrive)
+
+    def arrive(self) -> None:
+        if self._blocked or self._network.are_cut(self.process, self.peer.process):
+            self._blocked += 1
+            self._network.points.reach(FaultPoint.STREAM_CUT)
+        elif self._under_way:
+            self._hand_over()
+
+    def restore(self) -> None:
+        """Deliver what a cut held back."""
+        blocked, self._blocked = self._blocked, 0
+        for _ in range(min(blocked, len(self._under_way))):
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        message = self._under_way.popleft()
+        self.process.run(lambda: self._deliver(message))
+
+    def reset(self, *, silently: bool) -> None:
+        """Lose everything under way and end the connection on this side; the other side may not learn of it."""
+        self._under_way.clear()
+        if silently:
+            self.peer.deaf = True
+        self.process.run(lambda: self._deliver(_CLOSED))
+
+    def _deliver(self, message: object) -> None:
+        if not self.open:
+            return
+        if message is _CLOSED:
+            self.open = False
+            self._network.forget(self)
+            self.ended()
+        else:
+            self.received(message)
+
+
+_CLOSED = object()
+
+
+class _Connect(Struct, frozen=True):
+    """Request of `VirtualNetwork.dial`."""
+
+    caller: VirtualProcess
+
+
+class Listener(Struct, frozen=True, kw_only=True):
+    """A process that takes connections and calls."""
+
+    process: VirtualProcess
+    accept: Callable[[ConnectionEnd], None]
+    handle: Callable[[Any, Callable[[object], None]], None]
+    """Called with a request, and with the function that sends its answer."""
+
+
+class VirtualNetwork:
+    """All connections of one cluster."""
+
+    def __init__(self, kernel: Kernel, chance: Random, points: FaultPoints):
+        self.kernel = kernel
+        self.points = points
+        self._random = chance.random
+        self._cuts: dict[frozenset[str], int] = {}
+        self._factors: dict[str, float] = {}
+        self._ends: dict[ConnectionEnd, None] = {}
+        self._held_calls: dict[frozenset[str], list[Callable[[], None]]] = {}
+        self.listeners: dict[str, Listener] = {}
+        """The processes that listen, by address."""
+
+    # Connections and calls.
+
+    def dial(
+        self,
+        caller: VirtualProcess,
+        address: str,
+        opened: Callable[[ConnectionEnd], None],
+        failed: Callable[[bool], None],
+        timeout: Nanos,
+    ) -> None:
+        """Connect to an address; `failed` gets True if nothing answered in time, and False if the connection was refused."""
+
+        def accepted(answer: object) -> None:
+            assert isinstance(answer, ConnectionEnd)
+            if answer.peer.open:
+                opened(answer)
+            else:
+                failed(False)
+
+        self.call(caller, address, _Connect(caller), accepted, failed, timeout)
+
+    def call(
+        self,
+        caller: VirtualProcess,
+        address: str,
+        request: object,
+        answered: Callable[[Any], None],
+        failed: Callable[[bool], None],
+        timeout: Nanos,
+    ) -> None:
+        """Send a request and wait for its answer; exactly one of the two callbacks follows.
+
+        A request that was held back by a cut arrives when the cut ends, although the caller has given up by then.
+        """
+        once = Once()
+
+        def finish(then: Callable[[Any], None], value: object) -> None:
+            if once.first():
+                then(value)
+
+        listener = self.listeners.get(address)
+
+        def arrive() -> None:
+            if listener is None or not listener.process.alive:
+                back(lambda: finish(failed, False))
+            else:
+                listener.process.run(serve)
+
+        def serve() -> None:
+            assert listener is not None
+            if isinstance(request, _Connect):
+                here, there = self._connect(request.caller, listener.process)
+                listener.accept(there)
+                back(lambda: finish(answered, here))
+            else:
+                listener.handle(request, lambda answer: back(lambda: finish(answered, answer)))
+
+        def back(then: Callable[[], None]) -> None:
+            other = caller if listener is None else listener.process
+            self._carry(other, caller, lambda: caller.run(then))
+
+        caller.after(timeout, lambda: finish(failed, True))
+        self._carry(caller, caller if listener is None else listener.process, arrive)
+
+    def _carry(self, sender: VirtualProcess, receiver: VirtualProcess, arrive: Callable[[], None]) -> None:
+        def arrived() -> None:
+            if self.are_cut(sender, receiver):
+                self._held_calls.setdefault(frozenset((sender.name, receiver.name)), []).append(arrive)
+            else:
+                arrive()
+
+        self.kernel.after(self.delay(sender, receiver), arrived)
+
+    def _connect(self, one: VirtualProcess, other: VirtualProcess) -> tuple[ConnectionEnd, ConnectionEnd]:
+        here, there = ConnectionEnd(self, one), ConnectionEnd(self, other)
+        here.peer, there.peer = there, here
+        self._ends[here] = self._ends[there] = None
+        return here, there
+
+    def forget(self, end: ConnectionEnd) -> None:
+        self._ends.pop(end, None)
+
+    def delay(self, one: VirtualProcess, other: VirtualProcess) -> Nanos:
+        """Return the delay of one message."""
+        drawn = LEAST_DELAY + self._random() ** 4 * (MOST_DELAY - LEAST_DELAY)
+        if self._factors:
+            drawn *= max(self._factors.get(one.name, 1.0), self._factors.get(other.name, 1.0))
+        return Nanos(round(drawn))
+
+    # Faults.
+
+    def are_cut(self, one: VirtualProcess, other: VirtualProcess) -> bool:
+        return bool(self._cuts) and frozenset((one.name, other.name)) in self._cuts
+
+    def cut(self, one: str, other: str) -> None:
+        pair = frozenset((one, other))
+        self._cuts[pair] = self._cuts.get(pair, 0) + 1
+
+    def heal(self, one: str, other: str) -> None:
+        """End a cut, unless another one lasts longer."""
+        pair = frozenset((one, other))
+        self._cuts[pair] -= 1
+        if self._cuts[pair]:
+            return
+        del self._cuts[pair]
+        for end in list(self._ends):
+            if frozenset((end.process.name, end.peer.process.name)) == pair:
+                end.restore()
+        for arrive in self._held_calls.pop(pair, ()):
+            arrive()
+
+    def slow_down(self, name: str, factor: float) -> None:
+        self._factors[name] = factor
+
+    def speed_up(self, name: str) -> None:
+        self._factors.pop(name, None)
+
+    def reset(self, one: str, other: str, *, both: bool = True) -> int:
+        """Reset all connections between two processes; return how many ends noticed.
+
+        Unless `both` do, only `other` notices: the news is lost on its way to `one`, which keeps its end.
+        """
+        pair = frozenset((one, other))
+        hit = [
+            end
+            for end in self._ends
+            if frozenset((end.process.name, end.peer.process.name)) == pair and (both or end.process.name == other)
+        ]
+        for end in hit:
+            end.reset(silently=not both)
+        return len(hit)
+
+    def ended(self, process: VirtualProcess) -> None:
+        """End all connections of a process that was killed."""
+        for end in [end for end in self._ends if end.process is process]:
+            end.close()

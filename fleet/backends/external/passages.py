@@ -1,0 +1,219 @@
+"""Passages to an external backend: requests that are passed on byte by byte while they arrive, and their answers.
+
+Rules:
+
+1. Each passage has a connection of its own, which ends with it. Body and answer flow side by side, and a side that does
+   not read stops the other one, so memory is bounded.
+2. Every answer of the server is the client's, whatever its status. Only headers of one connection are removed, and a
+   ``location`` on the server itself loses the server's address.
+3. A request without a body that a server answers with 404 may go to another server, because stored objects (responses,
+   files, batches) exist on one server only.
+4. A passage ends when the server and the client have both sent nothing for the server's `silence_timeout_seconds`. A
+   client that sends too slowly, or does not read, is ended by its own connection.
+"""
+
+import asyncio
+import re
+
+import httptools
+
+from fleet.backends.external.http_client import FIRST_FINAL_STATUS, ServerAddress, connection_failure_cause
+from fleet.backends.external.upstream import MAX_HEAD_BYTES, MAX_INTERIM_HEADS, AnswerHead, read_head
+from fleet.core.errors import RequestRejected
+from fleet.frontend.openai.passage import Passage
+from fleet.net.http.messages import ClientDisconnected
+
+READ_BYTES = 64 << 10
+NOT_FOUND = 404
+SWITCHING = 101
+_STATUS = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?=[ \r])")
+
+
+class ServerLost(Exception):
+    """The server sent no answer, or only a part of one; the message says why."""
+
+
+class ServerPassage:
+    """One passage to one server."""
+
+    def __init__(self, passage: Passage, address: ServerAddress, opening: bytes, silence_seconds: float) -> None:
+        """Prepare the passage; `opening` are the first lines of the request for the server."""
+        self._passage = passage
+        self._address = address
+        self._opening = opening
+        self._silence_seconds = silence_seconds
+        self._limit = asyncio.timeout(None)
+        self._switched = asyncio.Event()
+        self._complete = False
+        self._content: list[bytes] = []  # decoded, for clients without chunked encoding
+
+    async def run(self, connect_seconds: float, *, may_move: bool) -> bool:
+        """Pass the request and its answer on.
+
+        Args:
+            connect_seconds: Time limit for the connection.
+            may_move: Whether another server may answer instead of a 404.
+
+        Returns:
+            False if the request has to go to another server.
+
+        Raises:
+            OSError: The server cannot be reached, or does not take the connection in time; nothing was sent.
+            ServerLost: See there.
+            RequestRejected: The client's body does not arrive.
+            ClientDisconnected: The client has gone.
+        """
+        address = self._address
+        async with asyncio.timeout(connect_seconds):
+            reader, writer = await asyncio.open_connection(
+                address.host, address.port, ssl=address.tls, limit=READ_BYTES
+            )
+        answered = True
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(self._send(writer))
+                answered = await self._receive(reader, may_move=may_move)
+                sending.cancel()
+        except* (ServerLost, RequestRejected, ClientDisconnected) as failures:
+            failure = failures.exceptions[0]
+        finally:
+            writer.transport.abort()
+        if failure is not None:
+            raise failure
+        return answered
+
+    async def _send(self, writer: asyncio.StreamWriter) -> None:
+        passage = self._passage
+        try:
+            writer.write(self._opening + passage.header_lines() + b"\r\n")
+            if passage.switches:
+                await self._switched.wait()
+            raw = passage.sized or passage.switches
+            async for piece in passage.body():
+                writer.write(piece if raw else b"%x\r\n%s\r\n" % (len(piece), piece))
+                await writer.drain()
+                self._heard()
+            if not raw:
+                writer.write(b"0\r\n\r\n")
+            elif passage.switches and writer.can_write_eof():
+                writer.write_eof()
+            await writer.drain()
+        except ConnectionError:
+            pass  # the server may have answered before; the reader finds out
+
+    async def _receive(self, reader: asyncio.StreamReader, *, may_move: bool) -> bool:
+        try:
+            async with self._limit:
+                self._limit.reschedule(self._silent_at())
+                status, content, rest = await self._final_head(reader)
+                if status == NOT_FOUND and may_move:
+                    return False
+                if status == SWITCHING:
+                    await self._switch(reader, content, rest)
+                else:
+                    await self._answer(reader, content, rest)
+        except TimeoutError as error:
+            raise ServerLost(f"nothing was sent for {self._silence_seconds:g} s") from error
+        except httptools.HttpParserError as error:
+            raise ServerLost(f"its answer is no HTTP answer: {error}") from error
+        except OSError as error:
+            raise ServerLost(connection_failure_cause(error)) from error
+        return True
+
+    async def _final_head(self, reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
+        """Return the status of the answer, its head, and the bytes after it; interim heads are skipped."""
+        held = b""
+        for _ in range(MAX_INTERIM_HEADS):
+            while (end := held.find(b"\r\n\r\n") + 4) < 4:  # not found
+                if len(held) > MAX_HEAD_BYTES:
+                    raise ServerLost(f"the head of its answer is larger than {MAX_HEAD_BYTES} bytes")
+                if not (data := await reader.read(READ_BYTES)):
+                    raise ServerLost("it closed the connection before its answer")
+                held += data
+            found = _STATUS.match(held)
+            if found is None:
+                raise ServerLost("its answer is no HTTP answer")
+            status = int(found[1])
+            content, held = held[:end], held[end:]
+            if status >= FIRST_FINAL_STATUS or status == SWITCHING:
+                return status, content, held
+            self._heard()
+        raise ServerLost(f"it sent more than {MAX_INTERIM_HEADS} interim heads")
+
+    async def _answer(self, reader: asyncio.StreamReader, content: bytes, rest: bytes) -> None:
+        exchange = self._passage.exchange
+        parser = httptools.HttpResponseParser(self)
+        parser.feed_data(content + rest)
+        if self._passage.method == "HEAD":
+            self._complete, rest = True, b""
+        head = read_head(self._with_own_location(content))
+        plain = head.chunked and not exchange.request.head.chunked_answer
+        keep_alive = exchange.keeps_alive and not (plain or head.until_close)
+        tail = b"\r\n" if keep_alive else b"connection: close\r\n\r\n"
+        await self._pass_on(self._head(head, head.plain_start if plain else head.start) + tail)
+        data = rest
+        while True:
+            if content := self._decoded() if plain else data:
+                await self._pass_on(content)
+            if self._complete:
+                break
+            if not (data := await reader.read(READ_BYTES)):
+                if head.until_close:
+                    break
+                raise ServerLost("it closed the connection before the end of its answer")
+            parser.feed_data(data)
+        exchange.passed_on(keep_alive=keep_alive)
+
+    async def _switch(self, reader: asyncio.StreamReader, content: bytes, rest: bytes) -> None:
+        """Pass on the bytes of a WebSocket until one side ends it."""
+        if not self._passage.switches:
+            raise ServerLost("it switches to another protocol")
+        head = read_head(content)
+        await self._pass_on(self._head(head, head.start) + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n" + rest)
+        self._switched.set()
+        while data := await reader.read(READ_BYTES):
+            await self._pass_on(data)
+        self._passage.exchange.passed_on(keep_alive=False)
+
+    def _head(self, head: AnswerHead, start: bytes) -> bytes:
+        """Return the head for the client without its end."""
+        passage = self._passage
+        lines = [("x-fleet-request-id", str(passage.request_id))]
+        lines += [] if head.named else [("x-request-id", str(passage.request_id))]
+        lines += () if head.limits else passage.limits
+        return start + b"".join(f"{name}: {value}\r\n".encode() for name, value in lines)
+
+    def _with_own_location(self, content: bytes) -> bytes:
+        own = re.escape(self._address.netloc) + re.escape(self._address.prefix)
+        return re.sub(rb"\r\n(location:[ \t]*)https?://" + own + rb"(?=/)", rb"\r\n\1", content, flags=re.IGNORECASE)
+
+    async def _pass_on(self, content: bytes) -> None:
+        """Send bytes to the client, and wait while it does not read; meanwhile the server cannot be blamed."""
+        exchange = self._passage.exchange
+        exchange.pass_on(content)
+        self._limit.reschedule(None)
+        await exchange.drained()
+        self._limit.reschedule(self._silent_at())
+
+    def _heard(self) -> None:
+        """Note that a side has sent something."""
+        if self._limit.when() is not None:
+            self._limit.reschedule(self._silent_at())
+
+    def _silent_at(self) -> float:
+        return asyncio.get_running_loop().time() + self._silence_seconds
+
+    def _decoded(self) -> bytes:
+        content = b"".join(self._content)
+        self._content.clear()
+        return content
+
+    # From the parser
+
+    def on_body(self, content: bytes) -> None:
+        if not self._passage.exchange.request.head.chunked_answer:
+            self._content.append(content)
+
+    def on_message_complete(self) -> None:
+        self._complete = True

@@ -1,0 +1,188 @@
+"""Ledgers of a spending limit: in memory for one router, or in a file for the router processes of one machine.
+
+Rules:
+
+1. A ledger file is read, changed and written under a lock of the kernel (flock). Each change is one write of a fixed size, so a process
+   that is killed leaves the old content or the new one.
+2. The event loop never waits for the lock. If another process holds it for `LOCK_SECONDS`, because it was stopped, nothing is
+   admitted, and what is to be given back is kept until the lock is free.
+3. A file with other content counts as a spent limit: the hour of charges that it had is not known. A warning names the file.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from fleet.backends.hosted.spending import Charges, minute_of, pruned, reserve, settle
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+LOCK_SECONDS = 0.05
+TRY_SECONDS = 0.005
+FILE_BYTES = 4096  # 61 minutes of at most 32 bytes each
+NEAR_LIMIT = 0.5
+"""Share of the limit up to which the last reading of the file says whether there is room; above it, the file is read again."""
+
+
+class SpendingLedger(Protocol):
+    """The charges of one endpoint."""
+
+    async def reserve(self, estimate: int) -> int | None:
+        """Charge an estimate in nanodollars; return the minute that it was charged in, or None if the limit has no room."""
+        ...
+
+    def has_room(self, estimate: int) -> bool:
+        """Return whether the limit has room for an estimate in nanodollars now."""
+        ...
+
+    async def settle(self, began: int, estimate: int, cost: int) -> None:
+        """Replace the estimate of a request that was charged in the minute `began` by its cost."""
+        ...
+
+    def spent(self) -> int:
+        """Return the charges of the last hour in nanodollars."""
+        ...
+
+
+class MemoryLedger:
+    """Charges of one process. Implements `SpendingLedger`."""
+
+    def __init__(self, limit: int, unix_seconds: Callable[[], float]) -> None:
+        self._limit = limit
+        self._unix_seconds = unix_seconds
+        self._charges: Charges = {}
+
+    async def reserve(self, estimate: int) -> int | None:
+        minute = self._advanced()
+        return minute if reserve(self._charges, estimate, self._limit, minute) else None
+
+    def has_room(self, estimate: int) -> bool:
+        return self.spent() + estimate <= self._limit
+
+    async def settle(self, began: int, estimate: int, cost: int) -> None:
+        minute = self._advanced()
+        settle(self._charges, began, estimate, cost, minute)
+
+    def spent(self) -> int:
+        self._advanced()
+        return sum(self._charges.values())
+
+    def _advanced(self) -> int:
+        minute = minute_of(self._unix_seconds())
+        self._charges = pruned(self._charges, minute)
+        return minute
+
+
+class LedgerBusy(Exception):
+    """Another process holds the lock of a ledger file."""
+
+
+class FileLedger:
+    """Charges of all processes that use a file. Implements `SpendingLedger`."""
+
+    def __init__(self, path: Path, limit: int, unix_seconds: Callable[[], float]) -> None:
+        """Open or make the file.
+
+        Raises:
+            OSError: It cannot be used.
+        """
+        self._limit = limit
+        self._unix_seconds = unix_seconds
+        self._path = path
+        self._owed: list[tuple[int, int, int]] = []  # settlements that found the file locked
+        self._spent = 0  # when it was last read
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def close(self) -> None:
+        """Write what is owed if the lock is free, and close the file."""
+        try:
+            self._change(lambda _charges, _minute: None)
+        except (LedgerBusy, OSError) as error:
+            log.warning("spending ledger not settled", extra={"file": str(self._path), "cause": str(error)})
+        os.close(self._file)
+
+    async def reserve(self, estimate: int) -> int | None:
+        def charge(charges: Charges, minute: int) -> int | None:
+            return minute if reserve(charges, estimate, self._limit, minute) else None
+
+        return await self._changed(charge)
+
+    def has_room(self, estimate: int) -> bool:
+        known = self._spent + estimate
+        return known <= NEAR_LIMIT * self._limit or self.spent() + estimate <= self._limit
+
+    async def settle(self, began: int, estimate: int, cost: int) -> None:
+        self._owed.append((began, estimate, cost))
+        await self._changed(lambda _charges, _minute: None)
+
+    def spent(self) -> int:
+        try:
+            self._change(lambda _charges, _minute: None)
+        except (LedgerBusy, OSError) as error:
+            log.debug("spending ledger not read", extra={"file": str(self._path), "cause": str(error)})
+        return self._spent
+
+    async def _changed(self, change: Callable[[Charges, int], Result | None]) -> Result | None:
+        """Apply a change; None if the file cannot be changed now."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LOCK_SECONDS
+        while True:
+            try:
+                return self._change(change)
+            except LedgerBusy:
+                if loop.time() >= until:
+                    log.warning("spending ledger locked by another process", extra={"file": str(self._path)})
+                    return None
+                await asyncio.sleep(TRY_SECONDS)
+            except OSError as error:
+                log.warning("spending ledger unusable", extra={"file": str(self._path), "cause": str(error)})
+                return None
+
+    def _change(self, change: Callable[[Charges, int], Result]) -> Result:
+        with _locked(self._file):
+            minute = minute_of(self._unix_seconds())
+            charges = pruned(self._read(minute), minute)
+            for began, estimate, cost in self._owed:
+                settle(charges, began, estimate, cost, minute)
+            result = change(charges, minute)
+            content = msgspec.json.encode(charges)
+            os.pwrite(self._file, content.ljust(FILE_BYTES), 0)
+            self._owed.clear()
+            self._spent = sum(charges.values())
+            return result
+
+    def _read(self, minute: int) -> Charges:
+        content = os.pread(self._file, FILE_BYTES, 0)
+        if not content:
+            return {}
+        try:
+            return msgspec.json.decode(content, type=Charges)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            log.warning("spending ledger unreadable, counted as spent", extra={"file": str(self._path)})
+            return {minute: self._limit}
+
+
+@contextmanager
+def _locked(file: int) -> Iterator[None]:
+    """Hold the lock of a file.
+
+    Raises:
+        LedgerBusy: Another process holds it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise LedgerBusy("another process holds its lock") from error
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

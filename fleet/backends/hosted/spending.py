@@ -1,0 +1,66 @@
+"""Spending limit of a hosted endpoint: what requests of the last hour cost, and whether one more fits. Pure.
+
+Rules:
+
+1. A charge belongs to the minute in which its request began. The charges of any 60 minutes in a row stay within the limit: a request is
+   admitted only if its estimate fits on top of what the present minute and the 60 before it have.
+2. The estimate is taken before the request is sent. When its usage is known, the difference is given back in the same minute. A
+   request whose usage never becomes known keeps its estimate, so a process that dies has never spent more than it has charged.
+3. If the usage is above the estimate, because the endpoint counts a prompt otherwise, the rest is charged too. That is the only
+   way in which an hour can exceed the limit, and further requests then wait longer.
+4. If the wall clock went back, charges of later minutes count as charges of the present one. So they are neither lost nor kept for
+   longer than an hour.
+"""
+
+from collections.abc import Mapping
+from math import ceil
+
+from msgspec import Struct
+
+WINDOW_MINUTES = 60
+MINUTE_SECONDS = 60
+NANODOLLARS = 10**9
+
+Charges = dict[int, int]
+"""Nanodollars by the minute since 1970 in which their requests began."""
+
+
+class TokenPrices(Struct, frozen=True, kw_only=True):
+    """Prices of an endpoint in dollars per million tokens."""
+
+    prompt: float
+    answer: float
+
+    def cost(self, prompt_tokens: int, answer_tokens: int) -> int:
+        """Return the price of a request in nanodollars, rounded up."""
+        return ceil(1000 * (self.prompt * prompt_tokens + self.answer * answer_tokens))
+
+
+def minute_of(unix_seconds: float) -> int:
+    return int(unix_seconds // MINUTE_SECONDS)
+
+
+def pruned(charges: Mapping[int, int], minute: int) -> Charges:
+    """Return the charges that still count in a minute (rules 1 and 4)."""
+    kept: Charges = {}
+    for began, amount in charges.items():
+        if began >= minute - WINDOW_MINUTES and amount > 0:
+            place = min(began, minute)
+            kept[place] = kept.get(place, 0) + amount
+    return kept
+
+
+def reserve(charges: Charges, estimate: int, limit: int, minute: int) -> bool:
+    """Charge an estimate if it fits (rule 1); return whether it did."""
+    if sum(charges.values()) + estimate > limit:
+        return False
+    charges[minute] = charges.get(minute, 0) + estimate
+    return True
+
+
+def settle(charges: Charges, began: int, estimate: int, cost: int, minute: int) -> None:
+    """Replace the estimate of a request by its cost (rules 2 and 3)."""
+    place = began if began in charges else minute
+    if place != began and cost <= estimate:
+        return  # its minute does not count any more
+    charges[place] = max(0, charges.get(place, 0) + cost - estimate)

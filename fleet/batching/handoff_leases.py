@@ -1,0 +1,173 @@
+"""Handoff leases: how long a prefill engine holds the blocks of a prompt for a decode engine.
+
+The prefill engine is the lender, the decode engine the borrower. Rules:
+
+1. The lender offers the blocks of a prompt under a lease. It holds them until the borrower returns the lease, or until the lease
+   ends by itself. A borrower that died or never came therefore costs the lender its blocks for one lease at most.
+2. The borrower accepts the handoff when it has room for the prompt. It pulls all blocks that it lacks in one exchange, and then
+   returns the lease. A borrower that lacks no block returns the lease at once.
+3. If a step fails (no connection, no answer in time, a missing or wrong block), the borrower computes what it lacks. It never tries
+   the lease again.
+4. A lease that has ended gives nothing: a late borrower gets no blocks, because other bytes may be in their place by now. The leases
+   of a lender end with its process, and a successor does not know them.
+5. `NEXT_LEASE` and `NEXT_LOAN` say what may follow what on the two sides. `fleet.app.fault_simulation.handoff_states` runs the code
+   of both sides through every interleaving of their steps, with the death of either side at every point.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Generic
+
+from msgspec import Struct
+
+from fleet.batching.attempts import Name
+from fleet.batching.kv_blocks import KvBlocks
+from fleet.core.clock import Nanos
+
+
+class LeaseState(StrEnum):
+    """The lender's side."""
+
+    OFFERED = "offered"
+    PULLED = "pulled"  # the borrower has asked for the blocks; it may have received them or not
+    RETURNED = "returned"
+    EXPIRED = "expired"
+
+
+class LeaseStep(StrEnum):
+    PULL = "pull"
+    RETURN = "return"
+    EXPIRE = "expire"
+
+
+NEXT_LEASE: Mapping[tuple[LeaseState, LeaseStep], LeaseState] = {
+    (LeaseState.OFFERED, LeaseStep.PULL): LeaseState.PULLED,
+    (LeaseState.OFFERED, LeaseStep.RETURN): LeaseState.RETURNED,  # the borrower had all blocks
+    (LeaseState.OFFERED, LeaseStep.EXPIRE): LeaseState.EXPIRED,
+    (LeaseState.PULLED, LeaseStep.RETURN): LeaseState.RETURNED,
+    (LeaseState.PULLED, LeaseStep.EXPIRE): LeaseState.EXPIRED,
+}
+
+
+class LoanState(StrEnum):
+    """The borrower's side."""
+
+    OFFERED = "offered"  # it has the handoff, and waits for room
+    PULLING = "pulling"
+    RECEIVED = "received"  # the leading blocks that arrived whole are its own
+    NEEDLESS = "needless"  # it lacked no block
+    COMPUTING = "computing"
+
+
+class LoanStep(StrEnum):
+    PULL = "pull"
+    DECLINE = "decline"
+    RECEIVE = "receive"
+    FAIL = "fail"
+
+
+NEXT_LOAN: Mapping[tuple[LoanState, LoanStep], LoanState] = {
+    (LoanState.OFFERED, LoanStep.PULL): LoanState.PULLING,
+    (LoanState.OFFERED, LoanStep.DECLINE): LoanState.NEEDLESS,
+    (LoanState.OFFERED, LoanStep.FAIL): LoanState.COMPUTING,  # the lender cannot be reached
+    (LoanState.PULLING, LoanStep.RECEIVE): LoanState.RECEIVED,
+    (LoanState.PULLING, LoanStep.FAIL): LoanState.COMPUTING,
+}
+
+
+class IllegalHandoffStep(AssertionError):
+    """A step that the tables do not have; it means a bug."""
+
+
+def advance_lease(state: LeaseState, step: LeaseStep) -> LeaseState:
+    """Return the lender's next state; raise IllegalHandoffStep if the table has none."""
+    if (following := NEXT_LEASE.get((state, step))) is None:
+        raise IllegalHandoffStep(f"a lease that is {state} cannot {step}")
+    return following
+
+
+def advance_loan(state: LoanState, step: LoanStep) -> LoanState:
+    """Return the borrower's next state; raise IllegalHandoffStep if the table has none."""
+    if (following := NEXT_LOAN.get((state, step))) is None:
+        raise IllegalHandoffStep(f"a loan that is {state} cannot {step}")
+    return following
+
+
+class _HandoffLease(Struct, Generic[Name]):
+    names: Sequence[Name]
+    until: Nanos
+    state: LeaseState = LeaseState.OFFERED
+
+
+class HandoffLeases(Generic[Name]):
+    """The open leases of one lender. The caller keeps the bytes of the blocks."""
+
+    def __init__(self, blocks: KvBlocks[Name], lasting: Nanos):
+        """Begin without leases.
+
+        Args:
+            blocks: The engine's blocks, which leases hold.
+            lasting: Duration of a lease.
+        """
+        self._blocks = blocks
+        self._lasting = lasting
+        self._open: dict[str, _HandoffLease[Name]] = {}  # in the order of their ends, because all last equally long
+        self.expired = 0  # leases that no borrower returned
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open)
+
+    @property
+    def next_end(self) -> Nanos | None:
+        """The instant at which the next lease ends by itself; None: no lease is open."""
+        return next((lease.until for lease in self._open.values()), None)
+
+    def offer(self, lease: str, names: Sequence[Name], now: Nanos) -> None:
+        """Hold named blocks, which must be here, under a lease with a name that was never used."""
+        assert lease not in self._open, lease
+        self._blocks.hold(names)
+        self._open[lease] = _HandoffLease(names=tuple(names), until=Nanos(now + self._lasting))
+
+    def pull(self, lease: str) -> Sequence[Name]:
+        """Note that a borrower pulls, and return the blocks that are held for it; none if the lease has ended."""
+        pulled = self._open.get(lease)
+        if pulled is None:
+            return ()
+        if pulled.state is not LeaseState.PULLED:  # a borrower may ask for its blocks in several requests
+            pulled.state = advance_lease(pulled.state, LeaseStep.PULL)
+        return pulled.names
+
+    def give_back(self, lease: str) -> bool:
+        """End a lease whose borrower needs it no longer; return False if it has ended before."""
+        return self._end(lease, LeaseStep.RETURN)
+
+    def expire(self, now: Nanos) -> Sequence[str]:
+        """End the leases whose time is over, and return them."""
+        ended = [lease for lease, held in self._open.items() if held.until <= now]
+        for lease in ended:
+            self._end(lease, LeaseStep.EXPIRE)
+        self.expired += len(ended)
+        return ended
+
+    def state(self, lease: str) -> LeaseState | None:
+        """Return the state of a lease; None if it has ended."""
+        held = self._open.get(lease)
+        return None if held is None else held.state
+
+    def check(self) -> None:
+        """Assert that the blocks of every open lease are here."""
+        ends = [lease.until for lease in self._open.values()]
+        assert ends == sorted(ends)
+        for lease, held in self._open.items():
+            assert held.state in (LeaseState.OFFERED, LeaseState.PULLED), lease
+            assert all(name in self._blocks for name in held.names), lease
+
+    def _end(self, lease: str, step: LeaseStep) -> bool:
+        if (ended := self._open.pop(lease, None)) is None:
+            return False
+        ended.state = advance_lease(ended.state, step)
+        self._blocks.release(ended.names)
+        return True

@@ -1,0 +1,118 @@
+"""Passage: a request for an external backend that is passed on while it arrives, without placement by its prompt.
+
+Uploads, downloads, WebSockets and every path without a known prompt are passages. The model is only needed to choose
+among servers of several models. It is looked for in the query and in the first bytes of the body, which are kept and
+passed on like the rest.
+"""
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from urllib.parse import parse_qs
+
+import msgspec
+
+from fleet.core.ids import RequestId
+from fleet.frontend.openai.relay_requests import end_to_end_headers
+from fleet.net.http.exchange import Exchange
+
+MODEL_BYTES = 64 << 10
+"""Bytes of a body in which the model is looked for. The clients of OpenAI send the fields of a form before its files."""
+
+_IN_JSON = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1000}")')
+_IN_FORM = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1000})\r\n')
+_CONTENT_HEADERS = frozenset({b"accept-encoding"})  # the answer is not read here, so it may be compressed
+
+
+class Passage:
+    """One request and the exchange that takes its answer."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        request_id: RequestId,
+        credentials: bytes,
+        limits: Sequence[tuple[str, str]],
+    ) -> None:
+        """Prepare the request.
+
+        Args:
+            exchange: The client's request.
+            request_id: Its id in the headers of the answer.
+            credentials: Header lines for a server without a key of its own.
+            limits: Rate limit headers of the tenant.
+        """
+        request = exchange.request
+        head = request.head
+        self.exchange = exchange
+        self.request_id = request_id
+        self.credentials = credentials
+        self.limits = limits
+        self.method = head.method
+        self.path = head.path
+        self.query = head.query
+        self.switches = b"upgrade" in head.headers and request.arriving is not None
+        """True if the client asks for a WebSocket."""
+
+        self.sized = b"transfer-encoding" not in head.headers
+        """True if the body has a declared length; otherwise it goes in chunks."""
+
+        self.is_bodyless = not self.switches and not request.body and request.arriving is None
+        self._begun: list[bytes] = [request.body] if request.body else []
+
+    def header_lines(self) -> bytes:
+        """Return the header lines for the server, without host and credentials."""
+        head = self.exchange.request.head
+        lines = end_to_end_headers(head, _CONTENT_HEADERS)
+        if self.switches:
+            return lines + b"connection: upgrade\r\nupgrade: websocket\r\n"
+        if not self.sized:
+            framing = b"transfer-encoding: chunked\r\n"
+        elif (length := head.headers.get(b"content-length")) is not None:
+            framing = b"content-length: " + length + b"\r\n"
+        else:
+            framing = b""
+        return lines + framing + b"connection: close\r\n"
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """Yield the body once, or the bytes of the WebSocket.
+
+        Raises:
+            RequestRejected: The rest of the body does not arrive.
+        """
+        for piece in self._begun:
+            yield piece
+        self._begun.clear()
+        if (arriving := self.exchange.request.arriving) is not None:
+            async for piece in arriving:
+                yield piece
+
+    async def named_model(self) -> str:
+        """Return the model that the query or the beginning of the body names; empty if there is none.
+
+        Raises:
+            RequestRejected: The body does not arrive.
+        """
+        if named := parse_qs(self.query[1:].decode("latin-1")).get("model"):
+            return named[0]
+        if self.switches:
+            return ""
+        begun = b"".join(self._begun)
+        arriving = self.exchange.request.arriving
+        while not (model := _model_in(begun)) and arriving is not None and len(begun) < MODEL_BYTES:
+            piece = await anext(arriving, b"")
+            if not piece:
+                break
+            self._begun.append(piece)
+            begun += piece
+        return model
+
+
+def _model_in(content: bytes) -> str:
+    if (field := _IN_FORM.search(content, 0, MODEL_BYTES)) is not None:
+        return field[1].decode("utf-8", "replace")
+    if (value := _IN_JSON.search(content, 0, MODEL_BYTES)) is not None:
+        try:
+            return msgspec.json.decode(value[1], type=str)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return ""
+    return ""

@@ -1,0 +1,158 @@
+"""Relayed paths: which paths of external backends clients may reach, and which of them are placed by their prompt.
+
+Rules:
+
+1. A path is compared as a server reads it: percent-decoded once, without letter case, trailing slash and matrix
+   parameters. The server gets the client's own spelling.
+2. A path that servers could read in several ways is not relayed: with empty segments, ``.`` or ``..``, a backslash, a
+   control character, or an encoding within an encoding.
+3. Control routes change a server or its other clients (loading adapters, sleeping, updating weights). A pattern with a
+   wildcard never covers them. They are relayed only if the setting `external_paths` lists them by their own name.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from urllib.parse import unquote_to_bytes
+
+from msgspec import Struct
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+
+GENERATING = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
+"""Paths whose prompts have blocks in prefix caches."""
+
+PLACED = GENERATING | {
+    EMBEDDINGS,
+    COUNT_TOKENS,
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/tokenize",
+    "/detokenize",
+}
+"""Paths whose POST requests name a model and hold a prompt in JSON. The router places them; all others are passages."""
+
+CONTROL_ROUTES = frozenset(
+    [
+        "load_lora_adapter",
+        "unload_lora_adapter",
+        "sleep",
+        "wake_up",
+        "is_sleeping",
+        "release_kv_cache_memory",
+        "collective_rpc",
+        "pause",
+        "resume",
+        "is_paused",
+        "abort_requests",
+        "reset_prefix_cache",
+        "reset_mm_cache",
+        "reset_encoder_cache",
+        "server_info",
+        "start_profile",
+        "stop_profile",
+        "scale_elastic_ep",
+        "is_scaling_elastic_ep",
+        "init_weight_transfer_engine",
+        "shutdown_weight_transfer_engine",
+        "start_weight_update",
+        "start_draft_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "update_weight_version",
+        "weight_info",
+        "weight_checker",
+        "get_world_size",
+        "fault_tolerance",
+        "invocations",
+        "shutdown",
+        "flush_cache",
+        "clear_hicache_storage_backend",
+        "update_weights_from_disk",
+        "update_weights_from_tensor",
+        "update_weights_from_distributed",
+        "update_weights_from_ipc",
+        "init_weights_update_group",
+        "destroy_weights_update_group",
+        "get_weights_by_name",
+        "release_memory_occupation",
+        "resume_memory_occupation",
+        "slow_down",
+        "open_session",
+        "close_session",
+        "configure_logging",
+        "abort_request",
+        "pause_generation",
+        "continue_generation",
+        "freeze_gc",
+        "set_internal_state",
+        "get_internal_state",
+        "get_server_info",
+        "start_expert_distribution_record",
+        "stop_expert_distribution_record",
+        "dump_expert_distribution_record",
+        "slots",
+        "props",
+        "lora-adapters",
+        "organization",
+        "organizations",
+        "projects",
+        "admin",
+        "api_keys",
+    ]  # vLLM, SGLang, and below them llama.cpp and hosted services
+)
+"""Names of control routes of common servers. A path with such a segment is a control route."""
+
+
+class PathClass(Enum):
+    """Classes of paths, by what the router does with them."""
+
+    RELAYED = auto()
+    UNKNOWN = auto()  # no pattern covers it
+    CONTROL = auto()
+    AMBIGUOUS = auto()
+
+
+class RelayedPaths(Struct, frozen=True):
+    """The paths of the setting `external_paths`."""
+
+    exact: frozenset[str]
+    prefixes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, patterns: Sequence[str]) -> "RelayedPaths":
+        """Build from patterns: paths, or beginnings of paths that end with ``/*``."""
+        exact = frozenset(each.casefold() for each in patterns if not each.endswith("/*"))
+        return cls(exact, tuple(each.removesuffix("*").casefold() for each in patterns if each.endswith("/*")))
+
+    def classify(self, path: str) -> PathClass:
+        """Return what to do with a path as it came in the request (Latin-1)."""
+        plain = _plain(path)
+        if plain is None:
+            # Outside of the patterns, an odd path is no more than an unknown one.
+            return PathClass.AMBIGUOUS if path.startswith(self.prefixes) else PathClass.UNKNOWN
+        if plain in self.exact:
+            return PathClass.RELAYED
+        if not plain.startswith(self.prefixes):
+            return PathClass.UNKNOWN
+        return PathClass.CONTROL if CONTROL_ROUTES.intersection(plain.split("/")) else PathClass.RELAYED
+
+
+def _plain(path: str) -> str | None:
+    """Return the path as servers compare it (rule 1); None if servers could differ (rule 2)."""
+    decoded = unquote_to_bytes(path.encode("latin-1")).decode("latin-1").casefold()
+    if any(character < " " or character in "\\%\x7f" for character in decoded):
+        return None
+    segments = [segment.partition(";")[0] for segment in decoded.removesuffix("/").split("/")[1:]]
+    if any(segment in ("", ".", "..") for segment in segments):
+        return None
+    return "/" + "/".join(segments)

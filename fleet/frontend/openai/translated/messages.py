@@ -1,0 +1,384 @@
+"""Messages: the Messages API of Anthropic, translated to chats and back.
+
+Rules:
+
+1. Fields that would change the answer and cannot be obeyed are rejected by name; unknown fields are ignored.
+2. A result of a tool becomes a message of its own, before the other content of its turn.
+3. `cache_control` has no effect, because every prefix is cached. `input_tokens` leaves out the tokens that a cache held,
+   and `cache_read_input_tokens` counts them; a stream knows them only at its end.
+4. Thinking can be turned off. Turned on, it is what the model does anyway, and its budget is not enforced.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from fleet.core.clock import Nanos
+from fleet.core.errors import invalid
+from fleet.core.ids import RequestId
+from fleet.core.requests import Delta, Finish, Finished, Usage
+from fleet.frontend.openai.bodies import FleetOptions, decode_body
+from fleet.frontend.openai.translated.api import (
+    AnswerStart,
+    Json,
+    TranslatedApi,
+    TranslatedRequest,
+    named_event,
+    read_translated_chat,
+)
+from fleet.frontend.openai.translated.blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockBegun,
+    BlockChange,
+    BlockEnded,
+    BlockGrown,
+    BlockKind,
+)
+from fleet.net.http.errors import ANTHROPIC_ERRORS
+
+
+class ContentBlock(Struct, frozen=True, kw_only=True):
+    """A part of a message; `type` says which fields count."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    content: "str | list[ContentBlock] | None" = None
+
+
+class TurnBody(Struct, frozen=True, kw_only=True):
+    role: str
+    content: str | list[ContentBlock]
+
+
+class MessageToolBody(Struct, frozen=True, kw_only=True):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class MessageToolChoice(Struct, frozen=True, kw_only=True):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingBody(Struct, frozen=True, kw_only=True):
+    type: str
+
+
+class OutputFormat(Struct, frozen=True, kw_only=True):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(Struct, frozen=True, kw_only=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(Struct, frozen=True, kw_only=True):
+    """Fields of a prompt, which ``/v1/messages/count_tokens`` takes."""
+
+    model: str
+    messages: list[TurnBody]
+    system: str | list[ContentBlock] | None = None
+    tools: list[MessageToolBody] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputConfig | None = None
+    mcp_servers: Any = None  # not supported, like the next two
+    container: Any = None
+    context_management: Any = None
+
+
+class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    fleet: FleetOptions | None = None
+
+
+UNSUPPORTED = ("mcp_servers", "container", "context_management")
+
+_MESSAGES = msgspec.json.Decoder(MessagesBody)
+_COUNT = msgspec.json.Decoder(CountTokensBody)
+
+
+def read_messages(content: bytes, request_id: RequestId, now: Nanos) -> TranslatedRequest:
+    """Read the body of ``POST /v1/messages``.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it or as chats name it.
+    """
+    body = decode_body(_MESSAGES, content)
+    chat = read_translated_chat(
+        _prompt(body)
+        | {
+            "max_tokens": body.max_tokens,
+            "stream": body.stream,
+            "stop": body.stop_sequences or None,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "fleet": body.fleet,
+        },
+        request_id,
+        now,
+    )
+    return TranslatedRequest(chat=chat, writer=MessageWriter)
+
+
+def read_count_tokens(content: bytes, request_id: RequestId, now: Nanos) -> TranslatedRequest:
+    """Read the body of ``POST /v1/messages/count_tokens``; nothing is generated.
+
+    Raises:
+        RequestRejected: As `read_messages`.
+    """
+    body = decode_body(_COUNT, content)
+    return TranslatedRequest(chat=read_translated_chat(_prompt(body), request_id, now), writer=MessageWriter)
+
+
+NAMES = {
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
+MESSAGES_API = TranslatedApi(read=read_messages, errors=ANTHROPIC_ERRORS, names={"stop": "stop_sequences", **NAMES})
+COUNT_TOKENS_API = TranslatedApi(read=read_count_tokens, errors=ANTHROPIC_ERRORS, names=NAMES)
+
+
+# Requests
+
+
+def _prompt(body: CountTokensBody) -> Json:
+    """Return the fields of a chat that determine its prompt."""
+    for field in UNSUPPORTED:
+        if getattr(body, field):
+            raise invalid(field, "is not supported")
+    messages: list[Json] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text("system", body.system)})
+    for index, turn in enumerate(body.messages):
+        messages += _turn(f"messages[{index}]", turn)
+    config = body.output_config or OutputConfig()
+    return {
+        "model": body.model,
+        "messages": messages,
+        "tools": [_tool(index, tool) for index, tool in enumerate(body.tools or ())] or None,
+        "reasoning_effort": _effort(body.thinking, config.effort),
+        "response_format": _format(config.format),
+        **_tool_choice(body.tool_choice),
+    }
+
+
+def _effort(thinking: ThinkingBody | None, effort: str | None) -> str | None:
+    """Return the reasoning effort of a chat (rule 4)."""
+    match None if thinking is None else thinking.type:
+        case None | "adaptive" | "enabled":
+            return effort
+        case "disabled":
+            return "none"
+        case _:
+            raise invalid("thinking.type", "must be enabled, disabled or adaptive")
+
+
+def _format(wanted: OutputFormat | None) -> Json | None:
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema" or wanted.schema is None:
+        raise invalid("output_config.format", "must be of type json_schema, with a schema")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema}}
+
+
+def _tool(index: int, tool: MessageToolBody) -> Json:
+    if tool.type not in (None, "custom") or tool.input_schema is None:
+        raise invalid(f"tools[{index}]", "must be of type custom, with an input_schema; no tool runs at the server")
+    function: Json = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: MessageToolChoice | None) -> Json:
+    if choice is None:
+        return {}
+    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    match choice:
+        case MessageToolChoice(type="auto" | "none" as kind):
+            return {"tool_choice": kind, **parallel}
+        case MessageToolChoice(type="any"):
+            return {"tool_choice": "required", **parallel}
+        case MessageToolChoice(type="tool", name=str(name)):
+            return {"tool_choice": {"type": "function", "function": {"name": name}}, **parallel}
+        case _:
+            raise invalid("tool_choice", "must be of type auto, any, none, or tool with a name")
+
+
+def _turn(field: str, turn: TurnBody) -> Iterator[Json]:
+    """Yield the messages of a turn (rule 2)."""
+    if turn.role not in ("user", "assistant", "system"):
+        raise invalid(f"{field}.role", "must be user, assistant or system")
+    if isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+        return
+    texts: list[str] = []
+    calls: list[Json] = []
+    thoughts: list[str] = []
+    for position, block in enumerate(turn.content):
+        where = f"{field}.content[{position}]"
+        match block.type, turn.role:
+            case "text", _:
+                texts.append(_text_of(where, block))
+            case "tool_use", "assistant":
+                arguments = msgspec.json.encode(block.input or {}).decode()
+                function = {"name": block.name, "arguments": arguments}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case "tool_result", "user":
+                content = _text(f"{where}.content", block.content or "")
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            case "thinking", "assistant":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking", "assistant":
+                pass  # only its server can read it
+            case kind, role:
+                raise invalid(where, f"of type {kind!r} is not supported in a message of role {role}")
+    if turn.role == "assistant":
+        message: Json = {"role": "assistant", "content": "".join(texts)}
+        if calls:
+            message["tool_calls"] = calls
+        if thoughts:
+            message["reasoning_content"] = "".join(thoughts)
+        yield message
+    elif texts:
+        yield {"role": turn.role, "content": "".join(texts)}
+
+
+def _text(field: str, content: str | list[ContentBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join([_text_of(f"{field}[{index}]", block) for index, block in enumerate(content)])
+
+
+def _text_of(field: str, block: ContentBlock) -> str:
+    if block.type != "text" or block.text is None:
+        raise invalid(field, f"of type {block.type!r} is not supported; only text is")
+    return block.text
+
+
+# Answers
+
+_STOP_REASONS = {Finish.LENGTH: "max_tokens", Finish.TOOL_CALLS: "tool_use"}
+_DELTAS = {
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessageWriter:
+    """Writes an answer as a message. Implements `AnswerWriter`."""
+
+    def __init__(self, start: AnswerStart) -> None:
+        self._start = start
+        self._blocks = AnswerBlocks()
+        self._began = False
+
+    def chunk(self, delta: Delta) -> bytes:
+        return self._events(self._blocks.add(delta))
+
+    def last_chunks(self, finished: Finished) -> bytes:
+        ends = self._events(self._blocks.finish(finished.text))
+        reason: Json = {"type": "message_delta", "delta": _stop(finished), "usage": _usage(finished.usage)}
+        return ends + named_event(reason) + named_event({"type": "message_stop"})
+
+    def whole(self, finished: Finished) -> bytes:
+        for _ in self._blocks.finish(finished.text):
+            pass
+        content = [_whole_block(block) for block in self._blocks.blocks]
+        return msgspec.json.encode(self._message(content, _usage(finished.usage)) | _stop(finished))
+
+    def _events(self, changes: Iterable[BlockChange]) -> bytes:
+        events = b"".join([named_event(_event(change)) for change in changes])
+        if not events or self._began:
+            return events
+        self._began = True
+        usage = {"input_tokens": self._start.prompt_tokens, "output_tokens": 0}
+        return named_event({"type": "message_start", "message": self._message([], usage)}) + events
+
+    def _message(self, content: list[Json], usage: Json) -> Json:
+        return {
+            "id": f"msg_{self._start.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._start.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+
+def _event(change: BlockChange) -> Json:
+    index = change.block.index
+    match change:
+        case BlockBegun(block):
+            return {"type": "content_block_start", "index": index, "content_block": _empty_block(block)}
+        case BlockGrown(block, piece):
+            kind, field = _DELTAS[block.kind]
+            return {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: piece}}
+        case BlockEnded():
+            return {"type": "content_block_stop", "index": index}
+
+
+def _empty_block(block: AnswerBlock) -> Json:
+    match block.kind:
+        case BlockKind.TEXT:
+            return {"type": "text", "text": ""}
+        case BlockKind.REASONING:
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case BlockKind.CALL:
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+
+
+def _whole_block(block: AnswerBlock) -> Json:
+    """Return a complete block. Arguments that the end of the answer has cut off are no JSON, and become an empty input."""
+    empty = _empty_block(block)
+    match block.kind:
+        case BlockKind.TEXT:
+            return empty | {"text": block.content}
+        case BlockKind.REASONING:
+            return empty | {"thinking": block.content}
+        case BlockKind.CALL:
+            try:
+                return empty | {"input": msgspec.json.decode(block.content, type=dict[str, Any])}
+            except msgspec.DecodeError:
+                return empty
+
+
+def _stop(finished: Finished) -> Json:
+    if finished.finish is Finish.STOP and finished.stop_string:
+        return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_string}
+    return {"stop_reason": _STOP_REASONS.get(finished.finish, "end_turn"), "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }

@@ -1,0 +1,470 @@
+"""Responses: the stateless part of OpenAI's Responses API, translated to chats and back.
+
+Rules:
+
+1. Nothing is stored. Fields that need a stored response or conversation, and tools that run at the server, are rejected
+   by name. Other fields that would change the answer and cannot be obeyed are rejected too; unknown fields are ignored.
+2. Items that a model wrote in one turn (reasoning, text, calls) become one message of the assistant.
+3. A stream has the same output items as the answer in one piece, with the same ids.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from fleet.core.clock import Nanos
+from fleet.core.errors import RequestRejected, invalid
+from fleet.core.ids import RequestId
+from fleet.core.requests import Delta, Finish, Finished, Usage
+from fleet.frontend.openai.bodies import FleetOptions, decode_body
+from fleet.frontend.openai.translated.api import (
+    AnswerStart,
+    Json,
+    TranslatedApi,
+    TranslatedRequest,
+    named_event,
+    read_translated_chat,
+)
+from fleet.frontend.openai.translated.blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockBegun,
+    BlockChange,
+    BlockEnded,
+    BlockGrown,
+    BlockKind,
+)
+from fleet.net.http.errors import RESPONSES_ERRORS
+
+
+class ItemPart(Struct, frozen=True, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(Struct, frozen=True, kw_only=True):
+    """An item of the input; `type` says which fields count."""
+
+    type: str = "message"
+    role: str = ""
+    content: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: str | list[ItemPart] | None = None
+
+
+class ResponseToolBody(Struct, frozen=True, kw_only=True):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(Struct, frozen=True, kw_only=True):
+    type: str
+    name: str | None = None
+
+
+class TextFormat(Struct, frozen=True, kw_only=True):
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(Struct, frozen=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(Struct, frozen=True, kw_only=True):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(Struct, frozen=True, kw_only=True):
+    """Body of ``POST /v1/responses``. Null is the same as absent."""
+
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[ResponseToolBody] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    fleet: FleetOptions | None = None
+    # Not supported; see ACCEPTED_VALUES.
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+    store: Any = None
+    truncation: Any = None
+    include: Any = None
+    top_logprobs: Any = None
+    max_tool_calls: Any = None
+
+
+ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "store": (False,),
+    "truncation": ("disabled",),
+    "include": ([], ["reasoning.encrypted_content"]),  # there is none, and it may be left out
+    "top_logprobs": (0,),
+    "max_tool_calls": (),
+}
+"""Unsupported fields, with the values that have no effect (null never has one)."""
+
+WHY = {
+    "previous_response_id": "is not supported: no response is stored; send the items of the conversation in `input`",
+    "conversation": "is not supported: no conversation is stored; send its items in `input`",
+    "background": "is not supported: no response is stored; stream the answer instead",
+    "store": "is not supported: no response is stored; leave it out or send false",
+}
+
+_BODY = msgspec.json.Decoder(ResponsesBody)
+_OF_ASSISTANT = ("reasoning", "function_call")
+
+
+def read_responses(content: bytes, request_id: RequestId, now: Nanos) -> TranslatedRequest:
+    """Read the body of ``POST /v1/responses``.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it or as chats name it.
+    """
+    body = decode_body(_BODY, content)
+    for field, accepted in ACCEPTED_VALUES.items():
+        value = getattr(body, field)
+        if value is not None and value not in accepted:
+            raise _unsupported(field, accepted)
+    reasoning = body.reasoning or ReasoningOptions()
+    chat = read_translated_chat(
+        {
+            "model": body.model,
+            "messages": _messages(body),
+            "stream": body.stream,
+            "max_completion_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tools": [_tool(index, tool) for index, tool in enumerate(body.tools or ())] or None,
+            "tool_choice": _tool_choice(body.tool_choice),
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "response_format": None if body.text is None else _format(body.text.format),
+            "reasoning_effort": reasoning.effort,
+            "fleet": body.fleet,
+        },
+        request_id,
+        now,
+    )
+    return TranslatedRequest(chat=chat, writer=lambda start: ResponseWriter(start, body))
+
+
+RESPONSES_API = TranslatedApi(
+    read=read_responses,
+    errors=RESPONSES_ERRORS,
+    names={
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+        "response_format.json_schema.schema": "text.format.schema",
+        "reasoning_effort": "reasoning.effort",
+    },
+)
+
+
+# Requests
+
+
+def _unsupported(field: str, accepted: tuple[object, ...]) -> RequestRejected:
+    only = f"only {msgspec.json.encode(accepted[0]).decode()} is supported" if accepted else "is not supported"
+    return invalid(field, WHY.get(field, only))
+
+
+def _messages(body: ResponsesBody) -> list[Json]:
+    messages: list[Json] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+        return messages
+    turn: Json | None = None  # the assistant's, while its items follow each other (rule 2)
+    for index, item in enumerate(body.input):
+        where = f"input[{index}]"
+        if item.type in _OF_ASSISTANT or (item.type == "message" and item.role == "assistant"):
+            if turn is None:
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            _extend(turn, where, item)
+            continue
+        turn = None
+        match item.type:
+            case "message" if item.role in ("user", "system", "developer"):
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": _text(f"{where}.content", item.content)})
+            case "message":
+                raise invalid(f"{where}.role", "must be user, assistant, system or developer")
+            case "function_call_output":
+                content = _text(f"{where}.output", item.output)
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            case kind:
+                raise invalid(
+                    f"{where}.type", f"{kind!r} is not supported; only messages, function calls and reasoning are"
+                )
+    return messages
+
+
+def _extend(turn: Json, where: str, item: InputItem) -> None:
+    """Add an item to the message of the assistant."""
+    match item.type:
+        case "reasoning":
+            parts = item.content if isinstance(item.content, list) and item.content else item.summary or ()
+            thoughts = "".join([part.text or "" for part in parts])
+            if thoughts:
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + thoughts
+        case "function_call":
+            function = {"name": item.name, "arguments": item.arguments}
+            turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        case _:
+            turn["content"] += _text(f"{where}.content", item.content)
+
+
+def _text(field: str, content: str | list[ItemPart] | None) -> str:
+    if content is None:
+        raise invalid(field, "must be a text or a list of parts")
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("input_text", "output_text", "text", "refusal") or text is None:
+            raise invalid(f"{field}[{index}]", f"of type {part.type!r} is not supported; only text is")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool(index: int, tool: ResponseToolBody) -> Json:
+    if tool.type != "function":
+        raise invalid(
+            f"tools[{index}].type", f"{tool.type!r} is not supported; no tool runs at the server, use function"
+        )
+    if not tool.name:
+        raise invalid(f"tools[{index}].name", "is missing")
+    function: Json = {"name": tool.name, "parameters": tool.parameters or {"type": "object", "properties": {}}}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | ResponseToolChoice | None) -> str | Json | None:
+    match choice:
+        case None | str():
+            return choice
+        case ResponseToolChoice(type="function", name=str(name)):
+            return {"type": "function", "function": {"name": name}}
+        case _:
+            raise invalid("tool_choice", 'must be "none", "auto", "required" or {"type": "function", "name": NAME}')
+
+
+def _format(wanted: TextFormat | None) -> Json | None:
+    match wanted:
+        case None | TextFormat(type="text"):
+            return None
+        case TextFormat(type="json_object"):
+            return {"type": "json_object"}
+        case TextFormat(type="json_schema", schema=dict(schema)):
+            return {"type": "json_schema", "json_schema": {"name": wanted.name or "output", "schema": schema}}
+        case _:
+            raise invalid("text.format", "must be of type text, json_object, or json_schema with a schema")
+
+
+# Answers
+
+_DELTAS = {
+    BlockKind.TEXT: "response.output_text.delta",
+    BlockKind.REASONING: "response.reasoning_text.delta",
+    BlockKind.CALL: "response.function_call_arguments.delta",
+}
+
+
+class ResponseWriter:
+    """Writes an answer as a response. Implements `AnswerWriter`."""
+
+    def __init__(self, start: AnswerStart, body: ResponsesBody) -> None:
+        self._start = start
+        self._body = body
+        self._blocks = AnswerBlocks()
+        self._events = 0
+
+    def chunk(self, delta: Delta) -> bytes:
+        return self._written(self._blocks.add(delta))
+
+    def last_chunks(self, finished: Finished) -> bytes:
+        ends = self._written(self._blocks.finish(finished.text))
+        response = self._complete(finished)
+        return ends + self._event({"type": f"response.{response['status']}", "response": response})
+
+    def whole(self, finished: Finished) -> bytes:
+        for _ in self._blocks.finish(finished.text):
+            pass
+        return msgspec.json.encode(self._complete(finished))
+
+    def _written(self, changes: Iterable[BlockChange]) -> bytes:
+        events = [self._event(event) for change in changes for event in self._changed(change)]
+        if not events:
+            return b""
+        return b"".join(events)
+
+    def _event(self, event: Json) -> bytes:
+        begin = b""
+        if not self._events:
+            self._events = 1
+            started = self._response("in_progress", (), None)
+            begin = self._event({"type": "response.created", "response": started})
+            begin += self._event({"type": "response.in_progress", "response": started})
+        self._events += 1
+        return begin + named_event(event | {"sequence_number": self._events - 2})
+
+    def _changed(self, change: BlockChange) -> list[Json]:
+        block = change.block
+        item = {"item_id": self._item_id(block), "output_index": block.index}
+        place = item if block.kind is BlockKind.CALL else item | {"content_index": 0}
+        match change:
+            case BlockBegun():
+                added = {
+                    "type": "response.output_item.added",
+                    "output_index": block.index,
+                    "item": self._item(block, None),
+                }
+                if block.kind is BlockKind.CALL:
+                    return [added]
+                return [added, {"type": "response.content_part.added", "part": _part(block, ""), **place}]
+            case BlockGrown(_, piece):
+                more: Json = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+                return [{"type": _DELTAS[block.kind], "delta": piece, **place, **more}]
+            case BlockEnded():
+                done = {
+                    "type": "response.output_item.done",
+                    "output_index": block.index,
+                    "item": self._item(block, "completed"),
+                }
+                return [*_ends(block, place), done]
+
+    def _complete(self, finished: Finished) -> Json:
+        cut = finished.finish is Finish.LENGTH
+        blocks = self._blocks.blocks
+        output = [self._item(block, "completed") for block in blocks]
+        if cut and output:
+            output[-1]["status"] = "incomplete"
+        return self._response("incomplete" if cut else "completed", output, finished.usage)
+
+    def _response(self, status: str, output: Sequence[Json], usage: Usage | None) -> Json:
+        body = self._body
+        return {
+            "id": f"resp_{self._start.request_id}",
+            "object": "response",
+            "created_at": self._start.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._start.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": body.reasoning or ReasoningOptions(),
+            "service_tier": "default",
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"}} if body.text is None else _told(body.text),
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage, self._blocks.blocks),
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def _item_id(self, block: AnswerBlock) -> str:
+        kind = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}[block.kind]
+        return f"{kind}_{self._start.request_id}_{block.index}"
+
+    def _item(self, block: AnswerBlock, status: str | None) -> Json:
+        """Return an output item; with status None it has just begun."""
+        content = block.content if status is not None else ""
+        parts = [] if status is None else [_part(block, content)]
+        item: Json = {"id": self._item_id(block), "status": status or "in_progress"}
+        match block.kind:
+            case BlockKind.TEXT:
+                return item | {"type": "message", "role": "assistant", "content": parts}
+            case BlockKind.REASONING:
+                return item | {"type": "reasoning", "summary": [], "content": parts}
+            case BlockKind.CALL:
+                return item | {
+                    "type": "function_call",
+                    "call_id": block.call_id,
+                    "name": block.name,
+                    "arguments": content,
+                }
+
+
+def _part(block: AnswerBlock, content: str) -> Json:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": content}
+    return {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+
+
+def _ends(block: AnswerBlock, place: Json) -> list[Json]:
+    """Return the events that end the content of a block."""
+    content = block.content
+    done: Json
+    match block.kind:
+        case BlockKind.CALL:
+            return [
+                {"type": "response.function_call_arguments.done", "name": block.name, "arguments": content, **place}
+            ]
+        case BlockKind.TEXT:
+            done = {"type": "response.output_text.done", "text": content, "logprobs": [], **place}
+        case BlockKind.REASONING:
+            done = {"type": "response.reasoning_text.done", "text": content, **place}
+    return [done, {"type": "response.content_part.done", "part": _part(block, content), **place}]
+
+
+def _told(text: TextOptions) -> Json:
+    wanted = text.format
+    if wanted is None:
+        return {"format": {"type": "text"}}
+    fields = {"type": wanted.type, "name": wanted.name, "schema": wanted.schema, "strict": wanted.strict}
+    return {"format": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _usage(usage: Usage, blocks: Sequence[AnswerBlock]) -> Json:
+    """Return the usage. Tokens are not counted by block, so reasoning tokens are told only where they are all or none."""
+    only_reasoning = bool(blocks) and all(block.kind is BlockKind.REASONING for block in blocks)
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.completion_tokens if only_reasoning else 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

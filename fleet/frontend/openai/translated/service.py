@@ -1,0 +1,178 @@
+"""Handlers of the translated APIs and of the token paths, for the HTTP port of a router."""
+
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from email.utils import formatdate
+from functools import partial
+from http import HTTPStatus
+
+import msgspec
+
+from fleet.core.clock import Clock
+from fleet.core.errors import RequestRejected, draining_rejection
+from fleet.core.ids import RequestId
+from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, ModelCard, TokenPrompt
+from fleet.core.system_clock import unix_seconds
+from fleet.frontend.generation import Generation
+from fleet.frontend.openai.answers import rate_limit_headers
+from fleet.frontend.openai.relay import authorization_of
+from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
+from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
+from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES_API
+from fleet.frontend.openai.translated.responses import RESPONSES_API
+from fleet.frontend.openai.translated.tokens import read_detokenize, read_tokenize, tokens_object
+from fleet.net.http.errors import ErrorForm, send_http_error, send_rejection
+from fleet.net.http.exchange import Exchange
+from fleet.net.http.messages import EVENT_STREAM
+from fleet.net.http.server import RouteHandler
+from fleet.net.status_codes import rename_field
+
+JsonProblem = Callable[[Mapping[bytes, bytes]], str | None]
+"""Returns what the headers of a request say is wrong with its content; None if it is JSON."""
+
+
+class TranslatedFrontend:
+    """Serves requests that are translated to chats."""
+
+    def __init__(
+        self, generation: Generation, clock: Clock, is_draining: Callable[[], bool], json_problem: JsonProblem
+    ) -> None:
+        self._generation = generation
+        self._clock = clock
+        self._is_draining = is_draining
+        self._json_problem = json_problem
+
+    @property
+    def routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
+        """The handlers by path and method."""
+        return {
+            path: {"POST": partial(self._take, handler)}
+            for path, handler in (
+                (RESPONSES, self._respond),
+                (MESSAGES, self._message),
+                (COUNT_TOKENS, self._count_tokens),
+                ("/tokenize", self._tokenize),
+                ("/detokenize", self._detokenize),
+            )
+        }
+
+    async def _take(self, handler: RouteHandler, exchange: Exchange) -> None:
+        if (problem := self._json_problem(exchange.request.headers)) is not None:
+            send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
+        else:
+            await handler(exchange)
+
+    async def _respond(self, exchange: Exchange) -> None:
+        await self._serve(exchange, RESPONSES_API)
+
+    async def _message(self, exchange: Exchange) -> None:
+        await self._serve(exchange, MESSAGES_API)
+
+    async def _serve(self, exchange: Exchange, api: TranslatedApi) -> None:
+        request_id = RequestId(uuid.uuid4().hex)
+        names: Mapping[str, str] = {}
+        try:
+            if self._is_draining():
+                raise draining_rejection()
+            asked = api.read(exchange.request.body, request_id, self._clock.now())
+            names = asked.chat.names
+            if asked.chat.stream:
+                await self._stream(exchange, asked)
+            else:
+                await self._collect(exchange, asked)
+        except RequestRejected as refused:
+            renamed = rename_field(rename_field(refused, names), api.names)
+            send_rejection(exchange, renamed, ("x-request-id", request_id), form=api.errors)
+
+    async def _stream(self, exchange: Exchange, asked: TranslatedRequest) -> None:
+        request = asked.chat.request
+        headers: tuple[tuple[str, str], ...] = (
+            ("cache-control", "no-cache"),
+            ("x-accel-buffering", "no"),  # nginx would buffer events
+            ("x-request-id", request.id),
+            ("date", formatdate(unix_seconds(), usegmt=True)),
+        )
+        async with aclosing(self._generation.generate(request, authorization_of(exchange.request.headers))) as events:
+            writer: AnswerWriter | None = None
+            async for item in events:
+                match item:
+                    case Admitted():
+                        writer = asked.writer(_start(item))
+                        headers += rate_limit_headers(item.allowance)
+                    case Delta():
+                        assert writer is not None
+                        if chunk := writer.chunk(item):
+                            exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)
+                            await exchange.drained()
+                    case Finished():
+                        assert writer is not None
+                        exchange.send(writer.last_chunks(item), content_type=EVENT_STREAM, headers=headers, last=True)
+
+    async def _collect(self, exchange: Exchange, asked: TranslatedRequest) -> None:
+        request = asked.chat.request
+        headers: tuple[tuple[str, str], ...] = (("x-request-id", request.id),)
+        async with aclosing(self._generation.generate(request, authorization_of(exchange.request.headers))) as events:
+            writer: AnswerWriter | None = None
+            async for item in events:
+                match item:
+                    case Admitted():
+                        writer = asked.writer(_start(item))
+                        headers += rate_limit_headers(item.allowance)
+                    case Delta():
+                        assert writer is not None
+                        writer.chunk(item)
+                    case Finished():
+                        assert writer is not None
+                        exchange.respond(HTTPStatus.OK, writer.whole(item), headers=headers)
+
+    async def _count_tokens(self, exchange: Exchange) -> None:
+        request_id = RequestId(uuid.uuid4().hex)
+        try:
+            asked = COUNT_TOKENS_API.read(exchange.request.body, request_id, self._clock.now())
+            _, token_ids = await self._tokens(exchange, asked.chat.request)
+        except RequestRejected as refused:
+            _reject(exchange, refused, COUNT_TOKENS_API.errors)
+            return
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"input_tokens": len(token_ids)}))
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        try:
+            asked = read_tokenize(exchange.request.body, RequestId(uuid.uuid4().hex), self._clock.now())
+            card, token_ids = await self._tokens(exchange, asked.request)
+        except RequestRejected as refused:
+            _reject(exchange, refused)
+            return
+        strings = [self._generation.token_text(card.name, each) for each in token_ids] if asked.with_strings else None
+        exchange.respond(HTTPStatus.OK, tokens_object(token_ids, card.max_model_len, strings))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        try:
+            model, tokens = read_detokenize(exchange.request.body)
+            asked = GenerateRequest(id=RequestId(uuid.uuid4().hex), model=model, prompt=TokenPrompt(tokens))
+            text = await self._generation.text_of(asked, authorization_of(exchange.request.headers))
+        except RequestRejected as refused:
+            _reject(exchange, refused)
+            return
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"prompt": text}))
+
+    async def _tokens(self, exchange: Exchange, request: GenerateRequest) -> tuple[ModelCard, list[int]]:
+        """Return the model and the token ids of a prompt."""
+        card, tokens = await self._generation.tokens_of(request, authorization_of(exchange.request.headers))
+        return card, memoryview(tokens).cast("I").tolist()
+
+
+FIELD_NAMES = {"text": "prompt", "token_ids": "tokens", "chat.messages": "messages", "chat.tools": "tools"}
+
+
+def _reject(exchange: Exchange, refused: RequestRejected, form: ErrorForm | None = None) -> None:
+    send_rejection(exchange, rename_field(refused, FIELD_NAMES), form=form)
+
+
+def _start(admitted: Admitted) -> AnswerStart:
+    return AnswerStart(
+        request_id=admitted.request_id,
+        model=admitted.model,
+        prompt_tokens=admitted.prompt_tokens,
+        created=unix_seconds(),
+    )

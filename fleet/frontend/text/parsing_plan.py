@@ -1,0 +1,161 @@
+"""Parsing plan: who parses an answer into reasoning, text and tool calls, and what the engine has to observe.
+
+Rules:
+
+1. An answer with tools is parsed, or the request is refused. It is never passed on as text that a client could take for
+   an answer without calls.
+2. An answer without tools is parsed if a parser of its reasoning is known. Otherwise it costs nothing more than text.
+3. The parsers of the workers' engine are preferred. Otherwise the router parses by the response template of the model, or
+   by a built-in one for the names that the workers' settings give.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct, structs
+
+from fleet.core.errors import RequestRejected, invalid
+from fleet.core.ids import RequestId
+from fleet.core.requests import (
+    AnswerParsing,
+    ChatPrompt,
+    GenerateRequest,
+    ModelCard,
+    Sampling,
+    TokenBytes,
+    ToolCallForm,
+    ToolChoice,
+)
+from fleet.core.work import ParsingTask
+from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
+from fleet.frontend.text.response_templates import REASONING, TOOL_CALL_FIELDS, TOOL_CALLS, ResponseTemplates
+from fleet.router.ports import TextCodec
+
+log = logging.getLogger(__name__)
+
+PREFIX_BYTES = 256 * 4  # the last tokens of the prompt, in which a chat template may begin the answer
+
+
+class ParsingPlan(Struct, frozen=True, kw_only=True):
+    """How the answer of one request is parsed."""
+
+    task: ParsingTask
+    tools: list[Mapping[str, Any]]
+    template: Any  # compiled response template; None: the engine parses
+    is_demanded: bool  # the engine has to see to it that the calls are as demanded
+
+    def constrained(self, sampling: Sampling) -> Sampling:
+        """Return the sampling parameters with the structured output that the calls need."""
+        return structs.replace(sampling, form=ToolCallForm()) if self.is_demanded else sampling
+
+    def answer(
+        self, request_id: RequestId, text: AnswerText, codec: TextCodec, tokens: TokenBytes
+    ) -> TemplateParsedAnswer:
+        """Return the answer that the router parses; only with a template.
+
+        Args:
+            request_id: The request.
+            text: The text of its answer.
+            codec: Decodes the end of the prompt.
+            tokens: The prompt.
+        """
+        return TemplateParsedAnswer(
+            request_id,
+            text,
+            self.template,
+            prompt=codec.decode(tokens[-PREFIX_BYTES:]),
+            tools=self.tools,
+            is_single=not self.task.parallel_calls,
+        )
+
+    def engine_answer(self, request_id: RequestId) -> EngineParsedAnswer:
+        """Return the answer that the engine parses; only without a template."""
+        return EngineParsedAnswer(request_id, is_single=not self.task.parallel_calls)
+
+
+class ParsingPlans:
+    """Makes the plans of one router process."""
+
+    def __init__(self) -> None:
+        self.templates = ResponseTemplates()
+
+    def plan(
+        self, request: GenerateRequest, parsing: AnswerParsing, card: ModelCard, codec: TextCodec
+    ) -> ParsingPlan | None:
+        """Return the plan for a request; None if its answer is one text.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; no parser of tool calls is known for the model (field ``chat.tools``), the
+                demanded calls exclude another structured output, or the router lacks the parser.
+        """
+        prompt, parsers = request.prompt, card.parsers
+        tools, template_args = (prompt.tools, prompt.template_args) if isinstance(prompt, ChatPrompt) else ("", "")
+        with_calls = bool(tools) and parsing.tool_choice is not ToolChoice.NONE
+        if parsers is not None and parsers.in_engine:
+            template, parses_calls, parses_reasoning = None, bool(parsers.tool_calls), bool(parsers.reasoning)
+        else:
+            template = self._template(card, codec, is_needed=with_calls)
+            fields = () if template is None else template.fields
+            parses_calls, parses_reasoning = TOOL_CALLS in fields, REASONING in fields
+        if with_calls and not parses_calls:
+            raise _unknown_parser(card)
+        if not with_calls and not parses_reasoning:
+            return None
+        decoded: list[Mapping[str, Any]] = json.loads(tools) if with_calls else []
+        is_demanded = with_calls and parsing.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+        if is_demanded and request.sampling.form is not None:
+            raise invalid(
+                "parsing.tool_choice", "demands tool calls, which excludes other structured output; leave one out"
+            )
+        is_limited = with_calls and (not parsing.parallel_calls or any(map(_is_strict, decoded)))
+        return ParsingPlan(
+            task=ParsingTask(
+                tools=tools if with_calls else "",
+                tool_choice=parsing.tool_choice if with_calls else ToolChoice.NONE,
+                function=parsing.function,
+                parallel_calls=parsing.parallel_calls,
+                template_args=template_args,
+                stop=request.stop,
+                earlier_calls=_earlier_calls(prompt) if isinstance(prompt, ChatPrompt) else 0,
+            ),
+            tools=decoded,
+            template=template,
+            is_demanded=is_demanded or (is_limited and request.sampling.form is None),
+        )
+
+    def _template(self, card: ModelCard, codec: TextCodec, *, is_needed: bool) -> Any:
+        """Return the compiled template of a model, or None; a template that is only useful may be unusable."""
+        try:
+            return self.templates.compiled(card.name, codec.response_template, card.parsers)
+        except RequestRejected as refused:
+            if is_needed:
+                raise
+            log.warning("reasoning stays in the text", extra={"model": card.name, "cause": refused.message})
+            return None
+
+
+def _unknown_parser(card: ModelCard) -> Exception:
+    named = "" if card.parsers is None else card.parsers.tool_calls
+    if named:
+        return invalid(
+            "chat.tools",
+            f"the workers of {card.name!r} do not parse, and the router knows no parser {named!r}; set their"
+            f" tool_call_parser to one of {', '.join(TOOL_CALL_FIELDS)}",
+        )
+    return invalid(
+        "chat.tools",
+        f"no parser of tool calls is known for {card.name!r}; set tool_call_parser of its workers (fleet up"
+        " --tool-call-parser NAME) to the name of vLLM's parser for this model, or leave the tools out",
+    )
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return bool(tool.get("strict") or tool["function"].get("strict"))
+
+
+def _earlier_calls(prompt: ChatPrompt) -> int:
+    """Return the number of tool calls in the conversation so far."""
+    return sum(len(json.loads(message.tool_calls)) for message in prompt.messages if message.tool_calls)

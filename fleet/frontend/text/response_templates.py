@@ -1,0 +1,112 @@
+"""Response templates: how models write reasoning and tool calls, in the format of Hugging Face's response parser.
+
+The parser is `transformers.utils.chat_parsing.ResponseParser` (the extra ``parsers``). A model folder may bring its own
+template (``response_template`` in tokenizer_config.json), which is preferred. This module has templates for the parser
+names of workers whose engine does not parse, such as the simulated one.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from fleet.core.errors import invalid
+from fleet.core.requests import AnswerParsers
+
+CONTENT, REASONING, TOOL_CALLS = "content", "thinking", "tool_calls"
+"""Names of the fields in Hugging Face's templates."""
+
+_VERBATIM = {"content": "text", "content_args": {"strip": False}}
+_THINK = {"open": "<think>", "close": "</think>", "repeats": True, "join": "", **_VERBATIM}
+_JSON_CALL = {
+    "open": "<tool_call>",
+    "close": "</tool_call>",
+    "content": "json",
+    "repeats": True,
+    "transform": {"type": "function", "function": "{content}"},
+}
+_XML_CALL = {
+    "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    "repeats": True,
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+
+TOOL_CALL_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "hermes": _JSON_CALL,
+    "qwen3_json": _JSON_CALL,
+    "qwen3_coder": _XML_CALL,
+    "qwen3_xml": _XML_CALL,
+}
+"""Tool calls by the parser's name."""
+
+REASONING_FIELDS: Mapping[str, Mapping[str, Any]] = {"deepseek_r1": _THINK, "deepseek_v3": _THINK, "qwen3": _THINK}
+"""Reasoning by the parser's name."""
+
+TURN_BEGINS = (
+    r"<\|assistant\|>\n?|<\|im_start\|>assistant\n|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n|\[/INST\]"
+    r"|<｜Assistant｜>|<start_of_turn>model\n"
+)
+"""The beginnings of the assistant's turn in common chat templates, as a regular expression."""
+
+
+class ResponseTemplates:
+    """The compiled templates of one router process."""
+
+    def __init__(self) -> None:
+        self._parser: Any = None  # the module with the parser
+        self._missing: ImportError | None = None
+        self._compiled: dict[tuple[str, str, str], Any] = {}
+
+    @property
+    def is_loaded(self) -> bool:
+        """True after `load`."""
+        return self._parser is not None or self._missing is not None
+
+    def load(self) -> None:
+        """Import the parser if it is installed; it takes a second."""
+        try:
+            importlib.import_module("transformers.utils.chat_parsing")
+            self._parser = importlib.import_module("transformers.utils.chat_parsing.response_templates")
+        except ImportError as error:
+            self._missing = error
+
+    def compiled(self, model: str, own: Mapping[str, Any] | None, parsers: AnswerParsers | None) -> Any:
+        """Return the template of a model's answers, compiled for the parser; None if there is none.
+
+        Args:
+            model: The model's name.
+            own: The template of the model folder; None: it has none.
+            parsers: The parsers that its workers name; None: they name none.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; the parser is not installed, or the model's own template is not valid.
+        """
+        names = ("", "") if parsers is None else (parsers.tool_calls, parsers.reasoning)
+        key = (model, *names)
+        if key not in self._compiled:
+            spec = own if own is not None else _built_in(*names)
+            self._compiled[key] = None if spec is None else self._compile(model, spec)
+        return self._compiled[key]
+
+    def _compile(self, model: str, spec: Mapping[str, Any]) -> Any:
+        if self._parser is None:
+            message = "this router cannot parse answers: install its extra, pip install 'fleet-serving[parsers]'"
+            raise invalid("chat.tools", message) from self._missing
+        try:
+            return self._parser.load_response_template(spec)
+        except ValueError as error:
+            raise invalid("chat.tools", f"the response template of {model!r} is not valid: {error}") from error
+
+
+def _built_in(tool_calls: str, reasoning: str) -> Mapping[str, Any] | None:
+    """Return the template for two parser names; an unknown name counts as none."""
+    fields: dict[str, Any] = {}
+    if (calls := TOOL_CALL_FIELDS.get(tool_calls)) is not None:
+        fields[TOOL_CALLS] = calls
+    if (thinking := REASONING_FIELDS.get(reasoning)) is not None:
+        fields[REASONING] = thinking
+    if not fields:
+        return None
+    return {"version": 1, "start_anchor_pattern": TURN_BEGINS, "fields": {CONTENT: _VERBATIM, **fields}}

@@ -1,0 +1,79 @@
+"""Body stream: the bytes of a client that are read while they arrive.
+
+The connection adds what it receives, and one consumer reads it. When more than `HIGH_WATER_BYTES` wait, the stream is
+full, and the connection stops reading from its client until the consumer has caught up. So memory is bounded whatever
+the length of a body.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Self
+
+from fleet.core.errors import RequestRejected
+
+HIGH_WATER_BYTES = 64 << 10
+
+
+class BodyStream:
+    """Implements `fleet.net.http.messages.ArrivingBody`."""
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        """Create an empty stream; `read` is called when a full stream has been read."""
+        self._read = read
+        self._pieces: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._ended = False
+        self._failure: RequestRejected | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        self.full = False
+        """True while the connection should not read."""
+
+        self.received = 0
+        """The number of bytes so far."""
+
+    # From the connection
+
+    def add(self, piece: bytes) -> None:
+        """Take a piece, which must not change later."""
+        self._pieces.append(piece)
+        self.received += len(piece)
+        self._waiting_bytes += len(piece)
+        self.full = self._waiting_bytes > HIGH_WATER_BYTES
+        self._wake()
+
+    def end(self) -> None:
+        """Note that the body is complete."""
+        self._ended = True
+        self._wake()
+
+    def fail(self, refused: RequestRejected) -> None:
+        """Note that the rest does not arrive; the consumer gets this error after the pieces."""
+        self._failure = refused
+        self.end()
+
+    # From the consumer
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._pieces:
+            if self._failure is not None:
+                raise self._failure
+            if self._ended:
+                raise StopAsyncIteration
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        pieces = b"".join(self._pieces)
+        self._pieces.clear()
+        self._waiting_bytes = 0
+        if self.full:
+            self.full = False
+            self._read()
+        return pieces
+
+    def _wake(self) -> None:
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None and not arrival.done():
+            arrival.set_result(None)

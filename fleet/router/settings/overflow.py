@@ -1,0 +1,81 @@
+"""Overflow settings: the hosted endpoint that takes requests of a model when its own workers cannot."""
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct
+
+Dollars = Annotated[float, Meta(ge=0, le=1e9)]
+WaitSeconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An OpenAI-compatible endpoint that takes requests over HTTP which would otherwise be refused, under a spending limit.
+
+    Prompts then leave your cluster. Requests over gRPC and the Open Inference Protocol never overflow.
+    """
+
+    url: Annotated[str, Meta(min_length=1)]
+    """``https://host`` or ``http://host:port``, with the path before ``/v1`` if there is one."""
+
+    hosted_model: str = ""
+    """Name of the model at the endpoint; empty: the name here."""
+
+    api_key_file: str = ""
+    """File with the bearer token of the endpoint. It is read for each request, so that a key can be replaced; empty: no token is sent.
+    The client's own token is never passed on."""
+
+    dollars_per_hour: Annotated[float, Meta(gt=0, le=1e9)]
+    """The most that all requests of any 60 minutes may cost, by the prices below. A request first takes the price of its prompt and of
+    its longest answer; what it did not use is given back when the endpoint reports its usage. Without a reported usage nothing is."""
+
+    dollars_per_million_prompt_tokens: Dollars
+    """Price of the endpoint for prompts. Cached tokens count in full, so the endpoint's bill may be lower."""
+
+    dollars_per_million_answer_tokens: Dollars
+    """Price of the endpoint for answers."""
+
+    routers: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Number of routers that do not share a `ledger`; each may spend this part of the limit."""
+
+    ledger: str = ""
+    """File in which router processes of one machine count their spending together, and which outlives them. Empty: the processes of one
+    `fleet serve router --processes` share one until they end, and any other router counts by itself from its start."""
+
+    after_seconds: WaitSeconds = 5.0
+    """A request overflows if its predicted wait for a worker is longer. Half of `max_queue_seconds`, at which it would be refused: a
+    first token within ten seconds is then still likely at the endpoint. Requests that are refused for load overflow as well."""
+
+    max_answer_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] = 4096
+    """The longest answer. It is the limit of requests that set none, and requests that ask for more do not overflow. The price of so many
+    tokens is taken from the spending limit while a request runs."""
+
+    max_running: Annotated[int, Meta(ge=1, le=65_536)] = 64
+    """Requests at the endpoint at one time; further ones are refused as without overflow."""
+
+    extended_fields: bool = False
+    """True if the endpoint is a vLLM or SGLang server, which understands fields such as `top_k` and `structured_outputs`. Otherwise requests
+    with such fields do not overflow, because OpenAI's servers would ignore or refuse them."""
+
+    excluded_tenants: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    """Tenants whose prompts must not leave the cluster."""
+
+    first_byte_seconds: WaitSeconds = 30.0
+    """Longest wait for the beginning of an answer. Models that reason take tens of seconds."""
+
+    silence_seconds: WaitSeconds = 30.0
+    """Longest pause within an answer."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        try:
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # the port is invalid
+            usable = False
+        printable = all(" " < character < "\x7f" for character in self.url)
+        if not usable or not printable or parts.query or parts.fragment or parts.username:
+            raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
+        if not self.dollars_per_million_prompt_tokens and not self.dollars_per_million_answer_tokens:
+            raise ValueError(
+                "dollars_per_million_answer_tokens: one of the two prices must be above 0, or dollars_per_hour would limit nothing"
+            )

@@ -1,0 +1,77 @@
+"""Process of a cluster's planner: puts the API client, the leader election, the loops, the health server and the control port together."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry
+
+from fleet.core.clock import Clock
+from fleet.core.errors import ConfigurationRefused
+from fleet.net.control.access import load_control_access
+from fleet.net.kubernetes.client import open_api_client
+from fleet.net.kubernetes.leader import LeaseLeader
+from fleet.net.kubernetes.own_pod import own_namespace
+from fleet.net.kubernetes.ports import KubernetesError, WallClock
+from fleet.planner.control.service import open_planner_port
+from fleet.planner.messages import PlanWriter
+from kvstore.net.addresses import host_port
+from operators.controller.control_secrets import ControlSecrets
+from operators.health_server import open_health_server
+from operators.planner.deployment_planner import PlannerParts
+from operators.planner.metrics import ClusterPlannerMetrics
+from operators.planner.server import KubePlanner
+from operators.planner.settings import KubePlannerSettings
+
+AGENT = "fleet-planner"
+
+
+async def serve_kube_planner(
+    settings: KubePlannerSettings,
+    parts: PlannerParts,
+    clock: Clock,
+    wall: WallClock,
+    wall_ms: Callable[[], int],
+    registry: CollectorRegistry,
+    announce: Callable[[Mapping[str, str]], None],
+    stop: asyncio.Event,
+) -> None:
+    """Serve until asked to stop.
+
+    Args:
+        settings: Settings of the planner.
+        parts: Makes rules and rehearsals.
+        clock: Monotonic clock for durations.
+        wall: Wall clock for times in objects.
+        wall_ms: Wall clock in milliseconds, for ids of plans.
+        registry: Metrics of the process; the planner's metrics are added.
+        announce: Called with the endpoints once they answer.
+        stop: Set to end the planner.
+
+    Raises:
+        ConfigurationRefused: An address is in use, or the API server's address is not configured.
+    """
+    namespace = settings.lease.namespace or own_namespace()
+    if not namespace:
+        raise ConfigurationRefused("lease.namespace: is required outside of a pod")
+    try:
+        host, port = host_port(settings.listen)
+    except ValueError as error:
+        raise ConfigurationRefused(f"listen: {error}") from error
+    access = load_control_access("control_credentials", settings.control_credentials)
+    try:
+        async with open_api_client(settings.kubeconfig, f"{AGENT}/{settings.identity}", PlanWriter.PLANNER) as cluster:
+            leader = LeaseLeader(cluster, settings.lease, namespace, settings.identity, clock, wall)
+            place = settings.control_secret_namespace or namespace
+            secrets = ControlSecrets(cluster, place, settings.control_secret)
+            planner = KubePlanner(settings, cluster, leader, secrets, parts, clock, wall, wall_ms)
+            registry.register(ClusterPlannerMetrics(leader.leads, planner.planners))
+            async with (
+                open_health_server(host, port, planner.ready, planner.unread, registry) as address,
+                open_planner_port(settings.control_listen, access, planner) as control,
+            ):
+                announce({"http": address, "control": control})
+                await planner.run(stop)
+    except OSError as error:
+        raise ConfigurationRefused(f"listen: {settings.listen}: {error.strerror}") from error
+    except KubernetesError as error:
+        raise ConfigurationRefused(str(error)) from error

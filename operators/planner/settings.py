@@ -1,0 +1,73 @@
+"""Settings of the planner of a cluster (`fleet serve kube-planner`)."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from fleet.net.kubernetes.leader import LeaseSettings
+from fleet.planner.settings import RehearsalSettings
+from kvstore.net.addresses import unix_path
+from kvstore.security.credentials import Credentials
+from operators.rbac import OWN_SECRET
+
+Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+
+class PlannerLeaseSettings(LeaseSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the Lease that elects the acting planner. It must not be the operator's."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-planner"
+
+
+class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one planner process of a cluster. Goals, budgets and modes are in ServingPlans."""
+
+    identity: Annotated[str, Meta(min_length=1, max_length=253)]
+    """Unique among the planners that share a Lease: the pod's name."""
+
+    namespaces: tuple[Annotated[str, Meta(min_length=1, max_length=63)], ...] = ()
+    """The namespaces whose ServingPlans are obeyed; empty: all namespaces."""
+
+    lease: PlannerLeaseSettings = PlannerLeaseSettings()
+    """The Lease that elects the planner that applies plans and writes statuses; the others decide as well, so that they can go on at once."""
+
+    listen: str = "0.0.0.0:8080"
+    """host:port of /healthz, /readyz and /metrics."""
+
+    control_listen: str = ""
+    """Address of the control port for `fleet plan`: host:port, or unix:/path; empty: a socket of this user on this machine."""
+
+    control_credentials: Credentials = Credentials()
+    """Proofs that callers of a control port over TCP must give."""
+
+    kubeconfig: str = ""
+    """A file that says how to reach the API server; empty: the pod's service account."""
+
+    control_secret: Annotated[str, Meta(max_length=253)] = OWN_SECRET
+    """The operator's Secret, from which the control secrets of all deployments are derived. The planner proves these to
+    routers. Empty: control ports of deployments demand nothing."""
+
+    control_secret_namespace: Annotated[str, Meta(max_length=63)] = ""
+    """Namespace of that Secret; empty: the namespace of the Lease."""
+
+    stale_seconds: Seconds = 5.0
+    """Longest silence of a router; then its planner holds."""
+
+    status_seconds: Seconds = 60.0
+    """Longest time after which changed numbers in the messages of a ServingPlan's status are written. Changes of state are written at once."""
+
+    rehearsal: RehearsalSettings = RehearsalSettings()
+    score_seconds: Seconds = 60.0
+    """Time after a plan over which its prediction is compared with what happened."""
+
+    most_plans: Annotated[int, Meta(ge=1, le=10_000)] = 200
+    """Most ServingPlans that this process obeys; those beyond, by name, say in their status that they are not."""
+
+    def __post_init__(self) -> None:
+        proof = self.control_credentials
+        asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
+        if self.control_listen and not unix_path(self.control_listen) and not asks:
+            raise ValueError(
+                f"control_listen: whoever reaches {self.control_listen} could read the plans: set control_credentials.secret_file, or"
+                " certificate, key and authority, or listen at unix:/path"
+            )

@@ -1,0 +1,208 @@
+"""Translation of a ServingPlan and its DisaggDeployment into the settings of a planner. Pure.
+
+Rules:
+
+1. All worker roles are pools of the planner, because prefill and decode are sized together. The connector pins those that are not in
+   scaling mode Planner.
+2. The narrower bound counts: of the plan and of the role's `scaling`, of the plan's budget and of `balance.gpuBudget`.
+3. A refusal names the field. It repeats no text of a specification.
+"""
+
+from collections.abc import Mapping
+
+from fleet.core.clock import MILLISECOND, SECOND
+from fleet.core.ids import ModelName
+from fleet.core.roles import Role
+from fleet.hardware.gpus import gpus
+from fleet.hardware.known_models import model_by_repository
+from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits
+from fleet.planner.messages import PoolName
+from fleet.planner.rule_settings import PlannerRuleSettings
+from fleet.planner.settings import (
+    FleetRuleSettings,
+    GpuEngineSettings,
+    KubernetesTarget,
+    LinearEngineSettings,
+    LoadRuleSettings,
+    PlannerMode,
+    PlannerSettings,
+    RouterDemandSettings,
+)
+from operators.api.disagg_deployment import (
+    DisaggDeploymentSpec,
+    EngineKind,
+    RatioBounds,
+    RoleSpec,
+    RoleType,
+    ScalingMode,
+)
+from operators.api.serving_plan import PlanMode, RoleBounds, ServingPlanSpec
+from operators.manifests.names import CONTROL, DesiredDeployment, host_of, router_service
+from operators.planner.settings import KubePlannerSettings
+
+ROLES = {RoleType.PREFILL: Role.PREFILL, RoleType.DECODE: Role.DECODE, RoleType.AGGREGATED: Role.BOTH}
+MODES = {PlanMode.OFF: PlannerMode.OFF, PlanMode.SHADOW: PlannerMode.SHADOW, PlanMode.ACTIVE: PlannerMode.ACTIVE}
+SPECIFICATION_REFUSED = "SpecificationRefused"
+
+
+class PlanNotObeyed(Exception):
+    """A ServingPlan cannot be obeyed until somebody changes something. The message is for its status."""
+
+    def __init__(self, reason: str, message: str, *, target_found: bool = True) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.target_found = target_found
+
+
+def planner_settings(
+    plan: ServingPlanSpec, deployment: DesiredDeployment, settings: KubePlannerSettings
+) -> PlannerSettings:
+    """Return the settings of the planner of a deployment.
+
+    Args:
+        plan: The plan.
+        deployment: The deployment that it names.
+        settings: The settings of this process.
+
+    Raises:
+        PlanNotObeyed: There is nothing to plan, or fields contradict each other or name something unknown.
+    """
+    spec, workers = deployment.spec, deployment.workers
+    if spec.suspend:
+        raise PlanNotObeyed("Suspended", "the deployment is suspended, so all of its roles have no replica")
+    if not any(role.scaling.mode is ScalingMode.PLANNER for role in workers):
+        text = "no role of the deployment has scaling.mode Planner, so there is nothing to plan"
+        raise PlanNotObeyed("NoPlannedRoles", text)
+    bounds = {each.role: each for each in plan.roles}
+    names = [role.name for role in workers]
+    for index, each in enumerate(plan.roles):
+        if each.role not in names:
+            text = f"spec.roles[{index}].role: is no role of workers; there are {', '.join(names)}"
+            raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
+    pools = tuple(_pool(role, bounds.get(role.name, RoleBounds(role=role.name))) for role in workers)
+    budget = _budget(plan, spec)
+    by_load = plan.requests_per_replica > 0
+    try:
+        check_limits(pools, budget)
+    except ValueError as error:
+        raise PlanNotObeyed(SPECIFICATION_REFUSED, f"spec.{error}") from error
+    goals = plan.objective
+    return PlannerSettings(
+        model=ModelName(spec.model.name),
+        mode=MODES[plan.mode],
+        goals=PlanGoals(
+            ttft_seconds=goals.ttft_ms * MILLISECOND / SECOND,
+            tpot_seconds=goals.tpot_ms * MILLISECOND / SECOND,
+            percentile=goals.percentile / 100,
+        ),
+        budget=budget,
+        pools=pools,
+        engines={}
+        if by_load
+        else {pool.name: _engine(spec, role, pool.gpu) for role, pool in zip(workers, pools, strict=True)},
+        rule=_load_rule(plan) if by_load else _fleet_rule(plan),
+        source=RouterDemandSettings(addresses=(_control(deployment),), stale_seconds=settings.stale_seconds),
+        target=KubernetesTarget(
+            deployment=deployment.name, namespace=deployment.namespace, kubeconfig=settings.kubeconfig
+        ),
+        identity=settings.identity,
+        rehearsal=settings.rehearsal,
+        score_seconds=settings.score_seconds,
+    )
+
+
+def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
+    scaling, gpu = role.scaling, _gpu(role, bounds)
+    planned = scaling.mode is ScalingMode.PLANNER
+    least, most = max(bounds.least, scaling.least), min(bounds.most, scaling.most)
+    if not planned:  # nobody plans it, so no bound of a plan concerns it
+        least, most = 0, max(scaling.most, role.replicas)
+    if least > most:
+        text = f"spec.roles: {role.name} needs at least {least} replicas, and its bounds allow for {most}"
+        raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
+    known = gpus().get(gpu)
+    price = bounds.cents_per_hour / 100
+    if not price and known is not None and known.price is not None:
+        price = known.price.dollars
+    return PlannedPool(
+        name=PoolName(role.name),
+        role=ROLES[role.type],
+        gpu=gpu,
+        gpus=max(1, role.gpus.per_replica),
+        least=least,
+        most=most,
+        dollars_per_hour=price,
+        start_seconds=float(bounds.start_seconds),
+        drain_seconds=float(role.drain.timeout_seconds),
+    )
+
+
+def _gpu(role: RoleSpec, bounds: RoleBounds) -> str:
+    """Return the name of the role's GPU type: a known one, or else the name of the resource; empty: it has no GPU."""
+    if not role.gpus.per_replica:
+        return ""
+    known = gpus()
+    if named := bounds.gpu.lower():
+        if named not in known:
+            text = f"spec.roles: gpu of {role.name} is not one of {', '.join(known)}"
+            raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
+        return named
+    parts = role.gpus.product.lower().replace("_", "-").split("-")
+    return next((each for each in known if each in parts), role.gpus.vendor.value)
+
+
+def _budget(plan: ServingPlanSpec, spec: DisaggDeploymentSpec) -> PlanBudget:
+    limits = [each for each in (plan.budget.gpus, spec.balance.gpu_budget) if each]
+    ratio, unbound = spec.balance.ratio, RatioBounds()
+    cents = plan.budget.cents_per_hour
+    return PlanBudget(
+        gpus=min(limits) if limits else None,
+        dollars_per_hour=cents / 100 if cents else None,
+        least_ratio=None if ratio.least == unbound.least else _quotient(ratio.least),
+        most_ratio=None if ratio.most == unbound.most else _quotient(ratio.most),
+    )
+
+
+def _quotient(ratio: str) -> float:
+    prefill, _, decode = ratio.partition(":")
+    return int(prefill) / int(decode)
+
+
+def _engine(spec: DisaggDeploymentSpec, role: RoleSpec, gpu: str) -> LinearEngineSettings | GpuEngineSettings:
+    if spec.engine is EngineKind.SIMULATED:
+        return LinearEngineSettings()
+    repository = (spec.model.uri or spec.model.name).partition("@")[0]
+    if model_by_repository(repository) is None:
+        text = "spec.requestsPerReplica: must be above 0, because the model of the deployment is in no repository whose model is known"
+        raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
+    if gpu not in gpus():
+        text = f"spec.roles: gpu of {role.name} is needed, because neither the plan nor gpus.product of the role names a known GPU; or set requestsPerReplica"
+        raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
+    degree = role.parallelism
+    return GpuEngineSettings(model=repository, tp=degree.tensor, pp=degree.pipeline, dp=degree.data, ep=degree.expert)
+
+
+def _load_rule(plan: ServingPlanSpec) -> LoadRuleSettings:
+    return LoadRuleSettings(
+        requests_per_replica=float(plan.requests_per_replica),
+        interval_seconds=_interval(plan),
+        cool_down_seconds=float(plan.cool_down_seconds),
+    )
+
+
+def _fleet_rule(plan: ServingPlanSpec) -> FleetRuleSettings:
+    settings = PlannerRuleSettings(interval_seconds=_interval(plan), cool_down_seconds=float(plan.cool_down_seconds))
+    return FleetRuleSettings(settings=settings)
+
+
+def _interval(plan: ServingPlanSpec) -> float:
+    return float(min(plan.interval_seconds, 3600))
+
+
+def _control(deployment: DesiredDeployment) -> str:
+    return f"{host_of(f'{router_service(deployment)}-control', deployment.namespace)}:{CONTROL}"
+
+
+def planned_roles(deployment: DesiredDeployment) -> Mapping[str, ScalingMode]:
+    """Return the scaling mode of each role of workers."""
+    return {role.name: role.scaling.mode for role in deployment.workers}

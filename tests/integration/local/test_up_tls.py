@@ -1,0 +1,116 @@
+"""Tests of `fleet up --tls` with the clients that users have: OpenAI's, Fleet's own, KServe's, and openssl."""
+
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from fleet.client import AsyncClient, Client, ClientTls, Unavailable
+from fleet.core.errors import ConfigurationRefused
+from tests.support.fleet_processes import fleet_up, run_fleet
+
+triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory):
+    with fleet_up(tmp_path_factory.mktemp("up"), "--tls", "--kserve-port", "0") as up:
+        yield up
+
+
+@pytest.fixture
+def tls(up):
+    return ClientTls(authority=up.endpoints["ca"])
+
+
+def test_openai_client_streams_over_https(up):
+    http = httpx.Client(verify=ssl.create_default_context(cafile=up.endpoints["ca"]))
+    with openai.OpenAI(
+        base_url=f"{up.endpoints['http']}/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
+        stream = client.completions.create(model="tiny", prompt="once", max_tokens=8, stream=True)
+        texts = [chunk.choices[0].text for chunk in stream if chunk.choices]
+
+    assert up.endpoints["http"].startswith("https://")
+    assert "".join(texts)
+
+
+async def test_both_grpc_clients_get_equal_answers(up, tls):
+    with Client(up.grpc, tls=tls) as client:
+        answer = client.complete("once upon a time", max_tokens=8, temperature=0)
+    async with AsyncClient(up.grpc, tls=tls) as client:
+        again = await client.complete("once upon a time", max_tokens=8, temperature=0)
+
+    assert answer.usage.completion_tokens == 8
+    assert again.text == answer.text
+
+
+def test_kserve_client_reaches_its_port_by_tls(up):
+    with triton.InferenceServerClient(up.endpoints["kserve"], ssl=True, root_certificates=up.endpoints["ca"]) as client:
+        assert client.is_model_ready("tiny")
+
+
+def test_client_without_the_authority_gets_no_answer(up):
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        urllib.request.urlopen(f"{up.endpoints['http']}/health", timeout=60)
+    with Client(up.grpc, tls=ClientTls()) as client, pytest.raises(Unavailable):
+        client.models()
+
+
+def test_generate_finds_the_authority_of_a_local_cluster(up):
+    answered = run_fleet("generate", "--address", up.grpc, "once upon", "--max-tokens", "4")
+    named = run_fleet("generate", "--address", up.grpc, "--ca", up.endpoints["ca"], "once upon", "--max-tokens", "4")
+    wrong = run_fleet("generate", "--address", up.grpc, "--tls", "once upon", "--max-tokens", "4")
+
+    assert (answered.returncode, named.returncode) == (0, 0), answered.stderr + named.stderr
+    assert wrong.returncode == 1
+    assert "--ca" in wrong.stderr, wrong.stderr
+
+
+def test_private_key_is_readable_by_its_user_only(up):
+    folder = Path(up.endpoints["ca"]).parent
+    assert (folder / "router.key").stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("port", ["http", "grpc"])
+def test_openssl_agrees_on_tls_1_3_and_verifies_the_name(up, port):
+    address = up.endpoints[port].removeprefix("https://")
+    command = ["openssl", "s_client", "-connect", address, "-CAfile", up.endpoints["ca"], "-verify_return_error"]
+    told = subprocess.run(
+        [*command, "-verify_ip", "127.0.0.1", "-alpn", "h2,http/1.1"],
+        input=b"",
+        capture_output=True,
+        timeout=60,
+        check=True,
+    ).stdout.decode()
+
+    assert "TLSv1.3" in told
+    assert "Verify return code: 0 (ok)" in told
+    assert f"ALPN protocol: {'h2' if port == 'grpc' else 'http/1.1'}" in told
+    old = subprocess.run([*command, "-tls1_1"], input=b"", capture_output=True, timeout=60, check=False)
+    assert old.returncode != 0
+
+
+def test_api_key_does_not_leave_the_host_in_the_clear():
+    with pytest.raises(ConfigurationRefused, match=r"api_key: would cross the network to 192\.0\.2\.1:1 in the clear"):
+        Client("192.0.2.1:1", api_key="key")
+    Client("127.0.0.1:1", api_key="key").close()
+    Client("192.0.2.1:1", api_key="key", insecure=True).close()
+    Client("192.0.2.1:1", api_key="key", tls=ClientTls()).close()
+
+    refused = run_fleet("generate", "--address", "192.0.2.1:1", "--api-key", "key", "once")
+    assert refused.returncode == 3
+    assert "api_key: would cross the network" in refused.stderr
+
+
+def test_unreadable_authority_is_named():
+    with pytest.raises(ConfigurationRefused, match=r"tls\.authority: /none\.pem cannot be read"):
+        Client("127.0.0.1:1", tls=ClientTls(authority="/none.pem"))

@@ -1,0 +1,183 @@
+"""Parsed answers: the parts do not depend on how the answer was cut, and malformed output is text."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import RequestId
+from fleet.core.requests import AnswerParsers, CallDelta, Delta
+from fleet.core.tool_calls import join_calls
+from fleet.core.work import ParsedDelta, Progress
+from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
+from fleet.frontend.text.response_templates import ResponseTemplates
+
+ID = RequestId("r")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+    }
+]
+TEMPLATES = ResponseTemplates()
+TEMPLATES.load()
+JSON_CALLS = AnswerParsers(tool_calls="hermes", reasoning="qwen3")
+XML_CALLS = AnswerParsers(tool_calls="qwen3_coder", reasoning="qwen3")
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": "3", "y": "<b> é"}}\n</tool_call>'
+XML = "<tool_call>\n<function=add>\n<parameter=x>\n3\n</parameter>\n<parameter=y>\n<b> é\n</parameter>\n</function>\n</tool_call>"
+PARSED_CALL = ("add", '{"x": 3, "y": "<b> é"}')
+
+CORPUS = [
+    (JSON_CALLS, "", "no call at all", ("", "no call at all", [])),
+    (JSON_CALLS, "", CALL, ("", "", [PARSED_CALL])),
+    (JSON_CALLS, "", f"Wait. {CALL}\n{CALL}\n", ("", "Wait. ", [PARSED_CALL, PARSED_CALL])),
+    (JSON_CALLS, "", f"<think>a < b</think>\n\nSo {CALL}", ("a < b", "So ", [PARSED_CALL])),
+    (JSON_CALLS, "<think>", f"why?</think>{CALL} done", ("why?", "done", [PARSED_CALL])),
+    (JSON_CALLS, "<think></think>", "1 < 2 > 0 <tool_cal>", ("", "1 < 2 > 0 <tool_cal>", [])),
+    (JSON_CALLS, "<think>", "cut by max_tok", ("cut by max_tok", "", [])),
+    (XML_CALLS, "", f"ok{XML}{XML}", ("", "ok", [PARSED_CALL, PARSED_CALL])),
+    # What is malformed is text, from its region on.
+    (JSON_CALLS, "", 'a<tool_call>{"name": "ad', ("", 'a<tool_call>{"name": "ad', [])),
+    (JSON_CALLS, "", f"{CALL}<tool_call>[}}</tool_call>b", ("", "<tool_call>[}</tool_call>b", [PARSED_CALL])),
+    (JSON_CALLS, "", "<tool_call>3</tool_call>", ("", "<tool_call>3</tool_call>", [])),
+    (JSON_CALLS, "", '<tool_call>{"name": 5}</tool_call>', ("", '<tool_call>{"name": 5}</tool_call>', [])),
+    (JSON_CALLS, "", "\ufffd<tool_call>\ufffd</tool_call>", ("", "\ufffd<tool_call>\ufffd</tool_call>", [])),
+]
+
+
+class Characters:
+    """Decoder whose tokens are characters."""
+
+    def add(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
+def an_answer(parsers: AnswerParsers, prefill: str, **options: object) -> TemplateParsedAnswer:
+    text = AnswerText(Characters(), end_token_ids=frozenset({0}))
+    template = TEMPLATES.compiled(f"{parsers}", None, parsers)
+    prompt = f"<|user|>{CALL}<|end|><|assistant|>{prefill}"
+    return TemplateParsedAnswer(ID, text, template, prompt=prompt, tools=TOOLS, **options)
+
+
+def parse(answer: TemplateParsedAnswer, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    deltas = [answer.take(Progress(request_id=ID, token_ids=tuple(map(ord, piece)))) for piece in pieces]
+    deltas.append(answer.finish())
+    calls = join_calls(call for delta in deltas for call in delta.calls)
+    assert [call.id for call in calls] == [f"call_r_{index}" for index in range(len(calls))]
+    return (
+        "".join(delta.reasoning for delta in deltas),
+        "".join(delta.text for delta in deltas),
+        [(call.name, call.arguments) for call in calls],
+    )
+
+
+def cut(text: str, positions: list[int]) -> list[str]:
+    bounds = [0, *sorted(position % (len(text) + 1) for position in positions), len(text)]
+    return [text[begin:end] for begin, end in pairwise(bounds)]
+
+
+@pytest.mark.parametrize(("parsers", "prefill", "text", "expected"), CORPUS)
+def test_answer_is_taken_apart_at_each_split(parsers, prefill, text, expected):
+    for position in range(len(text) + 1):
+        assert parse(an_answer(parsers, prefill), [text[:position], text[position:]]) == expected
+    assert parse(an_answer(parsers, prefill), list(text)) == expected
+
+
+@given(st.sampled_from(CORPUS), st.lists(st.integers(0, 200)))
+def test_answer_is_taken_apart_at_several_splits(case, positions):
+    parsers, prefill, text, expected = case
+
+    assert parse(an_answer(parsers, prefill), cut(text, positions)) == expected
+
+
+FRAGMENTS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<function=f>", "</function>", "<parameter=a>",
+             "</parameter>", '{"name": "f", "arguments": ', "{}", "}", "<", ">", " ", "\n", "é", "\x01", "\ufffd", "null"]  # fmt: skip
+
+
+@given(
+    st.sampled_from([JSON_CALLS, XML_CALLS]),
+    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=12)
+    .map("".join)
+    .filter(lambda text: "\0" not in text),
+    st.lists(st.integers(0, 200)),
+)
+@example(JSON_CALLS, "<tool_call>" * 2, [11])
+def test_any_output_is_parsed_alike_whole_and_in_pieces(parsers, text, positions):
+    whole = parse(an_answer(parsers, ""), [text])
+
+    assert parse(an_answer(parsers, ""), cut(text, positions)) == whole
+    for _, arguments in whole[2]:
+        json.loads(arguments)
+
+
+def test_single_call_leaves_out_further_ones():
+    answer = an_answer(JSON_CALLS, "", is_single=True)
+
+    assert parse(answer, [CALL + CALL, CALL]) == ("", "", [PARSED_CALL])
+
+
+def test_text_without_delimiters_keeps_its_tokens():
+    answer = an_answer(JSON_CALLS, "")
+
+    for word in ("one", " two"):
+        ids = tuple(map(ord, word))
+        assert answer.take(Progress(request_id=ID, token_ids=ids)) == Delta(text=word, token_ids=ids)
+    assert answer.num_tokens == 7
+
+
+def a_step(*token_ids: int, **parsed: object) -> Progress:
+    return Progress(request_id=ID, token_ids=token_ids, parsed=ParsedDelta(**parsed))  # type: ignore[arg-type]
+
+
+def a_call(index: int, name: str = "", arguments: str = "") -> CallDelta:
+    return CallDelta(index=index, name=name, arguments=arguments)
+
+
+def test_worker_that_continues_an_answer_repeats_nothing():
+    answer = EngineParsedAnswer(ID)
+    first = [
+        answer.take(a_step(1, reasoning="hm", from_start=True)),
+        answer.take(a_step(2, text="so", calls=(a_call(0, "add", '{"x"'),))),
+    ]
+
+    replay = a_step(
+        3, reasoning="hm", text="so", calls=(a_call(0, "add"), a_call(0, "", '{"x": 3}'), a_call(1, "add", "{}")), from_start=True
+    )  # fmt: skip
+    rest = [answer.take(replay), answer.finish()]
+
+    assert "".join(delta.reasoning for delta in first + rest) == "hm"
+    assert "".join(delta.text for delta in first + rest) == "so"
+    calls = [call for delta in first + rest for call in delta.calls]
+    assert [(call.id, call.name, call.arguments) for call in join_calls(calls)] == [
+        ("call_r_0", "add", '{"x": 3}'),
+        ("call_r_1", "add", "{}"),
+    ]
+    assert answer.num_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "replay",
+    [
+        {"reasoning": "h", "text": "so", "calls": (a_call(0, "add", "{"),)},
+        {"reasoning": "hm", "text": "no", "calls": (a_call(0, "add", "{"),)},
+        {"reasoning": "hm", "text": "so"},
+        {"reasoning": "hm", "text": "so", "calls": (a_call(0, "sub", "{"),)},
+        {"reasoning": "hm", "text": "so", "calls": (a_call(0, "add", "["),)},
+    ],
+)
+def test_worker_that_parses_the_beginning_differently_is_refused(replay):
+    answer = EngineParsedAnswer(ID)
+    answer.take(a_step(1, reasoning="hm", text="so", calls=(a_call(0, "add", "{"),), from_start=True))
+
+    with pytest.raises(RequestRejected, match="parses the beginning of the answer differently") as refused:
+        answer.take(a_step(2, from_start=True, **replay))
+
+    assert refused.value.reason is Reason.WORKER_LOST

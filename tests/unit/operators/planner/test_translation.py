@@ -1,0 +1,140 @@
+"""Tests of the settings of a planner that follow from a ServingPlan and its deployment."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from fleet.app.planner import scaling_rule
+from fleet.app.rehearsal import rehearsal_of
+from fleet.core.roles import Role
+from fleet.hardware.gpus import gpus
+from fleet.planner.settings import FleetRuleSettings, GpuEngineSettings, LoadRuleSettings, PlannerMode
+from operators.api.disagg_deployment import DisaggDeploymentSpec
+from operators.api.serving_plan import ServingPlanSpec
+from operators.manifests.names import DesiredDeployment
+from operators.planner.settings import KubePlannerSettings
+from operators.planner.translation import PlanNotObeyed, planner_settings
+
+MODEL = {"name": "llama", "uri": "meta-llama/Llama-3.1-70B-Instruct@main"}
+PLANNED = {"mode": "Planner", "least": 1, "most": 6}
+H100 = {"product": "NVIDIA-H100-80GB-HBM3", "perReplica": 4}
+
+
+def a_role(kind, **fields):
+    parallelism = {"tensor": 4}
+    return {"name": kind, "type": kind, "scaling": PLANNED, "gpus": H100, "parallelism": parallelism} | fields
+
+
+def a_deployment(*roles, **spec):
+    content = {"model": MODEL, "roles": list(roles or (a_role("prefill"), a_role("decode")))} | spec
+    return DesiredDeployment(name="llama", namespace="serving", spec=msgspec.convert(content, DisaggDeploymentSpec))
+
+
+def translated(deployment=None, **plan):
+    spec = msgspec.convert({"deployment": "llama"} | plan, ServingPlanSpec)
+    return planner_settings(spec, deployment or a_deployment(), KubePlannerSettings(identity="planner-0"))
+
+
+def refusal(deployment=None, **plan):
+    with pytest.raises(PlanNotObeyed) as refused:
+        translated(deployment, **plan)
+    return refused.value
+
+
+def test_gpu_type_and_price_follow_from_the_product():
+    settings = translated()
+
+    prefill, decode = settings.pools
+    assert (prefill.name, prefill.role, prefill.gpu, prefill.gpus) == ("prefill", Role.PREFILL, "h100", 4)
+    assert prefill.dollars_per_hour == gpus()["h100"].price.dollars
+    assert (decode.least, decode.most) == (1, 6)
+    assert settings.engines["decode"] == GpuEngineSettings(model="meta-llama/Llama-3.1-70B-Instruct", tp=4)
+    assert settings.mode is PlannerMode.SHADOW
+    assert isinstance(settings.rule, FleetRuleSettings)
+    assert rehearsal_of(settings) is not None
+    assert scaling_rule(settings).interval == 5_000_000_000
+
+
+def test_narrower_bounds_and_budgets_count():
+    roles = [{"role": "prefill", "least": 2, "most": 4, "centsPerHour": 250}, {"role": "decode", "most": 9}]
+    balance = {"gpuBudget": 48, "ratio": {"least": "1:4", "most": "2:1"}}
+    settings = translated(
+        a_deployment(balance=balance), roles=roles, budget={"gpus": 32, "centsPerHour": 10_000}, mode="Active"
+    )
+
+    prefill, decode = settings.pools
+    assert (prefill.least, prefill.most, prefill.dollars_per_hour) == (2, 4, 2.5)
+    assert (decode.least, decode.most) == (1, 6)
+    budget = settings.budget
+    assert (budget.gpus, budget.dollars_per_hour, budget.least_ratio, budget.most_ratio) == (32, 100.0, 0.25, 2.0)
+    assert translated(a_deployment(balance={"gpuBudget": 24}), budget={"gpus": 32}).budget.gpus == 24
+    assert translated().budget.least_ratio is None
+
+
+def test_sample_plan_fits_its_sample_deployment():
+    samples = Path(__file__).parents[4] / "deploy" / "samples"
+    plan = yaml.safe_load((samples / "plans" / "h100-llama-70b.yaml").read_text())["spec"]
+    spec = yaml.safe_load((samples / f"h100-{plan['deployment']}.yaml").read_text())["spec"]
+    for role in spec["roles"][1:]:
+        role["scaling"]["mode"] = "Planner"
+    del plan["deployment"]
+    settings = translated(a_deployment(*spec.pop("roles"), **spec), **plan)
+
+    assert {pool.name: (pool.gpu, pool.least, pool.most) for pool in settings.pools} == {
+        "prefill": ("h100", 1, 4),
+        "decode": ("h100", 1, 6),
+    }
+    assert scaling_rule(settings).interval > 0
+
+
+def test_goals_come_in_seconds_and_shares():
+    goals = translated(objective={"ttftMs": 1500, "tpotMs": 40, "percentile": 95}).goals
+
+    assert (goals.ttft_seconds, goals.tpot_seconds, goals.percentile) == (1.5, 0.04, 0.95)
+
+
+def test_requests_per_replica_need_no_known_model():
+    unknown = a_deployment(a_role("aggregated", gpus={"perReplica": 4}), model={"name": "ours"})
+    settings = translated(unknown, requestsPerReplica=8, coolDownSeconds=60)
+
+    assert settings.rule == LoadRuleSettings(requests_per_replica=8.0, cool_down_seconds=60.0)
+    assert settings.pools[0].replica_gpus == 4, "budgets count GPUs of an unknown type too"
+    assert "spec.requestsPerReplica: must be above 0" in str(refusal(unknown))
+
+
+@pytest.mark.parametrize(
+    ("deployment", "plan", "reason", "words"),
+    [
+        (a_deployment(suspend=True), {}, "Suspended", "the deployment is suspended"),
+        (
+            a_deployment(a_role("aggregated", scaling={"mode": "External"})),
+            {},
+            "NoPlannedRoles",
+            "scaling.mode Planner",
+        ),
+        (None, {"roles": [{"role": "decoder"}]}, "SpecificationRefused", "spec.roles[0].role: is no role of workers"),
+        (None, {"roles": [{"role": "decode", "gpu": "h1000"}]}, "SpecificationRefused", "spec.roles: gpu of decode"),
+        (None, {"roles": [{"role": "decode", "least": 7}]}, "SpecificationRefused", "decode needs at least 7 replicas"),
+        (None, {"budget": {"gpus": 7}}, "SpecificationRefused", "spec.budget.gpus: 7 is below what the floors"),
+        (
+            a_deployment(a_role("aggregated", gpus={"perReplica": 4, "product": "Unheard-Of"})),
+            {},
+            "SpecificationRefused",
+            "spec.roles: gpu of aggregated is needed",
+        ),
+    ],
+)
+def test_plan_that_cannot_be_obeyed_names_the_field(deployment, plan, reason, words):
+    refused = refusal(deployment, **plan)
+
+    assert refused.reason == reason
+    assert words in str(refused)
+
+
+def test_roles_of_other_modes_keep_their_own_bounds():
+    fixed = a_role("decode", scaling={"mode": "Static"}, replicas=70)
+    prefill, decode = translated(a_deployment(a_role("prefill"), fixed), requestsPerReplica=1).pools
+
+    assert (prefill.least, decode.least, decode.most) == (1, 0, 70)

@@ -1,0 +1,126 @@
+"""Parser names: which of vLLM's parsers fit a model, by its settings or by its model folder.
+
+Rules:
+
+1. A setting wins. ``auto`` looks at the chat template, which shows the model how to write calls, and at the model type.
+2. The first entry of `FAMILIES` whose marks all occur decides. A model that fits none has no parser, and requests with
+   tools are refused, because a wrong parser would hide calls.
+3. A reasoning parser is chosen only for a template that mentions the mark of its reasoning.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.requests import AnswerParsers
+from workers.settings import WorkerSettings
+
+AUTO = "auto"
+OWN_TEMPLATE = "hf"
+"""vLLM's name of the parser that reads the model's own response template (`response_template`)."""
+
+
+class ModelFamily(Struct, frozen=True):
+    """Models that write calls and reasoning in the same way."""
+
+    tool_calls: str  # the parser
+    marks: tuple[str, ...]  # texts that occur in the chat template
+    model_types: tuple[str, ...] = ()  # of config.json; empty: any
+    reasoning: str = ""  # the parser; empty: these models do not reason
+    reasoning_mark: str = "<think>"
+
+
+FAMILIES = (
+    ModelFamily("openai", (), ("gpt_oss",), "openai_gptoss", ""),
+    ModelFamily("kimi_k2", ("<|tool_calls_section_begin|>",), (), "kimi_k2"),
+    ModelFamily("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json"), (), "deepseek_r1"),
+    ModelFamily("deepseek_v31", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"), (), "deepseek_v3"),
+    ModelFamily("minimax_m2", ("<minimax:tool_call>",), (), "minimax_m2"),
+    ModelFamily("seed_oss", ("<seed:tool_call>",), (), "seed_oss", "<seed:think>"),
+    ModelFamily("mistral", ("[TOOL_CALLS]",), (), "mistral", "[THINK]"),
+    ModelFamily("glm45", ("<arg_key>",), ("glm4_moe", "glm4v_moe", "glm4_moe_lite", "glm_moe_dsa"), "glm45"),
+    ModelFamily("step3p5", ("<function=", "<parameter="), ("step3p5", "step3_5"), "step3p5"),
+    ModelFamily("qwen3_coder", ("<function=", "<parameter="), ("nemotron_h",), "nemotron_v3"),
+    ModelFamily("qwen3_coder", ("<function=", "<parameter="), (), "qwen3"),
+    ModelFamily("gemma4", ("<|tool_call>",), (), "gemma4", "<|channel>"),
+    ModelFamily("functiongemma", ("<start_function_call>",)),
+    ModelFamily("cohere_command3", ("<|START_ACTION|>",), (), "cohere_command3", "<|START_THINKING|>"),
+    ModelFamily("granite4", ("<tool_call>",), ("granitemoehybrid",)),
+    ModelFamily("granite", ("<|tool_call|>",), (), "granite", "Here is my thought process"),
+    ModelFamily("phi4_mini_json", ("<|tool_call|>",), ("phi3",)),
+    ModelFamily("ernie45", ("<tool_call>",), ("ernie4_5_moe",), "ernie45"),
+    ModelFamily("hunyuan_a13b", ("<tool_calls>",), ("hunyuan_v1_moe", "hunyuan_v1_dense"), "hunyuan_a13b", "<think>"),
+    ModelFamily("jamba", ("<tool_calls>",), ("jamba",)),
+    ModelFamily("lfm2", ("<|tool_call_start|>",)),
+    ModelFamily("internlm", ("<|action_start|>",)),
+    ModelFamily("olmo3", ("<function_calls>",), (), "olmo3"),
+    ModelFamily("longcat", ("<longcat_tool_call>",)),
+    ModelFamily("llama4_pythonic", ("tools",), ("llama4",)),
+    ModelFamily("llama3_json", ("tools", '"parameters": '), ("llama",)),
+    ModelFamily("hermes", ("<tool_call>", "QwQ"), (), "deepseek_r1"),
+    ModelFamily("hermes", ("<tool_call>",), ("qwen3", "qwen3_moe", "qwen3_next"), "qwen3"),
+    ModelFamily("hermes", ("<tool_call>", '"arguments": '), (), "deepseek_r1"),
+)
+"""Families by their marks; more specific ones come first. The names are vLLM's (docs.vllm.ai, tool calling)."""
+
+
+def parsers_for(settings: WorkerSettings, *, in_engine: bool) -> AnswerParsers | None:
+    """Return the parsers of a worker's answers; None if it has none.
+
+    Args:
+        settings: Settings of the worker.
+        in_engine: Whether the worker's engine parses.
+
+    Raises:
+        ConfigurationRefused: A file of the model folder cannot be read.
+    """
+    tool_calls, reasoning = settings.tool_call_parser, settings.reasoning_parser
+    if AUTO in (tool_calls, reasoning):
+        found = _family(settings.model_dir)
+        tool_calls = found.tool_calls if tool_calls == AUTO else tool_calls
+        reasoning = found.reasoning if reasoning == AUTO else reasoning
+    if not tool_calls and not reasoning:
+        return None
+    return AnswerParsers(tool_calls=tool_calls, reasoning=reasoning, in_engine=in_engine)
+
+
+def _family(model_dir: str) -> ModelFamily:
+    """Return the family of a model folder; one without parsers if it fits none."""
+    folder = Path(model_dir)
+    if model_dir and "response_template" in _read(folder / "tokenizer_config.json"):
+        return ModelFamily(OWN_TEMPLATE, (), (), OWN_TEMPLATE)
+    template = _template(folder) if model_dir else ""
+    model_type = _read(folder / "config.json").get("model_type", "") if model_dir else ""
+    if template or model_type:
+        for family in FAMILIES:
+            if family.model_types and model_type not in family.model_types:
+                continue
+            if all(mark in template for mark in family.marks):
+                reasons = family.reasoning and family.reasoning_mark in template
+                return family if reasons else ModelFamily(family.tool_calls, family.marks)
+    return ModelFamily("", ())
+
+
+def _template(folder: Path) -> str:
+    """Return the text of all chat templates of a model folder."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return json.dumps(
+            _read(folder / "tokenizer_config.json").get("chat_template") or "", ensure_ascii=False
+        ).replace('\\"', '"')
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationRefused(f"{folder}/chat_template.jinja: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigurationRefused(f"{path}: {error}") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,30 @@
+"""Answer oracle: the answers of the simulated model, computed without an engine, a cache or a transfer."""
+
+from fleet.core.requests import TOKEN_BYTES, Sampling, TokenBytes
+from workers.engines.simulated.model import SimulatedModel
+
+
+class AnswerOracle:
+    """Computes answers by the rules of the simulated model."""
+
+    def __init__(self, model: SimulatedModel, block_tokens: int):
+        self._model = model
+        self._block_bytes = block_tokens * TOKEN_BYTES
+
+    def answer(self, prompt: TokenBytes, sampling: Sampling) -> tuple[int, ...]:
+        """Return all `max_tokens` tokens; the sampling parameters must ignore the end of sequence."""
+        assert sampling.ignore_eos
+        model, size = self._model, self._block_bytes
+        digest, tail = model.beginning, bytearray()
+        found: list[int] = []
+        text = bytearray(prompt)
+        while True:
+            while len(text) >= size:
+                digest = model.read(digest, model.compute(digest, bytes(text[:size])))
+                del text[:size]
+            tail = text
+            if len(found) == sampling.max_tokens:
+                return tuple(found)
+            token = model.draw(digest, tail, sampling, may_end=False).token
+            found.append(token)
+            text += token.to_bytes(TOKEN_BYTES, "little")

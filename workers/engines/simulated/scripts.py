@@ -1,0 +1,116 @@
+"""Scripts: what the simulated engine writes where an answer must have a form, so that clients can be tested without a model.
+
+Rules:
+
+1. A JSON schema and a choice are kept. A regular expression and a grammar are refused.
+2. Demanded tool calls are written as the worker's parser expects them: the named tool, else the first one. Its arguments
+   follow its schema. If the model may decide, it calls the first tool once in a conversation, so that agents come to an
+   end.
+3. A worker with a reasoning parser begins its answers with a sentence of reasoning, unless the prompt has closed it.
+4. The rest of an answer is the model's random text.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from tokenizers import Tokenizer
+
+from fleet.core.requests import AnswerParsers, AnyObject, Choice, JsonSchema, ToolCallForm, ToolChoice
+from fleet.core.work import ParsingTask, Start
+from workers.engines.simulated.schema_values import value_of
+
+REASONING = "A short thought."
+PROMPT_BYTES = 64 * 4  # the last tokens of the prompt, in which a chat template may begin the answer
+
+
+class Script(Struct, frozen=True):
+    """The beginning of an answer."""
+
+    tokens: tuple[int, ...]
+    is_whole: bool  # the answer ends with it
+
+
+class ScriptWriter:
+    """Writes the scripts of one engine."""
+
+    def __init__(self, tokenizer: Tokenizer, parsers: AnswerParsers | None) -> None:
+        self.tokenizer = tokenizer
+        self._parsers = AnswerParsers() if parsers is None else parsers
+
+    @staticmethod
+    def open(model_dir: str, vocab_size: int, parsers: AnswerParsers | None) -> "ScriptWriter | None":
+        """Return the writer for a model folder; None if the folder has no tokenizer of the engine's vocabulary."""
+        path = Path(model_dir) / "tokenizer.json"
+        if not model_dir or not path.is_file():
+            return None
+        tokenizer = Tokenizer.from_file(str(path))
+        return ScriptWriter(tokenizer, parsers) if tokenizer.get_vocab_size() <= vocab_size else None
+
+    def write(self, start: Start) -> Script | None:
+        """Return the script of an attempt; None if the model decides from the first token on.
+
+        Raises:
+            ValueError: The form is none that this engine keeps; the message says why.
+        """
+        answer = self._answer(start)
+        reasoning = self._reasoning(start)
+        if answer is None and not reasoning:
+            return None
+        tokens = self.tokenizer.encode(reasoning + (answer or ""), add_special_tokens=False).ids
+        return Script(tuple(tokens), is_whole=answer is not None)
+
+    def _answer(self, start: Start) -> str | None:
+        match start.sampling.form:
+            case AnyObject():
+                return "{}"
+            case JsonSchema(schema=schema):
+                return json.dumps(value_of(json.loads(schema)), ensure_ascii=False)
+            case Choice(strings=strings):
+                return strings[0]
+            case ToolCallForm():
+                if start.parsing is None or not start.parsing.tools:
+                    raise ValueError("tool calls are demanded, and there are no tools")
+                return self._call(start.parsing)
+            case None:
+                parsing = start.parsing
+                calls = parsing is not None and parsing.tools and parsing.tool_choice is ToolChoice.AUTO
+                return self._call(parsing) if parsing is not None and calls and not parsing.earlier_calls else None
+            case _:
+                raise ValueError("a simulated engine keeps JSON schemas and choices, and no other form; leave it out")
+
+    def _call(self, parsing: ParsingTask) -> str | None:
+        if parsing.tool_choice is ToolChoice.AUTO and parsing.earlier_calls:
+            return None
+        tools: list[Mapping[str, Any]] = [tool["function"] for tool in json.loads(parsing.tools)]
+        named = [tool for tool in tools if tool["name"] == parsing.function]
+        tool = named[0] if named else tools[0]
+        arguments = value_of(tool.get("parameters") or {"type": "object"})
+        if self._parsers.tool_calls in ("qwen3_coder", "qwen3_xml"):
+            return _xml_call(tool["name"], arguments)
+        call = {"name": tool["name"], "arguments": arguments}
+        return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+    def _reasoning(self, start: Start) -> str:
+        if not self._parsers.reasoning or start.parsing is None:
+            return ""
+        ids = [
+            int.from_bytes(start.tokens[at : at + 4], "little")
+            for at in range(max(0, len(start.tokens) - PROMPT_BYTES), len(start.tokens), 4)
+        ]
+        prompt = self.tokenizer.decode(ids, skip_special_tokens=False)
+        begun, closed = prompt.rfind("<think>"), prompt.rfind("</think>")
+        if closed > begun:
+            return ""
+        return f"{REASONING}</think>" if begun >= 0 else f"<think>{REASONING}</think>"
+
+
+def _xml_call(name: str, arguments: Any) -> str:
+    parameters = arguments.items() if isinstance(arguments, dict) else ()
+    lines = [
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in parameters
+    ]
+    return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"

@@ -1,0 +1,407 @@
+"""Answer parser: vLLM's parsers of tool calls and reasoning, fed with the tokens of one answer.
+
+Rules:
+
+1. A parser gets one token at a time, whatever the engine's steps are. So the parts of an answer depend neither on how the
+   steps cut it, nor on the worker: a worker that continues an answer feeds the tokens of its beginning again and sends
+   the parts of the whole (`ParsedDelta.from_start`).
+2. vLLM's own `adjust_request` says which structured output enforces the demanded calls. It is a structural tag or a JSON
+   schema, as the parser needs it.
+3. A parser that fails on malformed output is given up: the text since its last result, and all that follows, is text.
+4. Some of vLLM's older parsers stream other arguments than they find in the whole answer. Calls of all parsers that are
+   neither declarative (`engine_based_streaming`) nor in `STREAMED` are sent at the end, as found in the whole answer.
+5. The parts of a call come in order: first its name, then its arguments. A call without arguments has the empty object.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.requests import AnswerParsers, CallDelta, ToolCallForm, ToolChoice
+from fleet.core.work import ParsedDelta, ParsingTask, Start
+from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.codec import IncrementalDecoder
+from workers.engines.parser_names import AUTO
+from workers.engines.vllm import requests as vllm_requests
+from workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from vllm.config import ModelConfig
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser import Parser
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.tokenizers import TokenizerLike
+
+log = logging.getLogger(__name__)
+
+STREAMED = frozenset(
+    {"deepseek_v3", "deepseek_v31", "granite4", "hermes", "hf", "lfm2", "llama3_json", "llama4_json", "llama4_pythonic",
+     "longcat", "openai", "pythonic", "qwen3_json"}
+)  # fmt: skip
+"""Older parsers whose streams equal the whole answer, for every way to cut it into tokens; a test checks most of them."""
+
+CONTEXT_TOKENS = 16  # last tokens of the prompt that a decoder may need
+
+
+def check_names(settings: WorkerSettings) -> None:
+    """Refuse settings that name a parser which vLLM does not have.
+
+    Raises:
+        ConfigurationRefused: Names the setting and lists vLLM's parsers.
+    """
+    if not {settings.tool_call_parser, settings.reasoning_parser} - {"", AUTO}:
+        return
+    from vllm.reasoning import ReasoningParserManager  # noqa: PLC0415 - loaded by now
+    from vllm.tool_parsers import ToolParserManager  # noqa: PLC0415
+
+    for setting, name, known in (
+        ("tool_call_parser", settings.tool_call_parser, ToolParserManager.list_registered()),
+        ("reasoning_parser", settings.reasoning_parser, ReasoningParserManager.list_registered()),
+    ):
+        if name and name != AUTO and name not in known:
+            raise ConfigurationRefused(f"{setting}: {name!r} is none of vLLM's parsers: {', '.join(sorted(known))}")
+        if name and name != AUTO and not settings.vllm.keeps_forms:
+            raise ConfigurationRefused(f"{setting}: {name!r} needs the model's tokenizer; set vllm.keeps_forms")
+
+
+class VllmAnswerParsers:
+    """Makes the parsers of one engine's answers."""
+
+    def __init__(
+        self, names: AnswerParsers, tokenizer: "TokenizerLike", model_config: "ModelConfig", *, model_type: str
+    ) -> None:
+        """Find the parsers.
+
+        Raises:
+            TypeError: A parser does not fit the tokenizer; the message says why.
+        """
+        from vllm.parser import ParserManager  # noqa: PLC0415 - loaded by now
+
+        self.names = names
+        self.tokenizer = tokenizer
+        self._backend: Tokenizer = tokenizer.backend_tokenizer  # fast tokenizers have one
+        self._model_config = model_config
+        parser = ParserManager.get_parser(
+            tool_parser_name=names.tool_calls or None,
+            reasoning_parser_name=names.reasoning or None,
+            enable_auto_tools=True,
+            is_harmony=model_type == "gpt_oss",
+            tokenizer=tokenizer,
+        )
+        assert parser is not None, names
+        self._parser_type = parser
+
+    @staticmethod
+    def fitting(
+        names: AnswerParsers | None,
+        settings: WorkerSettings,
+        tokenizer: "TokenizerLike",
+        model_config: "ModelConfig",
+        *,
+        model_type: str,
+    ) -> "VllmAnswerParsers | None":
+        """Return the parsers; a name that was found by the chat template is given up if the tokenizer lacks its tokens.
+
+        Raises:
+            ConfigurationRefused: A parser that the settings name does not fit the model.
+        """
+        if names is None or not settings.vllm.keeps_forms or not hasattr(tokenizer, "backend_tokenizer"):
+            return None
+        named = {
+            "tool_call_parser": settings.tool_call_parser not in ("", AUTO),
+            "reasoning_parser": settings.reasoning_parser not in ("", AUTO),
+        }
+        attempts = [
+            names,
+            AnswerParsers(tool_calls=names.tool_calls, in_engine=True),
+            AnswerParsers(reasoning=names.reasoning, in_engine=True),
+        ]
+        for attempt in attempts:
+            if not attempt.tool_calls and not attempt.reasoning:
+                continue
+            try:
+                return VllmAnswerParsers(attempt, tokenizer, model_config, model_type=model_type)
+            except TypeError as error:
+                for setting in (setting for setting, is_named in named.items() if is_named):
+                    raise ConfigurationRefused(f"{setting}: {error.__cause__ or error}") from error
+                log.warning("parser does not fit the model", extra={"cause": str(error.__cause__ or error)})
+        return None
+
+    def open(self, start: Start, task: ParsingTask) -> "VllmAnswerParser":
+        """Return the parser of an attempt.
+
+        Raises:
+            ValueError: vLLM refuses the tools or the demanded calls.
+        """
+        from vllm.exceptions import VLLMClientError  # noqa: PLC0415 - loaded by now
+
+        template_args: dict[str, Any] = json.loads(task.template_args) if task.template_args else {}
+        try:
+            request = _chat_request(start, task, template_args)
+
+            def new_parser() -> "Parser":
+                return self._parser_type(
+                    self.tokenizer,
+                    request.tools,
+                    chat_template_kwargs=template_args,
+                    model_config=self._model_config,
+                )
+
+            parser = new_parser()
+            adjusted = _constrained(parser, request, task)
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:  # of a schema that is none
+            raise ValueError(f"vLLM cannot read the tools: {error!r}") from error
+        whole = None if not task.tools or self._streams_calls(parser) else new_parser
+        return VllmAnswerParser(start, task, parser, adjusted, self._backend, template_args, whole)
+
+    def _streams_calls(self, parser: "Parser") -> bool:
+        tool_parser = parser.tool_parser
+        return self.names.tool_calls in STREAMED or tool_parser is None or tool_parser.engine_based_streaming
+
+
+class VllmAnswerParser:
+    """The parser of one attempt's answer."""
+
+    def __init__(
+        self,
+        start: Start,
+        task: ParsingTask,
+        parser: "Parser",
+        request: "ChatCompletionRequest",
+        tokenizer: "Tokenizer",
+        template_args: dict[str, Any],
+        whole: "Callable[[], Parser] | None",
+    ) -> None:
+        """Begin, with the tokens of the answer that the prompt has already.
+
+        Args:
+            start: The attempt.
+            task: What has to be parsed.
+            parser: A new parser.
+            request: The request as vLLM's server would have it.
+            tokenizer: The model's tokenizer.
+            template_args: Variables of the chat template.
+            whole: Makes a parser for the whole answer, if calls are sent at the end; None: they are streamed.
+        """
+        tokens = vllm_requests.token_ids(start)
+        prompt = tokens[: len(tokens) - task.answered_tokens]
+        self._parser = parser
+        self._request = request
+        self._prompt = prompt
+        parser.set_prompt_token_ids(prompt)
+        self.reasoning_ended = request.resolve_reasoning_ended(parser, prompt)
+        self.reasoning_parser_kwargs = (
+            None if parser.reasoning_parser is None else {"chat_template_kwargs": template_args}
+        )
+        decoder = IncrementalDecoder(tokenizer, prompt[-CONTEXT_TOKENS:], special=not request.skip_special_tokens)
+        self._text = AnswerText(
+            decoder,
+            stop=task.stop,
+            end_token_ids=frozenset(start.sampling.stop_token_ids),
+            min_tokens=start.sampling.min_tokens + task.answered_tokens if start.sampling.min_tokens else 0,
+        )
+        self._calls = _CallParts()
+        self._whole = whole
+        self._answer: list[str] = []  # all text; only if calls are sent at the end
+        self._sent: list[str] = []  # content
+        self._token_ids: list[int] = []
+        self._unparsed = ""  # text since the last result of the parser
+        self._failed = False
+        self._begun = False
+        self._parts: list[tuple[str, str, list[CallDelta]]] = []
+        for token_id in tokens[len(prompt) :]:
+            self._feed(token_id, is_last=False)
+
+    @property
+    def structured_outputs(self) -> "StructuredOutputsParams | None":
+        """The structured output that the answer needs."""
+        return self._request.extract_structured_outputs()
+
+    @property
+    def stopped(self) -> bool:
+        """True after a stop string."""
+        return self._text.stopped
+
+    def add(
+        self, token_ids: Sequence[int], *, is_finished: bool, is_cut: bool = False
+    ) -> tuple[int, ParsedDelta | None]:
+        """Add the tokens of a step.
+
+        Args:
+            token_ids: The tokens.
+            is_finished: Whether the answer ends with them.
+            is_cut: Whether it ends because it may have no more tokens, perhaps within a call.
+
+        Returns:
+            The number of tokens up to a stop string, and what they mean; None if that is not known yet.
+        """
+        taken = 0
+        for token_id in token_ids:
+            taken += 1
+            self._feed(token_id, is_last=is_finished and taken == len(token_ids))
+            if self.stopped:
+                break
+        if is_finished and not token_ids:
+            self._parse(self._text.finish(), [], is_last=True)
+        if (is_finished or self.stopped) and not is_cut:
+            self._parts.append(("", "", self._calls.finish()))
+        return taken, self._take()
+
+    def _feed(self, token_id: int, *, is_last: bool) -> None:
+        text = self._text.add((token_id,), ()).text
+        if is_last and not self.stopped:
+            text += self._text.finish()
+        self._parse(text, [token_id], is_last=is_last or self.stopped)
+
+    def _parse(self, text: str, token_ids: list[int], *, is_last: bool) -> None:
+        self._unparsed += text
+        message = None
+        if not self._failed:
+            try:
+                message = self._parser.parse_delta(text, token_ids, self._request, self._prompt, finished=is_last)
+            except Exception as error:  # noqa: BLE001 - supervisor: fifty parsers, and output that no model should write
+                log.warning("parser failed, passing the rest as text", extra={"cause": repr(error)[:200]})
+                self._failed = True
+        if self._failed:
+            self._parts.append(("", self._unparsed, []))
+            self._unparsed = ""
+        elif message is not None:
+            self._pass(message)
+        if self._whole is not None and not self._failed:
+            self._answer.append(text)
+            self._token_ids += token_ids
+            if is_last:
+                self._parse_whole(self._whole())
+
+    def _parse_whole(self, parser: "Parser") -> None:
+        """Add the calls of the whole answer, and the text that the stream held back for calls that are none."""
+        try:
+            _, content, calls = parser.parse(
+                "".join(self._answer), self._request, enable_auto_tools=True, model_output_token_ids=self._token_ids
+            )
+        except Exception as error:  # noqa: BLE001 - supervisor: see `_parse`
+            log.warning("parser failed, passing the rest as text", extra={"cause": repr(error)[:200]})
+            content, calls = "".join(self._answer), []
+        for index, call in enumerate(calls or ()):
+            part = CallDelta(index=index, id=call.id or "", name=call.name, arguments=call.arguments)
+            self._parts.append(("", "", [part]))
+        sent = "".join(self._sent)
+        if content and content.startswith(sent):
+            self._parts.append(("", content[len(sent) :], []))
+
+    def _pass(self, message: "DeltaMessage") -> None:
+        if self._whole is not None:
+            message.tool_calls = []
+            self._sent.append(message.content or "")
+        calls = [part for call in message.tool_calls or () for part in self._calls.add(call)]
+        if message.reasoning or message.content or calls:
+            self._parts.append((message.reasoning or "", message.content or "", calls))
+            self._unparsed = ""
+
+    def _take(self) -> ParsedDelta | None:
+        parts, self._parts = self._parts, []
+        first, self._begun = not self._begun, True
+        reasoning = "".join([part[0] for part in parts])
+        text = "".join([part[1] for part in parts])
+        calls = tuple([call for part in parts for call in part[2]])
+        if not (first or reasoning or text or calls or self.stopped):
+            return None
+        return ParsedDelta(text=text, reasoning=reasoning, calls=calls, stopped=self.stopped, from_start=first)
+
+
+def _constrained(parser: "Parser", request: "ChatCompletionRequest", task: ParsingTask) -> "ChatCompletionRequest":
+    """Return the request with the structured output of its calls.
+
+    Arguments of demanded calls follow their schemas if the grammar library can enforce these. Otherwise it enforces the
+    form of the calls alone, as vLLM does for tools that are not strict.
+    """
+    from vllm.tool_parsers.tool_strict_level import ToolStrictLevel  # noqa: PLC0415 - loaded by now
+
+    if task.tool_choice not in (ToolChoice.REQUIRED, ToolChoice.NAMED):
+        return parser.adjust_request(request)
+    parser.tool_strict_level = ToolStrictLevel.PARAMETER
+    adjusted = parser.adjust_request(request.model_copy())
+    if _is_supported(adjusted.extract_structured_outputs()):
+        return adjusted
+    parser.tool_strict_level = ToolStrictLevel.AUTO
+    return parser.adjust_request(request)
+
+
+def _is_supported(outputs: "StructuredOutputsParams | None") -> bool:
+    """Return whether the grammar library can enforce a structured output."""
+    from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - loaded by now
+    from vllm.sampling_params import SamplingParams  # noqa: PLC0415
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar  # noqa: PLC0415
+
+    try:
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=copy(outputs)))
+    except (TypeError, ValueError, VLLMValidationError):
+        return False
+    return True
+
+
+class _CallParts:
+    """The parts of an answer's calls, numbered in the order of their names."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # our index by the parser's
+        self._early: dict[int, str] = {}  # arguments that came before the name
+        self._empty: set[int] = set()  # calls without arguments so far
+
+    def add(self, call: Any) -> list[CallDelta]:
+        """Return the parts that vLLM's delta of a call (``DeltaToolCall``) adds."""
+        function = call.function
+        name = (function.name if function is not None else None) or ""
+        arguments = (function.arguments if function is not None else None) or ""
+        number = self._numbers.get(call.index)
+        if number is None:
+            arguments = self._early.pop(call.index, "") + arguments
+            if not name:
+                self._early[call.index] = arguments
+                return []
+            number = self._numbers[call.index] = len(self._numbers)
+            if not arguments:
+                self._empty.add(number)
+            return [CallDelta(index=number, id=call.id or "", name=name, arguments=arguments)]
+        if not arguments:
+            return []
+        self._empty.discard(number)
+        return [CallDelta(index=number, arguments=arguments)]
+
+    def finish(self) -> list[CallDelta]:
+        """Return the arguments of calls that have none."""
+        empty, self._empty = sorted(self._empty), set()
+        return [CallDelta(index=number, arguments="{}") for number in empty]
+
+
+def _chat_request(start: Start, task: ParsingTask, template_args: dict[str, Any]) -> "ChatCompletionRequest":
+    """Return the request as vLLM's server would have it, as far as its parsers look at it."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415 - loaded by now
+
+    form = start.sampling.form
+    fields: dict[str, Any] = {
+        "messages": [_EARLIER_CALL] * task.earlier_calls,
+        "chat_template_kwargs": template_args,
+        "stream": True,
+    }
+    if form is not None and not isinstance(form, ToolCallForm):
+        fields["structured_outputs"] = vllm_requests.structured_outputs(form)
+    if task.tools:
+        named = {"type": "function", "function": {"name": task.function}}
+        fields["tools"] = json.loads(task.tools)
+        fields["tool_choice"] = named if task.tool_choice is ToolChoice.NAMED else task.tool_choice.value
+        fields["parallel_tool_calls"] = task.parallel_calls
+    return ChatCompletionRequest.model_validate(fields)
+
+
+_EARLIER_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "call", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}

@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Never
+from typing import Never, Protocol
 
 from msgspec import Struct, structs
 
@@ -59,6 +59,24 @@ _ENDED = {
 }
 
 
+class RuleRunner(Protocol):
+    """Asks a rule for a decision."""
+
+    async def __call__(
+        self, rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation, /
+    ) -> PlanDecision: ...
+
+
+async def decide_in_thread(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
+    """Ask a rule in a thread, because its solver may compute for a tenth of a second or more. Only one call runs at a time."""
+    return await asyncio.to_thread(rule.decide, now, demand, seen)
+
+
+async def decide_in_place(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
+    """Ask a rule in the event loop, for virtual time."""
+    return rule.decide(now, demand, seen)
+
+
 class _PlanInFlight(Struct):
     """The plan that is being carried out."""
 
@@ -95,6 +113,7 @@ class PlannerLoop:
         *,
         identity: str,
         rehearsal: Rehearsal | None = None,
+        decide: RuleRunner = decide_in_thread,
     ) -> None:
         """Create the loop; `run` it.
 
@@ -109,6 +128,7 @@ class PlannerLoop:
             wall_ms: Returns the wall-clock time in milliseconds, for ids and people.
             identity: Name of this planner.
             rehearsal: Tries plans before they are applied; None: nothing is rehearsed.
+            decide: Asks the rule.
         """
         self._settings = settings
         self._rule = rule
@@ -120,6 +140,7 @@ class PlannerLoop:
         self._wall_ms = wall_ms
         self._identity = identity
         self._rehearsal = rehearsal
+        self._decide = decide
         self._pools = {pool.name: pool for pool in settings.pools}
         self._in_flight: _PlanInFlight | None = None
         self._adopted = False  # whether an unfinished plan of an earlier leader was looked for
@@ -195,7 +216,7 @@ class PlannerLoop:
             return
         now, window = self._clock.now(), self._demand.window()
         try:
-            decision = self._bounded(self._rule.decide(now, window, seen))
+            decision = self._bounded(await self._decide(self._rule, now, window, seen))
         except Exception as error:  # supervisor: a bug of a rule must not end what watches over the pools
             self.rule_failures += 1
             message = f"{type(error).__name__}: {error}"

@@ -4,7 +4,7 @@ The pools, goals and prices are those of `planner-steps.toml` and `planner-mix.t
 defaults, too, so it refuses requests that would wait for more than 10 s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -93,7 +93,8 @@ def run(case: BehaviourCase) -> BehaviourRun:
             return _lengths(case)
         case "mix":
             return _mix(case)
-    raise AssertionError(case.kind)
+        case _:
+            raise AssertionError(case.kind)
 
 
 def cases(seeds: Sequence[int]) -> list[BehaviourCase]:
@@ -295,10 +296,10 @@ def _finding(claim: str, figure: float, most: float, target: str) -> StudyFindin
     return StudyFinding(claim=claim, figure=float(figure), target=target, met=figure <= most)
 
 
-def _all(figures: Any) -> str:
+def _all(figures: Iterable[float]) -> str:
     return ", ".join(f"{each:.4g}" for each in figures)
 
 
-def _mean(figures: Any) -> float:
+def _mean(figures: Iterable[float]) -> float:
     found = list(figures)
     return sum(found) / len(found)

@@ -65,6 +65,24 @@ _ENDED = {
 }
 
 
+class RuleRunner(Protocol):
+    """Asks a rule for a decision."""
+
+    async def __call__(
+        self, rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation, /
+    ) -> PlanDecision: ...
+
+
+async def decide_in_thread(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
+    """Ask a rule in a thread, because its solver may compute for a tenth of a second or more. Only one call runs at a time."""
+    return await asyncio.to_thread(rule.decide, now, demand, seen)
+
+
+async def decide_in_place(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
+    """Ask a rule in the event loop, for virtual time."""
+    return rule.decide(now, demand, seen)
+
+
 class _PlanInFlight(Struct):
     """The plan that is being carried out."""
 
@@ -115,6 +133,7 @@ class PlannerLoop:
         identity: str,
         rehearsal: Rehearsal | None = None,
         recorder: DecisionRecorder | None = None,
+        decide: RuleRunner = decide_in_thread,
     ) -> None:
         """Create the loop; `run` it.
 
@@ -130,6 +149,7 @@ class PlannerLoop:
             identity: Name of this planner.
             rehearsal: Tries plans before they are applied; None: nothing is rehearsed.
             recorder: Records decisions and plans; None: nobody does.
+            decide: Asks the rule.
         """
         self._settings = settings
         self._rule = rule
@@ -142,6 +162,7 @@ class PlannerLoop:
         self._identity = identity
         self._rehearsal = rehearsal
         self._recorder = recorder
+        self._decide = decide
         self._pools = {pool.name: pool for pool in settings.pools}
         self._in_flight: _PlanInFlight | None = None
         self._adopted = False  # whether an unfinished plan of an earlier leader was looked for
@@ -224,7 +245,7 @@ class PlannerLoop:
         self._overflow["requests"] += window.overflowed
         self._overflow["dollars"] += window.overflow_dollars
         try:
-            decided = self._rule.decide(now, window, seen)
+            decided = await self._decide(self._rule, now, window, seen)
             if self._recorder is not None:
                 self._recorder.decided(now, window, seen, decided)
             decision = self._bounded(decided)

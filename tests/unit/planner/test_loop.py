@@ -1,6 +1,7 @@
 """Tests of the planner loop: which decisions become plans, how plans end, and what a new leader does. Time is virtual."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -12,7 +13,7 @@ from fleet.core.roles import Role
 from fleet.planner.control.metrics import PlannerMetrics
 from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecision, PlanGoals, PlannedPool
 from fleet.planner.demand import DemandWindow
-from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop
+from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop, decide_in_place, decide_in_thread
 from fleet.planner.messages import Observation, PlanId, PoolName, PoolObservation
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.records import PlanHistory, PlanState
@@ -163,6 +164,7 @@ class World:
             lambda: clock.now() // 1_000_000,
             identity="me",
             rehearsal=rehearsal,
+            decide=decide_in_place,
         )
 
     @asynccontextmanager
@@ -193,6 +195,25 @@ def played(world, *steps):
 
 def nothing():
     pass
+
+
+def test_event_loop_turns_while_the_rule_computes():
+    begun, released = threading.Event(), threading.Event()
+
+    class Slow(Rule):
+        def decide(self, now, demand, seen):
+            begun.set()
+            assert released.wait(30.0), "the event loop stood still"
+            return super().decide(now, demand, seen)
+
+    async def play():
+        deciding = asyncio.create_task(decide_in_thread(Slow(), Nanos(0), Demand().window(), Observation(())))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        released.set()
+        return await deciding
+
+    assert asyncio.run(play()).replicas == {DECODE: 1}
 
 
 def test_decision_becomes_a_plan_that_settles():

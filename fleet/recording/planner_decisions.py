@@ -119,7 +119,7 @@ class DecidedAgain(Struct, frozen=True, kw_only=True):
     """Number of the first decision that differs; None: all are equal."""
 
     recorded: PlanDecision | None = None
-    """That decision as it was recorded."""
+    """The recorded one of the two."""
 
     decided: PlanDecision | None = None
     """The decision of the rule that was asked."""

@@ -161,6 +161,7 @@ class LocalExperiment:
             failed=sum(key in self._failed for key in keys),
             leaked=len(leaks),
             seconds=round(self._seconds, 2),
+            served_seconds=round(self._seconds, 2),
         )
         ends_with_it = self._component is Component.SUPERVISOR and self._fault is MatrixFault.KILL
         cell.broken += leaks

@@ -170,11 +170,23 @@ class PromptReader:
             tokens = bytes(tools) + bytes(messages) + bytes(prompt)
         return self._named(tokens)
 
-    def read_conversation(self, instructions: Raw, turns: Raw, tools: Raw) -> KeyedPrompt:
-        """Read the prompt of the Responses or the Messages API: instructions, and a text or the messages so far."""
+    def read_response(self, instructions: Raw, turns: Raw, tools: Raw) -> KeyedPrompt:
+        """Read the prompt of the Responses API: instructions, and a text or the items so far.
+
+        vLLM's server puts the tokenizer's special tokens before the rendered template, which has them already.
+        """
+        return self._conversation(instructions, turns, tools, b"" if self._codec is None else self._codec.encode(""))
+
+    def read_messages(self, system: Raw, turns: Raw, tools: Raw) -> KeyedPrompt:
+        """Read the prompt of the Messages API: system prompt, and the messages so far."""
+        return self._conversation(system, turns, tools, b"")
+
+    def _conversation(self, instructions: Raw, turns: Raw, tools: Raw, special: TokenBytes) -> KeyedPrompt:
         tokens = None
         if self._codec is not None and bytes(tools) in (b"", b"null", b"[]"):
             tokens = _rendered_conversation(instructions, turns, self._codec)
+            if tokens is not None:
+                tokens = special + tokens
         if tokens is None:
             tokens = bytes(tools) + bytes(instructions) + bytes(turns)
         return self._named(tokens)

@@ -97,9 +97,9 @@ def read_prompt(body: RelayTextBody | RelayRawBody, reader: PromptReader, path: 
     elif path == EMBEDDINGS:
         read = reader.uncached(body.input)
     elif path == RESPONSES:
-        read = reader.read_conversation(body.instructions, body.input, body.tools)
+        read = reader.read_response(body.instructions, body.input, body.tools)
     elif path == MESSAGES:
-        read = reader.read_conversation(body.system, body.messages, body.tools)
+        read = reader.read_messages(body.system, body.messages, body.tools)
     else:
         read = reader.uncached(_NOTHING if path in _WITHOUT_ENGINE else Raw(content))
     return reader.salted(read, _salt_text(body.cache_salt)) if body.cache_salt else read

@@ -227,9 +227,20 @@ class _SharedEngine:
         most = headroom * highest_prefill_rate(self._engine, self._shape)
         return highest(lambda rate: self.prefill_ttft(rate) <= ttft, 0.0, most, COARSE_HALVINGS)
 
-    def prefill_ttft(self, rate: float) -> float:
+    @cached_property
+    def _prefilled_alone(self) -> tuple[float, float]:
+        """TTFT of a request that meets no other, and what a long prompt adds, in an engine that only prefills."""
         alone = prefill_ttft(self._engine, self._shape, self._occupancy, 0.0)
-        long = prefill_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
+        return alone, prefill_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
+
+    @cached_property
+    def _answered_alone(self) -> tuple[float, float]:
+        """TTFT of a request that meets no other, and what a long prompt adds, in an engine that prefills and decodes."""
+        alone = aggregated_ttft(self._engine, self._shape, self._occupancy, 0.0)
+        return alone, aggregated_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
+
+    def prefill_ttft(self, rate: float) -> float:
+        alone, long = self._prefilled_alone
         wait = prefill_ttft(self._engine, self._shape, self._occupancy, rate) - alone
         return alone + sqrt(long * long + wait * wait)
 
@@ -237,8 +248,7 @@ class _SharedEngine:
         return decode_tpot(self._engine, self._shape, self._occupancy, running, self._transfer)
 
     def ttft(self, running: float) -> float:
-        alone = aggregated_ttft(self._engine, self._shape, self._occupancy, 0.0)
-        long = aggregated_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
+        alone, long = self._answered_alone
         wait = aggregated_ttft(self._engine, self._shape, self._occupancy, running) - alone
         return alone + sqrt(long * long + wait * wait)
 

@@ -14,7 +14,7 @@ Rules:
 import asyncio
 import gc
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -130,8 +130,8 @@ class Replay:
         """Make a rule and run it."""
         return self.run(name, settings.open(self.context()))
 
-    def run(self, name: str, rule: ScalingRule) -> ReplayResult:
-        """Run a rule from the first request to the end of the last one."""
+    def run(self, name: str, rule: ScalingRule, on_end: Callable[[EndedRequest], None] | None = None) -> ReplayResult:
+        """Run a rule from the first request to the end of the last one; `on_end` is called with each request."""
         profiles = self._profiles()
         if isinstance(rule, ScheduledReplicas):
             begin = rule.begin
@@ -139,7 +139,8 @@ class Replay:
         was_on = gc.isenabled()
         gc.disable()  # a run makes hardly any cycles, and looking for them takes a third of its time
         try:
-            return _Run(self, name, rule, structs.replace(self._plan, pools=tuple(profiles)), self._requests).result()
+            plan_ = structs.replace(self._plan, pools=tuple(profiles))
+            return _Run(self, name, rule, plan_, self._requests, on_end).result()
         finally:
             if was_on:
                 gc.enable()
@@ -174,13 +175,20 @@ class _Run:
     """One replay."""
 
     def __init__(
-        self, replay: Replay, name: str, rule: ScalingRule, plan_: RunPlan, requests: Sequence[TraceRequest]
+        self,
+        replay: Replay,
+        name: str,
+        rule: ScalingRule,
+        plan_: RunPlan,
+        requests: Sequence[TraceRequest],
+        on_end: Callable[[EndedRequest], None] | None,
     ) -> None:
         scenario = replay.scenario
         self._name, self._rule, self._plan = name, rule, plan_
         self._begin, self._end = replay.span
         self._kernel = Kernel(plan_.seed)
         self._score = _Score(plan_.slo, self._begin, self._end)
+        self._on_end = on_end
         self._clients_over = False
         planner = scenario.planner
         self._collector = DemandCollector(
@@ -193,7 +201,7 @@ class _Run:
             self._kernel,
             plan_.pools,
             plan_.router,
-            ended=self._score.add,
+            ended=self._ended,
             record=self._collector,
             **world_arguments(plan_),
         )
@@ -212,7 +220,7 @@ class _Run:
         self._connector: VirtualConnector = simulated_connector(
             self._kernel, SimulatedOrchestrator(self._kernel, self._pools)
         )
-        start_clients(plan_.clients, self._kernel, self._world, iter(requests), self._score.add)
+        start_clients(plan_.clients, self._kernel, self._world, iter(requests), self._ended)
         self._steps: list[ReplayStep] = []
 
     def result(self) -> ReplayResult:
@@ -227,6 +235,11 @@ class _Run:
             windows=self._score.history.windows(),
             span=(self._begin / SECOND, self._end / SECOND),
         )
+
+    def _ended(self, ended: EndedRequest) -> None:
+        self._score.add(ended)
+        if self._on_end is not None:
+            self._on_end(ended)
 
     async def _decide(self) -> None:
         """Let virtual time pass from decision to decision."""

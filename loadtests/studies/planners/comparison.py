@@ -1,7 +1,7 @@
 """Study of planners: Fleet's rule and thirteen baselines size the pools of the same simulated clusters.
 
 Each rule sees three loads: a drawn day, recorded chats whose rate doubles, and recorded coding agents. Starts take 4, 85 or 135 s, and metrics
-come at once or 15 s late. Parameters come from as many trials for each rule (`tuning`), on other seeds and other parts of the traces.
+come at once or 15 s late. Further loads stay, jump, end or change their lengths (`behaviour`). Parameters come from as many trials for each rule (`tuning`), on other seeds and other parts of the traces.
 """
 
 import tomllib
@@ -17,6 +17,7 @@ from fleet.sim.planning.replay import Replay
 from fleet.sim.planning.rule_registry import RULES, rule_settings
 from fleet.sim.planning.scenario import read_replay
 from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
+from loadtests.studies.planners import behaviour
 from loadtests.studies.runs import FOLDER, Effort, spread
 
 TUNED = FOLDER / "planners" / "tuned.toml"
@@ -69,11 +70,12 @@ class PlannerRun(Struct, frozen=True, kw_only=True):
 def study(effort: Effort) -> StudyReport:
     cases = _cases(effort)
     runs = list(spread(run, cases, effort.processes))
-    return StudyReport(
-        study="planner",
-        tables=(*(_main_table(load, runs) for load in LOADS), _delays_table(runs)),
-        findings=tuple(finding for load in LOADS for finding in _findings(load, runs)),
-    )
+    tables = [*(_main_table(load, runs) for load in LOADS), _delays_table(runs)]
+    findings = [finding for load in LOADS for finding in _findings(load, runs)]
+    if not effort.requests:  # a shorter load has no steps
+        more = behaviour.study(effort)
+        tables, findings = [*tables, *more[0]], [*findings, *more[1]]
+    return StudyReport(study="planner", tables=tuple(tables), findings=tuple(findings))
 
 
 def run(case: PlannerCase) -> PlannerRun:
@@ -113,10 +115,11 @@ def _cases(effort: Effort) -> list[PlannerCase]:
             seeds = effort.seeds[:1] if rule in HINDSIGHT else effort.seeds
             cases += [PlannerCase(load=load, rule=rule, seed=seed, requests=effort.requests) for seed in seeds]
         cases += [
-            PlannerCase(load=load, rule=rule, start=start, delay=delay, seed=effort.seeds[0], requests=effort.requests)
+            PlannerCase(load=load, rule=rule, start=start, delay=delay, seed=seed, requests=effort.requests)
             for start in STARTS
             for delay in DELAYS
             for rule in EVERYWHERE
+            for seed in (effort.seeds if rule == "fleet" else effort.seeds[:1])
             if (start, delay) != MAIN
         ]
     return cases
@@ -179,12 +182,14 @@ def _delays_table(runs: Sequence[PlannerRun]) -> StudyTable:
             cells = []
             for start in STARTS:
                 for delay in DELAYS:
-                    outcome = _of(runs, load, rule, start, delay)[0]
-                    cells.append(f"{100 * outcome.attainment:.1f} % {outcome.gpu_hours:.1f} h")
+                    outcomes = _of(runs, load, rule, start, delay)
+                    attainment = sum(each.attainment for each in outcomes) / len(outcomes)
+                    hours = sum(each.gpu_hours for each in outcomes) / len(outcomes)
+                    cells.append(f"{100 * attainment:.1f} % {hours:.1f} h")
             rows.append((f"{load} {rule}", *cells))
     columns = tuple(f"{start} s, {delay} s late" for start in STARTS for delay in DELAYS)
     return StudyTable(
-        title="Requests in time and GPU-hours by start-up and delay of metrics, first seed",
+        title="Requests in time and GPU-hours by start-up and delay of metrics, means of the seeds",
         columns=("load and rule", *columns),
         rows=rows,
     )

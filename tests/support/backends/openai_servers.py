@@ -267,6 +267,7 @@ class RelaySetup(Struct):
     registry: CollectorRegistry
     reader: PromptReader
     tenants: Tenants
+    relay: Relay
 
     @property
     def url(self) -> str:
@@ -344,7 +345,7 @@ async def a_relay(
         async with open_http_frontend(
             "127.0.0.1:0", http or HttpSettings(), generation, registry, clock, relay
         ) as front:
-            world = RelaySetup(front, router, machine, workers, registry, reader, shared)
+            world = RelaySetup(front, router, machine, workers, registry, reader, shared, relay)
             for index, server in enumerate(servers):
                 server.may_join = lambda before=index: world.serving() >= before
             running = [tasks.create_task(router.run()), tasks.create_task(workers.run(router.hear))]

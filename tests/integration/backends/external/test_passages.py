@@ -139,7 +139,11 @@ async def test_slow_client_stops_a_long_download():
         return answer
 
     server.play = endless
-    async with a_world(server) as (world, _), raw_http_client(world, limit=1 << 16) as peer:
+    patience = 0.5  # seconds, less than the client pauses: the server is not to blame
+    async with (
+        a_world(server, silence_timeout_seconds=patience) as (world, _),
+        raw_http_client(world, limit=1 << 16) as peer,
+    ):
         await peer.send(get("/v1/files/f/content"))
         await peer.head()
         before, still = -1, 0

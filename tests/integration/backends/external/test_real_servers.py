@@ -5,11 +5,14 @@ They are vLLM's own server and that of transformers, with the built-in model and
 
 import asyncio
 import json
+import re
 import urllib.error
 import urllib.request
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 
+import aiohttp
+import anthropic
 import openai
 import pytest
 
@@ -17,6 +20,7 @@ from fleet.core.ids import RequestId
 from tests.support.backends import openai_servers
 from tests.support.backends.openai_servers import a_relay
 from tests.support.backends.real_servers import real_servers
+from tests.support.builders import token_ids
 from tests.support.waiting import until, until_answered
 
 pytestmark = [
@@ -31,6 +35,12 @@ pytestmark = [
 MODEL = openai_servers.MODEL
 NAMES = ("vllm", "transformers")
 MESSAGES = [{"role": "user", "content": "say something about names and scopes"}]
+CONVERSATION = [
+    {"role": "system", "content": "be brief"},
+    *MESSAGES,
+    {"role": "assistant", "content": "which ones?"},
+    {"role": "user", "content": "all"},
+]
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 12}
 
 
@@ -170,6 +180,118 @@ async def test_tools_and_structured_output_are_left_to_the_server(folder, server
         assert choice.choices[0].text in ("left", "right")
         with pytest.raises(openai.BadRequestError, match="auto"):  # the server was not started to parse tool calls
             await client.chat.completions.create(messages=MESSAGES, tools=tools, tool_choice="auto", **GREEDY)
+
+
+async def test_official_clients_use_other_apis_of_vllm(folder, servers):
+    async with a_router_in_front_of(folder, servers["vllm"]) as (world, client):
+        chat = await client.chat.completions.create(messages=MESSAGES, **GREEDY)
+        asked = {"model": MODEL, "input": MESSAGES[0]["content"], "temperature": 0, "max_output_tokens": 12}
+        response = await client.responses.create(**asked)
+        events = [event async for event in await client.responses.create(stream=True, **asked)]
+        async with anthropic.AsyncAnthropic(base_url=world.url, api_key="none", max_retries=0, timeout=60) as claude:
+            asked = {"model": MODEL, "messages": MESSAGES}
+            said = {"max_tokens": 12, "extra_body": {"temperature": 0}, **asked}
+            message = await claude.messages.create(**said)
+            pieces = [event async for event in await claude.messages.create(stream=True, **said)]
+            counted = await claude.messages.count_tokens(**asked)
+        await world.settled()
+
+    assert response.usage.output_tokens == message.usage.output_tokens == 12
+    assert response.output_text
+    assert message.content[0].text
+    assert len([each for each in events if each.type == "response.output_text.delta"]) > 1
+    assert events[-1].response.usage.output_tokens == 12
+    assert len([each for each in pieces if each.type == "content_block_delta"]) > 1
+    assert counted.input_tokens == chat.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": CONVERSATION}),
+        ("/v1/responses", {"instructions": CONVERSATION[0]["content"], "input": CONVERSATION[1:]}),
+        ("/v1/responses", {"input": "names and scopes"}),
+        ("/v1/messages", {"system": CONVERSATION[0]["content"], "messages": CONVERSATION[1:], "max_tokens": 9}),
+    ],
+)
+async def test_router_and_vllm_see_the_same_tokens(folder, servers, path, body):
+    async with a_router_in_front_of(folder, servers["vllm"]) as (world, _), aiohttp.ClientSession() as session:
+        content = json.dumps({"model": MODEL, **body}).encode()
+        arrived = await world.relay.arrival(path, content, RequestId("r"), "")
+        async with session.post(f"{world.url}{path}/render", json={"model": MODEL, **body}) as answer:
+            rendered = await answer.json()
+        assert answer.status == 200, rendered
+
+    assert token_ids(arrived.tokens) == token_ids_in(rendered)
+
+
+def token_ids_in(rendered: object) -> list[int]:
+    """Return the token ids of the only prompt in an answer of vLLM's render paths."""
+    if isinstance(rendered, list):
+        (rendered,) = rendered
+    return rendered["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/responses/resp_unknown", None),
+        ("POST", "/v1/responses/resp_unknown/cancel", None),
+        ("POST", "/v1/responses", {"model": MODEL, "input": "x", "previous_response_id": "resp_unknown"}),
+        ("POST", "/v1/messages", {"model": MODEL, "messages": []}),
+        ("POST", "/v1/embeddings", {"model": MODEL, "input": "x"}),
+        ("POST", "/v1/rerank", {"model": MODEL, "query": "x", "documents": ["x"]}),
+        ("POST", "/score", {"model": MODEL, "text_1": "x", "text_2": "x"}),
+        ("POST", "/classify", {"model": MODEL, "input": "x"}),
+        ("POST", "/pooling", {"model": MODEL, "input": "x"}),
+        ("POST", "/tokenize", {"model": MODEL, "prompt": "once upon a time"}),
+        ("POST", "/tokenize", {"model": MODEL, "messages": MESSAGES, "return_token_strs": True}),
+        ("POST", "/detokenize", {"model": MODEL, "tokens": [1, 2, 300]}),
+        ("POST", "/v1/completions/render", {"model": MODEL, "prompt": "x", "request_id": "a"}),
+        ("POST", "/v1/audio/transcriptions", None),
+        ("POST", "/v1/no/such/path", {"a": 1}),
+        ("DELETE", "/v1/models", None),
+        ("PUT", "/v1/chat/completions", {"a": 1}),
+    ],
+)
+async def test_other_paths_answer_as_vllm_itself(folder, servers, method, path, body):
+    server = servers["vllm"]
+    async with a_router_in_front_of(folder, server) as (world, _), aiohttp.ClientSession() as session:
+
+        async def ask(url):
+            async with session.request(method, url + path, json=body) as answer:
+                return answer.status, answer.content_type, without_ids(await answer.read())
+
+        assert await ask(world.url) == await ask(server.url)
+        await world.settled()
+
+
+def without_ids(content: bytes) -> bytes:
+    """Leave out what differs between two equal requests."""
+    return re.sub(rb'"(request_id|id|created)": ?("[^"]*"|[0-9]+)', b"", content)
+
+
+async def test_models_of_vllm_keep_its_fields(folder, servers):
+    server = servers["vllm"]
+    async with a_router_in_front_of(folder, server) as (world, _), aiohttp.ClientSession() as session:
+        listed = []
+        for url in (world.url, server.url):
+            async with session.get(f"{url}/v1/models") as answer:
+                (model,) = (await answer.json())["data"]
+                listed.append({name: value for name, value in model.items() if name not in ("created", "permission")})
+                assert model["permission"][0]["object"] == "model_permission"
+
+    assert listed[0] == listed[1]
+    assert listed[0]["root"] == MODEL
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/%75nload_lora_adapter", "/v1/../server_info", "/sleep"])
+async def test_control_routes_of_vllm_stay_out_of_reach(folder, servers, path):
+    async with a_router_in_front_of(folder, servers["vllm"]) as (world, _):
+        status, content = await asyncio.to_thread(post_json, world.url + path, {"lora_name": "x", "lora_path": "/x"})
+
+        assert status in (400, 403, 404)
+        assert json.loads(content)["error"]["param"] is None, "the router answers, not the server"
 
 
 def vllm_metric(server, name) -> float:

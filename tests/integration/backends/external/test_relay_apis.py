@@ -206,7 +206,6 @@ async def test_chat_and_other_apis_share_the_blocks_of_a_conversation(server, mo
         uncached = []
         for path, body in (
             (CHAT, {"messages": [system, *TURNS]}),
-            (RESPONSES, {"instructions": "be brief", "input": TURNS[0]["content"]}),
             (MESSAGES_PATH, {"system": "be brief", "messages": TURNS}),
         ):
             await peer.send(post(path, {"model": MODEL, **body}))

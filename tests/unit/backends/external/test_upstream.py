@@ -10,6 +10,7 @@ from fleet.backends.external.upstream import (
     AnswerHeads,
     Upstream,
     UpstreamUsage,
+    has_content,
     read_head,
 )
 from fleet.backends.external.write_batcher import MAX_BATCHED_MESSAGES, WriteBatcher
@@ -437,3 +438,19 @@ def test_where_an_answer_ends_and_whether_another_may_follow(content, until_clos
     head = read_head(content)
 
     assert (head.until_close, head.reusable) == (until_close, reusable)
+
+
+@pytest.mark.parametrize(
+    ("event", "tells"),
+    [
+        (b'{"type": "response.created", "response": {}}', False),
+        (b'{"type": "message_start", "message": {}}', False),
+        (b'{"type": "ping"}', False),
+        (b'{"type": "response.output_text.delta", "delta": "a"}', True),
+        (b'{"type": "content_block_start", "index": 0}', True),
+        (b'{"choices": [{"delta": {"role": "assistant"}}]}', False),
+        (b'{"choices": [{"delta": {"content": "a"}}]}', True),
+    ],
+)
+def test_events_before_the_engine_answers_are_no_content(event, tells):
+    assert has_content(b"data: " + event + b"\n\n") is tells

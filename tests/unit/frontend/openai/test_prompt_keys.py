@@ -155,7 +155,11 @@ def test_conversation_is_rendered_like_a_chat(model_dir, instructions, turns):
     reader = a_reader(model_dir)
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
-    assert reader.read_conversation(raw(instructions), raw(turns), NOTHING) == reader.read(NOTHING, raw(chat), NOTHING)
+    read = reader.read(NOTHING, raw(chat), NOTHING)
+    assert reader.read_messages(raw(instructions), raw(turns), NOTHING) == read
+    beginning = load_codec(model_dir).encode("")
+    assert len(beginning) == 4
+    assert reader.read_response(raw(instructions), raw(turns), NOTHING).tokens == beginning + read.tokens
 
 
 @pytest.mark.parametrize(
@@ -169,6 +173,6 @@ def test_conversation_is_rendered_like_a_chat(model_dir, instructions, turns):
     ],
 )
 def test_conversation_with_more_than_text_is_read_as_bytes(model_dir, turns):
-    read = a_reader(model_dir).read_conversation(raw("s"), raw(turns), NOTHING)
+    read = a_reader(model_dir).read_response(raw("s"), raw(turns), NOTHING)
 
     assert read.tokens == b'"s"' + json.dumps(turns).encode()

@@ -31,6 +31,7 @@ def a_run(case):
 
 def test_findings_compare_fleet_with_peak_oracle_and_baselines(monkeypatch):
     monkeypatch.setattr(comparison, "run", a_run)
+    monkeypatch.setattr(comparison.behaviour, "study", lambda effort: ([], []))
     monkeypatch.setitem(HOURS, "static_peak", 101.0)  # rules with hindsight run with the first seed only
     monkeypatch.setitem(HOURS, "oracle", 51.0)
 

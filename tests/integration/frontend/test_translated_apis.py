@@ -183,13 +183,15 @@ async def test_items_of_a_turn_go_back_as_one_message(parsing):
         {"type": "function_call", "call_id": "c2", "name": "stop", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "done"}]},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "thanks"},
     ]
     async with an_openai_client(parsing) as client:
         await client.responses.create(model="tiny", input=items, tools=RESPONSE_TOOLS)
 
     assert prompt_of(parsing).replace("<|end|>", "|") == (
         '<s>[add][stop]system: be brief|user: add|assistant: ok(call c1 add {"x": 1})(call c2 stop {})|'
-        "tool: 2(of c1)|tool: done(of c2)|assistant: "
+        "tool: 2(of c1)|tool: done(of c2)|assistant: 3|user: thanks|assistant: "
     )
 
 

@@ -215,8 +215,7 @@ def _messages(body: ResponsesBody) -> list[Json]:
         turn = None
         match item.type:
             case "message" if item.role in ("user", "system", "developer"):
-                role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(f"{where}.content", item.content)})
+                messages.append({"role": item.role, "content": _text(f"{where}.content", item.content)})
             case "message":
                 raise invalid(f"{where}.role", "must be user, assistant, system or developer")
             case "function_call_output":

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from fleet.core.errors import ConfigurationRefused, split_validation_error
+from fleet.core.errors import ConfigurationRefused, split_validation_error, with_allowed_values
 
 Settings = TypeVar("Settings", bound=Struct)
 
@@ -44,7 +44,7 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
     except OSError as error:
         raise ConfigurationRefused(f"{path}: {error.strerror}") from error
     except msgspec.ValidationError as error:
-        raise ConfigurationRefused(f"{path}: {_with_path(error)}") from error
+        raise ConfigurationRefused(f"{path}: {_with_path(error, kind)}") from error
     except (ValueError, msgspec.DecodeError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 
@@ -189,9 +189,10 @@ def _not_finite(value: Any) -> str | None:
     return None
 
 
-def _with_path(error: msgspec.ValidationError) -> str:
+def _with_path(error: msgspec.ValidationError, kind: Any) -> str:
     """Rewrite 'Object contains unknown field `x` - at `$.router`' as 'router.x: is not a known key'."""
     cause, path = split_validation_error(error)
+    cause = with_allowed_values(cause, kind, path)
     path = path.removeprefix(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", cause):
         return f"{path}.{unknown[1]}: is not a known key" if path else f"{unknown[1]}: is not a known key"

@@ -7,7 +7,8 @@ tests/unit/kvstore/chain_vectors.json):
    have a hash; the rest of a prompt has none.
 2. H is the first 16 bytes of SHA-256 ("sha256-128"), or XXH3-128 with seed 0, big-endian ("xxh3-128").
 3. The root is H("fleet.chain.v1" ‖ 0x00 ‖ algorithm id in ASCII ‖ 0x00 ‖ salt). The salt is empty or has 32 bytes:
-   HMAC-SHA-256 of the tenant's name under the deployment's secret. A request with a LoRA adapter has the salt
+   HMAC-SHA-256 of the tenant's name under the deployment's secret. A request whose client sends a salt of its own has
+   HMAC-SHA-256("fleet.client.v1" ‖ 0x00 ‖ that text) under the tenant's salt instead. A request with a LoRA adapter has the salt
    SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ the tenant's salt).
 4. The hash of block i is H(hash of block i-1, or the root ‖ the block's tokens ‖ its extras). Extras stand for inputs
    that are not tokens (images, audio). Each item that overlaps the block adds, in order of position, its 4-byte
@@ -117,6 +118,12 @@ def tenant_salt(secret: bytes, tenant: str) -> bytes:
     if not tenant:
         return b""
     return hmac.new(secret, tenant.encode(), hashlib.sha256).digest()
+
+
+def cache_salt(text: str, salt: bytes = b"") -> bytes:
+    """Return the salt of requests whose client chose a salt of its own, as ``cache_salt``; `salt` is the tenant's."""
+    assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
+    return hmac.digest(salt, b"fleet.client.v1\0" + text.encode("utf-8", "surrogatepass"), "sha256")
 
 
 def adapter_salt(adapter: str, salt: bytes = b"") -> bytes:

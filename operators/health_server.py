@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 STOP_SECONDS = 2.0
 
@@ -38,8 +39,9 @@ async def open_health_server(
         what = ", ".join(unread()) or "anything"
         return web.Response(status=503, text=f"not read from the API server yet: {what}\n")
 
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def metrics(request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
     application = web.Application(client_max_size=1024)
     application.router.add_get("/healthz", healthz)

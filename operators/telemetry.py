@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -26,6 +26,7 @@ class ReconcileOutcome(StrEnum):
 
 class OperatorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
+        disable_created_metrics()
         self.registry = registry
         self._looks = Counter(
             "fleet_operator_reconciles", "Reconciles of one deployment, by outcome", ["outcome"], registry=registry

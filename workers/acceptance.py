@@ -1,7 +1,9 @@
 """Acceptance check: which attempts a worker refuses before anything is started."""
 
+from collections.abc import Iterable
+
 from fleet.core.errors import Reason
-from fleet.core.requests import TOKEN_BYTES
+from fleet.core.requests import TOKEN_BYTES, Sampling, engine_fields
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import Handoff, Rejected, Start
 from kvstore.block import SALT_BYTES
@@ -26,6 +28,16 @@ def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
     )
 
 
+def field_beyond_vocabulary(sampling: Sampling, vocab_size: int) -> str | None:
+    """Return the sampling field that names a token outside the vocabulary, which could harm an engine; None if there is none."""
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": (token for token, _ in sampling.logit_bias),
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_tokens": (token for sequence in sampling.bad_tokens for token in sequence),
+    }
+    return next((field for field, ids in named.items() if any(token >= vocab_size for token in ids)), None)
+
+
 def _unfit_phase(start: Start, role: Role) -> Rejected | None:
     if start.phase in TAKES[role]:
         return None
@@ -44,6 +56,13 @@ def _unfit_prompt(start: Start, facts: EngineFacts) -> Rejected | None:
         return _invalid(
             start, "sampling.form", f"this worker's engine ({facts.name}) supports no structured output; leave it out"
         )
+    for field in engine_fields(start.sampling):
+        if field not in facts.sampling_fields:
+            return _invalid(
+                start, f"sampling.{field}", f"this worker's engine ({facts.name}) does not obey it; leave it out"
+            )
+    if start.sampling.prompt_logprobs is not None and start.phase is not Phase.AGGREGATED:
+        return _invalid(start, "sampling.prompt_logprobs", f"needs one worker for all, and this is {start.phase} work")
     prompt = len(start.tokens) // TOKEN_BYTES
     answer = 1 if start.phase is Phase.PREFILL else start.sampling.max_tokens
     if prompt + answer > facts.max_model_len:

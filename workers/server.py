@@ -106,6 +106,7 @@ class WorkerServer:
             adapter_slots=facts.adapter_slots,
             tokenizer_digests=tokenizer_digests,
             keeps_forms=facts.keeps_forms,
+            sampling_fields=facts.sampling_fields,
             generation=settings.generation,
             start_seconds=start_seconds,
             parsers=facts.parsers,

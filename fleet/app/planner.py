@@ -4,14 +4,16 @@ import asyncio
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 
+from msgspec import structs
 from prometheus_client import CollectorRegistry, start_http_server
 
 from fleet.app.planner_engines import pool_engine
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.app.rehearsal import rehearsal_of
+from fleet.config import load
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock, unix_milliseconds
@@ -31,12 +33,16 @@ from fleet.planner.settings import (
     LoadRuleSettings,
     MetricsDemandSettings,
     PlannerSettings,
+    PrometheusDemandSettings,
     RouterDemandSettings,
 )
 from fleet.planner.sizing.capacity import StepCapacity
+from fleet.planner.sizing.prices import PriceBook, priced
 from fleet.planner.sources.metrics import MetricsDemandSource
 from fleet.planner.sources.ports import DemandSource
+from fleet.planner.sources.prometheus import PrometheusDemandSource
 from fleet.planner.sources.routers import RouterDemandSource, source_names
+from fleet.recording.planner_decisions import PlannerRecorder
 from kvstore.net.addresses import host_port
 
 
@@ -46,6 +52,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
     Raises:
         ConfigurationRefused: An address is in use, a model is unknown, or a package is not installed.
     """
+    settings = priced_settings(settings)
     clock = SystemClock()
     identity = settings.identity or f"{socket.gethostname()}-{os.getpid()}"
     rule, demand = scaling_rule(settings), demand_source(settings, clock)
@@ -56,6 +63,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
         open_election(settings, identity, clock) as election,
         connector_of(settings.target, PlanWriter.PLANNER) as connector,
         stop_signal() as stop,
+        AsyncExitStack() as held,
     ):
         loop = PlannerLoop(
             settings,
@@ -68,6 +76,7 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
             unix_milliseconds,
             identity=identity,
             rehearsal=rehearsal_of(settings),
+            recorder=_recorder(settings, held),
         )
         registry = CollectorRegistry()
         registry.register(PlannerMetrics(loop))
@@ -81,6 +90,32 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
                 await stop.wait()
                 for task in running:
                     task.cancel()
+
+
+def priced_settings(settings: PlannerSettings) -> PlannerSettings:
+    """Return the settings with the prices of their price book.
+
+    Raises:
+        ConfigurationRefused: The book cannot be read, has no such region, or no price for a GPU; or a budget is below the floors.
+    """
+    if not settings.prices:
+        return settings
+    pools = priced(settings.pools, load(Path(settings.prices), PriceBook), settings.region)
+    try:
+        return structs.replace(settings, pools=pools, prices="")
+    except ValueError as error:
+        raise ConfigurationRefused(str(error)) from error
+
+
+def _recorder(settings: PlannerSettings, held: AsyncExitStack) -> PlannerRecorder | None:
+    """Begin the recording of the settings, which ends with `held`.
+
+    Raises:
+        ConfigurationRefused: The file cannot be written.
+    """
+    if not settings.record:
+        return None
+    return held.enter_context(closing(PlannerRecorder(Path(settings.record), settings.record_mib << 20, settings)))
 
 
 def scaling_rule(settings: PlannerSettings) -> ScalingRule:
@@ -116,6 +151,9 @@ def demand_source(settings: PlannerSettings, clock: Clock) -> DemandSource:
         case MetricsDemandSettings():
             aggregator = DemandAggregator(settings.model, source.urls, pools, clock.now(), stale_after)
             return MetricsDemandSource(source, aggregator, clock)
+        case PrometheusDemandSettings():
+            aggregator = DemandAggregator(settings.model, [source.url], pools, clock.now(), stale_after)
+            return PrometheusDemandSource(source, aggregator, clock)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from fleet.app.native_modules import REMEDY, ROUTER_COST, missing_modules
 from fleet.config import child_environment
+from fleet.core.errors import install_command
 from fleet.local.settings import Topology
 
 PROBE_SECONDS = 60.0  # an import of vLLM takes about ten on two busy cores
@@ -99,7 +100,7 @@ def _native_modules() -> DoctorVerdict:
 def _vllm() -> DoctorVerdict:
     if importlib.util.find_spec("vllm") is None:
         return DoctorVerdict(
-            False, "not installed", "make install, or: pip install 'fleet-serving[vllm]' on a machine with GPUs"
+            False, "not installed", f"{install_command('vllm')}; the wheels of vLLM on PyPI are for machines with GPUs"
         )
     proof = "from vllm.platforms import current_platform as p; from vllm import AsyncLLMEngine; print(p.device_type)"
     result = _try_python(proof)
@@ -109,7 +110,8 @@ def _vllm() -> DoctorVerdict:
     return DoctorVerdict(
         False,
         f"{version} does not import: {result.detail}",
-        "make clean install; a torchvision, torchaudio or torchcodec beside a CPU build of torch must be uninstalled",
+        f"{install_command('vllm')} in a new environment; a torchvision, torchaudio or torchcodec beside a CPU build of"
+        " torch must be uninstalled",
     )
 
 
@@ -310,6 +312,10 @@ PROBES: Sequence[tuple[str, Probe]] = (
         ),
     ),
     ("kv events", _packages("kv-events", "for cached blocks of external vLLM and SGLang servers", {"zmq": "pyzmq"})),
+    (
+        "parsers",
+        _packages("parsers", "for tool calls of engines that do not parse", {"transformers": "transformers"}),
+    ),
     ("ray", _packages("ray", "for fleet sim sweep --ray", {"ray": "ray"})),
     ("parquet", _packages("parquet", "for fleet sim run --requests", {"pyarrow": "pyarrow"})),
 )

@@ -10,7 +10,7 @@ import msgspec
 import yaml
 
 from fleet.cli.console.exits import DONE, FAILED
-from fleet.core.errors import ConfigurationRefused, split_validation_error
+from fleet.core.errors import ConfigurationRefused, split_validation_error, with_allowed_values
 from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api.consistency import contradictions
 from operators.api.disagg_deployment import DisaggDeploymentSpec
@@ -206,12 +206,13 @@ def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[
     try:
         return named, msgspec.convert(content.get("spec"), of)
     except msgspec.ValidationError as error:
-        raise ConfigurationRefused(_value_error(error)) from error
+        raise ConfigurationRefused(_value_error(error, of)) from error
 
 
-def _value_error(error: msgspec.ValidationError) -> str:
+def _value_error(error: msgspec.ValidationError, kind: object) -> str:
     """Return what is wrong with a specification, after the path of the field."""
     cause, path = split_validation_error(error)
+    cause = with_allowed_values(cause, kind, path)
     if named := _NAMED.fullmatch(cause):
         path, cause = f"{path}.{named[2]}", "is missing" if named[1] == "missing required" else "is not a known key"
     return f"spec{path}: {cause}"

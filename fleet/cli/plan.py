@@ -2,7 +2,7 @@
 
 import argparse
 
-from fleet.cli.planner import replay, show, size
+from fleet.cli.planner import decide, replay, show, size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +16,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         description="Replay a load with scaling rules on simulated pools, and compare goals kept, GPU-hours and turns.",
     )
     replay.configure(replay_parser)
+    decide_parser = actions.add_parser(
+        "decide",
+        help="decide again on the recording of a planner",
+        description="Decide again on the recording of a planner, and compare with what it decided.",
+    )
+    decide.configure(decide_parser)
     size_parser = actions.add_parser(
         "size",
         help="size pools for a load that is described, and price them",
@@ -28,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     match arguments.action:
         case "replay":
             return replay.run(arguments)
+        case "decide":
+            return decide.run(arguments)
         case "size":
             return size.run(arguments)
         case "watch":

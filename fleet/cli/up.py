@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import secrets
+from hashlib import sha256
 from pathlib import Path
 
 from msgspec import structs
@@ -16,9 +18,11 @@ from fleet.core.roles import KvPath, Placement, Role
 from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, Topology
 from fleet.local.topology import addresses
+from fleet.router.tenants import TenantSettings
 
 DEMO_TOKENS = 48
 DEMO_SECONDS = 120.0
+OWN_TENANT = "fleet-up"  # of the requests of --demo and --check, where clients need a key
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -79,15 +83,17 @@ def run(arguments: argparse.Namespace) -> int:
             from fleet.cli.local.check import check  # noqa: PLC0415 - most runs check nothing
 
             paths = arguments.kv_paths or tuple(KvPath)
-            return DONE if asyncio.run(check(topology, surroundings, paths)) else FAILED
-        asyncio.run(with_cluster(topology, surroundings, lambda cluster: _stay(cluster, arguments)))
+            topology, key = with_own_key(topology)
+            return DONE if asyncio.run(check(topology, surroundings, paths, key)) else FAILED
+        topology, key = with_own_key(topology) if arguments.demo else (topology, "")
+        asyncio.run(with_cluster(topology, surroundings, lambda cluster: _stay(cluster, arguments, key)))
     except ClusterFailed as error:
         say(str(error))
         return FAILED
     return DONE
 
 
-async def _stay(cluster: LocalCluster, arguments: argparse.Namespace) -> None:
+async def _stay(cluster: LocalCluster, arguments: argparse.Namespace, api_key: str) -> None:
     """Show the addresses, and keep the pools as large as plans say, until cancelled."""
     cluster.pools.step()  # before the cluster is announced, so that its pools can be shown at once
     for line in addresses(cluster.plan):
@@ -97,18 +103,18 @@ async def _stay(cluster: LocalCluster, arguments: argparse.Namespace) -> None:
         cluster.write_ready_file(arguments.ready_file)
     if arguments.demo:
         try:
-            await _demonstrate(cluster, arguments.demo)
+            await _demonstrate(cluster, arguments.demo, api_key)
         except FleetError as error:
             say(f"the demo failed: {error.message}")
     await cluster.pools.follow()
 
 
-async def _demonstrate(cluster: LocalCluster, text: str) -> None:
+async def _demonstrate(cluster: LocalCluster, text: str, api_key: str) -> None:
     """Stream one answer, disaggregated if possible, and show the source of its prompt blocks."""
     placement = Placement.DISAGGREGATED if cluster.plan.disaggregates else Placement.AUTO
     print(f"\n> {text}", flush=True)
     async with (
-        cluster_client(cluster.plan) as client,
+        cluster_client(cluster.plan, api_key) as client,
         client.generate(
             text, max_tokens=DEMO_TOKENS, temperature=0, placement=placement, timeout_seconds=DEMO_SECONDS
         ) as stream,
@@ -118,6 +124,20 @@ async def _demonstrate(cluster: LocalCluster, text: str) -> None:
     print("\n")
     for line in summary(stream.result, cluster.plan.grpc):
         print(line)
+
+
+def with_own_key(topology: Topology) -> tuple[Topology, str]:
+    """Return the topology with a tenant for this program's requests, and its key; both unchanged if clients need no key.
+
+    The settings hold only digests of the clients' keys, so the program cannot use one of them.
+    """
+    tenants = topology.router.tenants
+    if not any(tenant.api_key_sha256 for tenant in tenants.values()):
+        return topology, ""
+    key = secrets.token_urlsafe(32)
+    own = TenantSettings(api_key_sha256=(sha256(key.encode()).hexdigest(),))
+    router = structs.replace(topology.router, tenants={**tenants, OWN_TENANT: own})
+    return structs.replace(topology, router=router), key
 
 
 def read_topology(arguments: argparse.Namespace) -> Topology:

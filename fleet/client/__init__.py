@@ -52,11 +52,11 @@ from fleet.core.requests import (
     ModelCard,
     Pattern,
     Source,
+    ToolCall,
     ToolChoice,
     Usage,
 )
 from fleet.core.roles import KvPath, Placement
-from fleet.core.tool_calls import ToolCall
 
 __all__ = [
     "AnswerParsing",

@@ -47,11 +47,18 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     logprobs: int
+    prompt_logprobs: int
+    logit_bias: Mapping[int, float]  # by token id
+    allowed_token_ids: Sequence[int]
     form: StructuredOutput
     tools: Sequence[Mapping[str, Any]]  # as in the OpenAI API; for conversations
     template_args: Mapping[str, Any]  # further variables of the chat template; for conversations
     parsing: AnswerParsing  # return reasoning and tool calls apart from the text
     stop: str | Sequence[str]
+    include_stop_string: bool
+    show_special_tokens: bool
+    bad_words: Sequence[str]
+    cache_salt: str
     priority: int
     session: str
     tenant: str
@@ -105,11 +112,15 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
         expected_tokens=options.get("expected_tokens", 0),
         pin=options.get("pin", ""),
         labels=tuple(options.get("labels", ())),
+        bad_words=tuple(options.get("bad_words", ())),
+        cache_salt=options.get("cache_salt", ""),
+        include_stop_string=options.get("include_stop_string", False),
+        show_special_tokens=options.get("show_special_tokens", False),
         parsing=options.get("parsing"),
     )
     sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
     if not isinstance(options.get("form"), StructuredOutput | None):
-        message = "sampling.form: must be AnyObject, JsonSchema, Pattern, Grammar or Choice"
+        message = "sampling.form: must be AnyObject, JsonSchema, Pattern, Grammar, Choice or StructuralTag"
         raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="sampling.form")
     try:
         return encode_request(request, sampling, timeout_ms=0)
@@ -120,7 +131,10 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
 
 def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
     """Return the path of the value that does not fit, because protobuf does not name it."""
-    own = ("model", "stop", "priority", "session", "tenant", "expected_tokens", "pin", "labels")
+    own = (
+        *("model", "stop", "priority", "session", "tenant", "expected_tokens", "pin", "labels"),
+        *("bad_words", "cache_salt", "include_stop_string", "show_special_tokens"),
+    )
     given: dict[str, object] = {"request_id": request.id} | {name: getattr(request, name) for name in own}
     for name, value in given.items():
         if not _fits_field(pb.GenerateRequest, name, value):

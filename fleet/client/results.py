@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from fleet.client.errors import ServerError
-from fleet.core.requests import Admitted, Delta, Finish, Finished, KvPhase, Logprobs, Usage
-from fleet.core.tool_calls import ToolCall, join_calls
+from fleet.core.requests import Admitted, Delta, Finish, Finished, KvPhase, Logprobs, ToolCall, Usage, join_calls
 from fleet.v1 import control_pb2, inference_pb2
 from fleet.wire.inference import decode_event
 

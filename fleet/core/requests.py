@@ -1,5 +1,6 @@
 """Requests and answers: the values that frontends, router and workers share."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from msgspec import Struct
@@ -43,18 +44,24 @@ class Choice(Struct, frozen=True, tag=True):
     strings: tuple[str, ...]
 
 
+class StructuralTag(Struct, frozen=True, tag=True):
+    """Structured output: text in which some parts, which begin with given tags, follow rules of their own."""
+
+    text: str  # a JSON object, as XGrammar reads it
+
+
 class ToolCallForm(Struct, frozen=True, tag=True):
     """Structured output: tool calls in the model's own format, as `ParsingTask` demands. Only the router sets it."""
 
 
-StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice | ToolCallForm
+StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice | StructuralTag | ToolCallForm
 """The rule that an answer's text must follow."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
     """Sampling parameters. `fleet.core.validation` checks their ranges."""
 
-    max_tokens: int = 16
+    max_tokens: int = 16  # 0: only the prompt is computed
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
@@ -68,13 +75,19 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # alternatives per token
     form: StructuredOutput | None = None  # None: no rule
+    # Fields that not every engine obeys, see `ENGINE_FIELDS`.
+    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
+    allowed_token_ids: tuple[int, ...] = ()  # the only tokens that may be sampled; empty: all
+    bad_tokens: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not be sampled
+    prompt_logprobs: int | None = None  # alternatives per token of the prompt
 
     @property
     def stateless(self) -> bool:
         """True if the next token depends only on the tokens before it.
 
         Only then may a decode worker treat the prefill worker's first token as a part of its prompt. Penalties,
-        `min_tokens`, seeded generators and structured output depend on the tokens that *this* engine has generated.
+        `min_tokens`, seeded generators, structured output and forbidden sequences depend on the tokens that *this* engine
+        has generated. Log probabilities of the prompt are told once.
         """
         return (
             (self.temperature == 0 or self.seed is None)
@@ -83,7 +96,19 @@ class Sampling(Struct, frozen=True, kw_only=True):
             and self.repetition_penalty == 1
             and self.min_tokens <= 1
             and self.form is None
+            and not self.bad_tokens
+            and self.prompt_logprobs is None
         )
+
+
+ENGINE_FIELDS = ("logit_bias", "allowed_token_ids", "bad_tokens", "prompt_logprobs")
+"""Fields of `Sampling` that a worker must know; an engine may lack them. The router places a request only where all that it
+uses are obeyed."""
+
+
+def engine_fields(sampling: Sampling) -> tuple[str, ...]:
+    """Return those of `ENGINE_FIELDS` that a request uses."""
+    return tuple(name for name in ENGINE_FIELDS if getattr(sampling, name) not in ((), None))
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True):
@@ -113,6 +138,7 @@ class AnswerParsing(Struct, frozen=True, kw_only=True):
 
 class TextPrompt(Struct, frozen=True, tag=True):
     text: str
+    special: bool = True  # the model's special tokens (such as a beginning of sequence) precede the text
 
 
 class ChatPrompt(Struct, frozen=True, tag=True):
@@ -139,6 +165,11 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     fill_context: bool = False  # the answer may fill the rest of the context; `sampling.max_tokens` is ignored
     stop: tuple[str, ...] = ()
+    include_stop_string: bool = False  # the stop string that ends the answer is a part of it
+    show_special_tokens: bool = False
+    bad_words: tuple[str, ...] = ()  # strings that the answer must not contain; they become `Sampling.bad_tokens`
+    cache_salt: str = ""  # keeps the blocks of the prompt apart from those of requests with another one
+    truncate_prompt: int | None = None  # keep so many of the prompt's last tokens; -1: as many as fit
     priority: int = 0
     deadline: Nanos | None = None  # instant of the server's clock
     session: str = ""
@@ -149,6 +180,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     pin: str = ""  # the only worker that may answer; empty: any
     labels: tuple[str, ...] = ()  # labels that the worker must have
     whole: bool = False  # the client gets the answer in one piece, so there is at most one `Delta`
+    sibling: bool = False  # another branch of the client's request counts the prompt's tokens
+    leads: bool = False  # siblings wait for its first token; where `whole` holds it back, an empty `Delta` tells of it
     parsing: AnswerParsing | None = None  # None: the answer is one text, as the model writes it
 
 
@@ -231,6 +264,7 @@ class Admitted(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     model: ModelName
     prompt_tokens: int
+    tokens: TokenBytes = b""  # the prompt; empty at a client
     allowance: RateLimitStatus | None = None
 
 
@@ -243,6 +277,29 @@ class CallDelta(Struct, frozen=True, kw_only=True):
     arguments: str = ""  # more of the arguments, whose parts together are JSON text
 
 
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A whole call. `arguments` is a JSON object as text, unless `max_tokens` ended the answer within it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+def join_calls(parts: Iterable[CallDelta]) -> list[ToolCall]:
+    """Return the calls whose parts are given, in the order of their indices."""
+    calls: dict[int, list[CallDelta]] = {}
+    for part in parts:
+        calls.setdefault(part.index, []).append(part)
+    return [
+        ToolCall(
+            id="".join([part.id for part in calls[index]]),
+            name="".join([part.name for part in calls[index]]),
+            arguments="".join([part.arguments for part in calls[index]]),
+        )
+        for index in sorted(calls)
+    ]
+
+
 class Delta(Struct, frozen=True, kw_only=True):
     """New tokens. `text` may lag behind while a character, a stop string or a tool call is incomplete.
 
@@ -252,6 +309,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # in the first delta: of each token of the prompt but the first
     reasoning: str = ""  # more of the reasoning before the answer
     calls: tuple[CallDelta, ...] = ()
 

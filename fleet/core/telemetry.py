@@ -2,25 +2,53 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from fleet.core.errors import Reason
 from fleet.core.requests import Finish, KvPhase, Source, Usage
 from fleet.core.roles import Phase, Placement
 
-# Seconds. Three steps per decade from 1 ms to 100 s, so a quantile is known within a factor of 2.5.
-LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-# Seconds per token, from 0.25 ms (small models) to 1 s.
-TOKEN_BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+_STEPS = (
+    1,
+    1.25,
+    1.6,
+    2,
+    2.5,
+    3.15,
+    4,
+    5,
+    6.3,
+    8,
+)  # Renard's series R10, so that a quantile is known within a factor of 1.28
+
+
+def _per_decade(steps: Sequence[float], first: int, last: int) -> tuple[float, ...]:
+    """Return bounds in seconds with these steps, from ten to the power of `first` up to ten to the power of `last`."""
+    bounds = [float(f"{step}e{power}") for power in range(first, last) for step in steps]
+    return (*bounds, float(f"1e{last}"))
+
+
+LATENCY_BUCKETS = _per_decade(_STEPS, -3, 2)
+"""Seconds, from 1 ms to 100 s."""
+
+TOKEN_BUCKETS = _per_decade(_STEPS, -4, 0)
+"""Seconds per token, from 0.1 ms (small models) to 1 s."""
 
 
 class RouterProcessMetrics:
     """Metrics of a router process. Label values come from enums, so their number is limited."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        disable_created_metrics()  # they would double the list, and nobody reads them
         self.registry = registry
+        self._unserved = Counter(
+            "fleet_http_unserved_requests",
+            "HTTP requests that no handler takes, because of their path, method or kind of body",
+            ["status"],
+            registry=registry,
+        )
         self._requests = Counter(
             "fleet_requests",
             "Requests that ended, by how and by where they ran",
@@ -45,7 +73,7 @@ class RouterProcessMetrics:
         self._duration = Histogram(
             "fleet_request_seconds", "Arrival to end of the answer", buckets=LATENCY_BUCKETS, registry=registry
         )
-        self._prompt_tokens = Counter("fleet_prompt_tokens", "Tokens of prompts that were served", registry=registry)
+        self._prompt_tokens = Counter("fleet_prompt_tokens", "Tokens of prompts that were admitted", registry=registry)
         self._completion_tokens = Counter("fleet_completion_tokens", "Tokens generated", registry=registry)
         self._cached_tokens = Counter(
             "fleet_cached_tokens", "Prompt tokens that no engine computed for their request", registry=registry
@@ -72,8 +100,17 @@ class RouterProcessMetrics:
         """Record the time from a request's arrival to its first token."""
         self._ttft.observe(seconds)
 
-    def ended(self, outcome: Finish | Reason, kv: Iterable[KvPhase], usage: Usage | None, seconds: float) -> None:
-        """Record a request that ended `seconds` after its arrival; `usage` is None if it was not served."""
+    def ended(
+        self, outcome: Finish | Reason, kv: Iterable[KvPhase], usage: Usage | None, seconds: float | None
+    ) -> None:
+        """Record a request that ended.
+
+        Args:
+            outcome: How it ended.
+            kv: KV reports of its phases.
+            usage: The tokens that its tenant was charged for; None if it was not admitted.
+            seconds: From its arrival to its end; None if it got no part of an answer.
+        """
         placement = Placement.AUTO  # not placed, or the placement is unknown
         for phase in kv:
             aggregated = phase.phase is Phase.AGGREGATED
@@ -82,11 +119,16 @@ class RouterProcessMetrics:
                 self._kv_blocks.labels(phase.phase, origin.source).inc(origin.blocks)
                 self._kv_bytes.labels(phase.phase, origin.source).inc(origin.bytes)
         self._requests.labels(outcome, "unknown" if placement is Placement.AUTO else placement).inc()
-        if usage is not None:
+        if seconds is not None:
             self._duration.observe(seconds)
+        if usage is not None:
             self._prompt_tokens.inc(usage.prompt_tokens)
             self._completion_tokens.inc(usage.completion_tokens)
             self._cached_tokens.inc(usage.cached_tokens)
+
+    def unserved(self, status: int) -> None:
+        """Record an HTTP request that no handler takes."""
+        self._unserved.labels(status).inc()
 
     def gaps(self, mean_seconds: float, longest_seconds: float) -> None:
         """Record the times between tokens of a request that took more than one step."""

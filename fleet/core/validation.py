@@ -26,16 +26,17 @@ from fleet.core.requests import (
     ModelCard,
     Pattern,
     Sampling,
+    StructuralTag,
     StructuredOutput,
     TextPrompt,
     TokenPrompt,
     ToolCallForm,
     ToolChoice,
 )
+from fleet.core.roles import Placement
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_STOP_TOKENS = 1024  # the ids are kept while the request runs; a body could hold millions
 MAX_HINT_CHARACTERS = 256  # for sessions and tenants, which are keys in the router's tables
 MAX_PRIORITY = 100
 MAX_EXPECTED_TOKENS = 2**31 - 1
@@ -44,6 +45,11 @@ MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072  # of a schema or a grammar; OpenAI a
 MAX_REGEX_CHARACTERS = 16_384
 MAX_CHOICES = 256
 MAX_CHOICE_CHARACTERS = 1024
+MAX_NAMED_TOKENS = 1024  # in each list of token ids, which are kept while the request runs; a body could hold millions
+MAX_BIAS = 100.0
+MAX_BAD_WORDS = 128  # vLLM's sampler keeps as many token sequences
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_CACHE_SALT_CHARACTERS = 128
 MAX_TOOLS = 1024  # OpenAI accepts 128
 MAX_TEMPLATE_ARGS_CHARACTERS = 16_384
 MAX_INT32 = 2**31 - 1
@@ -52,7 +58,7 @@ MAX_UINT64 = 2**64 - 1
 
 _DEMANDING = (ToolChoice.REQUIRED, ToolChoice.NAMED)
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class _Range(Struct, frozen=True):
@@ -72,7 +78,7 @@ class _Range(Struct, frozen=True):
 
 
 _RANGES: dict[str, _Range] = {  # of the fields of Sampling; None is not checked
-    "max_tokens": _Range(1, MAX_UINT32),
+    "max_tokens": _Range(0, MAX_UINT32),
     "temperature": _Range(0, 2),
     "top_p": _Range(0, 1, closed=False),
     "top_k": _Range(0, MAX_INT32),
@@ -83,6 +89,7 @@ _RANGES: dict[str, _Range] = {  # of the fields of Sampling; None is not checked
     "repetition_penalty": _Range(0, 2, closed=False),
     "min_tokens": _Range(0, MAX_UINT32),
     "logprobs": _Range(0, 20),
+    "prompt_logprobs": _Range(0, 20),
 }
 
 
@@ -103,7 +110,15 @@ def validate(
     _check_names(request)
     _check_prompt(request, vocab_size)
     _check_sampling(request.sampling, vocab_size)
-    _check_stop(request.stop)
+    _check_strings("stop", request.stop, MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
+    if request.bad_words:
+        _check_strings("bad_words", request.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
+    if len(request.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
+        raise invalid(
+            "cache_salt", f"has {len(request.cache_salt)} characters, and {MAX_CACHE_SALT_CHARACTERS} are allowed"
+        )
+    if request.sampling.prompt_logprobs is not None and request.placement is Placement.DISAGGREGATED:
+        raise invalid("placement", "log probabilities of the prompt need one worker for all; ask for aggregated")
     if not request.fill_context and request.sampling.min_tokens > request.sampling.max_tokens:
         raise invalid(
             "sampling.min_tokens",
@@ -156,7 +171,7 @@ def prompt_field(request: GenerateRequest) -> str:
 
 
 def _check_names(request: GenerateRequest) -> None:
-    if not _REQUEST_ID.fullmatch(request.id):
+    if not REQUEST_ID.fullmatch(request.id):
         raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
     check_hints(request)
 
@@ -338,6 +353,9 @@ def _check_structured_output(form: StructuredOutput) -> None:
             _check_size("sampling.form", regex, MAX_REGEX_CHARACTERS)
         case Grammar(text=text):
             _check_size("sampling.form", text, MAX_STRUCTURED_OUTPUT_CHARACTERS)
+        case StructuralTag(text=text):
+            _check_size("sampling.form", text, MAX_STRUCTURED_OUTPUT_CHARACTERS)
+            _decoded(text, _OBJECT, "sampling.form")
         case Choice(strings=strings):
             if not 1 <= len(strings) <= MAX_CHOICES:
                 raise invalid("sampling.form", f"has {len(strings)} choices; 1 to {MAX_CHOICES} are allowed")
@@ -359,23 +377,43 @@ def _check_sampling(sampling: Sampling, vocab_size: int | None) -> None:
         number = getattr(sampling, name)
         if number is not None and number not in allowed:
             raise invalid(f"sampling.{name}", f"must be {allowed}, not {_short(number)}")
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
-        raise invalid(
-            "sampling.stop_token_ids", f"has {len(sampling.stop_token_ids)} ids, and {MAX_STOP_TOKENS} are allowed"
-        )
-    for index, token_id in enumerate(sampling.stop_token_ids):
-        if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
-            raise invalid(f"sampling.stop_token_ids[{index}]", f"{_short(token_id)} is outside the model's vocabulary")
+    if sampling.stop_token_ids:
+        _check_tokens("sampling.stop_token_ids", sampling.stop_token_ids, vocab_size)
     if sampling.form is not None:
         _check_structured_output(sampling.form)
+    if sampling.logit_bias:
+        _check_bias(sampling.logit_bias, vocab_size)
+    if sampling.allowed_token_ids:
+        _check_tokens("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
 
 
-def _check_stop(stop: tuple[str, ...]) -> None:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise invalid("stop", f"has {len(stop)} strings, and {MAX_STOP_STRINGS} are allowed")
-    for index, string in enumerate(stop):
-        if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
-            raise invalid(f"stop[{index}]", f"has {len(string)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed")
+def _check_bias(logit_bias: tuple[tuple[int, float], ...], vocab_size: int | None) -> None:
+    field = "sampling.logit_bias"
+    if len(logit_bias) > MAX_NAMED_TOKENS:
+        raise invalid(field, f"has {len(logit_bias)} tokens, and {MAX_NAMED_TOKENS} are allowed")
+    for token_id, bias in logit_bias:
+        if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+            raise invalid(field, f"{_short(token_id)} is outside the model's vocabulary")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise invalid(
+                field, f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {_short(bias)}, for token {token_id}"
+            )
+
+
+def _check_tokens(field: str, token_ids: tuple[int, ...], vocab_size: int | None) -> None:
+    if len(token_ids) > MAX_NAMED_TOKENS:
+        raise invalid(field, f"has {len(token_ids)} ids, and {MAX_NAMED_TOKENS} are allowed")
+    for index, token_id in enumerate(token_ids):
+        if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+            raise invalid(f"{field}[{index}]", f"{_short(token_id)} is outside the model's vocabulary")
+
+
+def _check_strings(field: str, strings: tuple[str, ...], most: int, most_characters: int) -> None:
+    if len(strings) > most:
+        raise invalid(field, f"has {len(strings)} strings, and {most} are allowed")
+    for index, string in enumerate(strings):
+        if not 1 <= len(string) <= most_characters:
+            raise invalid(f"{field}[{index}]", f"has {len(string)} characters; 1 to {most_characters} are allowed")
 
 
 def _short(number: float) -> str:

@@ -57,6 +57,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     adapter_slots: int = 0  # adapters that can be loaded at a time; 0: all of them
     tokenizer_digests: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
+    sampling_fields: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the engine obeys
     start_seconds: float = 0.0  # from the start of its process to this description; 0: unknown
     generation: str = ""  # deployment generation; only workers of one generation hand prompts over to each other
     parsers: AnswerParsers | None = None  # parsers of its answers; None: none
@@ -104,7 +105,7 @@ class Start(Struct, frozen=True, kw_only=True):
 
 
 class ParsedDelta(Struct, frozen=True, kw_only=True):
-    """What the new tokens of an answer mean, for an attempt with `Start.parsing`."""
+    """Meaning of the new tokens of an answer, for an attempt with `Start.parsing`."""
 
     text: str = ""
     reasoning: str = ""
@@ -124,6 +125,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     # sent with the first tokens, and again (then it counts) with the finish, unless cancelled
     kv: KvReport | None = None
     handoff: Handoff | None = None  # sent with the finish of a prefill attempt
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # sent with the first tokens: of each token of the prompt but the first
     parsed: ParsedDelta | None = None  # None: the tokens have no meaning yet, or the attempt has no `parsing`
 
 

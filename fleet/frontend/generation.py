@@ -10,11 +10,13 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
    there text. The engine is told to stop, and nobody waits for it; its KV report came with the first tokens.
 4. An answer that the client gets in one piece (`GenerateRequest.whole`) is collected here. So it may start over on another
    worker until it is complete, whatever its sampling.
+5. An engine samples at least one token. A request for none (`max_tokens` 0) computes its prompt, and the token is dropped.
+6. The metrics and the tenant's counters count the same tokens, however a request ends.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from functools import partial
 from itertools import chain
 from typing import Protocol, assert_never
@@ -43,7 +45,9 @@ from fleet.core.requests import (
     TokenPrompt,
     ToolChoice,
     Usage,
+    engine_fields,
 )
+from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
 from fleet.core.work import ParsingTask
@@ -56,11 +60,12 @@ from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
 from fleet.router.state.lora import resolve_model
 from fleet.router.tenants import Tenants, admit_with_peers
-from kvstore.block import tenant_salt
+from kvstore.block import cache_salt, tenant_salt
 
 _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
 RETRY_AFTER_MS = 1000
+MAX_BAD_SEQUENCES = 128  # vLLM's sampler keeps as many
 
 
 class OverflowTerms(Protocol):
@@ -129,6 +134,14 @@ class Generation:
         """Return the text of a single token, for log probabilities."""
         return self._codecs[self._parents.get(model, model)].token_text(token_id)
 
+    def prompt_text(self, model: ModelName, tokens: TokenBytes) -> str:
+        """Return the text of a prompt that came as tokens."""
+        return self._codecs[self._parents.get(model, model)].decode(tokens)
+
+    def serves(self, request_id: RequestId) -> bool:
+        """Return whether a running request has this id."""
+        return request_id in self._running
+
     async def generate(
         self, request: GenerateRequest, authorization: str = "", overflow: "OverflowTerms | None" = None
     ) -> AsyncGenerator[GenerateEvent]:
@@ -144,7 +157,7 @@ class Generation:
         """
         measured = _RequestTimes(self._clock, self.metrics)
         if request.id in self._running:
-            measured.refused(Reason.INVALID_ARGUMENT)
+            measured.ended(Reason.INVALID_ARGUMENT)
             raise invalid("request_id", "a running request has the same id; use another one")
         self._running.add(request.id)
         try:
@@ -155,13 +168,13 @@ class Generation:
                 async for event in events:
                     yield event
         except RequestRejected as refused:
-            measured.refused(refused.reason)
+            measured.ended(refused.reason)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            measured.refused(Reason.CANCELLED)
+            measured.ended(Reason.CANCELLED)
             raise
         except Exception:
-            measured.refused(Reason.INTERNAL)
+            measured.ended(Reason.INTERNAL)
             raise
         finally:
             self._running.discard(request.id)
@@ -215,6 +228,7 @@ class Generation:
     ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
+        prompt_only = request.sampling.max_tokens == 0 and not request.fill_context
         parsing = None
         if (demand := request.parsing) is not None and (
             card.parsers is not None or demand.tool_choice is not _NO_CALLS or codec.response_template is not None
@@ -229,16 +243,19 @@ class Generation:
             if parsing is not None and parsing.template is None:
                 return parsing.engine_answer(request.id)
             text = AnswerText(
-                codec.decoder(tokens) if parsing is None else codec.decoder(tokens, special=True),
+                codec.decoder(tokens, special=parsing is not None or request.show_special_tokens),
                 stop=request.stop,
                 end_token_ids=frozenset(sampling.stop_token_ids),
                 min_tokens=sampling.min_tokens,
+                include_stop=request.include_stop_string,
             )
             return text if parsing is None else parsing.answer(request.id, text, codec, tokens)
 
         answer = begun()
         collected: list[Delta] = []  # parts of an answer that is given in one piece
-        allowance = await admit_with_peers(self._tenants, request.tenant, prompt_tokens, self._clock)
+        counted_tokens = 0 if request.sibling else prompt_tokens
+        allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
+        measured.admitted(counted_tokens)
         complete: Complete | None = None
         last: Delta | None = None
         task = None if parsing is None or card.parsers is None else parsing.task
@@ -246,65 +263,69 @@ class Generation:
         if overflow is not None:
             most_wait = overflow.admitted(request, prompt_tokens, allowance)
             arrived = structs.replace(arrived, most_wait=most_wait)
-        async with self._charged(request.tenant, lambda: answer), self._router.submit(arrived) as submitted:
-            yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens, allowance=allowance)
-            async for event in submitted:
-                if isinstance(event, Complete):
-                    complete = event
-                    break
-                if isinstance(event, StartedOver):
-                    answer = begun()
-                    collected.clear()
-                elif event.token_ids or event.parsed is not None:
-                    measured.tokens()
-                    if isinstance(answer, AnswerText):
-                        delta = answer.add(event.token_ids, event.logprobs)
-                    else:
-                        delta = answer.take(event)
-                    if (
-                        answer.stopped
-                    ):  # leave the context first, so that the engine stops even if the client reads slowly
-                        last = delta
+        async with self._router.submit(arrived) as submitted:
+            try:
+                yield Admitted(
+                    request_id=request.id,
+                    model=card.name,
+                    prompt_tokens=prompt_tokens,
+                    tokens=tokens,
+                    allowance=allowance,
+                )
+                async for event in submitted:
+                    if isinstance(event, Complete):
+                        complete = event
                         break
-                    if request.whole:
-                        collected.append(delta)
-                    else:
-                        yield delta
+                    if isinstance(event, StartedOver):
+                        answer = begun()
+                        collected.clear()
+                    elif event.token_ids or event.parsed is not None:
+                        measured.tokens()
+                        if prompt_only:
+                            delta = Delta(text="", token_ids=())
+                        elif isinstance(answer, AnswerText):
+                            delta = answer.add(event.token_ids, event.logprobs)
+                        else:
+                            delta = answer.take(event)
+                        if event.prompt_logprobs:
+                            delta = structs.replace(delta, prompt_logprobs=event.prompt_logprobs)
+                        if (
+                            answer.stopped
+                        ):  # leave the context first, so that the engine stops even if the client reads slowly
+                            last = delta
+                            break
+                        if request.whole:
+                            collected.append(delta)
+                            if request.leads and len(collected) == 1:
+                                yield Delta(text="", token_ids=())
+                        else:
+                            yield delta
+            finally:
+                self._tenants.used(request.tenant, answer.num_tokens, self._clock.now())
+                measured.used(answer.num_tokens, 0 if request.sibling else submitted.cached_tokens, submitted.kv)
         if last is not None:
             collected.append(last)
         text = ""
         if isinstance(answer, AnswerText):
-            text = answer.finish()
             if collected:
                 yield _joined(collected)
+            text = answer.finish()
         else:
             yield _joined_parts([*collected, answer.finish()])
         finish = Finish.STOP if answer.stopped or complete is None else complete.finish
-        if finish is Finish.STOP and not isinstance(answer, AnswerText) and answer.has_calls:
+        if prompt_only:
+            finish = Finish.LENGTH
+        elif finish is Finish.STOP and not isinstance(answer, AnswerText) and answer.has_calls:
             finish = Finish.TOOL_CALLS
-        finished = Finished(
+        assert measured.usage is not None
+        measured.ended(finish)
+        yield Finished(
             finish=finish,
-            usage=Usage(
-                prompt_tokens=prompt_tokens,
-                completion_tokens=answer.num_tokens,
-                cached_tokens=submitted.cached_tokens,
-            ),
+            usage=measured.usage,
             kv=submitted.kv,
             text=text,
             stop_string=(answer.stop_string or request.stop[0]) if answer.stopped else "",
         )
-        measured.finished(finished)
-        yield finished
-
-    @asynccontextmanager
-    async def _charged(
-        self, tenant: str, answer: Callable[[], AnswerText | EngineParsedAnswer | TemplateParsedAnswer]
-    ) -> AsyncGenerator[None]:
-        """Charge a tenant for the final answer; tokens that a restart made void are not charged."""
-        try:
-            yield
-        finally:
-            self._tenants.used(tenant, answer().num_tokens, self._clock.now())
 
     async def _checked(self, request: GenerateRequest) -> tuple[ModelCard, TextCodec, TokenBytes, Sampling]:
         """Return the model card, the codec, the prompt tokens and the engine's sampling parameters of a request.
@@ -316,6 +337,8 @@ class Generation:
         card, codec = self._resolve(request.model)
         validate(request, card, None, vocab_size=codec.vocab_size)
         tokens = await self._tokenise(request.prompt, codec)
+        if request.truncate_prompt is not None:
+            tokens = _truncated(request, card, tokens)
         prompt_tokens = len(tokens) // TOKEN_BYTES
         validate_length(request, card, prompt_tokens)
         return card, codec, tokens, _engine_sampling(request, codec, room=card.max_model_len - prompt_tokens)
@@ -355,8 +378,8 @@ class Generation:
         match prompt:
             case TokenPrompt(tokens=tokens):
                 return tokens
-            case TextPrompt(text=text):
-                work, characters = partial(codec.encode, text), len(text)
+            case TextPrompt(text=text, special=special):
+                work, characters = partial(codec.encode, text, special), len(text)
             case ChatPrompt(messages=messages, tools=tools, template_args=template_args):
                 work = partial(codec.render, messages, tools, template_args)
                 characters = len(tools) + sum(len(each.content) + len(each.tool_calls) for each in messages)
@@ -374,7 +397,21 @@ class Generation:
         sampling: Sampling,
         parsing: ParsingTask | None = None,
     ) -> Arrived:
-        meant = resolve_model(card, tenant_salt(self._tenant_secret, request.tenant))
+        salt = tenant_salt(self._tenant_secret, request.tenant)
+        if request.cache_salt:
+            salt = cache_salt(request.cache_salt, salt)
+        meant = resolve_model(card, salt)
+        needs: tuple[str, ...] = ()
+        placement = request.placement
+        if sampling.prompt_logprobs is not None:
+            placement = Placement.AGGREGATED  # one worker has to see the whole prompt, and all that it samples
+        if (
+            sampling.logit_bias
+            or sampling.allowed_token_ids
+            or sampling.bad_tokens
+            or sampling.prompt_logprobs is not None
+        ):
+            needs = engine_fields(sampling)
         return Arrived(
             request_id=request.id,
             model=meant.model,
@@ -386,12 +423,13 @@ class Generation:
             priority=request.priority,
             deadline=request.deadline,
             session=request.session,
-            placement=request.placement,
+            placement=placement,
             kv_path=request.kv_path,
             expected_tokens=request.expected_tokens,
             pin=WorkerId(request.pin) if request.pin else None,
             labels=request.labels,
             whole=request.whole,
+            needs=needs,
             parsing=parsing,
         )
 
@@ -404,6 +442,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         text="".join([each.text for each in deltas]),
         token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
         logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 
@@ -422,9 +461,44 @@ def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *codec.eos_token_ids)
     return structs.replace(
         sampling,
-        max_tokens=room if request.fill_context else sampling.max_tokens,
+        max_tokens=room if request.fill_context else sampling.max_tokens or 1,
         stop_token_ids=tuple(dict.fromkeys(ends)),
+        bad_tokens=_bad_tokens(request.bad_words, codec) if request.bad_words else sampling.bad_tokens,
     )
+
+
+def _bad_tokens(words: Sequence[str], codec: TextCodec) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of words: at the beginning of a text, and after a space, where they often have other tokens.
+
+    vLLM's own `bad_words` miss words that have another number of tokens after a space.
+    """
+    sequences = []
+    for index, word in enumerate(words):
+        first = _ids(codec.encode(word.lstrip(), False))
+        spaced = _ids(codec.encode(f" {word.lstrip()}", False))
+        if not first:
+            raise invalid(f"bad_words[{index}]", "has no tokens")
+        sequences.append(first)
+        if spaced not in {(), first}:
+            sequences.append(spaced)
+    if len(sequences) > MAX_BAD_SEQUENCES:
+        raise invalid("bad_words", f"are {len(sequences)} token sequences, and {MAX_BAD_SEQUENCES} are allowed")
+    return tuple(sequences)
+
+
+def _ids(tokens: TokenBytes) -> tuple[int, ...]:
+    return tuple(memoryview(tokens).cast("I"))
+
+
+def _truncated(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> TokenBytes:
+    """Return the last tokens of the prompt, as many as the client allows or, for -1, as fit with its answer."""
+    kept = request.truncate_prompt
+    assert kept is not None
+    if kept == -1:
+        kept = card.max_model_len - (1 if request.fill_context else max(1, request.sampling.max_tokens))
+    if kept < 1:
+        raise invalid("truncate_prompt", f"{kept} leaves nothing of the prompt")
+    return tokens[-kept * TOKEN_BYTES :]
 
 
 def _quoted(name: str) -> str:
@@ -432,7 +506,7 @@ def _quoted(name: str) -> str:
 
 
 class _RequestTimes:
-    """The times of one request, reported to the metrics at its end."""
+    """The times and the usage of one request, reported to the metrics at its end."""
 
     def __init__(self, clock: Clock, metrics: RouterProcessMetrics) -> None:
         self._clock = clock
@@ -443,6 +517,17 @@ class _RequestTimes:
         self._longest = 0
         self._steps = 0
         self._over = False
+        self.usage: Usage | None = None  # None: the tenant was not charged
+        self._kv: tuple[KvPhase, ...] = ()
+
+    def admitted(self, prompt_tokens: int) -> None:
+        self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)
+
+    def used(self, completion_tokens: int, cached_tokens: int, kv: tuple[KvPhase, ...]) -> None:
+        """Note what the answer took, whether or not it is complete."""
+        assert self.usage is not None
+        self._kv = kv
+        self.usage = structs.replace(self.usage, completion_tokens=completion_tokens, cached_tokens=cached_tokens)
 
     def tokens(self) -> None:
         now = self._clock.now()
@@ -454,16 +539,13 @@ class _RequestTimes:
         self._latest = now
         self._steps += 1
 
-    def finished(self, finished: Finished) -> None:
-        self._end(finished.finish, finished.kv, finished.usage)
-        if self._first is not None and self._steps > 1:
-            gaps = finished.usage.completion_tokens - 1
+    def ended(self, outcome: Finish | Reason) -> None:
+        if self._over:  # closing the iterator after `Finished` does not count as a cancellation
+            return
+        self._over = True
+        answered = self._first is not None or isinstance(outcome, Finish)
+        seconds = (self._clock.now() - self._began) / SECOND if answered else None
+        self._metrics.ended(outcome, self._kv, self.usage, seconds)
+        if self._first is not None and self._steps > 1 and self.usage is not None:
+            gaps = max(1, self.usage.completion_tokens - 1)
             self._metrics.gaps((self._latest - self._first) / SECOND / gaps, self._longest / SECOND)
-
-    def refused(self, reason: Reason) -> None:
-        self._end(reason, (), None)
-
-    def _end(self, outcome: Finish | Reason, kv: tuple[KvPhase, ...], usage: Usage | None) -> None:
-        if not self._over:  # closing the iterator after `Finished` does not count as a cancellation
-            self._over = True
-            self._metrics.ended(outcome, kv, usage, (self._clock.now() - self._began) / SECOND)

@@ -32,12 +32,12 @@ class OverflowRecord(Struct, frozen=True, kw_only=True):
     estimated_dollars: float
     dollars: float
     prompt_tokens: int
-    """As the endpoint reports them; 0: unknown."""
+    """Count of the endpoint; 0: unknown."""
 
     answer_tokens: int
 
 
-class OverflowStatus(Struct, frozen=True, kw_only=True):
+class OverflowState(Struct, frozen=True, kw_only=True):
     """State of one endpoint."""
 
     model: ModelName
@@ -60,12 +60,12 @@ class OverflowStatus(Struct, frozen=True, kw_only=True):
 
 
 class OverflowReports(Protocol):
-    """What operators see of the endpoints of one router process."""
+    """The endpoints of one router process, as operators see them."""
 
     def explained(self, request_id: RequestId) -> OverflowRecord | None:
         """Return what became of a request; None if it was never refused, or too long ago."""
         ...
 
-    def status(self) -> tuple[OverflowStatus, ...]:
+    def status(self) -> tuple[OverflowState, ...]:
         """Return the state of all endpoints."""
         ...

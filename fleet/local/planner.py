@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from fleet.config import build_settings
+from fleet.config import build_settings, load
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName
@@ -19,6 +19,7 @@ from fleet.planner.settings import (
     PlannerSettings,
     RouterDemandSettings,
 )
+from fleet.planner.sizing.prices import PriceBook, priced
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
 
@@ -60,7 +61,7 @@ def planner_settings(
             mode=section.mode,
             goals=section.goals,
             budget=section.budget,
-            pools=tuple(_pool(topology, section, name, pool) for name, pool in pools.items()),
+            pools=_priced(section, tuple(_pool(topology, section, name, pool) for name, pool in pools.items())),
             engines=dict(engines),
             rule=section.rule,
             source=RouterDemandSettings(
@@ -71,12 +72,19 @@ def planner_settings(
             listen=f"unix:{folder / PLANNER_SOCKET}",
             metrics_listen=section.metrics_listen,
             history=section.history or str(folder / "plans.jsonl"),
+            record=section.record,
             rehearsal=section.rehearsal,
             score_seconds=section.score_seconds,
         )
     except ConfigurationRefused as error:
         named = re.sub(r"^pools\[([0-9]+)\]", lambda place: f"pools.{names[int(place[1])]}", str(error))
         raise ConfigurationRefused(f"planner.{named}") from error
+
+
+def _priced(section: LocalPlannerSection, pools: tuple[PlannedPool, ...]) -> tuple[PlannedPool, ...]:
+    if not section.prices:
+        return pools
+    return priced(pools, load(Path(section.prices), PriceBook), section.region)
 
 
 def _pool(topology: Topology, section: LocalPlannerSection, name: str, pool: PoolSection) -> PlannedPool:

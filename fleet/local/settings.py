@@ -195,6 +195,13 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pools: dict[PoolName, PlannedPoolSection] = {}
     """Bounds by pool, such as `decode`; pools that are not named have from 1 to `cluster.most_workers` workers."""
 
+    prices: str = ""
+    """Price book: a TOML file with dollars per hour of a GPU by region and GPU type, for pools with a `gpu` whose `dollars_per_hour` is 0.
+    Empty: there is none."""
+
+    region: str = ""
+    """Region of the price book; empty: its first."""
+
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
     """Engine by pool; for the simulated engine they follow from the pools."""
 
@@ -208,6 +215,9 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     history: str = ""
     """File for the records of plans; empty: a file in the runtime folder, which goes with the cluster."""
+
+    record: str = ""
+    """File for a recording of all decisions, for `fleet plan decide`; empty: none."""
 
 
 class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

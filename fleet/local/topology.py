@@ -25,7 +25,7 @@ from msgspec import Struct, structs
 
 from fleet.config import build_settings, save
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
-from fleet.core.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused, install_command
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Role
 from fleet.local.liveness import LivenessLimits
@@ -200,7 +200,7 @@ def _check_engine(name: str) -> None:
         raise ConfigurationRefused(f"cluster.engine: {name!r} is not one of {', '.join(known)}")
     if name == "vllm" and find_spec("vllm") is None:
         raise ConfigurationRefused(
-            "cluster.engine: vllm is not installed; run `make install`, or use the engine simulated"
+            f"cluster.engine: vllm is not installed; run {install_command('vllm')}, or use the engine simulated"
         )
 
 

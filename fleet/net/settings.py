@@ -1,7 +1,7 @@
 """Settings of client ports: limits that keep one client from taking too much of a router."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -110,3 +110,11 @@ class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
 
     idle_timeout_seconds: Seconds = 75.0
     """The time between two requests of a connection. nginx has the same default, so proxies reuse connections."""
+
+    cors_origins: tuple[str, ...] = ("*",)
+    """The origins whose web pages may call the port, such as ``https://chat.example``; ``*`` stands for all, as in vLLM. Pages send
+    keys themselves, never the browser, so no other site can use them. Answers of external servers have their own headers."""
+
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """The treatment of fields of a body that Fleet does not know. They are ignored, as OpenAI-compatible servers do with each
+    other's, or the request is refused by their name. Bodies for external servers are theirs to judge."""

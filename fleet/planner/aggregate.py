@@ -115,7 +115,8 @@ class DemandAggregator:
             base = demand
             self._gaps[source] = f"{source}: the counters of {report.router} went back"
         else:
-            base = demand if late and known.source == source else known.base
+            silent = known.source == source and now - known.heard > self._stale_after
+            base = demand if silent else known.base
         workers = tuple(each for each in report.workers if each.model == self._model)
         self._processes[report.incarnation] = _Process(source, now, base, demand, workers)
         self._sample.extend(

@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Never
+from typing import Never, Protocol
 
 from msgspec import Struct, structs
 
@@ -86,6 +86,18 @@ class _ScoredPlan(Struct):
     seconds: float = 0.0
 
 
+class DecisionRecorder(Protocol):
+    """Keeps decisions and plans for a later replay."""
+
+    def decided(self, now: Nanos, demand: DemandWindow, seen: Observation, decision: PlanDecision) -> None:
+        """Keep a decision of the rule, and what it was made on."""
+        ...
+
+    def planned(self, plan: PlanRecord) -> None:
+        """Keep a state of a plan."""
+        ...
+
+
 class PlannerLoop:
     """One planner process of one model."""
 
@@ -102,6 +114,7 @@ class PlannerLoop:
         *,
         identity: str,
         rehearsal: Rehearsal | None = None,
+        recorder: DecisionRecorder | None = None,
     ) -> None:
         """Create the loop; `run` it.
 
@@ -116,6 +129,7 @@ class PlannerLoop:
             wall_ms: Returns the wall-clock time in milliseconds, for ids and people.
             identity: Name of this planner.
             rehearsal: Tries plans before they are applied; None: nothing is rehearsed.
+            recorder: Records decisions and plans; None: nobody does.
         """
         self._settings = settings
         self._rule = rule
@@ -127,6 +141,7 @@ class PlannerLoop:
         self._wall_ms = wall_ms
         self._identity = identity
         self._rehearsal = rehearsal
+        self._recorder = recorder
         self._pools = {pool.name: pool for pool in settings.pools}
         self._in_flight: _PlanInFlight | None = None
         self._adopted = False  # whether an unfinished plan of an earlier leader was looked for
@@ -141,8 +156,8 @@ class PlannerLoop:
         self._began = Nanos(0)  # when it began to run
         self._waiting_for = ""
         self._overflow = {"requests": 0.0, "dollars": 0.0}
-        self.error: float | None = None
-        """Running relative error of predicted latencies; None: nothing was scored yet."""
+        self.errors: dict[str, float] = {}
+        """Running relative errors of predicted `ttft` and `tpot`; a latency that was not scored yet is left out."""
 
         self.rule_failures = 0
         """Number of rounds in which the rule raised an error."""
@@ -184,7 +199,8 @@ class PlannerLoop:
             pools=() if self._seen is None else self._planned(self._seen).pools,
             demand={} if window is None else self._demand_numbers(window),
             overflow=dict(self._overflow),
-            error=self.error,
+            error=max(self.errors.values(), default=None),
+            errors=dict(self.errors),
             plans=self._history.latest(SHOWN_PLANS),
         )
 
@@ -208,7 +224,10 @@ class PlannerLoop:
         self._overflow["requests"] += window.overflowed
         self._overflow["dollars"] += window.overflow_dollars
         try:
-            decision = self._bounded(self._rule.decide(now, window, seen))
+            decided = self._rule.decide(now, window, seen)
+            if self._recorder is not None:
+                self._recorder.decided(now, window, seen, decided)
+            decision = self._bounded(decided)
         except Exception as error:  # supervisor: a bug of a rule must not end what watches over the pools
             self.rule_failures += 1
             message = f"{type(error).__name__}: {error}"
@@ -271,7 +290,7 @@ class PlannerLoop:
         if not changes:
             return
         record = self._new_record(decision, changes, seen, PlanState.SHADOW)
-        self._history.keep(record)
+        self._keep(record)
         plan = self._plan_of(record, seen)
 
         async def rehearse() -> None:
@@ -344,7 +363,7 @@ class PlannerLoop:
         seen: Observation,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self._history.keep(record)
+        self._keep(record)
         log.info("plan begins", extra={"plan": plan.id, "replicas": dict(plan.replicas), "why": record.message})
         self._in_flight = _PlanInFlight(record, plan, tasks.create_task(self._carry_out(record, plan, window, seen)))
 
@@ -409,10 +428,15 @@ class PlannerLoop:
             flying.task.cancel()
             self._end(flying.record, state, detail)
 
+    def _keep(self, record: PlanRecord) -> None:
+        self._history.keep(record)
+        if self._recorder is not None:
+            self._recorder.planned(record)
+
     def _note(self, record: PlanRecord) -> None:
         if self._in_flight is not None and self._in_flight.record.id == record.id:
             self._in_flight.record = record
-        self._history.keep(record)
+        self._keep(record)
 
     def _end(self, record: PlanRecord, state: PlanState, detail: str) -> None:
         log.info("plan ended", extra={"plan": record.id, "state": state, "detail": detail})
@@ -421,7 +445,7 @@ class PlannerLoop:
 
     def _finish(self, record: PlanRecord, *, score: bool) -> None:
         self.ended[record.state] += 1
-        self._history.keep(record)
+        self._keep(record)
         if score:
             until = Nanos(self._clock.now() + round(self._settings.score_seconds * SECOND))
             self._scored.append(_ScoredPlan(record, until))
@@ -504,11 +528,11 @@ class PlannerLoop:
             ttft_error=errors[0],
             tpot_error=errors[1],
         )
-        for error in errors:
+        for name, error in zip(("ttft", "tpot"), errors, strict=True):
             if error is not None:
-                known = error if self.error is None else self.error
-                self.error = known + LEARNING_SHARE * (error - known)
-        self._history.keep(structs.replace(record, score=score))
+                known = self.errors.get(name, error)
+                self.errors[name] = known + LEARNING_SHARE * (error - known)
+        self._keep(structs.replace(record, score=score))
 
     def _demand_numbers(self, window: DemandWindow) -> dict[str, float | None]:
         share = self._settings.goals.percentile

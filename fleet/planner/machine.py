@@ -136,7 +136,9 @@ class PlannerMachine:
         self._pool_history.decided(decision.replicas)
         return structs.replace(
             decision,
-            numbers=decision.numbers | {"forecast_error": self.forecast_error},
+            numbers=decision.numbers
+            | {"forecast_error": self.forecast_error}
+            | {f"{latency}_error": error for latency, error in self.model_error.items()},
             conditions=(*decision.conditions, *conditions),
         )
 

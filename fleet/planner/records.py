@@ -127,7 +127,10 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
     """Requests that a hosted endpoint has answered since this planner started, and their `dollars`."""
 
     error: float | None = None
-    """Running error of predicted TTFT and TPOT; None: nothing was scored yet."""
+    """The larger running error of predicted TTFT and TPOT; None: nothing was scored yet."""
+
+    errors: dict[str, float] = {}
+    """Running relative errors of predicted `ttft` and `tpot`."""
 
     plans: tuple[PlanRecord, ...] = ()
     """The last plans, the newest first."""

@@ -118,6 +118,45 @@ class MetricsDemandSettings(
             )
 
 
+class PrometheusDemandSettings(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="prometheus"
+):
+    """Demand from a Prometheus server that scrapes the routers, or from another one with its HTTP API; it has no sample for rehearsals."""
+
+    url: Text
+    """Address of the server: ``http://host:port``, with the path before ``/api/v1`` if there is one."""
+
+    labels: dict[Annotated[str, Meta(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")], str] = {}
+    """Labels that the series of these routers have, such as `job`; empty: all series of `fleet_demand_…`."""
+
+    routers: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    """Router processes that must report; with fewer, the planner holds."""
+
+    token_file: str = ""
+    """File with a bearer token; empty: no token is sent. It is read before each query."""
+
+    authority: str = ""
+    """Certificates (PEM) that verify the server over https; empty: those of the system."""
+
+    every_seconds: IntervalSeconds = 5.0
+    """Time between two queries."""
+
+    deadline_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
+    """Longest time for the answers to all queries of a round."""
+
+    stale_seconds: Seconds = 60.0
+    """Greatest age of a sample, and longest time without an answer: four scrapes of the usual 15 seconds."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
+        if self.stale_seconds <= self.every_seconds:
+            raise ValueError(
+                f"stale_seconds: {self.stale_seconds:g} must exceed every_seconds ({self.every_seconds:g}),"
+                " or every sample would be out of date before the next one"
+            )
+
+
 class FileElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="file"):
     """Election by a lock on a file: for planners of one machine, or with a common file system that has locks (NFS 4)."""
 
@@ -223,11 +262,18 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pools: Annotated[tuple[PlannedPool, ...], Meta(min_length=1)]
     """The pools that the planner sizes. Others are left alone."""
 
+    prices: str = ""
+    """Price book: a TOML file with dollars per hour of a GPU by region and GPU type, for pools with a `gpu` whose `dollars_per_hour` is 0.
+    Empty: there is none."""
+
+    region: str = ""
+    """Region of the price book; empty: its first."""
+
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
     """Engine of each pool. The rule `fleet` and rehearsals need all of them."""
 
     rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
-    source: RouterDemandSettings | MetricsDemandSettings
+    source: RouterDemandSettings | MetricsDemandSettings | PrometheusDemandSettings
     target: Target
     """Where plans are written."""
 
@@ -249,6 +295,12 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     history: str = ""
     """File for the records of plans as JSON lines; empty: none. It is rotated, so that two files remain."""
+
+    record: str = ""
+    """File for a recording of all decisions with what they were made on, and of all plans, for `fleet plan decide`; empty: none."""
+
+    record_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 256
+    """MiB after which a recording ends; its beginning is kept. A MiB holds about an hour with a decision each five seconds."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
     score_seconds: Seconds = 60.0

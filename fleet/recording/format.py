@@ -256,7 +256,7 @@ def without_content(event: RouterEvent) -> RouterEvent | RecordedSteps:
         case WorkerStepped():
             return RecordedSteps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
         case Arrived():
-            sampling = _without_structured_output(event.sampling)
+            sampling = _without_texts(event.sampling)
             return structs.replace(event, tokens=b"", salt=b"", sampling=sampling, parsing=None)
         case AttemptRejected():
             return structs.replace(event, rejected=structs.replace(event.rejected, message=""))
@@ -271,9 +271,13 @@ def _step(progress: Progress) -> RecordedProgress:
     return RecordedProgress(progress.request_id, len(progress.token_ids), progress.finish, progress.kv, handoff)
 
 
-def _without_structured_output(sampling: Sampling) -> Sampling:
+def _without_texts(sampling: Sampling) -> Sampling:
+    """Return the parameters without the client's rules and token ids; what decides about placement stays."""
     form = None if sampling.form is None else AnyObject()
-    return structs.replace(sampling, form=form, stop_token_ids=())
+    bad_tokens = ((),) if sampling.bad_tokens else ()
+    return structs.replace(
+        sampling, form=form, stop_token_ids=(), logit_bias=(), allowed_token_ids=(), bad_tokens=bad_tokens
+    )
 
 
 def record_command(command: Command) -> RecordedCommand:

@@ -471,7 +471,11 @@ class RouterMachine:
         if live.arrived.only_end:
             return
         told = Progress(
-            request_id=live.id, token_ids=progress.token_ids, logprobs=progress.logprobs, parsed=progress.parsed
+            request_id=live.id,
+            token_ids=progress.token_ids,
+            logprobs=progress.logprobs,
+            prompt_logprobs=progress.prompt_logprobs,
+            parsed=progress.parsed,
         )
         out.append(Emit(request_id=live.id, progress=told, kv=live.kv, cached_tokens=live.cached_tokens))
 

@@ -195,6 +195,7 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size, if the frontend knows them
     only_end: bool = False  # the listener sees the answer itself and is only told about its end
     whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
+    needs: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
     most_wait: Nanos | None = (
         None  # a longer predicted wait rejects it, because a hosted endpoint then takes it; None: the usual one
     )

@@ -55,8 +55,8 @@ class TextCodec(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
-    def encode(self, text: str) -> TokenBytes:
-        """Return the token ids of a plain prompt, with the special tokens that the model puts before it."""
+    def encode(self, text: str, special: bool = True) -> TokenBytes:
+        """Return the token ids of a plain prompt, with the special tokens that the model puts before it unless `special` is false."""
         ...
 
     @property

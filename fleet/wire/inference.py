@@ -73,6 +73,7 @@ _OPTIONAL = (
     "min_tokens",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
 )
 
 
@@ -106,6 +107,10 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         expected_tokens=message.expected_tokens,
         pin=message.pin,
         labels=tuple(message.labels),
+        bad_words=tuple(message.bad_words),
+        cache_salt=message.cache_salt,
+        include_stop_string=message.include_stop_string,
+        show_special_tokens=message.show_special_tokens,
         parsing=_decode_parsing(message.parsing) if message.HasField("parsing") else None,
     )
 
@@ -135,6 +140,10 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
         expected_tokens=request.expected_tokens,
         pin=request.pin,
         labels=request.labels,
+        bad_words=request.bad_words,
+        cache_salt=request.cache_salt,
+        include_stop_string=request.include_stop_string,
+        show_special_tokens=request.show_special_tokens,
         parsing=None if request.parsing is None else _encode_parsing(request.parsing),
     )
     match request.prompt:
@@ -161,6 +170,8 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
             delta.token_ids.extend(event.token_ids)
             if event.logprobs:
                 delta.logprobs.extend(_encode_logprobs(one, token_text) for one in event.logprobs)
+            if event.prompt_logprobs:
+                delta.prompt_logprobs.extend(_encode_logprobs(one, token_text) for one in event.prompt_logprobs)
             if event.reasoning:
                 delta.reasoning = event.reasoning
             if event.calls:
@@ -196,10 +207,12 @@ def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
         case "delta":
             delta = message.delta
             logprobs = tuple(_decode_logprobs(one) for one in delta.logprobs)
+            prompt_logprobs = tuple(_decode_logprobs(one) for one in delta.prompt_logprobs)
             return Delta(
                 text=delta.text,
                 token_ids=tuple(delta.token_ids),
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 reasoning=delta.reasoning,
                 calls=tuple(decode_call(call) for call in delta.calls),
             )
@@ -299,12 +312,20 @@ def _decode_sampling(message: pb.Sampling) -> Sampling:
     form = None
     if message.HasField("form") and (form := decode_structured_output(message.form)) is None:
         raise invalid("sampling.form", f"must be one of {', '.join(pb.Form.DESCRIPTOR.fields_by_name)}")
-    return Sampling(stop_token_ids=tuple(message.stop_token_ids), form=form, **given)
+    return Sampling(
+        stop_token_ids=tuple(message.stop_token_ids),
+        form=form,
+        logit_bias=tuple(sorted(message.logit_bias.items())) if message.logit_bias else (),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        **given,
+    )
 
 
 def _encode_sampling(sampling: Mapping[str, object]) -> pb.Sampling:
     given = dict(sampling)
     form = given.pop("form", None)
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])  # type: ignore[call-overload]  # pairs, or a mapping
     return pb.Sampling(**given, form=encode_structured_output(form))  # type: ignore[arg-type]  # by name; protobuf checks
 
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fleet.core.clock import MILLISECOND, Nanos
-from fleet.core.errors import invalid, split_validation_error
+from fleet.core.errors import invalid, split_validation_error, with_allowed_values
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
 from fleet.v1 import kserve_pb2 as pb
@@ -154,12 +154,16 @@ def _request_parameters(parameters: Mapping[str, pb.InferParameter]) -> RequestP
         if choice is None:
             raise invalid(name, "has no value")
         given[name] = getattr(parameter, choice)
-    return _converted(lambda: msgspec.convert(given, RequestParameters, strict=False), "")
+    return _converted(lambda: msgspec.convert(given, RequestParameters, strict=False), RequestParameters, "")
 
 
 def _listed_parameters(content: str) -> SamplingParameters:
     try:
-        return _converted(lambda: msgspec.json.decode(content, type=SamplingParameters, strict=False), SAMPLING_INPUT)
+        return _converted(
+            lambda: msgspec.json.decode(content, type=SamplingParameters, strict=False),
+            SamplingParameters,
+            SAMPLING_INPUT,
+        )
     except RecursionError as error:
         raise invalid(SAMPLING_INPUT, "is nested too deeply") from error
     except msgspec.DecodeError as error:
@@ -193,12 +197,13 @@ def _session(told: RequestParameters) -> tuple[str, str]:
 AnyStruct = TypeVar("AnyStruct", bound=Struct)
 
 
-def _converted(convert: Callable[[], AnyStruct], parent: str) -> AnyStruct:
+def _converted(convert: Callable[[], AnyStruct], kind: type[AnyStruct], parent: str) -> AnyStruct:
     """Return the result of `convert`; its errors become rejections with the path of the value."""
     try:
         return convert()
     except msgspec.ValidationError as error:
         message, path = split_validation_error(error)
+        message = with_allowed_values(message, kind, path)
         field = (parent + path).removeprefix(".")
         before, _, unknown = message.partition(" unknown field `")
         if before == "Object contains":

@@ -2,7 +2,16 @@
 
 from typing import assert_never
 
-from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, StructuredOutput, ToolCallForm
+from fleet.core.requests import (
+    AnyObject,
+    Choice,
+    Grammar,
+    JsonSchema,
+    Pattern,
+    StructuralTag,
+    StructuredOutput,
+    ToolCallForm,
+)
 from fleet.v1 import inference_pb2 as pb
 
 
@@ -20,6 +29,8 @@ def encode_structured_output(form: StructuredOutput | None) -> pb.Form | None:
             return pb.Form(grammar=text)
         case Choice(strings=strings):
             return pb.Form(choice=pb.Choice(strings=strings))
+        case StructuralTag(text=text):
+            return pb.Form(structural_tag=text)
         case ToolCallForm():
             return pb.Form(tool_calls=True)
         case _:
@@ -42,6 +53,8 @@ def decode_structured_output(message: pb.Form) -> StructuredOutput | None:
             return Grammar(message.grammar)
         case "choice":
             return Choice(tuple(message.choice.strings))
+        case "structural_tag":
+            return StructuralTag(message.structural_tag)
         case "tool_calls":
             return ToolCallForm() if message.tool_calls else None
         case None:

@@ -205,6 +205,7 @@ def encode_description(description: WorkerDescription) -> pb.Description:
         keeps_forms=description.keeps_forms,
         generation=description.generation,
         start_seconds=description.start_seconds,
+        sampling_fields=description.sampling_fields,
         parsers=_parsers_to_wire(description.parsers),
     )
 
@@ -241,6 +242,7 @@ def decode_description(description: pb.Description) -> WorkerDescription:
         keeps_forms=description.keeps_forms,
         generation=description.generation,
         start_seconds=_start_seconds(description.start_seconds),
+        sampling_fields=tuple(description.sampling_fields),
         parsers=_parsers_from_wire(description.parsers) if description.HasField("parsers") else None,
     )
 
@@ -370,7 +372,7 @@ def _start_from_wire(start: pb.Start) -> Start:
 
 
 def _sampling_to_wire(sampling: Sampling) -> pb.WorkSampling:
-    return pb.WorkSampling(
+    message = pb.WorkSampling(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -385,7 +387,13 @@ def _sampling_to_wire(sampling: Sampling) -> pb.WorkSampling:
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs,
         form=encode_structured_output(sampling.form),
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sampling.allowed_token_ids,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
+    if sampling.bad_tokens:
+        message.bad_tokens.extend(inference_pb2.TokenIds(ids=ids) for ids in sampling.bad_tokens)
+    return message
 
 
 def _sampling_from_wire(sampling: pb.WorkSampling) -> Sampling:
@@ -404,6 +412,10 @@ def _sampling_from_wire(sampling: pb.WorkSampling) -> Sampling:
         stop_token_ids=tuple(sampling.stop_token_ids),
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         form=_structured_output_from_wire(sampling.form) if sampling.HasField("form") else None,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())) if sampling.logit_bias else (),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        bad_tokens=tuple(tuple(one.ids) for one in sampling.bad_tokens if one.ids) if sampling.bad_tokens else (),
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
     )
 
 
@@ -451,6 +463,11 @@ def _step_to_wire(step: Step) -> pb.WorkerMessage:
                 pb.WorkLogprobs(logprob=one.chosen, top_ids=one.top_ids, top_logprobs=one.top)
                 for one in progress.logprobs
             )
+        if progress.prompt_logprobs:
+            wire.prompt_logprobs.extend(
+                pb.WorkLogprobs(logprob=one.chosen, top_ids=one.top_ids, top_logprobs=one.top)
+                for one in progress.prompt_logprobs
+            )
         if progress.finish is not None:
             wire.finish = progress.finish.value
         if progress.kv is not None:
@@ -490,6 +507,7 @@ def _progress_from_wire(progress: pb.Progress) -> Progress:
             request_id=RequestId(progress.request_id),
             token_ids=tuple(progress.token_ids),
             logprobs=_logprobs_from_wire(progress.logprobs) if progress.logprobs else (),
+            prompt_logprobs=_logprobs_from_wire(progress.prompt_logprobs) if progress.prompt_logprobs else (),
             kv=_report_from_wire(progress.kv) if progress.HasField("kv") else None,
             parsed=_parsed_from_wire(progress.parsed) if progress.HasField("parsed") else None,
         )
@@ -497,6 +515,7 @@ def _progress_from_wire(progress: pb.Progress) -> Progress:
         request_id=RequestId(progress.request_id),
         token_ids=tuple(progress.token_ids),
         logprobs=_logprobs_from_wire(progress.logprobs),
+        prompt_logprobs=_logprobs_from_wire(progress.prompt_logprobs) if progress.prompt_logprobs else (),
         finish=_named(Finish, progress.finish, "step.progress.finish"),
         kv=_report_from_wire(progress.kv) if progress.HasField("kv") else None,
         handoff=_handoff_from_wire(progress.handoff, "step.progress.handoff") if progress.HasField("handoff") else None,

@@ -7,7 +7,7 @@ counted twice: counters are read from the machine and the tiers at each scrape.
 from collections.abc import Callable, Iterable
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvstore.eviction.ghost_cache import NamespaceEstimates
@@ -82,6 +82,7 @@ class NodeMetrics:
 
     def __init__(self, registry: CollectorRegistry, look: Callable[[], NodeSnapshot]):
         """Register all metrics; `look` is called from a scrape's thread and raises TimeoutError if the node has no time."""
+        disable_created_metrics()
         self.registry = registry
         self._seconds = Histogram(
             "kvstore_tier_operation_seconds",

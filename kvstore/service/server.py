@@ -26,6 +26,8 @@ from kvstore.messages import StoreEndpoints
 from kvstore.net import unix_sockets as sockets
 from kvstore.net.addresses import host_port, unix_path
 from kvstore.net.host import host_id
+from kvstore.net.reflection import V1 as REFLECTION_V1
+from kvstore.net.reflection import v1_handler as reflection_v1_handler
 from kvstore.net.socket_guard import SocketGuard
 from kvstore.pool.machine import BlockMachine
 from kvstore.pool.quotas import TenantQuotas
@@ -248,7 +250,9 @@ async def _control_plane(
     pb_grpc.add_BlockStoreServicer_to_server(service, server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1)
+    reflection.enable_server_reflection(names, server)
+    server.add_generic_rpc_handlers((reflection_v1_handler(names),))
     async with contextlib.AsyncExitStack() as stack:
         bound = []
         for index, address in enumerate(addresses):

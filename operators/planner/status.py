@@ -4,8 +4,8 @@ Rules:
 
 1. `TargetFound` and `Settled` are always there. The conditions of a planner (`fleet.planner.decisions.PlanConditionType`) are there since
    its first decision, each True while it holds and False while it does not.
-2. `Pinned` is about roles in scaling mode Planner, as they were observed last, whether something was decided or not. The specification says
-   already that others are not planned.
+2. `Pinned` is about roles in scaling mode Planner whose number somebody else has set, as they were observed last, whether something was decided or
+   not. The specification says already that others are not planned.
 3. While nothing can be decided, nobody knows whether a goal or the budget is in the way: these conditions are Unknown.
 4. A change of state is news, and so is another text. Numbers in texts are not: they are written with the next news, or once in a while.
 """
@@ -22,6 +22,7 @@ from fleet.planner.settings import PlannerMode
 from operators.api.disagg_deployment import ScalingMode
 from operators.api.fields import Condition
 from operators.api.serving_plan import MadePlan, Recommendation, ServingPlanStatus
+from operators.plan_connector import PINNED
 from operators.planner.translation import PlanNotObeyed
 from operators.status.deployment import FALSE, TRUE, UNKNOWN, ConditionUpdate, condition
 
@@ -81,10 +82,12 @@ def obeyed_status(
     if seen.reason is not None or seen.conditions:
         pins = tuple(
             PlanCondition(
-                type=PlanConditionType.PINNED, field=f"pools.{each.name}", message=f"{each.name}: {each.pinned}"
+                type=PlanConditionType.PINNED,
+                field=f"pools.{each.name}",
+                message=f"{each.name}: {each.pinned.removeprefix(PINNED)}",
             )
             for each in seen.pools
-            if each.pinned and each.name in planned
+            if each.pinned.startswith(PINNED) and each.name in planned
         )
         told = (*(each for each in seen.conditions if each.type is not PlanConditionType.PINNED), *pins)
         said += [_told(kind, told) for kind in PlanConditionType]
@@ -124,7 +127,7 @@ def _settled(seen: PlannerStatus, planned: set[str]) -> tuple[str, str, str]:
         return FALSE, "Off", "spec.mode is Off, so nothing is decided"
     if seen.reason is None:
         failed = next((each for each in seen.conditions), None)
-        return UNKNOWN, "NoDecision", "nothing was decided yet" if failed is None else failed.message
+        return UNKNOWN, "NoDecision", (seen.message or "nothing was decided yet") if failed is None else failed.message
     latest = next((each for each in seen.plans if each.state in IN_WORK), None)
     if latest is not None:
         return FALSE, "PlanUnderWay", f"{latest.id}: {_sizes(latest)}"

@@ -9,13 +9,17 @@ Rules:
 """
 
 from collections.abc import Mapping
+from typing import Any
 
+import msgspec
+
+from fleet.config import parse_value
 from fleet.core.clock import MILLISECOND, SECOND
 from fleet.core.ids import ModelName
 from fleet.core.roles import Role
 from fleet.hardware.gpus import gpus
 from fleet.hardware.known_models import model_by_repository
-from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits
+from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.settings import (
@@ -38,10 +42,23 @@ from operators.api.disagg_deployment import (
 )
 from operators.api.serving_plan import PlanMode, RoleBounds, ServingPlanSpec
 from operators.manifests.names import CONTROL, DesiredDeployment, host_of, router_service
+from operators.manifests.objects import mapping
 from operators.planner.settings import KubePlannerSettings
 
 ROLES = {RoleType.PREFILL: Role.PREFILL, RoleType.DECODE: Role.DECODE, RoleType.AGGREGATED: Role.BOTH}
 MODES = {PlanMode.OFF: PlannerMode.OFF, PlanMode.SHADOW: PlannerMode.SHADOW, PlanMode.ACTIVE: PlannerMode.ACTIVE}
+LATENCY = "simulated.latency."
+SIMULATED = {
+    "simulated.speedup": "speedup",
+    "simulated.max_batched_tokens": "step_tokens",
+    "simulated.bytes_per_token": "bytes_per_token",
+    "max_running": "max_running",
+}
+"""Settings of a worker with the simulated engine that a planner must know, and their names in a planner's settings."""
+
+KV_BLOCKS, BLOCK_TOKENS = 4096, 32
+"""Defaults of `workers.settings`: blocks of the simulated engine's cache, and tokens of a block."""
+
 SPECIFICATION_REFUSED = "SpecificationRefused"
 
 
@@ -81,12 +98,24 @@ def planner_settings(
             raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
     pools = tuple(_pool(role, bounds.get(role.name, RoleBounds(role=role.name))) for role in workers)
     budget = _budget(plan, spec)
-    by_load = plan.requests_per_replica > 0
+    for role, pool in zip(workers, pools, strict=True):
+        if budget.gpus is not None and role.gpus.per_replica and not pool.gpu:
+            raise _unnamed_gpu(role, "a budget of GPUs counts them")
     try:
-        check_limits(pools, budget)
+        return _settings(plan, deployment, pools, budget, settings)
     except ValueError as error:
         raise PlanNotObeyed(SPECIFICATION_REFUSED, f"spec.{error}") from error
-    goals = plan.objective
+
+
+def _settings(
+    plan: ServingPlanSpec,
+    deployment: DesiredDeployment,
+    pools: tuple[PlannedPool, ...],
+    budget: PlanBudget,
+    settings: KubePlannerSettings,
+) -> PlannerSettings:
+    """Return the settings; ValueError names a field of them that contradicts another one."""
+    spec, goals, by_load = deployment.spec, plan.objective, plan.requests_per_replica > 0
     return PlannerSettings(
         model=ModelName(spec.model.name),
         mode=MODES[plan.mode],
@@ -99,7 +128,7 @@ def planner_settings(
         pools=pools,
         engines={}
         if by_load
-        else {pool.name: _engine(spec, role, pool.gpu) for role, pool in zip(workers, pools, strict=True)},
+        else {pool.name: _engine(spec, role, pool.gpu) for role, pool in zip(deployment.workers, pools, strict=True)},
         rule=_load_rule(plan) if by_load else _fleet_rule(plan),
         source=RouterDemandSettings(addresses=(_control(deployment),), stale_seconds=settings.stale_seconds),
         target=KubernetesTarget(
@@ -138,7 +167,7 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
 
 
 def _gpu(role: RoleSpec, bounds: RoleBounds) -> str:
-    """Return the name of the role's GPU type: a known one, or else the name of the resource; empty: it has no GPU."""
+    """Return the name of the role's GPU type; empty: it has no GPU, or an unknown one."""
     if not role.gpus.per_replica:
         return ""
     known = gpus()
@@ -148,7 +177,7 @@ def _gpu(role: RoleSpec, bounds: RoleBounds) -> str:
             raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
         return named
     parts = role.gpus.product.lower().replace("_", "-").split("-")
-    return next((each for each in known if each in parts), role.gpus.vendor.value)
+    return next((each for each in known if each in parts), "")
 
 
 def _budget(plan: ServingPlanSpec, spec: DisaggDeploymentSpec) -> PlanBudget:
@@ -170,16 +199,45 @@ def _quotient(ratio: str) -> float:
 
 def _engine(spec: DisaggDeploymentSpec, role: RoleSpec, gpu: str) -> LinearEngineSettings | GpuEngineSettings:
     if spec.engine is EngineKind.SIMULATED:
-        return LinearEngineSettings()
+        return _simulated(role)
     repository = (spec.model.uri or spec.model.name).partition("@")[0]
     if model_by_repository(repository) is None:
         text = "spec.requestsPerReplica: must be above 0, because the model of the deployment is in no repository whose model is known"
         raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
-    if gpu not in gpus():
-        text = f"spec.roles: gpu of {role.name} is needed, because neither the plan nor gpus.product of the role names a known GPU; or set requestsPerReplica"
-        raise PlanNotObeyed(SPECIFICATION_REFUSED, text)
+    if not gpu:
+        raise _unnamed_gpu(role, "without requestsPerReplica, the model of its engine depends on it")
     degree = role.parallelism
     return GpuEngineSettings(model=repository, tp=degree.tensor, pp=degree.pipeline, dp=degree.data, ep=degree.expert)
+
+
+def _simulated(role: RoleSpec) -> LinearEngineSettings:
+    """Return the simulated engine of a role, as the options `--set` of its podTemplate change it."""
+    containers = mapping(role.pod_template.get("spec")).get("containers")
+    mains = [each for each in map(mapping, containers or ()) if each.get("name") == "main"]
+    given = [str(each) for main in mains for each in main.get("args") or ()]
+    changes = dict(
+        each.removeprefix("--set=").split("=", 1) for each in given if each.startswith("--set=") and each.count("=") > 1
+    )
+    found: dict[str, Any] = {"latency": {}}
+    for path, text in changes.items():
+        value = parse_value(text)
+        if path.startswith(LATENCY):
+            found["latency"][path.removeprefix(LATENCY)] = value
+        elif path in SIMULATED:
+            found[SIMULATED[path]] = value
+    blocks, tokens = (parse_value(changes.get(path, "0")) for path in ("simulated.kv_blocks", "block_tokens"))
+    if blocks or tokens:
+        found["kv_tokens"] = (blocks or KV_BLOCKS) * (tokens or BLOCK_TOKENS)
+    try:
+        return msgspec.convert(found, LinearEngineSettings)
+    except msgspec.ValidationError as error:
+        text = f"the simulated engine of {role.name}: an option --set of its podTemplate is not understood"
+        raise PlanNotObeyed(SPECIFICATION_REFUSED, text) from error
+
+
+def _unnamed_gpu(role: RoleSpec, why: str) -> PlanNotObeyed:
+    text = f"spec.roles: gpu of {role.name} is needed, because neither the plan nor gpus.product of the role names a known GPU; {why}"
+    return PlanNotObeyed(SPECIFICATION_REFUSED, text)
 
 
 def _load_rule(plan: ServingPlanSpec) -> LoadRuleSettings:

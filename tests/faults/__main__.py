@@ -79,6 +79,7 @@ def failed_cell(component: Component, fault: MatrixFault, phase: CellPhase, told
         failed=0,
         leaked=0,
         seconds=0.0,
+        served_seconds=0.0,
         broken=[told],
     )
 
@@ -90,13 +91,15 @@ def _told(cells: list[Cell]) -> list[Cell]:
 
 
 def _line(cell: Cell) -> str:
-    numbers = (cell.requests, cell.lost, cell.repeated, cell.wrong, cell.failed, cell.leaked, cell.seconds)
+    numbers = (
+        cell.requests, cell.lost, cell.repeated, cell.wrong, cell.failed, cell.leaked, cell.seconds, cell.served_seconds
+    )  # fmt: skip
     row = f"{cell.component:10} {cell.fault:18} {cell.phase:9}" + "".join(f"{number:>9}" for number in numbers)
     return row + ("  " + "; ".join(cell.broken)[:300] if cell.broken else "")
 
 
 HEAD = f"{'component':10} {'fault':18} {'phase':9}" + "".join(
-    f"{title:>9}" for title in ("requests", "lost", "repeated", "wrong", "failed", "leaked", "seconds")
+    f"{title:>9}" for title in ("requests", "lost", "repeated", "wrong", "failed", "leaked", "seconds", "served")
 )
 
 

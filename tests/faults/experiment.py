@@ -31,6 +31,7 @@ class _Ask:
     answer: ReceivedAnswer = field(default_factory=ReceivedAnswer)
     phase: CellPhase | None = None
     task: "asyncio.Task[None] | None" = None
+    pause_seconds: float = 0.0  # longest time without a token since the fault
 
 
 class Experiment:
@@ -68,10 +69,12 @@ class Experiment:
         began = time.monotonic()
         end = await inject(cluster, self._component, self._fault, self._targets(victim, drainee))
         probing = asyncio.ensure_future(self._recovery(began))
+        watching = asyncio.ensure_future(self._watch_pauses())
         await asyncio.sleep(0.2)
         for number in range(IDLE):
             self._ask(64 if number else 200, 8, over_http=number > 0).phase = CellPhase.IDLE
         ended = await self._all_ended()
+        await watching
         await end()
         await cluster.until_drained(drainee)
         seconds = await probing
@@ -146,6 +149,21 @@ class Experiment:
             await asyncio.sleep(0.1)
         return RECOVERY_SECONDS
 
+    async def _watch_pauses(self) -> None:
+        """Note the longest time that each answer gets no token, until all have ended."""
+        latest: dict[_Ask, tuple[int, float]] = {}
+        while not latest or any(each.task is not None and not each.task.done() for each in latest):
+            now = time.monotonic()
+            for each in self._asked:
+                pieces, since = latest.setdefault(each, (each.answer.pieces, now))
+                is_over = each.task is None or each.task.done()
+                each.pause_seconds = max(
+                    each.pause_seconds, 0.0 if is_over and pieces == each.answer.pieces else now - since
+                )
+                if pieces != each.answer.pieces:
+                    latest[each] = (each.answer.pieces, now)
+            await asyncio.sleep(0.02)
+
     async def _all_ended(self) -> bool:
         tasks = [each.task for each in self._asked if each.task is not None]
         _, pending = await asyncio.wait(tasks, timeout=END_SECONDS)
@@ -179,7 +197,8 @@ class Experiment:
             wrong=sum(_wrong(each) for each in asked),
             failed=sum(sum(tally.errors.values()) for tally in tallies) + sum(map(self._broke_with_router, asked)),
             leaked=len(leaks),
-            seconds=round(seconds, 2),
+            seconds=round(max((each.pause_seconds for each in asked), default=0.0), 2),
+            served_seconds=round(seconds, 2),
         )
         cell.broken += leaks
         cell.broken += [] if ended else ["an answer did not end"]

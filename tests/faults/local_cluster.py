@@ -67,7 +67,9 @@ class LocalExperiment:
                 leaks = [f"process {pid} lives on" for pid in self._orphans]
             else:
                 eventually(lambda: up.pid_of("planner"), END_SECONDS)
-                leaks = [] if len(up.pids()) >= len(self._before) else ["the supervisor has fewer processes than before"]
+                leaks = (
+                    [] if len(up.pids()) >= len(self._before) else ["the supervisor has fewer processes than before"]
+                )
         if self._component is Component.SUPERVISOR and self._fault is MatrixFault.KILL:
             began = time.monotonic()
             (self._folder / "ready.json").unlink()
@@ -159,6 +161,7 @@ class LocalExperiment:
             failed=sum(key in self._failed for key in keys),
             leaked=len(leaks),
             seconds=round(self._seconds, 2),
+            served_seconds=round(self._seconds, 2),
         )
         ends_with_it = self._component is Component.SUPERVISOR and self._fault is MatrixFault.KILL
         cell.broken += leaks

@@ -41,7 +41,7 @@ class CellPhase(StrEnum):
 
 
 class Cell(Struct, kw_only=True):
-    """What one fault did to the requests of one phase."""
+    """The effect of one fault on the requests of one phase."""
 
     component: str
     fault: str
@@ -52,7 +52,8 @@ class Cell(Struct, kw_only=True):
     wrong: int
     failed: int  # answers that ended with an error that permits a retry
     leaked: int  # things that were still held when all requests had ended
-    seconds: float  # from the fault until a request that was sent after it was answered
+    seconds: float  # recovery: the longest time after the fault in which an answer of this phase got no token
+    served_seconds: float  # from the fault until a request that was sent after it was answered
     broken: list[str] = []  # promises that this cell breaks
 
 

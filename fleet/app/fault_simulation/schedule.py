@@ -22,7 +22,7 @@ ARRIVALS = (Nanos(1_200 * MILLISECOND), Nanos(6 * SECOND))
 FAULTS = (Nanos(1 * SECOND), Nanos(7 * SECOND))
 WELL_FROM = Nanos(10 * SECOND)
 STAGES = ("prefill", "decode", "lend", "pull", "write", "read")
-"""What a worker may be doing at the moment of its death; see `FaultKind.KILL_WORKER_AT`."""
+"""Things that a worker may be doing at the moment of its death; see `FaultKind.KILL_WORKER_AT`."""
 
 FOR_GOOD = Nanos(3600 * SECOND)
 """Duration of a fault that ends only with all others."""

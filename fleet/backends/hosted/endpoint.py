@@ -55,7 +55,7 @@ class _UsageCarrier(Struct, frozen=True, kw_only=True):
 
 
 class HostedAnswer(Struct, kw_only=True):
-    """What is known of an answer so far; it stays readable when the answer breaks off."""
+    """Facts about an answer so far; it stays readable when the answer breaks off."""
 
     usage: HostedUsage | None = None
 

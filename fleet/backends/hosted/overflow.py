@@ -27,7 +27,7 @@ from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import GenerateRequest, RateLimitStatus, Sampling, TokenPrompt
 from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.requests import OpenAiRequest
-from fleet.frontend.overflow import OverflowOutcome, OverflowRecord, OverflowStatus
+from fleet.frontend.overflow import OverflowOutcome, OverflowRecord, OverflowState
 from fleet.net.http.exchange import Exchange
 from fleet.router.settings.overflow import OverflowSettings
 from fleet.router.tenants import Tenants, admit_with_peers
@@ -177,10 +177,10 @@ class HostedOverflow:
     def explained(self, request_id: RequestId) -> OverflowRecord | None:
         return self._records.get(request_id)
 
-    def status(self) -> tuple[OverflowStatus, ...]:
+    def status(self) -> tuple[OverflowState, ...]:
         now = self._clock.now()
         return tuple(
-            OverflowStatus(
+            OverflowState(
                 model=each.model,
                 url=each.settings.url,
                 running=each.running,

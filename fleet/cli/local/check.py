@@ -67,13 +67,16 @@ class CheckVerdict(Struct, frozen=True, kw_only=True):
     tpot_ms: float  # median
 
 
-async def check(topology: Topology, surroundings: LocalClusterOptions, paths: Sequence[KvPath]) -> bool:
+async def check(
+    topology: Topology, surroundings: LocalClusterOptions, paths: Sequence[KvPath], api_key: str = ""
+) -> bool:
     """Check each KV path and print a line of JSON for each; return True if all are good.
 
     Args:
         topology: The model, the engine and its settings; the check sets pools and paths itself.
         surroundings: Folders of the clusters; each cluster has its own folder for logs.
         paths: The paths to check, in this order.
+        api_key: The key of a tenant; empty: the clusters take requests without one.
 
     Raises:
         ConfigurationRefused: The topology cannot be used.
@@ -89,7 +92,7 @@ async def check(topology: Topology, surroundings: LocalClusterOptions, paths: Se
         nonlocal block_tokens
         prompts.extend(reference_prompts(cluster.plan.model_dir, max_tokens=length - ANSWER_TOKENS))
         say(f"asking one aggregated engine {len(prompts)} prompts")
-        answers, block_tokens = await _ask_all(cluster, prompts, Placement.AGGREGATED, WITHIN[KvPath.STORE])
+        answers, block_tokens = await _ask_all(cluster, prompts, Placement.AGGREGATED, WITHIN[KvPath.STORE], api_key)
         if missing := answers.count(None):
             raise ClusterFailed(f"the reference engine did not answer {missing} of {len(prompts)} prompts")
         expected.extend(answer for answer in answers if answer is not None)
@@ -98,7 +101,7 @@ async def check(topology: Topology, surroundings: LocalClusterOptions, paths: Se
         raise Interrupted
     good = True
     for path in paths:
-        verdict = await _check_path(topology, surroundings, path, prompts, block_tokens, expected)
+        verdict = await _check_path(topology, surroundings, path, prompts, block_tokens, expected, api_key)
         print(msgspec.json.encode(verdict).decode(), flush=True)
         good = good and verdict.ok
     return good
@@ -111,13 +114,14 @@ async def _check_path(
     prompts: Sequence[TokenBytes],
     block_tokens: int,
     expected: Sequence[CheckedCompletion],
+    api_key: str,
 ) -> CheckVerdict:
     """Check one path in a cluster of its own. A cluster that fails gives a bad verdict and does not end the check."""
     got: list[CheckedCompletion | None] = []
 
     async def compare(cluster: LocalCluster) -> None:
         say(f"asking a prefill and a decode worker the same, blocks by {path}")
-        answers, _ = await _ask_all(cluster, prompts, Placement.DISAGGREGATED, WITHIN[path])
+        answers, _ = await _ask_all(cluster, prompts, Placement.DISAGGREGATED, WITHIN[path], api_key)
         got.extend(answers)
 
     try:
@@ -138,12 +142,12 @@ async def _check_path(
 
 
 async def _ask_all(
-    cluster: LocalCluster, prompts: Sequence[TokenBytes], placement: Placement, within: Nanos
+    cluster: LocalCluster, prompts: Sequence[TokenBytes], placement: Placement, within: Nanos, api_key: str
 ) -> tuple[list[CheckedCompletion | None], int]:
     """Return the answers in the order of the prompts (None for failed requests), and the tokens per block."""
     answers: list[CheckedCompletion | None] = [None] * len(prompts)
     turn = asyncio.Semaphore(AT_A_TIME)
-    async with cluster_client(cluster.plan) as client:
+    async with cluster_client(cluster.plan, api_key) as client:
 
         async def ask(index: int) -> None:
             async with turn:

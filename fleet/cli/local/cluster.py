@@ -169,10 +169,11 @@ async def _wait_until_serving(planned: LocalPlan) -> None:
         raise ClusterFailed(f"the router does not answer: {error.message}") from error
 
 
-def cluster_client(planned: LocalPlan) -> AsyncClient:
+def cluster_client(planned: LocalPlan, api_key: str = "") -> AsyncClient:
     """Return a client for a planned cluster that also reaches its control port."""
     return AsyncClient(
         planned.grpc,
+        api_key=api_key,
         tls=ClientTls(authority=planned.authority) if planned.speaks_tls else None,
         control=planned.control,
         control_credentials=planned.control_credentials,

@@ -176,7 +176,8 @@ def status_lines(status: PlannerStatus) -> Iterator[str]:
         hosted = status.overflow
         yield f"overflow  {hosted['requests']:.0f} requests for ${hosted['dollars']:.4f} since this planner started"
     if status.error is not None:
-        yield f"error of rehearsals  {status.error:.0%}"
+        errors = ", ".join(f"{name.upper()} {error:.0%}" for name, error in status.errors.items())
+        yield f"error of rehearsals  {errors}"
     for record in status.plans[:SHOWN_PLANS]:
         yield f"plan {record.id}  {record.state.replace('_', ' ')}  {_sizes(record)}  {record.reason.replace('_', ' ')}"
 

@@ -33,7 +33,7 @@ def _bench() -> ModuleType:
     """
     if not CHECKOUT.joinpath(*MODULE.split(".")).with_suffix(".py").is_file():
         raise ConfigurationRefused(
-            f"kv bench: {CHECKOUT} has no loadtests; call it from a checkout with Fleet installed in editable mode (make install)"
+            f"kv bench: {CHECKOUT} has no loadtests; call it from a checkout with Fleet installed in editable mode (pip install -e .)"
         )
     if str(CHECKOUT) not in sys.path:
         sys.path.append(str(CHECKOUT))

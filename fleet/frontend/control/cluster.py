@@ -11,7 +11,7 @@ from msgspec import structs
 
 from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error
 from fleet.core.ids import RequestId, WorkerId
-from fleet.frontend.overflow import OverflowOutcome, OverflowReports, OverflowStatus
+from fleet.frontend.overflow import OverflowOutcome, OverflowReports, OverflowState
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.grpc.calls import parse_message, unary_handler
 from fleet.router.api import RouterApi
@@ -190,7 +190,7 @@ def explain_request(
     return response
 
 
-def _encode_overflow(status: OverflowStatus) -> pb.OverflowStatus:
+def _encode_overflow(status: OverflowState) -> pb.OverflowStatus:
     outcomes = status.outcomes
     return pb.OverflowStatus(
         model=status.model,

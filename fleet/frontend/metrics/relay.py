@@ -53,11 +53,11 @@ class RelayMetrics:
         """Record the time from the arrival of a request to the first byte of its answer."""
         self._first_byte.observe(nanos)
 
-    def ended(self, reason: Reason | None, nanos: int) -> None:
-        """Record the end of a request: its duration, and the reason if it was not served."""
+    def ended(self, reason: Reason | None, nanos: int, *, answered: bool) -> None:
+        """Record the end of a request: its duration if any of its answer was relayed, and the reason if it was not served."""
         outcome = SERVED if reason is None else reason
         self._ended[outcome] = self._ended.get(outcome, 0) + 1
-        if reason is None:
+        if answered:
             self._whole.observe(nanos)
 
     def passed(self, reason: Reason | None) -> None:

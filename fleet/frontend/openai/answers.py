@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec import Struct
 
 from fleet.core.ids import ModelName
 from fleet.core.requests import (
@@ -18,9 +19,10 @@ from fleet.core.requests import (
     ModelCard,
     RateLimitStatus,
     RemainingLimit,
+    ToolCall,
     Usage,
+    join_calls,
 )
-from fleet.core.tool_calls import ToolCall, join_calls
 from fleet.frontend.openai.requests import OpenAiRequest
 from fleet.net.http.messages import sse_event
 
@@ -60,25 +62,49 @@ def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, st
     return tuple(headers)
 
 
+class ChoicePlace(Struct, frozen=True):
+    """The place of an answer among the choices of its request."""
+
+    index: int
+    alone: bool  # the answer is the only one, so its end is the end of the stream
+    detailed: bool = False  # each step is an event, because it has more than text
+
+
+ALONE = ChoicePlace(0, alone=True)
+
+
 class ChatFormatter:
     """Formats the answers of ``/v1/chat/completions``."""
 
-    def __init__(self, parsed: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
+    def __init__(
+        self, parsed: OpenAiRequest, model: ModelName, token_text: TokenText, created: int, place: ChoicePlace = ALONE
+    ) -> None:
         self._parsed = parsed
         self._token_text = token_text
         self._model = model
+        self._place = place
         self._head = {"id": f"chatcmpl-{parsed.request.id}", "created": created, "model": model}
         self._chunk_head = (
-            encode({**self._head, "object": "chat.completion.chunk"})[:-1] + b',"choices":[{"index":0,"delta":{'
+            encode({**self._head, "object": "chat.completion.chunk"})[:-1]
+            + b',"choices":[{"index":%d,"delta":{' % place.index
         )
         self._chunk_tail = b"}]" + _null_usage(parsed)
         self._first = b'"role":"assistant",'
+
+    @property
+    def head(self) -> Json:
+        """The fields that all parts of the answer share, apart from ``object``."""
+        return self._head
+
+    def annotate(self, inside: Json, outside: Json) -> None:
+        """Let the next events have these fields, in their choice and beside it."""
+        self._chunk_tail = _annotated(self._parsed, inside, outside)
 
     def chunk(self, delta: Delta) -> bytes:
         """Return an event; empty if there is nothing to send."""
         if delta.reasoning or delta.calls:
             return self._parsed_event(delta)
-        if not delta.text and not delta.logprobs:
+        if not delta.text and not delta.logprobs and not self._place.detailed:
             return b""
         return self._content(
             delta.text, encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"
@@ -90,12 +116,14 @@ class ChatFormatter:
         rest = self._content(finished.text, b"null") if finished.text or self._first else b""
         final = b"".join(
             (b"data: ", self._chunk_head, b'},"logprobs":null,"finish_reason":', encode(finished.finish),
-             self._chunk_tail, b',"fleet":', encode(_fleet(self._parsed, finished.kv, token_ids)), b"}\n\n")
+             self._chunk_tail, b',"fleet":', encode(fleet_object(self._parsed, finished.kv, token_ids)), b"}\n\n")
         )  # fmt: skip
+        if not self._place.alone:
+            return rest + final
         return (
             rest
             + final
-            + _usage_chunk(self._parsed, {**self._head, "object": "chat.completion.chunk"}, finished)
+            + usage_chunk(self._parsed, {**self._head, "object": "chat.completion.chunk"}, finished.usage)
             + DONE
         )
 
@@ -134,32 +162,44 @@ class ChatFormatter:
         calls: Sequence[CallDelta] = (),
     ) -> bytes:
         """Return the answer as one object."""
+        return encode(
+            {
+                **self._head,
+                "object": "chat.completion",
+                "choices": [self.choice(text, token_ids, logprobs, finished, reasoning, calls)],
+                "usage": usage_object(finished.usage),
+                "fleet": fleet_object(self._parsed, finished.kv, token_ids),
+            }
+        )
+
+    def choice(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Logprobs | None],
+        finished: Finished,
+        reasoning: str = "",
+        calls: Sequence[CallDelta] = (),
+    ) -> Json:
+        """Return the answer as one of the choices."""
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if reasoning:
             message |= _reasoning(reasoning)
         if calls:
             message |= {"content": text or None, "tool_calls": [_call(call) for call in join_calls(calls)]}
-        choice: Json = {
-            "index": 0,
+        return {
+            "index": self._place.index,
             "message": message,
             "logprobs": self._logprobs(token_ids, logprobs)
             if self._parsed.request.sampling.logprobs is not None
             else None,
             "finish_reason": finished.finish,
         }
-        return encode(
-            {
-                **self._head,
-                "object": "chat.completion",
-                "choices": [choice],
-                "usage": _usage(finished.usage),
-                "fleet": _fleet(self._parsed, finished.kv, token_ids),
-            }
-        )
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> Json:
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> Json:
         content = []
         for token_id, token in zip(token_ids, logprobs, strict=True):
+            assert token is not None, "chats have no echo"
             top = [self._token(other, logprob) for other, logprob in zip(token.top_ids, token.top, strict=True)]
             content.append({**self._token(token_id, token.chosen), "top_logprobs": top})
         return {"content": content, "refusal": None}
@@ -176,10 +216,13 @@ class ChatFormatter:
 class CompletionFormatter:
     """Formats the answers of ``/v1/completions``."""
 
-    def __init__(self, parsed: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
+    def __init__(
+        self, parsed: OpenAiRequest, model: ModelName, token_text: TokenText, created: int, place: ChoicePlace = ALONE
+    ) -> None:
         self._parsed = parsed
         self._token_text = token_text
         self._model = model
+        self._place = place
         self._offset = 0  # offset of the next token in characters
         self._head = {
             "id": f"cmpl-{parsed.request.id}",
@@ -187,12 +230,21 @@ class CompletionFormatter:
             "created": created,
             "model": model,
         }
-        self._chunk_head = encode(self._head)[:-1] + b',"choices":[{"index":0,"text":'
+        self._chunk_head = encode(self._head)[:-1] + b',"choices":[{"index":%d,"text":' % place.index
         self._chunk_tail = b"}]" + _null_usage(parsed)
+
+    @property
+    def head(self) -> Json:
+        """The fields that all parts of the answer share."""
+        return self._head
+
+    def annotate(self, inside: Json, outside: Json) -> None:
+        """Let the next events have these fields, in their choice and beside it."""
+        self._chunk_tail = _annotated(self._parsed, inside, outside)
 
     def chunk(self, delta: Delta) -> bytes:
         """Return an event; empty if there is nothing to send."""
-        if not delta.text and not delta.logprobs:
+        if not delta.text and not delta.logprobs and not self._place.detailed:
             return b""
         logprobs = encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"
         return b"".join(
@@ -204,9 +256,19 @@ class CompletionFormatter:
         """Return the events that end the stream."""
         final = b"".join(
             (b"data: ", self._chunk_head, encode(finished.text), b',"logprobs":null,"finish_reason":', encode(finished.finish),
-             self._chunk_tail, b',"fleet":', encode(_fleet(self._parsed, finished.kv, token_ids)), b"}\n\n")
+             self._chunk_tail, b',"fleet":', encode(fleet_object(self._parsed, finished.kv, token_ids)), b"}\n\n")
         )  # fmt: skip
-        return final + _usage_chunk(self._parsed, self._head, finished) + DONE
+        if not self._place.alone:
+            return final
+        return final + usage_chunk(self._parsed, self._head, finished.usage) + DONE
+
+    def echo(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> bytes:
+        """Return the event that shows the prompt, with its log probabilities if the client asked for some."""
+        told = encode(self._logprobs(token_ids, logprobs)) if logprobs else b"null"
+        return b"".join(
+            (b"data: ", self._chunk_head, encode(text), b',"logprobs":', told, b',"finish_reason":null',
+             self._chunk_tail, b"}\n\n")
+        )  # fmt: skip
 
     def whole(
         self,
@@ -218,38 +280,55 @@ class CompletionFormatter:
         calls: Sequence[CallDelta] = (),  # noqa: ARG002
     ) -> bytes:
         """Return the answer as one object."""
-        choice: Json = {
-            "index": 0,
+        return encode(
+            {
+                **self._head,
+                "choices": [self.choice(text, token_ids, logprobs, finished)],
+                "usage": usage_object(finished.usage),
+                "fleet": fleet_object(self._parsed, finished.kv, token_ids),
+            }
+        )
+
+    def choice(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[Logprobs | None],
+        finished: Finished,
+        reasoning: str = "",  # noqa: ARG002 - of chat answers alone
+        calls: Sequence[CallDelta] = (),  # noqa: ARG002
+    ) -> Json:
+        """Return the answer as one of the choices."""
+        return {
+            "index": self._place.index,
             "text": text,
             "logprobs": self._logprobs(token_ids, logprobs)
             if self._parsed.request.sampling.logprobs is not None
             else None,
             "finish_reason": finished.finish,
         }
-        return encode(
-            {
-                **self._head,
-                "choices": [choice],
-                "usage": _usage(finished.usage),
-                "fleet": _fleet(self._parsed, finished.kv, token_ids),
-            }
-        )
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> Json:
-        tokens, offsets, top = [], [], []
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> Json:
+        """Return the log probabilities; None stands for the first token of a prompt, which has none."""
+        tokens: list[str] = []
+        offsets: list[int] = []
+        top: list[Json | None] = []
         for token_id, token in zip(token_ids, logprobs, strict=True):
             text = self._token_text(self._model, token_id)
             tokens.append(text)
             offsets.append(self._offset)
             self._offset += len(text)
-            others = {
+            if token is None:
+                top.append(None)
+                continue
+            others: Json = {
                 self._token_text(self._model, other): max(logprob, MIN_LOGPROB)
                 for other, logprob in zip(token.top_ids, token.top, strict=True)
             }
             top.append(others | {text: max(token.chosen, MIN_LOGPROB)})
         return {
             "tokens": tokens,
-            "token_logprobs": [max(token.chosen, MIN_LOGPROB) for token in logprobs],
+            "token_logprobs": [None if token is None else max(token.chosen, MIN_LOGPROB) for token in logprobs],
             "top_logprobs": top,
             "text_offset": offsets,
         }
@@ -274,7 +353,8 @@ def _call_delta(call: CallDelta) -> Json:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _usage(usage: Usage) -> Json:
+def usage_object(usage: Usage) -> Json:
+    """Return the object ``usage``."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -283,17 +363,26 @@ def _usage(usage: Usage) -> Json:
     }
 
 
+def _annotated(parsed: OpenAiRequest, inside: Json, outside: Json) -> bytes:
+    """Return the end of an event with more fields; ``usage`` among them takes the place of the null."""
+    tail = (b"," + encode(inside)[1:-1] if inside else b"") + b"}]"
+    if "usage" not in outside:
+        tail += _null_usage(parsed)
+    return tail + (b"," + encode(outside)[1:-1] if outside else b"")
+
+
 def _null_usage(parsed: OpenAiRequest) -> bytes:
     return b',"usage":null' if parsed.include_usage else b""
 
 
-def _usage_chunk(parsed: OpenAiRequest, head: Mapping[str, object], finished: Finished) -> bytes:
+def usage_chunk(parsed: OpenAiRequest, head: Mapping[str, object], usage: Usage) -> bytes:
+    """Return the event with the usage of a stream; empty if the client did not ask for it."""
     if not parsed.include_usage:
         return b""
-    return sse_event(encode({**head, "choices": [], "usage": _usage(finished.usage)}))
+    return sse_event(encode({**head, "choices": [], "usage": usage_object(usage)}))
 
 
-def _fleet(parsed: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[int]) -> Json:
+def fleet_object(parsed: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[object]) -> Json:
     """Return the object ``fleet``: the origin of the prompt's blocks, as in the message KvProof, and the token ids."""
     phases: list[Json] = [
         {

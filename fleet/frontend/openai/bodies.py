@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error
+from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error, with_allowed_values
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
 from fleet.core.validation import MAX_EXPECTED_TOKENS
@@ -34,6 +34,8 @@ class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class StreamOptions(Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: each event has the usage so far
+    include_obfuscation: Any = None  # OpenAI's padding of events; not supported
 
 
 class ContentPart(Struct, frozen=True, kw_only=True):
@@ -65,6 +67,10 @@ class NamedSchema(Struct, frozen=True, kw_only=True):
 class ResponseFormat(Struct, frozen=True, kw_only=True):
     type: str
     json_schema: NamedSchema | None = None
+    # Structural tags, in XGrammar's form and in the older one.
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +81,11 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
+    # Not supported, and accepted with the value that has no effect.
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class OpenAiBody(Struct, frozen=True, kw_only=True):
@@ -91,6 +102,16 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     response_format: ResponseFormat | None = None
+    n: int | None = None
+    best_of: int | None = None
+    logit_bias: dict[int, float] | None = None
+    # Accepted, and without an effect here.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    stream_interval: Any = None
     fleet: FleetOptions | None = None
     # vLLM's fields
     top_k: int | None = None
@@ -104,36 +125,61 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None  # lower runs earlier
+    request_id: str | None = None
+    session_id: str | None = None
+    # SGLang's fields
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: Schema | None = None
+    no_stop_trim: bool | None = None
     # Not supported; see ACCEPTED_VALUES.
-    n: Any = None
-    best_of: Any = None
     echo: Any = None
     suffix: Any = None
-    logit_bias: Any = None
+    store: Any = None
+    service_tier: Any = None
     functions: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
     prompt_embeds: Any = None
-    prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
+    truncation_side: Any = None
+    logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
+    watermarking: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    return_prompt_text: Any = None
+    return_hidden_states: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    stop_regex: Any = None
+    custom_logit_processor: Any = None
     chat_template: Any = None
     documents: Any = None
     continue_final_message: Any = None
     add_generation_prompt: Any = None
-    include_stop_str_in_output: Any = None
-    skip_special_tokens: Any = None
     function_call: Any = None
     add_special_tokens: Any = None
     detokenize: Any = None
     length_penalty: Any = None
     spaces_between_special_tokens: Any = None
-    return_tokens_as_token_ids: Any = None
-    return_token_ids: Any = None
-    cache_salt: Any = None
     prediction: Any = None
     verbosity: Any = None
 
@@ -141,6 +187,8 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
 class CompletionBody(OpenAiBody, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
     # Fields of chats alone: not supported.
     tools: Any = None
     tool_choice: Any = None
@@ -173,40 +221,60 @@ class ChatBody(OpenAiBody, frozen=True, kw_only=True):
     top_logprobs: int | None = None
 
 
+class StrictCompletionBody(CompletionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body whose unknown fields are refused by name."""
+
+
+class StrictChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body whose unknown fields are refused by name."""
+
+
 ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
+    "include_reasoning": (True,),
     "suffix": ("",),
-    "logit_bias": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
     "functions": ([],),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
+    "truncation_side": ("left",),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "thinking_token_budget": (-1,),
+    "watermarking": (False,),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "return_prompt_text": (False,),
+    "return_hidden_states": (False,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "lora_path": (),
+    "session_params": (),
+    "stop_regex": ([],),
+    "custom_logit_processor": (),
     "chat_template": (),
     "documents": ([],),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "function_call": ("none", "auto"),
-    "add_special_tokens": (True,),
+    "add_special_tokens": (False,),
     "detokenize": (True,),
     "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "cache_salt": (),
     "prediction": (),
     "verbosity": (),
 }
 """Unsupported fields, with the values that have no effect (null never has one)."""
+
+COMPLETION_FIELDS = frozenset({"echo", "add_special_tokens"})
+"""Fields of `ACCEPTED_VALUES` that completions support."""
 
 OPENAI_FIELD_NAMES: Mapping[str, str] = {
     "text": "prompt",
@@ -217,6 +285,10 @@ OPENAI_FIELD_NAMES: Mapping[str, str] = {
     "parsing.tool_choice": "tool_choice",
     "parsing.function": "tool_choice.function.name",
     **{f"sampling.{field}": field for field in Sampling.__struct_fields__},
+    "sampling.bad_tokens": "bad_words",
+    "truncate_prompt": "truncate_prompt_tokens",
+    "include_stop_string": "include_stop_str_in_output",
+    "show_special_tokens": "skip_special_tokens",
     **{field: f"fleet.{field}" for field in FleetOptions.__struct_fields__ if field != "return_token_ids"},
 }
 """Field paths of the public protocol to those of the OpenAI API."""
@@ -231,7 +303,7 @@ def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyT
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise invalid_body(error) from error
+        raise invalid_body(error, kind=decoder.type) from error
     except UnicodeDecodeError as error:
         raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error.reason}") from error
     except RecursionError as error:
@@ -240,9 +312,10 @@ def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyT
         raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
 
 
-def invalid_body(error: msgspec.ValidationError, parent: str = "") -> RequestRejected:
-    """Return the rejection of a value in `parent` with a wrong type or range; msgspec's message ends with its path."""
+def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = None) -> RequestRejected:
+    """Return the rejection of a value in `parent` with a wrong type or range; `kind` is the type of what was decoded."""
     message, path = split_validation_error(error)
+    message = with_allowed_values(message, kind, path)
     field = parent + path
     if (named := _NAMED_FIELD.search(message)) is not None:
         field += f".{named[1]}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from fleet.frontend.openai.bodies import ACCEPTED_VALUES, ChatBody, CompletionBody
+from fleet.frontend.openai.bodies import ACCEPTED_VALUES, COMPLETION_FIELDS, ChatBody, CompletionBody
 from fleet.frontend.openai.translated import responses, tokens
 from fleet.frontend.openai.translated.messages import UNSUPPORTED, CountTokensBody, MessagesBody
 from fleet.frontend.openai.translated.responses import ResponsesBody
@@ -82,8 +82,9 @@ def openapi_document(*, embeddings: bool) -> bytes:
         ref_template="#/components/schemas/{name}",
     )
     for body, schema in components.items():
+        supported = COMPLETION_FIELDS if body == CompletionBody.__name__ else ()
         for name, values in _EFFECTLESS.get(body, ACCEPTED_VALUES).items():
-            if name in schema.get("properties", {}):
+            if name in schema.get("properties", {}) and name not in supported:
                 schema["properties"][name] = {
                     "enum": [None, *values],
                     "description": "Accepted if it has no effect.",

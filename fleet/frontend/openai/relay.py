@@ -30,6 +30,7 @@ from fleet.core.requests import TOKEN_BYTES
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
+from fleet.frontend.openai.header_hints import NAMES, header_hints
 from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
 from fleet.frontend.openai.relay_requests import (
@@ -299,6 +300,8 @@ class Relay:
         path = request.head.path
         try:
             body = read_body(request.body, path)
+            if not NAMES.isdisjoint(request.head.headers):
+                body.fleet = header_hints(request.head.headers, body.fleet)
             tenant = "" if body.fleet is None else body.fleet.tenant
             if self.takes_keys:
                 sent = request.headers.get(b"authorization") or bearer_of_key(request.headers)
@@ -400,7 +403,8 @@ class Relay:
         now = self._clock.now()
         if relayed.answer_tokens:
             self._tenants.used(relayed.tenant, relayed.answer_tokens, now)
-        self._metrics.ended(None if refused is None else refused.reason, now - relayed.began_at)
+        answered = refused is None or relayed.flow is not None
+        self._metrics.ended(None if refused is None else refused.reason, now - relayed.began_at, answered=answered)
         self._active -= 1
         if self._active == 0:
             self._quiet.set()

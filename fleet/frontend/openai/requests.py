@@ -3,16 +3,17 @@
 Rules:
 
 1. The types of known fields are checked; an error names the field as the client wrote it.
-2. Unknown fields are ignored, as OpenAI's servers do with each other's.
-3. A field that would change the answer and is not supported is rejected, unless its value has no effect.
+2. Unknown fields are ignored, as OpenAI's servers do with each other's, or refused if the settings say so.
+3. A field that would change the answer and is not supported is rejected, unless its value has no effect. docs/api.md
+   lists all fields.
 4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
 5. Tools become part of the prompt, and the model's calls are parsed out of its answer. The same holds for reasoning.
 
-vLLM's sampling parameters are supported too (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-`stop_token_ids`), because benchmarks send them.
+vLLM's sampling parameters are supported too, because benchmarks and evaluations send them, and vLLM's, OpenAI's and SGLang's
+fields for structured output.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -34,13 +35,16 @@ from fleet.core.requests import (
     Pattern,
     Prompt,
     Sampling,
+    StructuralTag,
     StructuredOutput,
     TextPrompt,
     TokenPrompt,
     ToolChoice,
 )
+from fleet.core.validation import MAX_PRIORITY
 from fleet.frontend.openai.bodies import (
     ACCEPTED_VALUES,
+    COMPLETION_FIELDS,
     OPENAI_FIELD_NAMES,
     ChatBody,
     CompletionBody,
@@ -52,13 +56,36 @@ from fleet.frontend.openai.bodies import (
     OpenAiBody,
     ResponseFormat,
     Schema,
+    StreamOptions,
+    StrictChatBody,
+    StrictCompletionBody,
     decode_body,
     invalid_body,
 )
+from fleet.frontend.openai.header_hints import header_hints
 
+Headers = Mapping[bytes, bytes]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+MAX_N = 128  # OpenAI's limit
+MAX_PROMPTS = 1024  # vLLM's limit
+MAX_BRANCHES = 1024  # answers that are generated for one request
+
+
+class Details(Struct, frozen=True, kw_only=True):
+    """Details of a request that wants more than one plain answer; `fleet.frontend.openai.branches` serves it."""
+
+    more_prompts: tuple[Prompt, ...] = ()
+    n: int = 1  # answers to each prompt
+    best_of: int = 1  # answers of which the `n` best are returned
+    echo: bool = False  # the prompt precedes each answer
+    prompt_logprobs: bool = False  # vLLM's field, in the answer
+    token_ids: bool = False  # vLLM's field: ids of the prompt and of the answer
+    token_names: bool = False  # log probabilities name tokens by their ids
+    continuous_usage: bool = False  # each event has the usage so far
+
+
 REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -71,41 +98,59 @@ class OpenAiRequest(Struct, frozen=True, kw_only=True):
     include_usage: bool
     return_token_ids: bool
     names: Mapping[str, str]  # for later rejections
+    details: Details | None = None  # None: one plain answer
 
 
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
 _CHAT = msgspec.json.Decoder(ChatBody)
+_STRICT_COMPLETION = msgspec.json.Decoder(StrictCompletionBody)
+_STRICT_CHAT = msgspec.json.Decoder(StrictChatBody)
 
 
-def read_completion(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
+def read_completion(
+    body: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None, *, strict: bool = False
+) -> OpenAiRequest:
     """Read the body of ``POST /v1/completions``.
+
+    Args:
+        body: JSON.
+        request_id: Id for a body without one.
+        now: Instant of arrival.
+        headers: The request's headers if hints are among them (`header_hints`); None if not.
+        strict: Refuse unknown fields.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
     """
-    completion = decode_body(_COMPLETION, body)
-    _refuse_unsupported(completion)
+    completion = decode_body(_STRICT_COMPLETION, body) if strict else decode_body(_COMPLETION, body)
+    _refuse_unsupported(completion, COMPLETION_FIELDS)
     for field in ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"):
         if getattr(completion, field):
             raise invalid(field, "is for /v1/chat/completions")
+    prompt, *more_prompts = _completion_prompts(completion.prompt, special=completion.add_special_tokens is not False)
     return _build_request(
         completion,
         request_id,
         now,
-        prompt=_completion_prompt(completion.prompt),
+        headers,
+        prompt=prompt,
+        more_prompts=tuple(more_prompts),
+        echo=bool(completion.echo),
         max_tokens=COMPLETION_MAX_TOKENS if completion.max_tokens is None else completion.max_tokens,
         logprobs=completion.logprobs,
         names=OPENAI_FIELD_NAMES,
     )
 
 
-def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
-    """Read the body of ``POST /v1/chat/completions``.
+def read_chat(
+    body: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None, *, strict: bool = False
+) -> OpenAiRequest:
+    """Read the body of ``POST /v1/chat/completions``; see `read_completion`.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
     """
-    chat = decode_body(_CHAT, body)
+    chat = decode_body(_STRICT_CHAT, body) if strict else decode_body(_CHAT, body)
     _refuse_unsupported(chat)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
@@ -117,6 +162,7 @@ def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
         chat,
         request_id,
         now,
+        headers,
         prompt=ChatPrompt(
             tuple(_message(index, message) for index, message in enumerate(chat.messages)),
             tools=msgspec.json.encode(tools).decode() if tools else "",
@@ -169,14 +215,31 @@ def _build_request(
     body: OpenAiBody,
     request_id: RequestId,
     now: Nanos,
+    headers: Headers | None,
     *,
     prompt: Prompt,
+    more_prompts: tuple[Prompt, ...] = (),
+    echo: bool = False,
     max_tokens: int | None,
     logprobs: int | None,
     names: Mapping[str, str],
     parsing: AnswerParsing | None = None,
 ) -> OpenAiRequest:
-    options = body.fleet or FleetOptions()
+    options = body.fleet or _NO_OPTIONS if headers is None else header_hints(headers, body.fleet)
+    details = None
+    if (
+        more_prompts
+        or echo
+        or body.n not in _ONE
+        or body.best_of not in _ONE
+        or body.prompt_logprobs is not None
+        or body.return_token_ids
+        or body.return_tokens_as_token_ids
+        or (body.stream_options is not None and body.stream_options.continuous_usage_stats)
+    ):
+        details = _details(body, more_prompts, echo=echo)
+    if body.stream_options is not None:
+        _check_stream_options(body.stream_options, stream=bool(body.stream))
     form, form_field = _structured_output(body)
     values = {
         "max_tokens": max_tokens,
@@ -193,17 +256,25 @@ def _build_request(
         "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
         "logprobs": logprobs,
         "form": form,
+        "logit_bias": tuple(body.logit_bias.items()) if body.logit_bias else None,
+        "allowed_token_ids": tuple(body.allowed_token_ids) if body.allowed_token_ids else None,
+        "prompt_logprobs": _most(body.prompt_logprobs, logprobs) if echo else body.prompt_logprobs,
     }
     request = GenerateRequest(
-        id=request_id,
+        id=request_id if body.request_id is None else RequestId(body.request_id),
         model=ModelName(body.model or ""),
         prompt=prompt,
         sampling=Sampling(**{name: value for name, value in values.items() if value is not None}),  # type: ignore[arg-type]  # by name
         fill_context=max_tokens is None,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        priority=options.priority,
+        include_stop_string=bool(body.include_stop_str_in_output or body.no_stop_trim),
+        show_special_tokens=body.skip_special_tokens is False,
+        bad_words=tuple(body.bad_words or ()),
+        cache_salt=body.cache_salt or "",
+        truncate_prompt=body.truncate_prompt_tokens,
+        priority=options.priority if body.priority is None else _priority(body.priority, options),
         deadline=Nanos(now + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
-        session=options.session,
+        session=options.session or body.session_id or "",
         tenant=options.tenant,
         placement=options.placement,
         kv_path=options.kv_path,
@@ -219,7 +290,65 @@ def _build_request(
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         return_token_ids=options.return_token_ids,
         names={**names, "sampling.form": form_field} if form_field else names,
+        details=details,
     )
+
+
+_NO_OPTIONS = FleetOptions()
+_ONE = (None, 1)
+
+
+def _details(body: OpenAiBody, more_prompts: tuple[Prompt, ...], *, echo: bool) -> Details:
+    n = 1 if body.n is None else body.n
+    best_of = n if body.best_of is None else body.best_of
+    for field, number in (("n", n), ("best_of", best_of)):
+        if not 1 <= number <= MAX_N:
+            raise invalid(field, f"must be from 1 to {MAX_N}, not {_short(number)}")
+    if best_of < n:
+        raise invalid("best_of", f"must be at least n, {n}, not {best_of}")
+    if best_of > n and body.stream:
+        raise invalid("best_of", "cannot be more than n in a stream, because the best answers are known at the end")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "are not a part of streams; leave out stream")
+    if (count := (1 + len(more_prompts)) * best_of) > MAX_BRANCHES:
+        raise invalid(
+            "n", f"{1 + len(more_prompts)} prompts with {best_of} answers each are {count}; {MAX_BRANCHES} are allowed"
+        )
+    return Details(
+        more_prompts=more_prompts,
+        n=n,
+        best_of=best_of,
+        echo=echo,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+        token_names=bool(body.return_tokens_as_token_ids),
+        continuous_usage=body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
+    )
+
+
+def _most(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return max(one, other)
+
+
+def _check_stream_options(options: StreamOptions, *, stream: bool) -> None:
+    if not stream:
+        raise invalid("stream_options", "are for streams; set stream to true")
+    if options.include_obfuscation:
+        raise invalid("stream_options.include_obfuscation", "only false is supported")
+
+
+def _priority(priority: int, options: FleetOptions) -> int:
+    """Return the priority of vLLM's field, where lower ones run earlier; the object ``fleet`` counts before it."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {_short(priority)}")
+    return options.priority or -priority
+
+
+def _short(number: int) -> str:
+    """Return the number as text; a client may send an integer of a million digits."""
+    return str(number) if abs(number) < 2**63 else "an integer beyond 64 bits"
 
 
 def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
@@ -244,8 +373,10 @@ def _structured_outputs(body: OpenAiBody) -> Iterator[tuple[str, StructuredOutpu
             raise invalid("response_format.json_schema", "is missing")
         case ResponseFormat(type="json_schema", json_schema=NamedSchema(schema=schema)):
             yield "response_format.json_schema.schema", _schema(schema)
+        case ResponseFormat(type="structural_tag") as tag:
+            yield "response_format", StructuralTag(_structural_tag(tag))
         case _:
-            raise invalid("response_format.type", "must be text, json_object or json_schema")
+            raise invalid("response_format.type", "must be text, json_object, json_schema or structural_tag")
     if (outputs := body.structured_outputs) is not None:
         forms = list(
             _vllm_structured_outputs(
@@ -254,12 +385,25 @@ def _structured_outputs(body: OpenAiBody) -> Iterator[tuple[str, StructuredOutpu
         )
         if outputs.json_object:
             forms.append(("structured_outputs.json_object", AnyObject()))
+        if outputs.structural_tag is not None:
+            forms.append(("structured_outputs.structural_tag", StructuralTag(outputs.structural_tag)))
+        for field in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+            if getattr(outputs, field):
+                raise invalid(f"structured_outputs.{field}", "is not supported; leave it out")
         if not forms:
-            raise invalid("structured_outputs", "must say one of json, regex, choice, grammar and json_object")
+            raise invalid(
+                "structured_outputs", "must say one of json, regex, choice, grammar, json_object and structural_tag"
+            )
         yield from forms
     yield from _vllm_structured_outputs(
         "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
     )
+    if body.json_schema is not None:
+        yield "json_schema", _schema(body.json_schema)
+    if body.regex is not None:
+        yield "regex", Pattern(body.regex)
+    if body.ebnf is not None:
+        yield "ebnf", Grammar(body.ebnf)
 
 
 def _vllm_structured_outputs(
@@ -275,14 +419,25 @@ def _vllm_structured_outputs(
         yield f"{before}grammar", Grammar(grammar)
 
 
+def _structural_tag(tag: ResponseFormat) -> str:
+    given = {
+        name: value
+        for name, value in (("format", tag.format), ("structures", tag.structures), ("triggers", tag.triggers))
+        if value is not None
+    }
+    if given.keys() not in ({"format"}, {"structures", "triggers"}):
+        raise invalid("response_format", "a structural_tag needs format, or structures and triggers")
+    return msgspec.json.encode({"type": "structural_tag", **given}).decode()
+
+
 def _schema(schema: Schema) -> JsonSchema:
     return JsonSchema(schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
 
 
-def _refuse_unsupported(body: OpenAiBody) -> None:
+def _refuse_unsupported(body: OpenAiBody, supported: Collection[str] = ()) -> None:
     for field, accepted in ACCEPTED_VALUES.items():
-        value = getattr(body, field)
-        if value is not None and value not in accepted:
+        value = getattr(body, field, None)
+        if value is not None and value not in accepted and field not in supported:
             raise invalid(
                 field,
                 "is not supported"
@@ -291,25 +446,36 @@ def _refuse_unsupported(body: OpenAiBody) -> None:
             )
 
 
-def _completion_prompt(prompt: str | list[Any]) -> Prompt:
+def _completion_prompts(prompt: str | list[Any], *, special: bool) -> list[Prompt]:
+    """Return the prompts, at least one; texts and token ids may be mixed."""
     match prompt:
         case str():
-            return TextPrompt(prompt)
-        case [str() as text]:
-            return TextPrompt(text)
-        case [list() as ids]:
-            return _token_prompt(ids)
+            return [TextPrompt(prompt, special)]
+        case [str() | list(), *_] if len(prompt) > MAX_PROMPTS:
+            raise invalid("prompt", f"has {len(prompt)} prompts, and {MAX_PROMPTS} are allowed")
+        case [str() | list()]:
+            return [_listed_prompt(prompt[0], "prompt", special=special)]
         case [str() | list(), *_]:
-            raise invalid("prompt", f"{len(prompt)} prompts in one request are not supported; send one request each")
+            return [_listed_prompt(one, f"prompt[{index}]", special=special) for index, one in enumerate(prompt)]
         case _:
-            return _token_prompt(prompt)
+            return [_token_prompt(prompt, "prompt")]
 
 
-def _token_prompt(ids: list[Any]) -> Prompt:
+def _listed_prompt(prompt: object, field: str, *, special: bool) -> Prompt:
+    match prompt:
+        case str():
+            return TextPrompt(prompt, special)
+        case list():
+            return _token_prompt(prompt, field)
+        case _:
+            raise invalid(field, "must be a text or a list of token ids, as the first prompt")
+
+
+def _token_prompt(ids: list[Any], field: str) -> Prompt:
     try:
         checked = msgspec.convert(ids, list[TokenId])
     except msgspec.ValidationError as error:
-        raise invalid_body(error, "prompt") from error
+        raise invalid_body(error, field) from error
     return TokenPrompt(np.asarray(checked, "<u4").tobytes())
 
 

@@ -5,13 +5,15 @@ status. A later failure is an event with an ``error`` object, and no ``[DONE]`` 
 """
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from email.utils import formatdate
 from http import HTTPStatus
+from typing import Protocol
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from fleet.core.clock import Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, draining_rejection
@@ -28,6 +30,8 @@ from fleet.frontend.openai.answers import (
     model_object,
     rate_limit_headers,
 )
+from fleet.frontend.openai.branches import BranchedAnswers
+from fleet.frontend.openai.header_hints import NAMES, REQUEST_ID_HEADER, request_id_of
 from fleet.frontend.openai.openapi import openapi_document
 from fleet.frontend.openai.overflow import Overflow, OverflowOffer
 from fleet.frontend.openai.relay import Relay, authorization_of
@@ -57,7 +61,18 @@ HEALTH_LIMITS = HttpSettings(
 )
 
 
-ReadBody = Callable[[bytes, RequestId, Nanos], OpenAiRequest]
+class ReadBody(Protocol):
+    """Reads a body, as `fleet.frontend.openai.requests.read_chat` does."""
+
+    def __call__(
+        self,
+        body: bytes,
+        request_id: RequestId,
+        now: Nanos,
+        headers: Mapping[bytes, bytes] | None,
+        *,
+        strict: bool,
+    ) -> OpenAiRequest: ...
 
 
 @asynccontextmanager
@@ -138,6 +153,8 @@ class HttpFrontend(HttpServer):
         self._registry = registry
         self._relay = relay
         self._processes = processes
+        self._created = unix_seconds()
+        self._refuses_unknown_fields = settings.unknown_fields == "refuse"
         self._overflow = overflow
 
     @property
@@ -166,6 +183,9 @@ class HttpFrontend(HttpServer):
         ):
             return serving_
         return super().serve(exchange)
+
+    def unserved(self, status: HTTPStatus) -> None:
+        self._generation.metrics.unserved(status.value)
 
     def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:
         if path.startswith("/v1/models/"):
@@ -224,16 +244,25 @@ class HttpFrontend(HttpServer):
         if self.draining:
             raise draining_rejection()
         if (problem := _unsuitable_content(exchange.request.headers)) is not None:
+            self.unserved(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
             send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
             return
+        request = exchange.request
+        headers = request.head.headers
         request_id = RequestId(uuid.uuid4().hex)
-        parsed = read(exchange.request.body, request_id, self._clock.now())
+        if REQUEST_ID_HEADER in headers:
+            request_id = self._chosen_id(headers) or request_id
+        hinted = None if NAMES.isdisjoint(headers) else headers
+        parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
         offer = None
-        if self._overflow is not None:
+        if self._overflow is not None and parsed.details is None:
             offer = self._overflow.offer(parsed, exchange, _authorization(exchange))
         try:
             try:
-                if parsed.stream:
+                if parsed.details is not None:
+                    answers = BranchedAnswers(self._generation, parsed, formatter, exchange, _authorization(exchange))
+                    await answers.serve()
+                elif parsed.stream:
                     await self._stream(exchange, parsed, formatter, offer)
                 else:
                     await self._collect(exchange, parsed, formatter, offer)
@@ -243,7 +272,12 @@ class HttpFrontend(HttpServer):
                 if said is not None:
                     raise said from refused
         except RequestRejected as refused:
-            send_rejection(exchange, rename_field(refused, parsed.names), ("x-request-id", request_id))
+            send_rejection(exchange, rename_field(refused, parsed.names), ("x-request-id", parsed.request.id))
+
+    def _chosen_id(self, headers: Mapping[bytes, bytes]) -> RequestId | None:
+        """Return the client's id of a request; None if a running request has it, because proxies repeat requests."""
+        chosen = RequestId(request_id_of(headers))
+        return None if not chosen or self._generation.serves(chosen) else chosen
 
     async def _stream(
         self,
@@ -325,9 +359,10 @@ class HttpFrontend(HttpServer):
 
     async def _model_objects(self) -> list[Json]:
         """Return the objects of all served models; fields that an external server gives keep its values."""
-        created = unix_seconds()
         theirs = {} if self._relay is None else await self._relay.model_objects()
-        return [{**model_object(card, created), **theirs.get(card.name, {})} for card in self._generation.models()]
+        return [
+            {**model_object(card, self._created), **theirs.get(card.name, {})} for card in self._generation.models()
+        ]
 
     async def _health(self, exchange: Exchange) -> None:
         """Answer probes, which have no key; where keys are required, the models stay secret."""
@@ -346,11 +381,13 @@ class HttpFrontend(HttpServer):
         exchange.respond(HTTPStatus.OK, openapi_document(embeddings=self._relay is not None))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        if self._processes is None:
-            content = generate_latest(self._registry)
+        if self._processes is not None:
+            content, content_type = merge_metrics(await self._processes.metrics()).encode(), CONTENT_TYPE_LATEST
         else:
-            content = merge_metrics(await self._processes.metrics()).encode()
-        exchange.respond(HTTPStatus.OK, content, content_type=CONTENT_TYPE_LATEST)
+            accepted = exchange.request.headers.get(b"accept", b"").decode("latin-1")
+            encode, content_type = choose_encoder(accepted)  # OpenMetrics for those who ask for it
+            content = encode(self._registry)
+        exchange.respond(HTTPStatus.OK, content, content_type=content_type)
 
 
 def _authorization(exchange: Exchange) -> str:

@@ -2,10 +2,12 @@
 
 Rules:
 
-1. A token that ends generation (end of sequence, or a stop token) counts as a token and yields no text.
+1. A token that ends generation (end of sequence, or a stop token) counts as a token and yields no text, also where
+   special tokens are shown (as in vLLM).
 2. Stop strings are ignored until `min_tokens` tokens have come.
 3. The text ends before the stop string that is complete first; of several that are complete with the same character,
-   before the longest. So the answer does not depend on how the text was cut into pieces.
+   before the longest. So the answer does not depend on how the text was cut into pieces. A client may ask for the stop
+   string as a part of the text.
 4. Text is held back only while it may be the beginning of a stop string.
 """
 
@@ -19,10 +21,16 @@ class AnswerText:
     """The text of one request's answer."""
 
     def __init__(
-        self, decoder: TextDecoder, *, stop: Sequence[str] = (), end_token_ids: frozenset[int], min_tokens: int = 0
+        self,
+        decoder: TextDecoder,
+        *,
+        stop: Sequence[str] = (),
+        end_token_ids: frozenset[int],
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self._decoder = decoder
-        self._stops = StopStrings(stop) if stop else None
+        self._stops = StopStrings(stop, included=include_stop) if stop else None
         self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
         self.num_tokens = 0
@@ -65,8 +73,9 @@ class AnswerText:
 class StopStrings:
     """The search for the stop strings of one request."""
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: Sequence[str], *, included: bool = False) -> None:
         self._strings = tuple(strings)
+        self._included = included  # the text contains the stop string that ended it
         self._first_characters = frozenset(string[0] for string in strings)
         self._longest = max(map(len, strings), default=0)
         self._held = ""
@@ -89,7 +98,7 @@ class StopStrings:
                 self.found = string
         if first is not None:
             self._held = ""
-            return text[: first[1]], True
+            return text[: first[0] if self._included else first[1]], True
         begin = self._beginning(text)
         self._held = text[begin:]
         return text[:begin], False

@@ -106,8 +106,8 @@ class HuggingFaceCodec:
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._eos_token_ids
 
-    def encode(self, text: str) -> TokenBytes:
-        return self._encode(text, True)
+    def encode(self, text: str, special: bool = True) -> TokenBytes:
+        return self._encode(text, special)
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "", template_args: str = "") -> TokenBytes:
         template = self._tool_template if tools and self._tool_template is not None else self._template

@@ -18,8 +18,7 @@ from typing import Any
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
-from fleet.core.requests import CallDelta, Delta, Logprobs
-from fleet.core.tool_calls import ToolCall, join_calls
+from fleet.core.requests import CallDelta, Delta, Logprobs, ToolCall, join_calls
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.response_templates import CONTENT, REASONING, TOOL_CALLS

@@ -20,6 +20,7 @@ from fleet.net.grpc.calls import (
     unary_context_handler,
 )
 from kvstore.net.addresses import host_port, unix_path
+from kvstore.net.reflection import V1, V1ALPHA, add_descriptor
 from kvstore.net.socket_guard import SocketGuard
 
 LIVENESS = "liveness"
@@ -69,8 +70,7 @@ async def open_port(
         ConfigurationRefused: The address is malformed or in use.
     """
     healths = _HealthService(dict.fromkeys(("", *services), serving) | dict(alive or {}))
-    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
+    server.add_generic_rpc_handlers((healths.handler(), *_reflections((*services, health.SERVICE_NAME))))
     address = _bind(server, listen, setting, bind)
     await healths.notify()
     await server.start()
@@ -101,9 +101,11 @@ def _bind(server: GrpcServerApi, listen: str, setting: str, bind: Callable[[Any,
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
 
 
-def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
-    """Return the standard reflection service for these services."""
-    services = reflection.aio.ReflectionServicer(names)
+def _reflections(names: Sequence[str]) -> list[grpc.GenericRpcHandler]:
+    """Return the standard reflection service for these services, in both of its versions."""
+    add_descriptor()
+    versions = (V1ALPHA, V1)
+    services = reflection.aio.ReflectionServicer((*names, *versions))
 
     async def requests(messages: AsyncIterator[bytes]) -> AsyncIterator[Message]:
         async for content in messages:
@@ -118,7 +120,7 @@ def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
 
     stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
     methods = {"ServerReflectionInfo": stream(handle, response_serializer=serialize)}
-    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, methods)
+    return [grpc.method_handlers_generic_handler(version, methods) for version in versions]
 
 
 class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types

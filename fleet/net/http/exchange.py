@@ -76,6 +76,7 @@ class Exchange:
         self._keep_alive = request.head.keep_alive and not connection.is_expired
         self._began = False
         self._complete = False
+        self.more_headers: tuple[tuple[str, str], ...] = ()  # of any answer that is not relayed
 
     @property
     def keeps_alive(self) -> bool:
@@ -103,6 +104,8 @@ class Exchange:
         """
         assert not self._began
         self._keep_alive = self._keep_alive and not close
+        if self.more_headers:
+            headers = (*headers, *self.more_headers)
         head = response_head(status, content_type, len(content), close=not self._keep_alive, headers=headers)
         self._began = self._complete = True
         self._connection.write((head, b"" if self.request.method == "HEAD" else content))
@@ -119,6 +122,8 @@ class Exchange:
         pieces = []
         if not self._began:
             self._keep_alive = self._keep_alive and self.request.head.chunked_answer
+            if self.more_headers:
+                headers = (*headers, *self.more_headers)
             pieces.append(
                 response_head(
                     HTTPStatus.OK,

@@ -169,10 +169,15 @@ def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
 
 
 def split_target(target: bytes) -> tuple[str, bytes]:
-    """Return the path and the query of a request target. A target may be a whole URL (RFC 9112, 3.2.2)."""
+    """Return the path of a request target without a slash at its end, and its query.
+
+    A target may be a whole URL (RFC 9112, 3.2.2).
+    """
     path, mark, query = target.partition(b"?")
     if not path.startswith(b"/") and (authority := _ABSOLUTE.match(path)) is not None:
         path = path[authority.end() :] or b"/"
+    if path.endswith(b"/") and path != b"/":
+        path = path[:-1]
     return path.decode("latin-1"), mark + query
 
 

@@ -16,6 +16,7 @@ from fleet.core.errors import RequestRejected, internal_error
 from fleet.net.client_tls import HTTP_1, ServerCertificates, TlsPort
 from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection, StreamsBody
+from fleet.net.http.cors import answer_options, cors_headers
 from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes, HttpHead, MalformedRequest
@@ -159,11 +160,16 @@ class HttpServer:
 
     def serve(self, exchange: Exchange) -> ExchangeTask:
         """Start to serve a request."""
+        if b"origin" in exchange.request.head.headers:
+            exchange.more_headers = cors_headers(exchange.request.head.headers[b"origin"], self._settings.cors_origins)
         task = self.tasks.create_task(self._supervise(exchange))
         self._serving.add(task)
         self._quiet.clear()
         task.add_done_callback(partial(self._served, exchange))
         return task
+
+    def unserved(self, status: HTTPStatus) -> None:
+        """Note a request that no handler takes."""
 
     def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:  # noqa: ARG002 - for subclasses with further paths
         """Return the handlers by method for a path outside of the route table; None if there are none."""
@@ -195,14 +201,19 @@ class HttpServer:
     async def _route(self, exchange: Exchange) -> None:
         request = exchange.request
         methods = self._routes.get(request.path) or self.handlers_of(request.path)
+        if methods is not None and request.method == "OPTIONS":
+            answer_options(exchange, tuple(methods), self._settings.cors_origins)
+            return
         answer = None if methods is None else methods.get("GET" if request.method == "HEAD" else request.method)
         if answer is None:
             answer = self.fallback(request.head)
         if answer is not None:
             await answer(exchange)
         elif methods is None:
+            self.unserved(HTTPStatus.NOT_FOUND)
             send_http_error(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
         else:
+            self.unserved(HTTPStatus.METHOD_NOT_ALLOWED)
             allowed = ", ".join(methods)
             message = f"{request.path[:200]} takes {allowed}, not {request.method}"
             send_http_error(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)

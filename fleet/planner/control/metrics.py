@@ -12,7 +12,6 @@ from fleet.planner.records import PlannerStatus, PlanState
 class MeteredPlanner(Protocol):
     """The part of `fleet.planner.loop.PlannerLoop` that is counted."""
 
-    error: float | None
     rule_failures: int
     ended: dict[PlanState, int]
     decided: dict[DecisionReason, int]
@@ -67,12 +66,14 @@ class PlannerMetrics:
         for condition in PlanConditionType:
             conditions.add_metric([condition], float(condition in present))
         yield conditions
-        if self._planner.error is not None:
-            yield GaugeMetricFamily(
-                "fleet_planner_prediction_error",
-                "Running relative error of the latencies that rehearsals predicted",
-                self._planner.error,
-            )
+        errors = GaugeMetricFamily(
+            "fleet_planner_prediction_error",
+            "Running relative error of the latencies that rehearsals predicted, by latency",
+            labels=["of"],
+        )
+        for latency, error in status.errors.items():
+            errors.add_metric([latency], error)
+        yield errors
         decided = CounterMetricFamily("fleet_planner_decisions", "Decisions by reason", labels=["reason"])
         for reason, count in self._planner.decided.items():
             decided.add_metric([reason], count)

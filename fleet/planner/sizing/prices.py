@@ -8,13 +8,14 @@ book is a TOML file with a table for each region:
     mi300x = 2.10
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.gpus import gpus
+from fleet.planner.decisions import PlannedPool
 
 LIST = "list"
 """Region of the default book."""
@@ -32,6 +33,8 @@ class PriceBook(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Dollars for one hour of one GPU, by region and short name of the GPU."""
 
     def __post_init__(self) -> None:
+        if not self.regions:
+            raise ValueError("regions: the price book has none")
         known = gpus()
         for region, prices in self.regions.items():
             for name in prices:
@@ -49,6 +52,21 @@ class PriceBook(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if gpu not in self.regions[region]:
             raise ConfigurationRefused(f"regions.{region}.{gpu}: the price book has no price for this GPU")
         return self.regions[region][gpu]
+
+
+def priced(pools: Sequence[PlannedPool], book: PriceBook, region: str) -> tuple[PlannedPool, ...]:
+    """Return the pools with the prices of a book; a pool that has its own price, or no GPU, keeps what it has.
+
+    Raises:
+        ConfigurationRefused: The book has no such region, or no price for a GPU.
+    """
+    region = region or next(iter(book.regions))
+    return tuple(
+        structs.replace(each, dollars_per_hour=book.dollars(each.gpu, region))
+        if each.gpu and not each.dollars_per_hour
+        else each
+        for each in pools
+    )
 
 
 def list_prices() -> PriceBook:

@@ -71,6 +71,7 @@ class PoolTopology:
         self.even = all(each.prefill_speed == 1 and each.decode_speed == 1 for each in descriptions)
         self._partners: dict[tuple[int, bool, KvPath | None], PrefillPartners] = {}
         self._with_adapter: dict[LoraAdapter, Flags] = {}
+        self._obeying: dict[tuple[str, ...], Flags] = {}
 
     def __len__(self) -> int:
         return len(self.descriptions)
@@ -89,6 +90,13 @@ class PoolTopology:
         if (flags := self._with_adapter.get(adapter)) is None:
             able = [adapter in each.adapters for each in self.descriptions]
             flags = self._with_adapter[adapter] = np.array(able, dtype=np.bool_)
+        return flags
+
+    def obeying(self, needs: tuple[str, ...]) -> Flags:
+        """Return which workers obey all these sampling fields."""
+        if (flags := self._obeying.get(needs)) is None:
+            able = [set(needs) <= set(each.sampling_fields) for each in self.descriptions]
+            flags = self._obeying[needs] = np.array(able, dtype=np.bool_)
         return flags
 
     def with_fingerprint(self, fingerprint: str) -> Flags:

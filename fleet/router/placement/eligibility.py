@@ -29,6 +29,7 @@ class IneligibleReason(StrEnum):
     NO_ADAPTER = "no_adapter"  # it has no LoRA adapter of this name, or another revision
     OTHER_WEIGHTS = "other_weights"  # a worker with another fingerprint began the answer
     KEEPS_NO_FORM = "keeps_no_form"
+    LACKS_FIELD = "lacks_field"
     ADAPTER_ELSEWHERE = "adapter_elsewhere"  # another worker has the LoRA adapter loaded, or has a free slot
     OTHER_SESSION = "other_session"  # the session is bound to another worker
     DRAINING = "draining"
@@ -57,6 +58,7 @@ def _has_no_demands(request: PlacementRequest) -> bool:
         and request.among is None
         and request.adapter is None
         and not request.form
+        and not request.needs
         and not request.fingerprint
         and not request.must_keep
         and request.placement is not _PAIR
@@ -85,6 +87,8 @@ def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, ans
         flags = flags & topology.with_adapter(request.adapter)
     if request.form:
         flags = flags & topology.keeping_forms
+    if request.needs:
+        flags = flags & topology.obeying(request.needs)
     if request.fingerprint:
         flags = flags & topology.with_fingerprint(request.fingerprint)
     if request.among is not None:
@@ -129,6 +133,8 @@ def _unmet_demand(request: PlacementRequest, topology: PoolTopology, row: int) -
         return IneligibleReason.OTHER_WEIGHTS
     if request.form and not description.keeps_forms:
         return IneligibleReason.KEEPS_NO_FORM
+    if not set(request.needs) <= set(description.sampling_fields):
+        return IneligibleReason.LACKS_FIELD
     if request.must_keep and request.bound is not None and description.worker_id != request.bound:
         return IneligibleReason.OTHER_SESSION
     return None

@@ -36,6 +36,7 @@ class RejectionCause(StrEnum):
     NO_ADAPTER = "no_adapter"
     OTHER_WEIGHTS = "other_weights"
     NO_FORM = "no_form"
+    NO_FIELD = "no_field"
     SESSION_LOST = "session_lost"
 
 
@@ -90,6 +91,20 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             cause=RejectionCause.NO_FORM,
             message="sampling.form: no worker of this model, or not the pinned one, supports structured output",
             field="sampling.form",
+        )
+    if IneligibleReason.LACKS_FIELD in causes and causes <= {
+        IneligibleReason.LACKS_FIELD,
+        IneligibleReason.NOT_PINNED,
+    }:
+        field = next(
+            (need for need in request.needs if all(need not in each.sampling_fields for each in topology.descriptions)),
+            request.needs[0],
+        )
+        return Rejection(
+            reason=Reason.INVALID_ARGUMENT,
+            cause=RejectionCause.NO_FIELD,
+            message=f"sampling.{field}: no worker of this model, or not the pinned one, obeys it; leave it out",
+            field=f"sampling.{field}",
         )
     if IneligibleReason.OTHER_WEIGHTS in causes:
         return Rejection(

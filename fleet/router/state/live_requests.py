@@ -145,6 +145,7 @@ class LiveRequest(Struct):
             and arrived.among is None
             and arrived.adapter is None
             and arrived.sampling.form is None
+            and not arrived.needs
             and arrived.placement is _AUTO
             and arrived.kv_path is None
             and not self.failures
@@ -156,6 +157,7 @@ class LiveRequest(Struct):
             arrived.among,
             arrived.adapter,
             arrived.sampling.form is not None,
+            arrived.needs,
             arrived.placement,
             arrived.kv_path,
             self.fingerprint,
@@ -228,6 +230,7 @@ class LiveRequest(Struct):
             among=arrived.among,
             adapter=arrived.adapter,
             form=arrived.sampling.form is not None,
+            needs=arrived.needs,
             fingerprint=self.fingerprint,
             first_key=self.first_key,
             seconds_left=None if arrived.deadline is None else (arrived.deadline - now) / SECOND,

@@ -6,6 +6,7 @@ Rules:
    get them. If nobody begins to fetch them within `LEASE`, they are released.
 2. A decode worker without room waits for room, and then fetches what is still kept.
 3. If a transfer fails because one of its ends died, the decode worker computes the prompt.
+4. Leases go through the states of `fleet.batching.handoff_leases`, as in the engines that workers host.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.batching.attempts import Job
+from fleet.batching.handoff_leases import LeaseState, LeaseStep, advance_lease
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.work import Handoff
@@ -46,6 +48,13 @@ class TransferEndpoint(Struct, frozen=True, kw_only=True):
     latency: Nanos
 
 
+class _KeptBlocks(Struct):
+    """Blocks of a prefill attempt that its engine keeps."""
+
+    ends: ScheduledEvent  # the end of the lease, unless the transfer begins before
+    state: LeaseState = LeaseState.OFFERED
+
+
 class _HandoffSource(Struct, frozen=True):
     """Where the blocks of a decode attempt are kept."""
 
@@ -70,7 +79,7 @@ class Handoffs:
         self._block_tokens = block_tokens
         self._released = released
         self._endpoints: dict[WorkerId, TransferEndpoint] = {}
-        self._leases: dict[tuple[WorkerId, RequestId], ScheduledEvent] = {}
+        self._leases: dict[tuple[WorkerId, RequestId], _KeptBlocks] = {}
         self._sources: dict[RequestId, _HandoffSource] = {}  # by decode attempts that have not begun to fetch
 
     def join(self, worker: WorkerId, endpoint: TransferEndpoint) -> None:
@@ -81,20 +90,20 @@ class Handoffs:
         """Remove an engine and what it kept."""
         del self._endpoints[worker]
         for key in [key for key in self._leases if key[0] == worker]:
-            cancel(self._leases.pop(key))
+            cancel(self._leases.pop(key).ends)
         for attempt_id in [attempt_id for attempt_id, source in self._sources.items() if source.fetcher == worker]:
             self.cancel(attempt_id)
 
     def computed(self, worker: WorkerId, attempt_id: RequestId) -> None:
         """Begin the lease of a prefill attempt that has ended; its engine keeps the blocks."""
-        release = partial(self._release, worker, attempt_id)
-        self._leases[worker, attempt_id] = self._kernel.after(LEASE, release)
+        release = partial(self._release, worker, attempt_id, LeaseStep.EXPIRE)
+        self._leases[worker, attempt_id] = _KeptBlocks(self._kernel.after(LEASE, release))
 
     def take(self, worker: WorkerId, job: Job[int], handoff: Handoff) -> None:
         """Give a decode attempt to a worker; its blocks are fetched if they are still kept."""
         kept = msgspec.json.decode(handoff.params, type=HandoffParams).attempt_id
         engine = self._endpoints[worker].engine
-        if (handoff.prefill_worker, kept) not in self._leases:
+        if not self._is_offered(handoff.prefill_worker, kept):
             engine.submit(job)
             return
         self._sources[job.attempt_id] = _HandoffSource(worker, handoff.prefill_worker, kept)
@@ -105,7 +114,7 @@ class Handoffs:
         """Return the prompt tokens that can still be fetched for an attempt that waited for room."""
         if (source := self._sources.get(job.attempt_id)) is None:
             return 0
-        if (source.keeper, source.attempt_id) in self._leases:
+        if self._is_offered(source.keeper, source.attempt_id):
             return job.fetched_tokens
         del self._sources[job.attempt_id]
         return 0
@@ -126,7 +135,9 @@ class Handoffs:
             self._release(source.keeper, source.attempt_id)
             endpoint.engine.fetched(attempt_id)
             return
-        cancel(self._leases.pop((source.keeper, source.attempt_id)))
+        kept = self._leases[source.keeper, source.attempt_id]
+        kept.state = advance_lease(kept.state, LeaseStep.PULL)
+        cancel(kept.ends)  # a transfer that has begun keeps its blocks
 
         def over(then: Callable[[RequestId], None]) -> None:
             self._release(source.keeper, source.attempt_id)
@@ -141,9 +152,15 @@ class Handoffs:
             partial(over, endpoint.engine.not_fetched),
         )
 
-    def _release(self, worker: WorkerId, attempt_id: RequestId) -> None:
+    def _is_offered(self, worker: WorkerId, attempt_id: RequestId) -> bool:
+        """Return whether the blocks of a prefill attempt are kept and no transfer of them has begun."""
+        lease = self._leases.get((worker, attempt_id))
+        return lease is not None and lease.state is LeaseState.OFFERED
+
+    def _release(self, worker: WorkerId, attempt_id: RequestId, step: LeaseStep = LeaseStep.RETURN) -> None:
         if (lease := self._leases.pop((worker, attempt_id), None)) is not None:
-            cancel(lease)
+            lease.state = advance_lease(lease.state, step)
+            cancel(lease.ends)
         if (endpoint := self._endpoints.get(worker)) is not None:
             endpoint.engine.release(attempt_id)
             if self._released is not None:

@@ -42,7 +42,10 @@ def summary(outcome: RunOutcome) -> list[str]:
     """Return the summary of a run as lines for a terminal."""
     refused = sum(outcome.refused.values())
     pace = f"{outcome.cpu_seconds:.1f} s of CPU, {outcome.requests_per_cpu_second:,.0f} requests a second"
-    per_token = f"${outcome.cost_per_million_tokens:.3f} a million tokens, {outcome.joules_per_token:.1f} J a token"
+    per_token = (
+        f"${outcome.cost_per_million_tokens:.3f} a million tokens of prompts and answers,"
+        f" {outcome.joules_per_token:.1f} J a generated token"
+    )
     return [
         f"{outcome.requests:,} requests in {outcome.simulated_seconds:,.0f} s simulated ({pace}); {refused:,} refused",
         f"ttft ms    {_row(outcome.ttft_ms)}",
@@ -139,7 +142,7 @@ def _tiles(outcome: RunOutcome) -> list[SummaryTile]:
             f"{number(outcome.tpot_ms['p50'])} ms", f"a token after it; p99 {number(outcome.tpot_ms['p99'])} ms"
         ),
         SummaryTile(f"{outcome.hit_rate:.1%}", "of prompt tokens from caches"),
-        SummaryTile(f"${outcome.cost_per_million_tokens:.3f}", "a million tokens, prompts included"),
+        SummaryTile(f"${outcome.cost_per_million_tokens:.3f}", "a million tokens of prompts and answers"),
         SummaryTile(f"{outcome.joules_per_token:.3g} J", "a generated token"),
         SummaryTile(f"{outcome.utilisation:.0%}", "of the time GPUs are at work"),
         SummaryTile(f"{outcome.imbalance:.2f}", "busiest worker over the mean"),

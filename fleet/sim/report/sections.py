@@ -95,7 +95,12 @@ def load(curve: Sequence[LoadPoint], outcome: RunOutcome) -> ReportSection:
                 ],
                 log_y=True,
             ),
-            chart("Cost", x, "dollars a million tokens", [line("cost", lambda of: of.cost_per_million_tokens)]),
+            chart(
+                "Cost",
+                x,
+                "dollars a million tokens of prompts and answers",
+                [line("cost", lambda of: of.cost_per_million_tokens)],
+            ),
         ),
     )
 
@@ -270,9 +275,9 @@ def pools(pools: Sequence[PoolOutcome]) -> ReportSection:
                     "generated",
                     "GPU hours",
                     "cost",
-                    "$ a million tokens",
+                    "$ a million computed or generated tokens",
                     "energy, kWh",
-                    "J a token",
+                    "J a computed or generated token",
                 ),
                 rows=[
                     (

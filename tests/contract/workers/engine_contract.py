@@ -8,7 +8,7 @@ positions, and the batch at least 4 places.
 import msgspec
 
 from fleet.core.errors import Reason
-from fleet.core.requests import Choice, Finish, Sampling, Source
+from fleet.core.requests import ENGINE_FIELDS, TOKEN_BYTES, Choice, Finish, Sampling, Source
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Progress, Rejected
 from kvstore.block import blocks_for, chain
@@ -320,6 +320,44 @@ async def structured_output_is_obeyed_or_rejected(one: EngineDriver) -> None:
         assert (end.reason, end.field) == (Reason.INVALID_ARGUMENT, "sampling.form")
 
 
+async def sampling_fields_are_obeyed(one: EngineDriver) -> None:
+    """Obey the fields that the engine claims to obey."""
+    prompt = fresh_prompt(50)
+    plain = (await one.do(an_attempt(prompt, 6)))[0]
+    assert one.engine.facts.sampling_fields == ENGINE_FIELDS
+
+    biased = (await one.do(an_attempt(prompt, sampling=greedy(6, logit_bias=((77, 100.0),)))))[0]
+    banned = (await one.do(an_attempt(prompt, sampling=greedy(6, logit_bias=((plain[0], -100.0),)))))[0]
+    allowed = (await one.do(an_attempt(prompt, sampling=greedy(6, allowed_token_ids=(5, 9)))))[0]
+    without = (await one.do(an_attempt(prompt, sampling=greedy(6, bad_tokens=((plain[0],), (70, 71))))))[0]
+    pair = greedy(6, allowed_token_ids=(70, 71), bad_tokens=((70, 71), (71, 70)))
+    alternating = (await one.do(an_attempt(prompt, sampling=pair)))[0]
+
+    assert biased == (77,) * 6
+    assert plain[0] not in banned
+    assert set(allowed) <= {5, 9}
+    assert plain[0] not in without
+    assert len(set(alternating)) == 1
+    assert (await one.do(an_attempt(prompt, 6)))[0] == plain, "no field outlives its request"
+
+
+async def prompt_logprobs_come_once_for_all_but_the_first_token(one: EngineDriver) -> None:
+    prompt = fresh_prompt(5 * one.engine.facts.block_tokens + 3)
+    for _ in range(2):  # the second time, the engine has the blocks in its cache
+        start = an_attempt(prompt, sampling=greedy(3, prompt_logprobs=2))
+        tokens, end = await one.do(start)
+
+        assert (len(tokens), end.finish) == (3, Finish.LENGTH)
+        told = [each for each in one.progress[start.request_id] if each.prompt_logprobs]
+        assert len(told) == 1
+        assert len(told[0].prompt_logprobs) == len(prompt) // TOKEN_BYTES - 1
+        assert told[0].token_ids, "they come with the first tokens"
+        for one_token in told[0].prompt_logprobs:
+            assert one_token.chosen <= 0
+            assert len(one_token.top_ids) == len(one_token.top) == 2
+            assert one_token.top[0] >= max(one_token.top[1], one_token.chosen - 1e-3)
+
+
 async def structured_output_of_a_pair_equals_that_of_one(
     prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
@@ -369,6 +407,8 @@ ALONE = (
     logprobs_come_when_asked_for,
     unsupported_fields_are_rejected_by_name,
     structured_output_is_obeyed_or_rejected,
+    sampling_fields_are_obeyed,
+    prompt_logprobs_come_once_for_all_but_the_first_token,
     steps_are_shown_while_the_engine_works,
 )
 

@@ -132,7 +132,7 @@ async def test_chat_without_tools_runs_no_code_of_parsers(model_dir):
             answer = await httpx_chat(frontends.http.address)
     assert answer["choices"][0]["finish_reason"] == "length"
     assert "generation.py" in counted.files
-    assert not counted.files & {"parsing_plan.py", "parsed_answer.py", "response_templates.py", "tool_calls.py"}
+    assert not counted.files & {"parsing_plan.py", "parsed_answer.py", "response_templates.py"}
 
 
 async def httpx_chat(address: str) -> dict[str, Any]:

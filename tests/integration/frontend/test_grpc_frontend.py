@@ -153,7 +153,7 @@ BAD = [
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids(a_prompt(300)) * 20)), "token_ids"),
     (pb.GenerateRequest(text="x", sampling=pb.Sampling(temperature=float("nan"))), "sampling.temperature"),
     (pb.GenerateRequest(text="x", sampling=pb.Sampling(top_p=-1)), "sampling.top_p"),
-    (pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=0)), "sampling.max_tokens"),
+    (pb.GenerateRequest(text="x", sampling=pb.Sampling(min_tokens=99)), "sampling.min_tokens"),
     (pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=2**32 - 1)), "sampling.max_tokens"),
     (pb.GenerateRequest(text="x", request_id="no spaces"), "request_id"),
     (pb.GenerateRequest(text="x", priority=1000), "priority"),
@@ -388,8 +388,28 @@ async def test_reflection_lists_the_services(channel):
     (response,) = [response async for response in call]
 
     names = {service.name for service in response.list_services_response.service}
-    assert {"fleet.v1.Inference", "grpc.health.v1.Health"} <= names
+    assert {"fleet.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection"} <= names
     assert "fleet.v1.Cluster" not in names
+
+
+async def test_reflection_v1_answers_as_v1alpha_does(channel):
+    async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(file_containing_symbol="fleet.v1.Inference")
+        yield reflection_pb2.ServerReflectionRequest(file_containing_symbol="grpc.reflection.v1.ServerReflection")
+
+    answers = []
+    for version in ("v1alpha", "v1"):
+        call = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        answers.append([response async for response in call(ask())])
+
+    assert answers[0] == answers[1]
+    own, reflected = (answer.file_descriptor_response.file_descriptor_proto for answer in answers[1])
+    assert any(b"fleet/v1/inference.proto" in each for each in own)
+    assert any(b"grpc.reflection.v1" in each for each in reflected)
 
 
 def a_frontend(listen, frontends, library):

@@ -315,7 +315,7 @@ async def test_log_probabilities_come_as_json_when_they_are_asked_for(frontends,
     ("message", "field"),
     [
         (a_message(parameters={"temperature": -1.0}), "temperature"),
-        (a_message(parameters={"max_tokens": 0}), "max_tokens"),
+        (a_message(parameters={"max_tokens": -1}), "max_tokens"),
         (a_message(parameters={"session": "s" * 300}), "session"),
         (a_message(parameters={"sequence_id": "s" * 300}), "sequence_id"),
         (a_message(""), "text_input"),

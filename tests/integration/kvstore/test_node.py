@@ -102,6 +102,14 @@ async def test_health_and_reflection_answer():
             async for answer in reflection.ServerReflectionInfo(iter([question]), timeout=60):
                 assert SERVICE in {service.name for service in answer.list_services_response.service}
                 break
+            newer = channel.stream_stream(
+                "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            async for same in newer(iter([question]), timeout=60):
+                assert same == answer
+                break
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from hashlib import sha256
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -15,12 +16,15 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet.client import Client, Placement, Source
+from fleet.client import Client, FleetError, Placement, Source
+from fleet.core.errors import Reason
 from fleet.core.requests import Finish
 from fleet.core.roles import KvPath, Phase
 from fleet.local.tiny_model import CONFIG
 from fleet.router.placement.break_even import MAX_TOKENS, MIN_TOKENS
 from kvstore.security.credentials import Credentials
+from loadtests.clients.openai_calls import run_calls
+from loadtests.clients.results import CallOutcome
 from tests.support.fleet_processes import alive, fleet_up, is_listening, run_fleet
 from tests.support.shared_memory import remaining_of
 from tests.support.waiting import eventually
@@ -498,3 +502,44 @@ def test_the_check_fails_when_tokens_differ(tmp_path):
     assert done.returncode == 1
     (verdict,) = [json.loads(line) for line in done.stdout.splitlines()]
     assert verdict["ok"] is False
+
+
+def test_openai_client_is_served_or_told_the_refused_field(cluster):
+    results = run_calls(f"{cluster.endpoints['http']}/v1", "tiny")
+
+    own = [result for result in results if result.call.startswith(("models", "completions", "chat"))]
+    assert {result.call: result.why for result in own if result.outcome is CallOutcome.FAILED} == {}
+    refused = {result.call for result in own if result.outcome is CallOutcome.REFUSED}
+    assert "completions suffix" in refused
+    assert not refused & {"completions n", "completions echo logprobs", "completions prompt_logprobs", "chat n"}
+
+
+@pytest.mark.parametrize("placement", ["aggregated", "disaggregated"])
+def test_answers_of_one_request_share_their_prefill(cluster, placement):
+    first = 500 if placement == "aggregated" else 900  # prompts that no other test has sent
+    fields = {"prompt": list(range(first, first + 330)), "n": 4, "temperature": 1, "fleet": {"placement": placement}}
+
+    answer = ask_over_http(cluster, **fields)
+
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 330
+    computed = [
+        sum(origin["blocks"] for origin in phase["origins"] if origin["source"] == "computed")
+        for phase in answer["fleet"]["kv"]
+        if phase["phase"] in ("aggregated", "prefill")
+    ]
+    assert computed == [11, 1, 1, 1], "the others compute only the last block, which is not full"
+
+
+def test_demo_is_served_where_clients_need_a_key(tmp_path):
+    topology = tmp_path / "topology.toml"
+    digest = sha256(b"key").hexdigest()
+    topology.write_text(f"[router.tenants.acme]\napi_key_sha256 = ['{digest}']\n")
+
+    with fleet_up(tmp_path, "--config", str(topology), "--prefill", "0", "--demo", "Hello") as up:
+        log = tmp_path / "up.log"
+        eventually(lambda: "prompt tokens" in log.read_text() or "failed" in log.read_text())
+        assert "the demo failed" not in log.read_text()
+        with Client(up.grpc) as client, pytest.raises(FleetError) as refused:
+            client.complete(PROMPT, max_tokens=1)
+    assert refused.value.reason is Reason.UNAUTHENTICATED

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import subprocess
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 
 import pytest
 
@@ -17,6 +17,7 @@ from tests.support.kvstore.builders import a_short_folder
 from tests.support.planner.connectors import FakeOrchestrator
 from tests.support.planner.demand_routers import DemandRouter, serve_demand
 from tests.support.servers.etcd import an_etcd_server
+from tests.support.servers.prometheus import RouterPage, a_prometheus_server
 from tests.support.waiting import until, until_answered
 
 pytestmark = pytest.mark.integration
@@ -296,6 +297,7 @@ async def test_rehearsal_is_part_of_the_record(folder):
         (("pools", 0, "dollars_per_hour"), -3, "pools[0].dollars_per_hour: -3"),
         (("pools", 0, "start_seconds"), -1, "pools[0].start_seconds"),
         (("pools", 0, "gpus"), 0, "pools.decode: gpus must be at least 1"),
+        (("prices",), "/none/prices.toml", "/none/prices.toml: No such file"),
         (("goals", "ttft_seconds"), -1, "goals.ttft_seconds"),
         (("listen",), "127.0.0.1:0", "listen: whoever reaches 127.0.0.1:0 could read the plans"),
         (("mode",), "fast", "mode"),
@@ -366,6 +368,64 @@ async def test_planners_of_one_folder_that_disagree_turn_nothing(folder):
             after = json.loads((folder / "plans" / "plan.json").read_text())["revision"]
     assert after == before
     assert orchestrator.wanted["decode"] <= {1, wanted}
+
+
+async def test_recorded_decisions_are_decided_again(folder):
+    recording = folder / "decisions.jsonl"
+    async with a_cluster(folder) as (orchestrator, router):
+        with planners(folder) as start:
+            router.running = {"decode-0": 10, "prefill-0": 5}
+            process = start(record=str(recording))
+            await until(lambda: orchestrator.ready() == {"decode": 3, "prefill": 2})
+            router.running = {}
+            await until(lambda: orchestrator.ready() == {"decode": 1, "prefill": 1})
+            process.kill()
+            process.wait(30)
+    with recording.open("a") as file:
+        file.write('{"type":"decision","now":')  # a line that a killed process has not finished
+    other = settings(folder, record=str(recording), rule={"kind": "load", "requests_per_replica": 100})
+    (folder / "other.json").write_text(json.dumps(other))
+
+    same = await asyncio.to_thread(run_fleet, "plan", "decide", str(recording))
+    json_too = await asyncio.to_thread(run_fleet, "plan", "decide", str(recording), "--json")
+    changed = await asyncio.to_thread(
+        run_fleet, "plan", "decide", str(recording), "--config", str(folder / "other.json")
+    )
+
+    assert (same.returncode, changed.returncode) == (0, 0), same.stderr + changed.stderr
+    found = json.loads(json_too.stdout)
+    assert found["decisions"] >= 5
+    assert found["plans"] >= 4
+    assert found["different"] == 0
+    assert "0 decisions differ" in same.stdout
+    assert "first different decision" in changed.stdout
+
+
+async def test_planner_reads_the_demand_from_a_prometheus_server(folder):
+    orchestrator, page = Orchestrator(folder), RouterPage("a")
+    with closing(page), a_prometheus_server((page.target,)) as server:
+        page.router.running = {"decode-0": 12, "prefill-0": 1}
+        async with asyncio.TaskGroup() as tasks:
+            await orchestrator.inner.step()
+            running = tasks.create_task(orchestrator.inner.run())
+            with planners(folder) as start:
+                start(source={"kind": "prometheus", "url": server.url, "every_seconds": 0.2, "stale_seconds": 3})
+                await until(lambda: orchestrator.ready() == {"decode": 3, "prefill": 1})
+                server.kill()
+                page.router.running = {}
+
+                async def held():
+                    done = await asyncio.to_thread(
+                        run_fleet, "plan", "--json", "--planner", f"unix:{folder}/planner-0.sock"
+                    )
+                    status = json.loads(done.stdout)
+                    return status if status["conditions"] else None
+
+                status = await until_answered(held)
+            running.cancel()
+    (condition,) = status["conditions"]
+    assert (condition["type"], condition["field"]) == ("NoDemandSignal", server.url)
+    assert orchestrator.ready() == {"decode": 3, "prefill": 1}
 
 
 async def test_command_says_that_a_planner_has_ended(folder):

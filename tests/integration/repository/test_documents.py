@@ -16,6 +16,7 @@ from fleet.local.settings import Topology
 from fleet.local.tiny_model import build_tiny_model
 from fleet.planner.connectors.virtual import Intent, PlanReport
 from fleet.planner.settings import PlanConnectorSettings, PlannerSettings
+from fleet.planner.sizing.prices import PriceBook
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.scenario import Scenario
 from kvstore.service.settings import StoreSettings
@@ -38,6 +39,7 @@ SETTINGS = {
     "plan": (Intent, {}),
     "report": (PlanReport, {}),
     "planner": (PlannerSettings, {}),
+    "prices": (PriceBook, {}),
 }
 """Settings type of an example, and the required keys that the example may leave out."""
 

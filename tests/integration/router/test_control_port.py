@@ -34,6 +34,8 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.integration
 
 KEY = "open sesame"
+PLAIN_PEER, NO_CERTIFICATE = "WRONG_VERSION_NUMBER", "PEER_DID_NOT_RETURN_A_CERTIFICATE"  # in lines of the gRPC library
+EXPIRED, OTHER_AUTHORITY = "certificate has expired", "unable to get local issuer certificate"
 FORGED = control.RegisterRequest(worker_id="decode-0", incarnation="x", address="127.0.0.1:9")
 
 
@@ -289,7 +291,7 @@ def test_tls_error_at_the_control_port_is_named(tmp_path, model_dir, capsys):
     own = {"authority": ours.file, **ours.issue("router")}
     shown, expired = ours.issue("person"), ours.issue("late", hours=(-2, -1))
     router = a_router(model_dir, control_listen="127.0.0.1:0", control_credentials=own)
-    with a_process("router", router, tmp_path) as (_, endpoints):
+    with a_process("router", router, tmp_path) as (router_process, endpoints):
         address = endpoints["control"]
 
         def told(**credentials):
@@ -305,6 +307,8 @@ def test_tls_error_at_the_control_port_is_named(tmp_path, model_dir, capsys):
         status, error = told(authority=ours.file, **expired)
         assert (status, "certificate has expired" in error) == (1, True), error
         assert told(authority=ours.file, **shown)[0] == 0
+        for cause in (PLAIN_PEER, NO_CERTIFICATE, EXPIRED):
+            eventually(lambda cause=cause: cause in router_process.log.read_text())
 
         worker = a_worker(tmp_path, address, registry_credentials={"authority": ours.file})
         with a_process("worker", worker, tmp_path) as (process, _):
@@ -375,12 +379,14 @@ def test_worker_control_port_accepts_only_certificates(short_folder):
     ours, theirs = Authority(short_folder, "ours"), Authority(short_folder, "theirs")
     own = {"authority": ours.file, **ours.issue("worker")}
     settings = a_worker(short_folder, "", control_listen="127.0.0.1:0", control_credentials=own)
-    with a_process("worker", settings, short_folder) as (_, endpoints):
+    with a_process("worker", settings, short_folder) as (process, endpoints):
         address = endpoints["grpc"]
 
         unreachable = dict.fromkeys(("Describe", "Drain"), grpc.StatusCode.UNAVAILABLE)
         forged = Credentials(authority=ours.file, **theirs.issue("forged"))
         assert worker_codes(address) == worker_codes(address, forged) == unreachable
+        for cause in (PLAIN_PEER, OTHER_AUTHORITY):
+            eventually(lambda cause=cause: cause in process.log.read_text())
         shown = Credentials(authority=ours.file, **ours.issue("operator"))
         assert worker_codes(address, shown) == dict.fromkeys(unreachable, grpc.StatusCode.OK)
 

@@ -74,7 +74,7 @@ def test_page_of_metrics_says_the_same(cluster, reports):
     with Client(cluster.grpc) as client:
         client.complete(list(range(2000, 2100)), max_tokens=5, ignore_eos=True)
     with urlopen(f"http://{cluster.endpoints['health'].removeprefix('http://')}/metrics", timeout=30) as page:
-        read = parse_page(page.read().decode(), Nanos(0))
+        (read,) = parse_page(page.read().decode(), Nanos(0))
 
     next(reports)  # it may be older than the request
     watched = next(reports)

@@ -45,7 +45,7 @@ async def load(client, count):
     return await asyncio.gather(*(ask(client, number) for number in range(count)))
 
 
-async def test_cluster_under_too_much_load_overflows_and_accounts_for_it(tmp_path):
+async def test_overloaded_cluster_overflows_and_accounts_for_it(tmp_path):
     server = OpenAiServer()
     server.play = metered_tokens
     await server.start()

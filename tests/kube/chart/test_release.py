@@ -19,7 +19,7 @@ from fleet.membership.messages import RecordMissing
 from fleet.membership.ports import RegistryUnreachable
 from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.chart.crds import KINDS, definition
-from operators.rbac import ACCESS
+from operators.rbac import ACCESS, PLANNER_ACCESS
 from tests.support.kube.api.running import RunningApiServer, an_api_server
 from tests.support.kube.charts import CHART
 from tests.support.kube.clients import Api
@@ -324,6 +324,38 @@ def test_operators_account_has_exactly_its_rights(cluster, api, namespace, tmp_p
             operator.get(f"/api/v1/namespaces/{namespace}/{forbidden}").refused(403, "Forbidden")
         operator.get("/api/v1/nodes").refused(403, "Forbidden")
         operator.delete(f"{DEFINITIONS}/{NAMES[0]}").refused(403, "Forbidden")
+    release.uninstall()
+
+
+@pytest.mark.skipif("FLEET_TEST_KUBE_API" in os.environ, reason="tokens that say who they are: our server's alone")
+@pytest.mark.parametrize("scope", ["Namespace", "Cluster"])
+def test_planners_account_has_exactly_its_rights(cluster, api, namespace, tmp_path, scope):
+    release = Third(cluster.kubeconfig(tmp_path, namespace=namespace), tmp_path)
+    release.install(CHART, {"crds": {"keep": False}, "operator": {"scope": scope}, "planner": {"enabled": True}})
+    served(api)
+    versions = {each["name"]: each["preferredVersion"]["version"] for each in api.get("/apis").expect(200)["groups"]}
+    listed = [each for each in PLANNER_ACCESS if "list" in each.verbs]
+    assert {each.resource for each in listed} == {"disaggdeployments", "rolescalers", "servingplans", "pods"}
+    with Api(cluster.url, token=f"system:serviceaccount:{namespace}:fleet-planner") as planner:
+        for each in listed:
+            root = f"/apis/{each.group}/{versions[each.group]}" if each.group else "/api/v1"
+            assert planner.get(f"{root}/namespaces/{namespace}/{each.resource}").code == 200, each
+            elsewhere = planner.get(f"{root}/namespaces/default/{each.resource}").code
+            assert elsewhere == (200 if scope == "Cluster" else 403), each
+        own, fleet = f"/api/v1/namespaces/{namespace}", f"/apis/fleet-serving.io/v1alpha1/namespaces/{namespace}"
+        leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        assert planner.get(f"{own}/secrets/fleet-operator-control").code == 404, "allowed, but not made yet"
+        assert planner.get(f"{leases}/fleet-planner").code == 404
+        for forbidden in (
+            f"{own}/secrets",
+            f"{own}/secrets/hugging-face",
+            f"{leases}/fleet-operator",
+            f"{own}/services",
+        ):
+            planner.get(forbidden).refused(403, "Forbidden")
+        for path in (f"{fleet}/disaggdeployments/dd", f"{fleet}/servingplans/plan", f"{own}/pods/any"):
+            planner.patch(path, "merge", {"spec": {}}).refused(403, "Forbidden")
+        planner.delete(f"{own}/pods/any").refused(403, "Forbidden")
     release.uninstall()
 
 

@@ -51,6 +51,14 @@ BODY = {
     "stop": ["x"],
     "fleet": {"placement": "aggregated", "labels": ["a"], "timeout_ms": 1},
     "logprobs": True,
+    "n": 2,
+    "best_of": 2,
+    "echo": True,
+    "logit_bias": {"1": 1.5},
+    "bad_words": ["x"],
+    "prompt_logprobs": 1,
+    "truncate_prompt_tokens": 3,
+    "stream_options": {"continuous_usage_stats": True},
     "seed": 1,
 }
 

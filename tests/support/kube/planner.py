@@ -111,6 +111,6 @@ class SeenPlan:
             return there if there.get("status") == status and reason in ("", there.get("reason")) else None
 
         try:
-            return await until(found, 60.0)  # type: ignore[no-any-return]
+            return await until(found, 60.0)
         except Exception as error:
             raise AssertionError(f"{kind} is not {status} {reason}: {self.status()}") from error

@@ -45,7 +45,9 @@ def a_candidate(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_token
     own = {name: fields.pop(name) for name in tuple(fields) if name in CandidateRow.__struct_fields__}
     own.setdefault("new_blocks", blocks_for(prompt_tokens, fields.get("block_tokens", BLOCK_TOKENS)))
     seldom = {
-        name: fields.pop(name) for name in ("prefill_speed", "decode_speed", "labels", "keeps_forms") if name in fields
+        name: fields.pop(name)
+        for name in ("prefill_speed", "decode_speed", "labels", "keeps_forms", "sampling_fields")
+        if name in fields
     }
     description = structs.replace(a_description(worker_id=worker_id, role=role, **fields), **seldom)
     return CandidateRow(description=description, **own)

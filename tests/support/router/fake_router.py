@@ -33,9 +33,12 @@ class FakeRouter:
         self.cards = tuple(cards)
         self.step = step
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
+        self.prompt_logprobs: Sequence[Logprobs] = ()  # with the first tokens, if a request asks for them
         self.parsed: Sequence[ParsedDelta] = ()  # one for each step
         self.refuse: RequestRejected | None = None  # raised on entering the stream
         self.break_after: int | None = None  # steps until WORKER_LOST
+        self.breaks: set[str] = set()  # ids of the requests that break; empty: all
+        self.in_turn: Sequence[tuple[Sequence[int], Sequence[Logprobs]]] = ()  # answers of the requests, in their order
         self.start_over_after: int | None = None  # steps until the stream starts over, once
         self.bug: Exception | None = None  # raised while iterating
         self.hold_after: int | None = None  # steps until the stream waits for `release`
@@ -106,6 +109,8 @@ class FakeStream:
     def __init__(self, router: FakeRouter, arrived: Arrived) -> None:
         self._router = router
         self._arrived = arrived
+        self._answer: Sequence[int] = router.answer
+        self._logprobs = router.logprobs
         self._sent = 0
         self._steps = 0
         self._finish: Finish | None = None
@@ -118,6 +123,9 @@ class FakeStream:
         if self._router.refuse is not None:
             self._router.refused += 1
             raise self._router.refuse
+        if self._router.in_turn:
+            answer, self._logprobs = self._router.in_turn[len(self._router.submitted) % len(self._router.in_turn)]
+            self._answer = list(answer)
         self._router.submitted.append(self._arrived)
         self._router.changed.set()
         return self
@@ -149,7 +157,7 @@ class FakeStream:
         if self._steps == router.start_over_after and not self._started_over:
             self._started_over, self._sent = True, 0
             return StartedOver(request_id=self._arrived.request_id)
-        if self._steps == router.break_after:
+        if self._steps == router.break_after and (not router.breaks or self._arrived.request_id in router.breaks):
             raise RequestRejected(Reason.WORKER_LOST, "its worker is gone", retry_after_ms=1500)
         if self._steps == router.hold_after:
             await router.release.wait()
@@ -163,20 +171,22 @@ class FakeStream:
         report = a_kv_report(len(self._arrived.tokens) // TOKEN_BYTES, cached_blocks=router.cached_blocks)
         self.kv = (KvPhase(phase=Phase.AGGREGATED, worker_id="w1", report=report),)
         self.cached_tokens = report.cached_tokens
-        end = min(self._sent + router.step, sampling.max_tokens, len(router.answer))
-        tokens = router.answer[self._sent : end]
+        end = min(self._sent + router.step, sampling.max_tokens, len(self._answer))
+        tokens = self._answer[self._sent : end]
         for index, token in enumerate(tokens):
             if token in sampling.stop_token_ids and self._sent + index + 1 >= sampling.min_tokens:
                 tokens = tokens[: index + 1]
                 self._finish = Finish.STOP
                 break
-        logprobs = router.logprobs[self._sent : self._sent + len(tokens)]
+        logprobs = self._logprobs[self._sent : self._sent + len(tokens)]
+        prompt_logprobs = router.prompt_logprobs if not self._sent and sampling.prompt_logprobs is not None else ()
         self._sent += len(tokens)
-        if self._finish is None and self._sent >= min(sampling.max_tokens, len(router.answer)):
+        if self._finish is None and self._sent >= min(sampling.max_tokens, len(self._answer)):
             self._finish = Finish.LENGTH
         return Progress(
             request_id=self._arrived.request_id,
             token_ids=tuple(tokens),
             logprobs=tuple(logprobs),
+            prompt_logprobs=tuple(prompt_logprobs),
             parsed=router.parsed[self._steps - 1] if router.parsed else None,
         )

@@ -53,6 +53,7 @@ class EngineDriver:
         self.tokens: dict[RequestId, tuple[int, ...]] = {}
         self.ends: dict[RequestId, Progress | Rejected] = {}
         self.logprobs: dict[RequestId, list] = {}
+        self.progress: dict[RequestId, list[Progress]] = {}
         self.told: dict[RequestId, list[KvReport]] = {}
         self.cached: set[bytes] = set()
         self.steps = 0
@@ -64,6 +65,7 @@ class EngineDriver:
             self._submitted.add(start.request_id)
             self.tokens[start.request_id] = ()
             self.logprobs[start.request_id] = []
+            self.progress[start.request_id] = []
             self.told[start.request_id] = []
             self.engine.submit(start)
 
@@ -116,6 +118,7 @@ class EngineDriver:
         if isinstance(output, Rejected):
             self.ends[output.request_id] = output
             return
+        self.progress[output.request_id].append(output)
         self.tokens[output.request_id] += output.token_ids
         self.logprobs[output.request_id] += output.logprobs
         if output.kv is not None:

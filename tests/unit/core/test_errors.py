@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from fleet.core.errors import split_validation_error
+from fleet.core.errors import install_command, split_validation_error
 
 
 class Value(msgspec.Struct, forbid_unknown_fields=True):
@@ -27,3 +27,11 @@ def test_validation_error_is_split_into_cause_and_path(value, told):
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(value, Value)
     assert split_validation_error(refused.value) == told
+
+
+def test_make_is_named_only_where_there_is_a_makefile(tmp_path, monkeypatch):
+    monkeypatch.setattr("fleet.core.errors.CHECKOUT", tmp_path)
+    assert install_command("vllm") == "pip install 'fleet-serving[vllm]'"
+
+    (tmp_path / "Makefile").touch()
+    assert install_command("vllm") == "make install"

@@ -15,17 +15,19 @@ from fleet.core.requests import (
     JsonSchema,
     Pattern,
     Sampling,
+    StructuralTag,
     TextPrompt,
     TokenPrompt,
     ToolCallForm,
     ToolChoice,
 )
+from fleet.core.roles import Placement
 from fleet.core.validation import validate
 from tests.support.builders import a_prompt, a_request, token_bytes
 from tests.support.router.fake_router import a_model_card
 
 ALLOWED = [
-    ("max_tokens", 1),
+    ("max_tokens", 0),
     ("temperature", 0),
     ("temperature", 2.0),
     ("top_p", 1e-9),
@@ -43,9 +45,11 @@ ALLOWED = [
     ("min_tokens", 0),
     ("logprobs", 0),
     ("logprobs", 20),
+    ("prompt_logprobs", 20),
+    ("logit_bias", ((0, -100.0), (499, 100.0))),
+    ("allowed_token_ids", (0, 499)),
 ]
 REFUSED = [
-    ("max_tokens", 0),
     ("max_tokens", -1),
     ("max_tokens", 10**30),
     ("temperature", -0.01),
@@ -72,18 +76,24 @@ REFUSED = [
     ("min_tokens", -1),
     ("logprobs", -1),
     ("logprobs", 21),
+    ("prompt_logprobs", -1),
+    ("logit_bias", ((500, 1.0),)),
+    ("logit_bias", ((-1, 1.0),)),
+    ("logit_bias", ((1, 100.1),)),
+    ("logit_bias", ((1, math.nan),)),
+    ("logit_bias", tuple((token, 1.0) for token in range(1025))),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), ALLOWED)
 def test_the_ends_of_every_range_are_allowed(name, value):
-    validate(a_request(sampling=Sampling(**{name: value})), a_model_card(), 10)
+    validate(a_request(sampling=Sampling(**{name: value})), a_model_card(), 10, vocab_size=500)
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_value_outside_its_range_is_rejected_with_its_field(name, value):
     with pytest.raises(RequestRejected) as refused:
-        validate(a_request(sampling=Sampling(**{name: value})), a_model_card(), 10)
+        validate(a_request(sampling=Sampling(**{name: value})), a_model_card(), 10, vocab_size=500)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, f"sampling.{name}")
     assert refused.value.message.startswith(f"sampling.{name}: ")
@@ -118,6 +128,12 @@ def test_value_outside_its_range_is_rejected_with_its_field(name, value):
         ({"sampling": Sampling(stop_token_ids=(-1,))}, "sampling.stop_token_ids[0]"),
         ({"sampling": Sampling(stop_token_ids=(1,) * 1025)}, "sampling.stop_token_ids"),
         ({"sampling": Sampling(min_tokens=17, max_tokens=16)}, "sampling.min_tokens"),
+        ({"sampling": Sampling(allowed_token_ids=(1, 500))}, "sampling.allowed_token_ids[1]"),
+        ({"bad_words": ("",)}, "bad_words[0]"),
+        ({"bad_words": ("b" * 257,)}, "bad_words[0]"),
+        ({"bad_words": ("a",) * 129}, "bad_words"),
+        ({"cache_salt": "s" * 129}, "cache_salt"),
+        ({"sampling": Sampling(prompt_logprobs=1), "placement": Placement.DISAGGREGATED}, "placement"),
     ],
 )
 def test_a_wrong_field_is_refused_by_its_path(fields, field):
@@ -131,6 +147,8 @@ FORMS = [
     (JsonSchema(""), "sampling.form", "0 characters"),
     (JsonSchema("{"), "sampling.form", "not valid JSON"),
     (JsonSchema("[]"), "sampling.form", "expected `object`"),
+    (StructuralTag("{"), "sampling.form", "not valid JSON"),
+    (StructuralTag("{" * 131_073), "sampling.form", "131073 characters"),
     (JsonSchema('{"a":' * 100_000), "sampling.form", "131072 are allowed"),
     (JsonSchema('{"a":' * 20_000), "sampling.form", "nested too deeply"),
     (Pattern("a" * 16_385), "sampling.form", "16384 are allowed"),

@@ -1,6 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from hashlib import sha256
 
 import pytest
@@ -24,12 +24,14 @@ from fleet.core.requests import (
     Finished,
     GenerateEvent,
     GenerateRequest,
+    Logprobs,
     Sampling,
     TextPrompt,
     TokenPrompt,
     ToolCallForm,
     ToolChoice,
 )
+from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, ParsingTask
 from fleet.frontend.generation import INLINE_CHARACTERS, Generation
@@ -66,14 +68,17 @@ def generations(codec):
     threads = TokenizerThreads()
 
     def make(
-        router: FakeRouter, codecs: Mapping[ModelName, TextCodec] | None = None, **tenants: TenantSettings
+        router: FakeRouter,
+        codecs: Mapping[ModelName, TextCodec] | None = None,
+        counted: Tenants | None = None,
+        **tenants: TenantSettings,
     ) -> Generation:
         metrics = RouterProcessMetrics(CollectorRegistry())
         return Generation(
             router,
             {MODEL: codec} if codecs is None else codecs,
             clock=Stopped(),
-            tenants=Tenants(tenants, Stopped().now()),
+            tenants=counted or Tenants(tenants, Stopped().now()),
             tenant_secret=SECRET,
             metrics=metrics,
             threads=threads,
@@ -359,6 +364,128 @@ async def test_each_tenant_has_its_own_salt(generations):
     assert [arrived.salt for arrived in router.submitted] == [b"", tenant_salt(SECRET, "a"), tenant_salt(SECRET, "b")]
 
 
+async def test_cache_salt_separates_blocks_within_a_tenant(generations):
+    router = FakeRouter([5])
+    generation = generations(router)
+
+    for tenant, cache_salt in (("", ""), ("", "a"), ("", "b"), ("t", "a"), ("t", "a")):
+        await collect(generation.generate(a_request(tenant=tenant, cache_salt=cache_salt)))
+
+    salts = [arrived.salt for arrived in router.submitted]
+    assert [len(salt) for salt in salts] == [0, 32, 32, 32, 32]
+    assert len(set(salts)) == 4
+    assert salts[3] == salts[4]
+
+
+async def test_fields_that_engines_may_lack_are_named_to_the_router(generations, codec):
+    router = FakeRouter([5])
+    generation = generations(router)
+    sampling = Sampling(logit_bias=((3, 1.0),), prompt_logprobs=2)
+
+    await collect(generation.generate(a_request(sampling=sampling, bad_words=("fox", "the quick"))))
+    await collect(generation.generate(a_request()))
+
+    asked, plain = router.submitted
+    assert asked.needs == ("logit_bias", "bad_tokens", "prompt_logprobs")
+    assert (asked.placement, plain.placement, plain.needs) == (Placement.AGGREGATED, Placement.AUTO, ())
+    assert asked.sampling.bad_tokens == tuple(
+        tuple(ids_of(codec, text)) for text in ("fox", " fox", "the quick", " the quick")
+    )
+
+
+async def test_max_tokens_zero_computes_the_prompt_alone(generations):
+    router = FakeRouter([EOS])
+    router.prompt_logprobs = [Logprobs(-1.0), Logprobs(-2.0)]
+    generation = generations(router)
+    request = a_request(prompt=TokenPrompt(a_prompt(3)), sampling=Sampling(max_tokens=0, prompt_logprobs=0))
+
+    events = [event async for event in generation.generate(request)]
+
+    assert router.submitted[0].sampling.max_tokens == 1
+    assert events[1] == Delta(text="", token_ids=(), prompt_logprobs=(Logprobs(-1.0), Logprobs(-2.0)))
+    assert isinstance(events[-1], Finished)
+    assert (events[-1].finish, events[-1].usage.completion_tokens) == (Finish.LENGTH, 0)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_prompt_logprobs_come_with_the_first_delta(generations, whole):
+    router = FakeRouter([5, 6, 7])
+    router.prompt_logprobs = [Logprobs(-1.0)]
+    request = a_request(whole=whole, sampling=Sampling(prompt_logprobs=0))
+
+    deltas = [event async for event in generations(router).generate(request) if isinstance(event, Delta)]
+
+    assert [each.prompt_logprobs for each in deltas] == [(Logprobs(-1.0),)] + [()] * (len(deltas) - 1)
+
+
+async def test_stop_string_and_special_tokens_are_shown_on_demand(generations, codec):
+    answer = [*ids_of(codec, "the quick"), END, *ids_of(codec, " fox jumps")]
+    router = FakeRouter(answer)
+    request = a_request(stop=("fox",), sampling=Sampling(max_tokens=100, ignore_eos=True))
+
+    hidden, _, _ = await collect(generations(router).generate(request))
+    shown, _, _ = await collect(
+        generations(router).generate(structs.replace(request, include_stop_string=True, show_special_tokens=True))
+    )
+
+    assert (hidden, shown) == ("the quick ", "the quick<|end|> fox")
+
+
+async def test_prompt_is_truncated_to_its_last_tokens(generations):
+    router = FakeRouter([5], cards=[a_model_card(max_model_len=100)])
+    generation = generations(router)
+    prompt = a_prompt(120)
+
+    for kept, max_tokens in ((7, 16), (-1, 16), (-1, 0)):
+        request = a_request(prompt=TokenPrompt(prompt), truncate_prompt=kept, sampling=Sampling(max_tokens=max_tokens))
+        await collect(generation.generate(request))
+    with pytest.raises(RequestRejected) as refused:
+        await collect(generation.generate(a_request(prompt=TokenPrompt(prompt), truncate_prompt=0)))
+
+    assert [arrived.tokens for arrived in router.submitted] == [prompt[-28:], prompt[-336:], prompt[-396:]]
+    assert refused.value.field == "truncate_prompt"
+
+
+@pytest.mark.parametrize("ending", ["finished", "cancelled", "lost", "refused"])
+async def test_metrics_and_tenant_count_the_same_tokens(generations, codec, ending):
+    router = FakeRouter(ids_of(codec, "the quick brown fox jumps"))
+    router.break_after = 3 if ending == "lost" else None
+    router.refuse = RequestRejected(Reason.QUEUE_FULL, "full") if ending == "refused" else None
+    tenants = Tenants({"t": TenantSettings()}, Stopped().now())
+    generation = generations(router, counted=tenants)
+
+    async with aclosing(generation.generate(a_request(tenant="t", sampling=Sampling(max_tokens=5)))) as events:
+        with suppress(RequestRejected):
+            deltas = 0
+            async for event in events:
+                deltas += isinstance(event, Delta)
+                if ending == "cancelled" and deltas == 3:
+                    break
+
+    usage = tenants.usage()["t"]
+    counted = {
+        name: generation.metrics.registry.get_sample_value(name)
+        for name in ("fleet_prompt_tokens_total", "fleet_completion_tokens_total")
+    }
+    assert tuple(counted.values()) == (usage.prompt_tokens, usage.answer_tokens)
+    assert usage.answer_tokens == {"finished": 5, "cancelled": 3, "lost": 3, "refused": 0}[ending]
+    streamed = 0.0 if ending == "refused" else 1.0
+    for name in ("fleet_request_seconds_count", "fleet_tpot_seconds_count", "fleet_ttft_seconds_count"):
+        assert generation.metrics.registry.get_sample_value(name) == streamed, name
+
+
+async def test_siblings_do_not_count_the_prompt_again(generations):
+    tenants = Tenants({"t": TenantSettings()}, Stopped().now())
+    generation = generations(FakeRouter([5]), counted=tenants)
+
+    await collect(generation.generate(a_request(tenant="t")))
+    _, _, sibling = await collect(generation.generate(a_request(tenant="t", sibling=True)))
+
+    usage = tenants.usage()["t"]
+    assert sibling.usage.prompt_tokens == sibling.usage.cached_tokens == 0
+    assert usage.prompt_tokens == generation.metrics.registry.get_sample_value("fleet_prompt_tokens_total") > 0
+
+
 async def test_two_running_requests_cannot_share_an_id(generations):
     router = FakeRouter([5])
     router.hold_after = 0
@@ -384,7 +511,7 @@ class Slow:
     def __getattr__(self, name: str) -> object:
         return getattr(self._codec, name)
 
-    def encode(self, text: str) -> bytes:
+    def encode(self, text: str, special: bool = True) -> bytes:
         while not self._may_go.is_set():
             pass
         return self._codec.encode("x")

@@ -8,8 +8,8 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName
 from fleet.core.roles import Role
 from fleet.local.planner import planner_settings
-from fleet.local.settings import LocalPlannerSection, PlannedPoolSection, PoolSection, Topology
-from fleet.planner.decisions import PlanGoals
+from fleet.local.settings import ClusterSection, LocalPlannerSection, PlannedPoolSection, PoolSection, Topology
+from fleet.planner.decisions import PlanBudget, PlanGoals
 from fleet.planner.messages import PoolName
 
 
@@ -22,3 +22,48 @@ def test_bounds_of_a_pool_are_refused_by_its_name():
         planner_settings(
             topology, section, ["prefill", "decode"], folder=Path("/run"), model=ModelName("m"), control="unix:/c"
         )
+
+
+BOOK = "[regions.east]\nh100 = 2.5\nb200 = 5.0\n[regions.west]\nh100 = 3.5\n"
+
+
+def priced_by(folder, region="", budget=None, **pool):
+    book = folder / "prices.toml"
+    book.write_text(BOOK)
+    section = LocalPlannerSection(
+        goals=PlanGoals(ttft_seconds=1.0, tpot_seconds=0.1),
+        budget=budget or PlanBudget(),
+        pools={PoolName("both"): PlannedPoolSection(**{"least": 2, "gpu": "h100", "gpus": 4, **pool})},
+        prices=str(book),
+        region=region,
+    )
+    topology = Topology(cluster=ClusterSection(engine="simulated"), pools=(PoolSection(role=Role.BOTH),))
+    return planner_settings(topology, section, ["both"], folder=folder, model=ModelName("m"), control="unix:/c").pools[
+        0
+    ]
+
+
+@pytest.mark.parametrize(("region", "dollars"), [("", 2.5), ("east", 2.5), ("west", 3.5)])
+def test_price_book_prices_pools_by_gpu_and_region(tmp_path, region, dollars):
+    pool = priced_by(tmp_path, region)
+    assert (pool.dollars_per_hour, pool.replica_dollars) == (dollars, 4 * dollars)
+
+
+def test_own_price_of_a_pool_goes_before_the_book(tmp_path):
+    assert priced_by(tmp_path, dollars_per_hour=1.0).dollars_per_hour == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"region": "north"}, "region: 'north' is not one of east, west"),
+        ({"region": "west", "gpu": "b200"}, "regions.west.b200: the price book has no price for this GPU"),
+        (
+            {"budget": PlanBudget(dollars_per_hour=19.0)},
+            "planner.budget.dollars_per_hour: 19.0 is below what the floors",
+        ),
+    ],
+)
+def test_wrong_price_or_region_is_refused_by_field(tmp_path, fields, said):
+    with pytest.raises(ConfigurationRefused, match=said):
+        priced_by(tmp_path, **fields)

@@ -9,6 +9,7 @@ from msgspec import structs
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.duration_counts import EDGES, bucket_of
 from fleet.core.roles import Role
+from fleet.planner.control.metrics import PlannerMetrics
 from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecision, PlanGoals, PlannedPool
 from fleet.planner.demand import DemandWindow
 from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop
@@ -367,7 +368,7 @@ def test_connector_that_hangs_is_a_condition_and_ends_no_planner():
     assert world.states() == [PlanState.SETTLED]
 
 
-def test_connector_that_hangs_on_a_write_fails_the_plan_at_its_deadline():
+def test_hanging_write_fails_the_plan_at_its_deadline():
     world = World()
 
     async def hang(plan, seen):
@@ -384,7 +385,7 @@ def test_connector_that_hangs_on_a_write_fails_the_plan_at_its_deadline():
     assert world.pools.pools[DECODE].wanted == 1
 
 
-def test_connector_that_obeys_nothing_is_rolled_back_and_turns_nowhere():
+def test_connector_that_obeys_nothing_is_rolled_back():
     """A connector lies: it says that it has written numbers, and no replica ever comes."""
     world = World(start=None)
     world.rule.replicas = {DECODE: 4}
@@ -480,14 +481,22 @@ def test_prediction_is_scored_against_what_happened():
     counts = [0] * (len(EDGES) + 1)
     counts[bucket_of(0.4)] = 100
     world.demand.counts = tuple(counts)
+    metrics = {}
 
-    played(world, (15, nothing))
+    def scrape():
+        for family in PlannerMetrics(world.loop).collect():
+            metrics.update({(each.name, *each.labels.values()): each.value for each in family.samples})
+
+    played(world, (15, scrape))
 
     score = world.history.latest(1)[0].score
     assert 0.3 < score.ttft_seconds < 0.45
     assert score.ttft_error == pytest.approx((score.ttft_seconds - 0.2) / score.ttft_seconds)
     assert score.attainment == 1.0
-    assert world.loop.error == pytest.approx(score.ttft_error)
+    assert world.loop.errors == {"ttft": pytest.approx(score.ttft_error)}
+    assert metrics["fleet_planner_prediction_error", "ttft"] == pytest.approx(score.ttft_error)
+    assert ("fleet_planner_prediction_error", "tpot") not in metrics
+    assert metrics["fleet_planner_decision", "rate"] == 3.0
 
 
 def test_cost_of_overflow_is_scored_beside_that_of_replicas():

@@ -84,6 +84,7 @@ def test_decision_names_the_error_of_the_forecast() -> None:
     world.run(300, 20.0)
     world.run(300, 40.0)
     assert 0.0 < world.decisions[-1].numbers["forecast_error"] < 1.0
+    assert {"ttft_error", "tpot_error"} <= world.decisions[-1].numbers.keys()
 
 
 def test_missed_goal_adds_one_replica_that_stays() -> None:

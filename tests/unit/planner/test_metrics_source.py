@@ -9,16 +9,22 @@ from fleet.core.clock import Nanos
 from fleet.core.ids import ModelName
 from fleet.core.roles import Role
 from fleet.core.system_clock import SystemClock
+from fleet.frontend.metrics.merged import merge_metrics
 from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.messages import PoolName
 from fleet.planner.settings import MetricsDemandSettings
 from fleet.planner.sources.metrics import MetricsDemandSource, parse_page
+from fleet.planner.sources.samples import REQUIRED
 from fleet.planner.sources.wire import BadDemandReport
 from tests.support.waiting import until
 
 UPTIME = 'fleet_demand_uptime_seconds{source="r",incarnation="i"} 5.0\n'
-TYPE = "# TYPE fleet_demand_arrivals_total counter\n"
-PAGE = f'{UPTIME}{TYPE}fleet_demand_arrivals_total{{model="m"}} 3.0\n'
+COUNTED = [
+    f'# TYPE fleet_demand_{name} counter\nfleet_demand_{name}_total{{model="m"}} {3.0 if name == "arrivals" else 0.0}\n'
+    for name in REQUIRED
+]
+TYPE = "# TYPE fleet_demand_arrivals counter\n"
+PAGE = UPTIME + "".join(COUNTED)
 
 
 def answer(body, length=None):
@@ -65,8 +71,10 @@ async def test_broken_page_is_told_and_read_again(broken, cause):
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        ('fleet_demand_arrivals_total{model="m"} +Inf\n', "cannot be read"),
-        ('fleet_demand_arrivals_total{model="m"} NaN\n', "cannot be read"),
+        ('fleet_demand_arrivals_total{model="m"} +Inf\n', "fleet_demand_arrivals_total: inf is not a number"),
+        ('fleet_demand_arrivals_total{model="m"} NaN\n', "fleet_demand_arrivals_total: nan is not a number"),
+        ('fleet_demand_arrivals_total{model="m"} -3.0\n', "fleet_demand_arrivals_total: -3.0 is not a number"),
+        ('fleet_demand_arrivals_total{model="m"} 3.0\n', "fleet_demand_waited_total: is missing for the model m"),
         ('fleet_demand_arrivals_total{kind="m"} 1.0\n', "has no label 'model'"),
         ("fleet_demand_arrivals_total{ 1.0\n", "cannot be read"),
     ],
@@ -74,3 +82,11 @@ async def test_broken_page_is_told_and_read_again(broken, cause):
 def test_page_with_an_impossible_metric_is_refused(line, cause):
     with pytest.raises(BadDemandReport, match=cause):
         parse_page(UPTIME + TYPE + line, Nanos(0))
+
+
+def test_page_of_several_processes_gives_each_its_report():
+    pages = {f"router-{number}": PAGE.replace('"i"', f'"i{number}"').replace("3.0", f"{number}.0") for number in (1, 2)}
+
+    reports = parse_page(merge_metrics({name: f"# HELP x y\n{page}" for name, page in pages.items()}), Nanos(0))
+
+    assert {(each.incarnation, each.models[0].arrivals) for each in reports} == {("i1", 1), ("i2", 2)}

@@ -807,7 +807,7 @@ def test_greedy_stream_continues_after_the_sent_tokens():
     assert router.machine.snapshot().counters.continued == 1
 
 
-def test_worker_that_continues_parses_the_answer_from_its_beginning():
+def test_continuing_worker_parses_the_answer_from_its_beginning():
     router = RouterMachineDriver(*TWO)
     task = ParsingTask(tools="[]")
     first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, parsing=task)))

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, ToolCallForm
+from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, StructuralTag, ToolCallForm
 
 TEXT = st.text(max_size=8)
 
@@ -11,6 +11,7 @@ FORMS = st.one_of(
     st.builds(JsonSchema, TEXT),
     st.builds(Pattern, TEXT),
     st.builds(Grammar, TEXT),
+    st.builds(StructuralTag, TEXT),
     st.builds(Choice, st.lists(TEXT, max_size=3).map(tuple)),
     st.builds(ToolCallForm),
 )

@@ -55,6 +55,11 @@ SAMPLING = {
     "ignore_eos": st.booleans(),
     "stop_token_ids": IDS.map(tuple),
     "logprobs": COUNT,
+    "prompt_logprobs": COUNT,
+    "logit_bias": st.dictionaries(COUNT, st.floats(width=32, allow_nan=False), max_size=3).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+    "allowed_token_ids": IDS.map(tuple),
     "form": FORMS,
 }
 REQUESTS = st.builds(
@@ -71,6 +76,10 @@ REQUESTS = st.builds(
     expected_tokens=COUNT,
     pin=TEXT,
     labels=st.lists(TEXT, max_size=3).map(tuple),
+    bad_words=st.lists(TEXT, max_size=3).map(tuple),
+    cache_salt=TEXT,
+    include_stop_string=st.booleans(),
+    show_special_tokens=st.booleans(),
 )
 LOGPROBS = st.lists(st.tuples(COUNT, FLOAT), max_size=3).flatmap(
     lambda top: st.builds(Logprobs, FLOAT, st.just(tuple(i for i, _ in top)), st.just(tuple(p for _, p in top)))
@@ -89,7 +98,13 @@ PHASES = st.tuples(st.sampled_from(Phase), TEXT, ORIGINS, COUNT).map(
 )
 EVENTS = st.one_of(
     st.builds(Admitted, request_id=TEXT, model=TEXT, prompt_tokens=COUNT),
-    st.builds(Delta, text=TEXT, token_ids=IDS.map(tuple), logprobs=st.lists(LOGPROBS, max_size=3).map(tuple)),
+    st.builds(
+        Delta,
+        text=TEXT,
+        token_ids=IDS.map(tuple),
+        logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+        prompt_logprobs=st.lists(LOGPROBS, max_size=2).map(tuple),
+    ),
     st.builds(
         Finished,
         finish=st.sampled_from([Finish.STOP, Finish.LENGTH]),

@@ -78,6 +78,10 @@ samplings = st.builds(
     stop_token_ids=IDS,
     logprobs=st.none() | U32,
     form=st.none() | FORMS,
+    logit_bias=st.dictionaries(U32, FLOAT, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
+    allowed_token_ids=IDS,
+    bad_tokens=st.lists(IDS.filter(bool), max_size=2).map(tuple),
+    prompt_logprobs=st.none() | U32,
 )
 fingerprints = st.builds(
     Fingerprint,
@@ -160,6 +164,7 @@ running = st.builds(
     token_ids=IDS,
     logprobs=st.lists(logprobs, max_size=2).map(tuple),
     kv=st.none() | reports,
+    prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
     parsed=st.none() | parsed_deltas,
 )
 finished = st.builds(
@@ -170,6 +175,7 @@ finished = st.builds(
     finish=st.sampled_from(Finish),
     kv=st.none() | reports,
     handoff=st.none() | handoffs,
+    prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
     parsed=st.none() | parsed_deltas,
 )
 kv_events = st.builds(KvStored, HASHES) | st.builds(KvRemoved, HASHES) | st.builds(KvCleared)
@@ -203,6 +209,7 @@ worker_messages = (
         tokenizer_digests=st.none() | st.builds(TokenizerDigests, tokens=TEXT, template=TEXT, blocks=TEXT),
         keeps_forms=st.booleans(),
         generation=TEXT,
+        sampling_fields=st.lists(TEXT, max_size=2).map(tuple),
         parsers=st.none() | st.builds(AnswerParsers, tool_calls=TEXT, reasoning=TEXT, in_engine=st.booleans()),
     )
     | st.just(Draining())

@@ -22,6 +22,7 @@ from fleet.core.requests import TOKEN_BYTES, Finish, Source
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff, KvEvent, LoadReport, Progress, Rejected, Start
 from kvstore.block import BlockHash
+from workers.acceptance import field_beyond_vocabulary
 from workers.engines.debugger import is_traced
 from workers.engines.simulated.batch import Batch, StepOutcome
 from workers.engines.simulated.direct_transfer import BlockLending, DirectParams, borrow
@@ -244,6 +245,7 @@ class SimulatedEngine:
                 logprobs=sampled.logprobs,
                 finish=sampled.finish,
                 kv=sequence.report() if sampled.finish is not None or sequence.generated == 1 else None,
+                prompt_logprobs=sequence.prompt_logprobs() if sequence.generated == 1 else (),
             )
         )
 
@@ -359,6 +361,8 @@ class SimulatedEngine:
                 "sampling.form",
                 "without a tokenizer, a simulated engine supports no structured output; leave it out",
             )
+        if (field := field_beyond_vocabulary(start.sampling, self._shape.model.vocab_size)) is not None:
+            return f"sampling.{field}", f"a token is not in the vocabulary of {self._shape.model.vocab_size}"
         highest = int(np.frombuffer(start.tokens, dtype="<u4").max())
         if highest >= self._shape.model.vocab_size:
             return "tokens", f"{highest} is not in the vocabulary of {self._shape.model.vocab_size}"

@@ -6,12 +6,14 @@ Rules:
    block i really has in memory), and D(-1) is a constant. So a block depends on everything before it, as with
    attention. The bytes are ordered by layer, head, token and element; `workers.engines.simulated.layout` places them.
 2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling parameters)) mod
-   vocabulary. So one wrong, missing or swapped block anywhere in the context changes the answer.
+   vocabulary. So one wrong, missing or swapped block anywhere in the context changes the answer. All tokens have the
+   same logit, to which `logit_bias` adds; tokens that are not allowed, or would complete a forbidden sequence, have none.
 3. Expansion is numpy's Philox with the digest as its key, whose raw stream is fixed by its specification (Salmon et
    al. 2011). Digests are XXH3-128, because a block has to cost microseconds and no adversary is expected.
 """
 
 import struct
+from collections.abc import Collection
 
 import numpy as np
 import xxhash
@@ -63,8 +65,16 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         state.update(block)
         return state.digest()
 
-    def draw(self, before: Digest, tail: bytes | bytearray, sampling: Sampling, *, may_end: bool) -> SampledToken:
-        """Sample the token after the blocks of `before` and the tokens of `tail`, which fill no block yet.
+    def draw(
+        self,
+        before: Digest,
+        tail: bytes | bytearray,
+        sampling: Sampling,
+        *,
+        may_end: bool,
+        forbidden: Collection[int] = (),
+    ) -> SampledToken:
+        """Sample the token after the blocks of `before` and the tokens of `tail`, which fill no block yet; never a forbidden one.
 
         The same arguments give the same token: sampling parameters and the seed decide, and there is no other state,
         so any engine can continue what another one began.
@@ -72,12 +82,35 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         material = b"".join((b"token", before, tail, b"/", _shape(sampling)))
         drawn = xxhash.xxh3_128_intdigest(material, seed=self.seed)
         chance, choice = drawn >> 64, drawn & 0xFFFFFFFFFFFFFFFF
+        if forbidden or sampling.logit_bias or sampling.allowed_token_ids:
+            return self._weighed(chance, choice, sampling, may_end=may_end, forbidden=forbidden)
         if may_end and self.eos_token_ids and chance < self.eos_probability * 2**64:
             return SampledToken(self.eos_token_ids[choice % len(self.eos_token_ids)], ends=True)
         token = choice % self.vocab_size
         while token in self.eos_token_ids:
             token = (token + 1) % self.vocab_size
         return SampledToken(token, ends=False)
+
+    def _weighed(
+        self, chance: int, choice: int, sampling: Sampling, *, may_end: bool, forbidden: Collection[int]
+    ) -> SampledToken:
+        weights = np.ones(self.vocab_size)
+        ends = list(self.eos_token_ids)
+        weights[ends] = self.eos_probability * self.vocab_size / max(1, len(ends)) if may_end else 0.0
+        for token, bias in sampling.logit_bias:
+            if token not in ends or may_end:
+                weights[token] = (weights[token] or 1.0) * np.exp(bias)
+        if sampling.allowed_token_ids:
+            allowed = np.zeros(self.vocab_size)
+            allowed[list(sampling.allowed_token_ids)] = 1.0
+            weights *= allowed
+        weights[list(forbidden)] = 0.0
+        sums = np.cumsum(weights)
+        if sums[-1] == 0:  # nothing is left, so that all logits are equal again
+            sums = np.cumsum(np.ones(self.vocab_size))
+        drawn = ((chance ^ choice) / 2**64) * sums[-1]
+        token = min(int(np.searchsorted(sums, drawn, side="right")), self.vocab_size - 1)
+        return SampledToken(token, ends=may_end and token in ends)
 
     def logprobs(self, token: int, alternatives: int) -> Logprobs:
         """Return invented but well-formed log probabilities, which fall by half from the chosen token on."""

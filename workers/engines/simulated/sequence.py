@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
+import numpy as np
 from msgspec import Struct
 
 from fleet.batching.attempts import Job
@@ -142,7 +143,11 @@ class Sequence:
         assert self.computed == len(self._tokens) // TOKEN_BYTES
         may_end = not sampling.ignore_eos and self.generated >= sampling.min_tokens
         drawn = self._shape.model.draw(
-            self._digest, self._tokens[len(self.blocks) * self._block_bytes :], sampling, may_end=may_end
+            self._digest,
+            self._tokens[len(self.blocks) * self._block_bytes :],
+            sampling,
+            may_end=may_end,
+            forbidden=self._forbidden() if sampling.bad_tokens else (),
         )
         ended = False
         if self._script is not None:
@@ -159,6 +164,18 @@ class Sequence:
         elif self.generated >= self.answer_tokens:
             finish = Finish.LENGTH
         return SequenceSample(token=drawn.token, logprobs=logprobs, finish=finish)
+
+    def prompt_logprobs(self) -> tuple[Logprobs, ...]:
+        """Return log probabilities of the prompt's tokens but the first; none if the client does not want them."""
+        if (wanted := self.start.sampling.prompt_logprobs) is None:
+            return ()
+        ids = np.frombuffer(self.start.tokens, "<u4")[1:].tolist()
+        return tuple(self._shape.model.logprobs(token, wanted) for token in ids)
+
+    def _forbidden(self) -> set[int]:
+        """Return the tokens that would complete a forbidden sequence within the answer."""
+        answer = np.frombuffer(self._tokens[self.prompt_tokens * TOKEN_BYTES :], "<u4").tolist()
+        return {last for *lead, last in self.start.sampling.bad_tokens if not lead or answer[-len(lead) :] == lead}
 
     def _scripted(self, script: Script, drawn: SampledToken) -> tuple[SampledToken, bool]:
         """Return the token of the script, or the drawn one after its end, and whether the script ends the answer."""

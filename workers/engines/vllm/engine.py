@@ -25,7 +25,7 @@ from fleet.backends.kv_events.translator import KvEventTranslator
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, Reason
 from fleet.core.ids import RequestId, StoreId
-from fleet.core.requests import TOKEN_BYTES, AnswerParsers, Finish, KvReport
+from fleet.core.requests import ENGINE_FIELDS, TOKEN_BYTES, AnswerParsers, Finish, KvReport
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import KvEvent, LoadReport, Progress, Rejected, Start
 from kvstore.block import HashAlgorithm, blocks_for
@@ -33,7 +33,7 @@ from kvstore.client.store_client import StoreClient
 from kvstore.errors import StoreError
 from kvstore.layouts.fingerprint import describe
 from kvstore.namespace import KvNamespace
-from workers.acceptance import refusal
+from workers.acceptance import field_beyond_vocabulary, refusal
 from workers.engines.debugger import is_traced
 from workers.engines.novel_work import NovelWork
 from workers.engines.parser_names import parsers_for
@@ -162,6 +162,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
         kv_paths=settings.kv_paths,
         kv=describe(namespace, tp=1 if config.model_config.use_mla else config.parallel_config.tensor_parallel_size),
         keeps_forms=settings.vllm.keeps_forms,
+        sampling_fields=ENGINE_FIELDS,
         adapters=adapters_of(settings),
         adapter_slots=settings.adapter_slots if settings.adapters else 0,
         parsers=None if parsers is None else parsers.names,
@@ -399,6 +400,9 @@ class VllmEngine:
         if int(np.frombuffer(start.tokens, dtype="<u4").max()) >= self._vocab_size:
             # Such a token would kill the engine, not only the request.
             return _rejected(start, Reason.INVALID_ARGUMENT, "tokens", f"the vocabulary has {self._vocab_size} tokens")
+        if (field := field_beyond_vocabulary(start.sampling, self._vocab_size)) is not None:
+            fault = f"a token is not in the vocabulary of {self._vocab_size}"
+            return _rejected(start, Reason.INVALID_ARGUMENT, f"sampling.{field}", fault)
         if start.adapter and not self._adapter_files.are_as_described(start.adapter):
             return _rejected(start, Reason.NO_WORKER, "adapter", f"the files of {start.adapter!r} have changed here")
         return None
@@ -477,6 +481,7 @@ class VllmEngine:
                 request_id=start.request_id,
                 token_ids=tuple(completion.token_ids),
                 logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
+                prompt_logprobs=vllm_requests.prompt_logprobs_of(output, start),
                 kv=None if stats is None else self._report_at_start(start, stats),
             )
         finish = vllm_requests.FINISHES.get(completion.finish_reason)
@@ -493,6 +498,7 @@ class VllmEngine:
             request_id=start.request_id,
             token_ids=tuple(completion.token_ids),
             logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
+            prompt_logprobs=vllm_requests.prompt_logprobs_of(output, start),
             finish=finish,
             kv=self._report(start, vllm_requests.counts_at_end(output)),
             handoff=vllm_requests.handoff_of(start, output, self._facts) if start.phase is Phase.PREFILL else None,

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
@@ -21,6 +22,7 @@ from fleet.core.requests import (
     Pattern,
     Sampling,
     Source,
+    StructuralTag,
     StructuredOutput,
     ToolCallForm,
 )
@@ -32,6 +34,7 @@ from workers.ports import EngineFacts
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.metrics.stats import PrefillStats
@@ -113,7 +116,7 @@ def sampling_params(
         form = parser.structured_outputs
     else:
         form = None if sampling.form is None else structured_outputs(sampling.form)
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=1 if prefill_only else sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -131,7 +134,13 @@ def sampling_params(
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": transfer} if transfer else None,
+        logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=list(sampling.allowed_token_ids) or None,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
+    if sampling.bad_tokens:  # vLLM takes words and splits them itself, where it has a tokenizer
+        params._bad_words_token_ids = [list(ids) for ids in sampling.bad_tokens]  # noqa: SLF001 - it has no other field
+    return params
 
 
 def structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
@@ -149,6 +158,8 @@ def structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
             return StructuredOutputsParams(grammar=text)
         case Choice(strings=strings):
             return StructuredOutputsParams(choice=list(strings))
+        case StructuralTag(text=text):
+            return StructuredOutputsParams(structural_tag=text)
         case ToolCallForm():
             raise ValueError("tool calls in a form need a parser, which this worker does not have")
         case _:
@@ -159,17 +170,33 @@ def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprob
     """Return for each token in `output` the chosen one and at most `wanted` alternatives."""
     if wanted is None or output.logprobs is None:
         return ()
+    return tuple(
+        _ranked(candidates, token, wanted) for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
+    )
+
+
+def prompt_logprobs_of(output: "RequestOutput", start: Start) -> tuple[Logprobs, ...]:
+    """Return for each token of the prompt but the first its own log probability and those of the alternatives.
+
+    vLLM gives them once, with the first output; later ones have an empty list.
+    """
+    if not output.prompt_logprobs or start.sampling.prompt_logprobs is None:
+        return ()
+    wanted = start.sampling.prompt_logprobs
     result = []
-    for token, candidates in zip(output.token_ids, output.logprobs, strict=True):
-        ranked = sorted(candidates.items(), key=lambda item: item[1].rank or 0)[:wanted]
-        result.append(
-            Logprobs(
-                chosen=candidates[token].logprob,
-                top_ids=tuple(token_id for token_id, _ in ranked),
-                top=tuple(candidate.logprob for _, candidate in ranked),
-            )
-        )
+    for token, candidates in zip(token_ids(start)[1:], output.prompt_logprobs[1:], strict=True):
+        assert candidates is not None
+        result.append(_ranked(candidates, token, wanted))
     return tuple(result)
+
+
+def _ranked(candidates: "Mapping[int, Logprob]", token: int, wanted: int) -> Logprobs:
+    ranked = sorted(candidates.items(), key=lambda item: item[1].rank or 0)[:wanted]
+    return Logprobs(
+        chosen=candidates[token].logprob,
+        top_ids=tuple(token_id for token_id, _ in ranked),
+        top=tuple(candidate.logprob for _, candidate in ranked),
+    )
 
 
 def counts_at_end(output: "RequestOutput") -> PromptBlockCounts:

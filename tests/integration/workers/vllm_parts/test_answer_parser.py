@@ -19,8 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName, RequestId, WorkerId
-from fleet.core.requests import AnswerParsers, JsonSchema, Sampling, ToolChoice
-from fleet.core.tool_calls import ToolCall, join_calls
+from fleet.core.requests import AnswerParsers, JsonSchema, Sampling, ToolCall, ToolChoice, join_calls
 from fleet.core.work import ParsingTask, Progress, Start
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
 from fleet.local.tiny_model import build_tiny_model
@@ -362,7 +361,7 @@ def test_demanded_calls_are_enforced_by_structured_output(family, demand):
     assert ("weather" in enforced) != is_named
 
 
-def test_schema_of_the_answer_stays_beside_tools_that_the_model_may_call():
+def test_schema_of_the_answer_stays_beside_optional_tools():
     family = FAMILIES[0]
     start = structs.replace(an_attempt(family, PROMPT), sampling=Sampling(form=JsonSchema('{"type": "integer"}')))
 

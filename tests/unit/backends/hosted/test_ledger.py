@@ -89,7 +89,7 @@ def test_processes_together_stay_within_the_limit(tmp_path):
     assert LIMIT - 7 < sum(spent) <= LIMIT
 
 
-async def test_lock_of_a_stopped_process_admits_nothing_and_loses_no_refund(tmp_path, clock):
+async def test_lock_of_a_stopped_process_loses_no_refund(tmp_path, clock):
     path = tmp_path / "ledger.json"
     ledger = FileLedger(path, LIMIT, clock)
     began = await ledger.reserve(900)

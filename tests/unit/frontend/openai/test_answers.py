@@ -52,7 +52,7 @@ def strictly(kind, content: dict):
 
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_chat_chunks_match_the_official_types(include_usage):
-    shape = chat_shape(stream_options={"include_usage": include_usage})
+    shape = chat_shape(stream=True, stream_options={"include_usage": include_usage})
 
     stream = shape.chunk(Delta(text='say "hi"\n', token_ids=(1,)))
     stream += shape.chunk(Delta(text="", token_ids=(2,)))
@@ -119,7 +119,7 @@ def test_chunk_without_text_still_has_its_logprobs():
 
 
 def test_completion_chunks_match_the_official_types():
-    shape = completion_shape(stream_options={"include_usage": True})
+    shape = completion_shape(stream=True, stream_options={"include_usage": True})
 
     stream = shape.chunk(Delta(text="a", token_ids=(1,))) + shape.last_chunks(finished("rest"), ())
 

@@ -15,13 +15,15 @@ from fleet.core.requests import (
     JsonSchema,
     Pattern,
     Sampling,
+    StructuralTag,
     TextPrompt,
     TokenPrompt,
     ToolChoice,
 )
 from fleet.core.roles import KvPath, Placement
-from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
-from fleet.frontend.openai.requests import read_chat, read_completion
+from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES, FleetOptions
+from fleet.frontend.openai.header_hints import HINT_HEADERS
+from fleet.frontend.openai.requests import Details, read_chat, read_completion
 from fleet.net.status_codes import rename_field
 from tests.support.builders import token_bytes
 
@@ -167,6 +169,20 @@ SCHEMA_TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}}}'
         ({"guided_json": SCHEMA_TEXT}, JsonSchema(SCHEMA_TEXT), "guided_json"),
         ({"guided_choice": ["a", "b"]}, Choice(("a", "b")), "guided_choice"),
         ({"guided_grammar": "root ::= x"}, Grammar("root ::= x"), "guided_grammar"),
+        ({"json_schema": SCHEMA_TEXT}, JsonSchema(SCHEMA_TEXT), "json_schema"),
+        ({"regex": "a+"}, Pattern("a+"), "regex"),
+        ({"ebnf": "root ::= x"}, Grammar("root ::= x"), "ebnf"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, StructuralTag("{}"), "structured_outputs.structural_tag"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            StructuralTag('{"type":"structural_tag","format":{"type":"any_text"}}'),
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<f"]}},
+            StructuralTag('{"type":"structural_tag","structures":[],"triggers":["<f"]}'),
+            "response_format",
+        ),
     ],
 )
 def test_structured_output_is_read_from_openai_and_vllm_fields(read, fields, form, called):
@@ -236,16 +252,134 @@ def test_tool_calls_and_results_are_part_of_the_prompt():
 
 
 def test_unknown_fields_and_values_without_effect_are_accepted():
-    completion(user="u", metadata={"a": 1}, n=1, best_of=1, echo=False, suffix="", logit_bias={}, something_new=[1])
+    parsed = completion(
+        user="u", metadata={"a": 1}, n=1, best_of=1, echo=False, suffix="", logit_bias={}, something_new=[1]
+    )
+    assert parsed.details is None
     chat(tools=[], response_format={"type": "text"}, parallel_tool_calls=True, store=False, modalities=["text"])
+    chat(service_tier="auto", safety_identifier="s", prompt_cache_key="k")
+
+
+@pytest.mark.parametrize("read", [read_completion, read_chat])
+def test_unknown_fields_are_refused_by_name_on_demand(read):
+    body = {"prompt": "x", "messages": [], "something_new": 1}
+    del body["messages" if read is read_completion else "prompt"]
+
+    with pytest.raises(RequestRejected) as refused:
+        read(json.dumps(body).encode(), ID, NOW, strict=True)
+
+    assert refused.value.field == "something_new"
+
+
+def test_details_are_read_only_where_wanted():
+    stream = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+
+    assert completion(n=3).details == Details(n=3, best_of=3)
+    assert completion(n=2, best_of=5).details == Details(n=2, best_of=5)
+    assert completion(echo=True, logprobs=2).details == Details(echo=True)
+    assert completion(echo=True, logprobs=2).request.sampling.prompt_logprobs == 2
+    assert completion(echo=True, logprobs=2, prompt_logprobs=5).request.sampling.prompt_logprobs == 5
+    assert completion(echo=True).request.sampling.prompt_logprobs is None
+    assert completion(prompt=["a", [1]]).details == Details(more_prompts=(TokenPrompt(token_bytes([1])),))
+    assert chat(return_token_ids=True, return_tokens_as_token_ids=True).details == Details(
+        token_ids=True, token_names=True
+    )
+    assert chat(prompt_logprobs=0).details == Details(prompt_logprobs=True)
+    assert chat(**stream).details == Details(continuous_usage=True)
+    assert chat().details is None
+
+
+def test_vllm_fields_of_the_text_and_the_prompt_are_read():
+    request = completion(
+        bad_words=["a"],
+        cache_salt="s",
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        truncate_prompt_tokens=5,
+        allowed_token_ids=[1],
+        logit_bias={"7": -1.5},
+        add_special_tokens=False,
+        priority=3,
+        session_id="c1",
+        request_id="mine",
+    ).request
+
+    assert (request.bad_words, request.cache_salt, request.truncate_prompt) == (("a",), "s", 5)
+    assert (request.include_stop_string, request.show_special_tokens) == (True, True)
+    assert (request.sampling.allowed_token_ids, request.sampling.logit_bias) == ((1,), ((7, -1.5),))
+    assert (request.prompt, request.priority, request.session) == (TextPrompt("x", special=False), -3, "c1")
+    assert request.id == "mine"
+    assert chat(no_stop_trim=True).request.include_stop_string
+
+
+def test_headers_complete_the_fleet_object():
+    headers = {
+        b"x-session-id": b"s",
+        b"x-vllm-priority": b"5",
+        b"x-fleet-expected-tokens": b"70",
+        b"x-fleet-tenant": b"t",
+    }
+    body = json.dumps({"prompt": "x", "fleet": {"session": "own", "labels": ["a"]}}).encode()
+
+    parsed = read_completion(body, ID, NOW, headers | {b"x-fleet-timeout-ms": b"250"})
+    alone = read_completion(b'{"prompt": "x"}', ID, NOW, headers)
+
+    request = parsed.request
+    assert (request.session, request.priority, request.expected_tokens) == ("own", -5, 70)
+    assert (request.tenant, request.labels, request.deadline) == ("t", ("a",), NOW + 250 * MILLISECOND)
+    assert (alone.request.session, alone.request.deadline) == ("s", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (b"x-fleet-priority", b"high"),
+        (b"x-fleet-priority", b"101"),
+        (b"x-fleet-priority", b"9" * 5000),
+        (b"x-fleet-timeout-ms", b"0"),
+        (b"x-fleet-expected-tokens", b"-1"),
+        (b"x-session-id", b"\xff"),
+    ],
+)
+def test_wrong_hint_is_refused_under_its_headers_name(name, value):
+    with pytest.raises(RequestRejected) as refused:
+        read_completion(b'{"prompt": "x"}', ID, NOW, {name: value})
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, name.decode())
+
+
+def test_first_header_of_a_field_counts():
+    headers = {b"x-dynamo-session-id": b"b", b"x-fleet-session": b"a", b"x-smg-routing-key": b"c"}
+
+    assert read_completion(b'{"prompt": "x"}', ID, NOW, headers).request.session == "a"
+    assert {hint.field for hint in HINT_HEADERS.values()} <= set(FleetOptions.__struct_fields__)
 
 
 REFUSED = [
-    ({"n": 2}, "n"),
-    ({"best_of": 3}, "best_of"),
-    ({"echo": True}, "echo"),
+    ({"n": 0}, "n"),
+    ({"n": 10_000}, "n"),
+    ({"n": 10**30}, "n"),
+    ({"n": True}, "n"),
+    ({"best_of": 129}, "best_of"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"store": True}, "store"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"truncation_side": "right"}, "truncation_side"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"priority": 101}, "priority"),
+    ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    ({"regex": "a", "ebnf": "b"}, "ebnf"),
     ({"suffix": "x"}, "suffix"),
-    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias[...]"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"cache_salt": 1}, "cache_salt"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
@@ -288,8 +422,12 @@ def test_rejection_names_the_field_as_the_client_wrote_it(read, fields, field):
     [
         (completion, {"prompt": None}, "prompt"),
         (completion, {"prompt": 5}, "prompt"),
-        (completion, {"prompt": ["a", "b"]}, "prompt"),
-        (completion, {"prompt": [[1], [2]]}, "prompt"),
+        (completion, {"prompt": ["a", 1]}, "prompt[1]"),
+        (completion, {"prompt": [[1], [2, -1]]}, "prompt[1][1]"),
+        (completion, {"prompt": ["a"] * 1025}, "prompt"),
+        (completion, {"prompt": ["a"] * 9, "n": 120}, "n"),
+        (chat, {"echo": True}, "echo"),
+        (chat, {"add_special_tokens": True}, "add_special_tokens"),
         (completion, {"prompt": [1, -2]}, "prompt[1]"),
         (completion, {"prompt": [1, 2**32]}, "prompt[1]"),
         (completion, {"prompt": [1, "a"]}, "prompt[1]"),

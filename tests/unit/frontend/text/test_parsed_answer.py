@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
-from fleet.core.requests import AnswerParsers, CallDelta, Delta
-from fleet.core.tool_calls import join_calls
+from fleet.core.requests import AnswerParsers, CallDelta, Delta, join_calls
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer

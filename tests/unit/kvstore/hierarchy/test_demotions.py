@@ -152,7 +152,7 @@ def test_queued_blocks_are_demoted_when_the_tier_recovers():
     assert below.held[0] == set(a_chain(1, "b"))
 
 
-def test_evicted_blocks_do_not_use_up_the_try_of_a_recovered_tier():
+def test_evicted_blocks_use_up_no_try_of_a_recovered_tier():
     below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(1))
     hung_seconds = 20

@@ -200,6 +200,19 @@ def test_workers_admit_only_their_deployments_pods(path, leader_worker_sets):
     assert not any(selects(each["podSelector"], labels) for each in sources for labels in strangers)
 
 
+def test_control_port_of_routers_admits_operator_and_planner():
+    deployment = a_deployment()
+    policies = {each["metadata"]["name"]: each["spec"] for each in of_kind(shared(deployment, IMAGES), "NetworkPolicy")}
+    rules = policies[f"{deployment.name}-router"]["ingress"]
+
+    [control] = [each for each in rules if each["ports"] == [{"port": "control", "protocol": "TCP"}]]
+    ours = {"app.kubernetes.io/part-of": "fleet"}
+    for component, admitted in (("operator", True), ("planner", True), ("routers", False)):
+        labels = ours | {"app.kubernetes.io/component": component}
+        found = [each for each in control["from"] if selects(each["podSelector"], labels)]
+        assert [each.get("namespaceSelector") for each in found] == ([{}] if admitted else []), component
+
+
 def selects(selector, labels):
     """Return whether a selector matches, for the operators of Kubernetes that we use."""
     named = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())

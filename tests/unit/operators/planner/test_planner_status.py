@@ -72,10 +72,12 @@ def test_settled_plan_has_every_condition_at_its_generation():
 
 def test_only_planned_roles_are_pinned():
     assert said(told(seen()))["Pinned"] == ("False", "Clear")
+    unmade = seen(pools=(a_pool("decode", 2, pinned="the operator has not made its RoleScaler yet"),))
+    assert said(told(unmade))["Pinned"] == ("False", "Clear")
     pinned = seen(pools=(a_pool("prefill", 1), a_pool("decode", 2, pinned="pinned: kubectl has set it to 2")))
 
     [condition] = [each for each in told(pinned).conditions if each.type == "Pinned"]
-    assert (condition.status, condition.message) == ("True", "decode: pinned: kubectl has set it to 2")
+    assert (condition.status, condition.message) == ("True", "decode: kubectl has set it to 2")
 
 
 def test_pin_is_reported_without_a_demand_signal():

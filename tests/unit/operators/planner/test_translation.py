@@ -5,17 +5,25 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from msgspec import structs
 
 from fleet.app.planner import scaling_rule
 from fleet.app.rehearsal import rehearsal_of
 from fleet.core.roles import Role
 from fleet.hardware.gpus import gpus
-from fleet.planner.settings import FleetRuleSettings, GpuEngineSettings, LoadRuleSettings, PlannerMode
+from fleet.planner.settings import (
+    FleetRuleSettings,
+    GpuEngineSettings,
+    LinearEngineSettings,
+    LoadRuleSettings,
+    PlannerMode,
+)
 from operators.api.disagg_deployment import DisaggDeploymentSpec
 from operators.api.serving_plan import ServingPlanSpec
 from operators.manifests.names import DesiredDeployment
 from operators.planner.settings import KubePlannerSettings
-from operators.planner.translation import PlanNotObeyed, planner_settings
+from operators.planner.translation import BLOCK_TOKENS, KV_BLOCKS, PlanNotObeyed, planner_settings
+from workers.settings import WorkerSettings
 
 MODEL = {"name": "llama", "uri": "meta-llama/Llama-3.1-70B-Instruct@main"}
 PLANNED = {"mode": "Planner", "least": 1, "most": 6}
@@ -95,12 +103,36 @@ def test_goals_come_in_seconds_and_shares():
     assert (goals.ttft_seconds, goals.tpot_seconds, goals.percentile) == (1.5, 0.04, 0.95)
 
 
+def test_simulated_engine_follows_the_options_of_its_pods():
+    args = ["--set=simulated.latency.step_base_ms=20.0", "--set=simulated.speedup=2", "--set=simulated.kv_blocks=100"]
+    args += ["--set=max_running=4", "--set=simulated.direct_listen=$(POD_IP):50062", "--set=worker_id=a=b", "--verbose"]
+
+    def role(*options):
+        pods = {"spec": {"containers": [{"name": "other"}, {"name": "main", "args": list(options)}]}}
+        return a_role("aggregated", gpus={}, parallelism={}, podTemplate=pods)
+
+    plain = translated(a_deployment(role(), engine="simulated")).engines["aggregated"]
+    worker = WorkerSettings(worker_id="w", model="m", model_dir="/m", listen="unix:/w.sock")
+    assert plain == LinearEngineSettings()
+    assert (plain.latency, plain.speedup) == (worker.simulated.latency, worker.simulated.speedup)
+    assert plain.kv_tokens == worker.simulated.kv_blocks * worker.block_tokens == KV_BLOCKS * BLOCK_TOKENS
+    assert (plain.max_running, plain.step_tokens) == (worker.max_running, worker.simulated.max_batched_tokens)
+
+    changed = translated(a_deployment(role(*args), engine="simulated")).engines["aggregated"]
+    latency = structs.replace(plain.latency, step_base_ms=20.0)
+    assert changed == LinearEngineSettings(latency=latency, speedup=2, kv_tokens=3200, max_running=4)
+    for wrong in ("simulated.speedup=fast", "simulated.latency.none=1", "max_running=0"):
+        refused = refusal(a_deployment(role(f"--set={wrong}"), engine="simulated"))
+        assert "an option --set of its podTemplate is not understood" in str(refused)
+
+
 def test_requests_per_replica_need_no_known_model():
     unknown = a_deployment(a_role("aggregated", gpus={"perReplica": 4}), model={"name": "ours"})
     settings = translated(unknown, requestsPerReplica=8, coolDownSeconds=60)
 
     assert settings.rule == LoadRuleSettings(requests_per_replica=8.0, cool_down_seconds=60.0)
-    assert settings.pools[0].replica_gpus == 4, "budgets count GPUs of an unknown type too"
+    assert settings.pools[0].replica_gpus == 0, "of an unknown type, nobody counts them"
+    assert "gpu of aggregated is needed" in str(refusal(unknown, requestsPerReplica=8, budget={"gpus": 8}))
     assert "spec.requestsPerReplica: must be above 0" in str(refusal(unknown))
 
 

@@ -66,6 +66,20 @@ IMPOSSIBLE = [
         Reason.INVALID_ARGUMENT,
         "sampling.form",
     ),
+    (
+        RejectionCause.NO_FIELD,
+        {"needs": ("logit_bias", "prompt_logprobs")},
+        [a_candidate("d", sampling_fields=("logit_bias",))],
+        Reason.INVALID_ARGUMENT,
+        "sampling.prompt_logprobs",
+    ),
+    (
+        RejectionCause.NO_FIELD,
+        {"needs": ("logit_bias",), "pin": WorkerId("d")},
+        [D, a_candidate("k", sampling_fields=("logit_bias",))],
+        Reason.INVALID_ARGUMENT,
+        "sampling.logit_bias",
+    ),
     (RejectionCause.SESSION_LOST, {"bound": WorkerId("gone"), "must_keep": True}, [D], Reason.WORKER_LOST, "session"),
 ]
 E = a_candidate("e")
@@ -151,6 +165,15 @@ def test_structured_output_goes_to_supporting_workers():
     assert outcome({"form": True}, D, a_candidate("k", requests=16, keeps_forms=True)) == WaitForRoom(
         frozenset({WorkerId("k")})
     )
+
+
+def test_sampling_fields_go_to_workers_that_obey_them():
+    obeys = a_candidate("k", requests=9, sampling_fields=("logit_bias",))
+
+    placed = outcome({"needs": ("logit_bias",)}, D, obeys)
+
+    assert isinstance(placed, DecisionExplanation)
+    assert (placed.decode, dict(placed.unfit)) == ("k", {"d": IneligibleReason.LACKS_FIELD})
 
 
 def test_both_workers_of_a_pair_support_structured_output():

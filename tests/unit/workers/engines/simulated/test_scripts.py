@@ -118,7 +118,7 @@ def test_form_that_the_engine_does_not_keep_is_refused(model_dir, form):
         written(model_dir, form=form)
 
 
-def test_folder_without_a_tokenizer_of_the_vocabulary_has_no_writer(model_dir, tmp_path):
+def test_folder_without_a_fitting_tokenizer_has_no_writer(model_dir, tmp_path):
     assert ScriptWriter.open(str(tmp_path), 10**6, None) is None
     assert ScriptWriter.open("", 10**6, None) is None
     assert ScriptWriter.open(str(model_dir), 10, None) is None

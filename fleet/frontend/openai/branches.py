@@ -1,0 +1,462 @@
+"""Branches: the answers of one HTTP request that has several of them, or whose answer has more than text.
+
+Rules:
+
+1. A request has a branch for each prompt and each of its ``n`` (or ``best_of``) answers. To the router, a branch is a
+   request of its own; the first one has the id of the client's request.
+2. The first branch of a prompt leads. The others start with its first token, so they find the blocks of the prompt in
+   the cache of its worker. The tokens of the prompt count once, and so does its text, which is tokenized once.
+3. If a branch fails, the others are cancelled, and the request fails with the error of that branch.
+4. The choice of answer `i` to prompt `p` has the index ``p * n + i``. Branch `i` has the seed of the request plus `i`, as
+   in vLLM. Of ``best_of`` answers those with the highest mean log probability per token are returned, the best first.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
+from email.utils import formatdate
+from http import HTTPStatus
+from itertools import chain
+from typing import assert_never
+
+from msgspec import Struct, structs
+
+from fleet.core.errors import RequestRejected
+from fleet.core.ids import ModelName, RequestId
+from fleet.core.requests import (
+    TOKEN_BYTES,
+    Admitted,
+    CallDelta,
+    Delta,
+    Finished,
+    GenerateRequest,
+    KvPhase,
+    Logprobs,
+    Prompt,
+    Sampling,
+    TextPrompt,
+    TokenBytes,
+    TokenPrompt,
+    Usage,
+)
+from fleet.core.system_clock import unix_seconds
+from fleet.frontend.generation import Generation
+from fleet.frontend.openai.answers import (
+    DONE,
+    MIN_LOGPROB,
+    AnswerFormatter,
+    ChoicePlace,
+    CompletionFormatter,
+    Json,
+    encode,
+    fleet_object,
+    rate_limit_headers,
+    usage_chunk,
+    usage_object,
+)
+from fleet.frontend.openai.requests import Details, OpenAiRequest
+from fleet.net.http.exchange import Exchange
+from fleet.net.http.messages import EVENT_STREAM
+from fleet.net.status_codes import rename_field
+
+NO_TOKEN = None
+"""Stands for the log probabilities of a prompt's first token, which has none."""
+
+
+class Branch(Struct, frozen=True, kw_only=True):
+    """One answer of a request."""
+
+    prompt: int  # number of its prompt
+    number: int  # among the answers to the prompt; 0 leads
+    request: GenerateRequest
+
+
+class PromptTokens(Struct):
+    """The tokens of a prompt, as its lead has learnt them."""
+
+    tokens: TokenBytes = b""
+    logprobs: tuple[Logprobs, ...] = ()  # of all tokens but the first
+
+    @property
+    def ids(self) -> list[int]:
+        return list(memoryview(self.tokens).cast("I"))
+
+    def told(self, most: int) -> list[Logprobs | None]:
+        """Return an entry for each token, with at most so many alternatives."""
+        cut = [structs.replace(each, top_ids=each.top_ids[:most], top=each.top[:most]) for each in self.logprobs]
+        return [NO_TOKEN, *cut]
+
+
+class CollectedAnswer:
+    """One answer that has been collected completely."""
+
+    def __init__(self, branch: Branch) -> None:
+        self.branch = branch
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        self.reasoning: list[str] = []
+        self.calls: list[CallDelta] = []
+        self.finished: Finished | None = None
+
+    @property
+    def score(self) -> float:
+        """The mean log probability per token."""
+        return sum(max(each.chosen, MIN_LOGPROB) for each in self.logprobs) / max(1, len(self.logprobs))
+
+
+class BranchedAnswers:
+    """Runs the branches of one request."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        parsed: OpenAiRequest,
+        formatter_type: type[AnswerFormatter],
+        exchange: Exchange,
+        authorization: str,
+    ) -> None:
+        assert parsed.details is not None
+        self._generation = generation
+        self._parsed = parsed
+        self._details: Details = parsed.details
+        self._formatter_type = formatter_type
+        self._exchange = exchange
+        self._authorization = authorization
+        self._created = unix_seconds()
+        self._prompts = [PromptTokens() for _ in range(1 + len(self._details.more_prompts))]
+        self._limits: tuple[tuple[str, str], ...] = ()
+        self._model = ModelName("")
+        self._answers: dict[tuple[int, int], CollectedAnswer] = {}
+        self._writers: dict[tuple[int, int], ChoiceWriter] = {}
+
+    async def serve(self) -> None:
+        """Answer the request.
+
+        Raises:
+            RequestRejected: A branch failed, and all others have ended.
+        """
+        prompts: Sequence[Prompt] = (self._parsed.request.prompt, *self._details.more_prompts)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number, prompt in enumerate(prompts):
+                    tasks.create_task(self._serve_prompt(number, prompt))
+        except ExceptionGroup as group:
+            raise _first_error(group) from None
+        if self._parsed.stream:
+            self._end_stream()
+        else:
+            self._respond()
+
+    async def _serve_prompt(self, number: int, prompt: Prompt) -> None:
+        lead = self._branch(number, 0, prompt)
+        if self._details.best_of == 1:
+            await self._run(lead, None)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            began = asyncio.Event()
+            tasks.create_task(self._run(lead, began))
+            await began.wait()
+            known = TokenPrompt(self._prompts[number].tokens)
+            for other in range(1, self._details.best_of):
+                tasks.create_task(self._run(self._branch(number, other, known), None))
+
+    def _branch(self, prompt_number: int, number: int, prompt: Prompt) -> Branch:
+        request, details = self._parsed.request, self._details
+        branch_id = prompt_number * details.best_of + number
+        return Branch(
+            prompt=prompt_number,
+            number=number,
+            request=structs.replace(
+                request,
+                id=RequestId(f"{request.id}-{branch_id}") if branch_id else request.id,
+                prompt=prompt,
+                sampling=self._sampling(number),
+                truncate_prompt=None if number else request.truncate_prompt,
+                sibling=number > 0,
+                leads=number == 0 and details.best_of > 1,
+            ),
+        )
+
+    def _sampling(self, number: int) -> Sampling:
+        sampling, details = self._parsed.request.sampling, self._details
+        changes: dict[str, object] = {}
+        if number and sampling.seed is not None:
+            changes["seed"] = (sampling.seed + number) % 2**64
+        if number and sampling.prompt_logprobs is not None:
+            changes["prompt_logprobs"] = None  # the lead's, so that the others may use cached blocks
+        if details.best_of > details.n and sampling.logprobs is None:
+            changes["logprobs"] = 0
+        return structs.replace(sampling, **changes) if changes else sampling
+
+    async def _run(self, branch: Branch, began: asyncio.Event | None) -> None:
+        """Serve one branch; set `began` with its first token, or at its end."""
+        try:
+            async with aclosing(self._generation.generate(branch.request, self._authorization)) as events:
+                async for event in events:
+                    match event:
+                        case Admitted():
+                            self._admitted(branch, event)
+                        case Delta():
+                            if event.prompt_logprobs:
+                                self._prompts[branch.prompt].logprobs = event.prompt_logprobs
+                            await self._delta(branch, event)
+                            if began is not None:
+                                began.set()
+                        case Finished():
+                            await self._finished(branch, event)
+                            if began is not None:
+                                began.set()
+                        case _:
+                            assert_never(event)
+        except RequestRejected as refused:
+            if not self._details.more_prompts:
+                raise
+            name = f"prompt[{branch.prompt}]"
+            raise rename_field(refused, {"text": name, "token_ids": name}) from refused
+
+    def _admitted(self, branch: Branch, admitted: Admitted) -> None:
+        self._model = admitted.model
+        self._limits = rate_limit_headers(admitted.allowance)
+        prompt = self._prompts[branch.prompt]
+        if branch.number == 0:
+            prompt.tokens = admitted.tokens
+        key = branch.prompt, branch.number
+        self._answers[key] = CollectedAnswer(branch)
+        if self._parsed.stream:
+            self._writers[key] = ChoiceWriter(self, branch)
+
+    async def _delta(self, branch: Branch, delta: Delta) -> None:
+        key = branch.prompt, branch.number
+        answer = self._answers[key]
+        answer.token_ids += delta.token_ids
+        if not self._parsed.stream:
+            answer.texts.append(delta.text)
+            answer.logprobs += delta.logprobs
+            answer.reasoning.append(delta.reasoning)
+            answer.calls += delta.calls
+        elif chunk := self._writers[key].delta(delta, len(answer.token_ids)):
+            await self._send(chunk)
+
+    async def _finished(self, branch: Branch, finished: Finished) -> None:
+        key = branch.prompt, branch.number
+        answer = self._answers[key]
+        answer.finished = finished
+        if self._parsed.stream:
+            await self._send(self._writers[key].end(finished, answer.token_ids))
+        else:
+            answer.texts.append(finished.text)
+
+    # Parts of the answer, for `ChoiceWriter`.
+
+    @property
+    def parsed(self) -> OpenAiRequest:
+        return self._parsed
+
+    def formatter(self, index: int, *, detailed: bool) -> AnswerFormatter:
+        place = ChoicePlace(index, alone=False, detailed=detailed)
+        token_text = _named_by_id if self._details.token_names else self._generation.token_text
+        return self._formatter_type(self._parsed, self._model, token_text, self._created, place)
+
+    def prompt(self, number: int) -> PromptTokens:
+        return self._prompts[number]
+
+    def prompt_text(self, number: int) -> str:
+        """Return the text of a prompt as it precedes an echoed answer."""
+        if self._details.token_ids:
+            return ""  # as in vLLM: the ids tell it
+        given = (self._parsed.request.prompt, *self._details.more_prompts)[number]
+        if isinstance(given, TextPrompt) and self._parsed.request.truncate_prompt is None:
+            return given.text
+        return self._generation.prompt_text(self._model, self._prompts[number].tokens)
+
+    # The whole answer.
+
+    async def _send(self, chunk: bytes) -> None:
+        headers = (
+            ("cache-control", "no-cache"),
+            ("x-accel-buffering", "no"),
+            ("x-request-id", self._parsed.request.id),
+            ("date", formatdate(unix_seconds(), usegmt=True)),
+            *self._limits,
+        )
+        self._exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)
+        await self._exchange.drained()
+
+    def _end_stream(self) -> None:
+        formatter = self.formatter(0, detailed=False)
+        head = formatter.head if isinstance(formatter, CompletionFormatter) else formatter.head | CHUNK
+        usage = usage_chunk(self._parsed, head, self._usage())
+        self._exchange.send(usage + DONE, content_type=EVENT_STREAM, last=True)
+
+    def _respond(self) -> None:
+        details = self._details
+        choices: list[Json] = []
+        outside: Json = {}
+        kv: list[KvPhase] = []
+        token_ids: list[list[int]] = []
+        for index, answer in enumerate(self._best()):
+            assert answer.finished is not None
+            choice = self._choice(index, answer)
+            prompt = self._prompts[answer.branch.prompt]
+            of_prompt: Json = {}
+            if details.prompt_logprobs:
+                of_prompt["prompt_logprobs"] = self._prompt_logprobs(prompt)
+            if details.token_ids:
+                of_prompt["prompt_token_ids"] = prompt.ids
+                choice["token_ids"] = answer.token_ids
+            if self._formatter_type is CompletionFormatter:  # as in vLLM
+                choice |= of_prompt
+            else:
+                outside |= of_prompt
+            choices.append(choice)
+            kv += answer.finished.kv
+            token_ids.append(answer.token_ids)
+        formatter = self.formatter(0, detailed=False)
+        is_completion = isinstance(formatter, CompletionFormatter)
+        content = encode(
+            {
+                **formatter.head,
+                "object": "text_completion" if is_completion else "chat.completion",
+                "choices": choices,
+                "usage": usage_object(self._usage()),
+                **outside,
+                "fleet": fleet_object(self._parsed, kv, token_ids if len(token_ids) > 1 else token_ids[0]),
+            }
+        )
+        headers = (("x-request-id", self._parsed.request.id), *self._limits)
+        self._exchange.respond(HTTPStatus.OK, content, headers=headers)
+
+    def _choice(self, index: int, answer: CollectedAnswer) -> Json:
+        assert answer.finished is not None
+        text, token_ids = "".join(answer.texts), answer.token_ids
+        logprobs: list[Logprobs | None] = list(answer.logprobs)
+        wanted = self._parsed.request.sampling.logprobs
+        if self._details.echo:
+            prompt = self._prompts[answer.branch.prompt]
+            text = self.prompt_text(answer.branch.prompt) + text
+            if wanted is not None:
+                token_ids, logprobs = [*prompt.ids, *token_ids], [*prompt.told(wanted), *logprobs]
+        formatter = self.formatter(index, detailed=False)
+        reasoning = "".join(answer.reasoning)
+        return formatter.choice(text, token_ids, logprobs, answer.finished, reasoning, answer.calls)
+
+    def _best(self) -> Iterator[CollectedAnswer]:
+        """Yield the answers to return, in the order of their choices."""
+        details = self._details
+        for prompt in range(len(self._prompts)):
+            answers = [self._answers[prompt, number] for number in range(details.best_of)]
+            if details.best_of > details.n:
+                answers.sort(key=lambda answer: -answer.score)
+            yield from answers[: details.n]
+
+    def _usage(self) -> Usage:
+        """Return the sum of the branches; tokens of a prompt count in its lead alone."""
+        ends = [answer.finished.usage for answer in self._answers.values() if answer.finished is not None]
+        return Usage(
+            prompt_tokens=sum(each.prompt_tokens for each in ends),
+            completion_tokens=sum(each.completion_tokens for each in ends),
+            cached_tokens=sum(each.cached_tokens for each in ends),
+        )
+
+    def _prompt_logprobs(self, prompt: PromptTokens) -> list[Mapping[str, Json] | None]:
+        """Return vLLM's field: a mapping by token id for each token of the prompt, null for the first."""
+        told: list[Mapping[str, Json] | None] = [None]
+        for token_id, token in zip(prompt.ids[1:], prompt.logprobs, strict=True):
+            entries = {
+                other: (logprob, rank)
+                for rank, (other, logprob) in enumerate(zip(token.top_ids, token.top, strict=True), start=1)
+            }
+            entries.setdefault(token_id, (token.chosen, None))  # type: ignore[arg-type]  # its rank is not known
+            told.append(
+                {
+                    str(other): {
+                        "logprob": max(logprob, MIN_LOGPROB),
+                        "rank": rank,
+                        "decoded_token": self._generation.token_text(self._model, other),
+                    }
+                    for other, (logprob, rank) in entries.items()
+                }
+            )
+        return told
+
+
+CHUNK: Json = {"object": "chat.completion.chunk"}
+
+
+class ChoiceWriter:
+    """Writes the events of one choice of a stream."""
+
+    def __init__(self, answers: BranchedAnswers, branch: Branch) -> None:
+        details = answers.parsed.details
+        assert details is not None
+        self._answers = answers
+        self._branch = branch
+        self._details = details
+        self._detailed = details.token_ids or details.continuous_usage
+        self._formatter = answers.formatter(branch.prompt * details.n + branch.number, detailed=self._detailed)
+        self._echoes = details.echo
+        self._tells_prompt = details.token_ids
+
+    def delta(self, delta: Delta, num_tokens: int) -> bytes:
+        """Return the events of new tokens, with the number of tokens so far; empty if there is nothing to send."""
+        if not (delta.text or delta.token_ids or delta.prompt_logprobs or delta.reasoning or delta.calls):
+            return b""  # tells only that the answer has begun
+        before = self._begin()
+        if self._detailed:
+            self._annotate(list(delta.token_ids), num_tokens)
+        return before + self._formatter.chunk(delta)
+
+    def end(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
+        before = self._begin()
+        if self._detailed:
+            self._annotate([], len(token_ids))
+        return before + self._formatter.last_chunks(finished, token_ids)
+
+    def _begin(self) -> bytes:
+        """Return the event that echoes the prompt, once."""
+        if not self._echoes:
+            return b""
+        self._echoes = False
+        number = self._branch.prompt
+        prompt, wanted = self._answers.prompt(number), self._answers.parsed.request.sampling.logprobs
+        assert isinstance(self._formatter, CompletionFormatter), "chats have no echo"
+        if self._detailed:
+            self._annotate([], 0)
+        told = [] if wanted is None else prompt.told(wanted)
+        return self._formatter.echo(self._answers.prompt_text(number), prompt.ids if told else (), told)
+
+    def _annotate(self, token_ids: list[int], num_tokens: int) -> None:
+        prompt = self._answers.prompt(self._branch.prompt)
+        inside: Json = {}
+        outside: Json = {}
+        if self._details.token_ids:
+            inside["token_ids"] = token_ids
+        if self._tells_prompt:
+            self._tells_prompt = False
+            place = inside if isinstance(self._formatter, CompletionFormatter) else outside
+            place["prompt_token_ids"] = prompt.ids
+        if self._details.continuous_usage:
+            size = len(prompt.tokens) // TOKEN_BYTES
+            outside["usage"] = {
+                "prompt_tokens": size,
+                "completion_tokens": num_tokens,
+                "total_tokens": size + num_tokens,
+            }
+        self._formatter.annotate(inside, outside)
+
+
+def _named_by_id(model: ModelName, token_id: int) -> str:  # noqa: ARG001 - a `TokenText`
+    return f"token_id:{token_id}"
+
+
+def _first_error(group: BaseExceptionGroup[Exception]) -> Exception:
+    """Return the error to answer with: a rejection if there is one, because other errors are bugs of this process."""
+    errors = list(_leaves(group))
+    return next((each for each in errors if isinstance(each, RequestRejected)), errors[0])
+
+
+def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
+    return chain.from_iterable(
+        _leaves(each) if isinstance(each, BaseExceptionGroup) else (each,) for each in group.exceptions
+    )

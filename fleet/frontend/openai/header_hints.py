@@ -1,0 +1,94 @@
+"""Hints in headers: what clients without the object ``fleet`` say about a request, under Fleet's and other projects' names.
+
+Rules:
+
+1. A field of the object ``fleet`` counts before a header, and of several headers the first one in `HINT_HEADERS`.
+2. A value that cannot be used is refused with the name of its header. An unusable `x-request-id` is ignored, because proxies send it.
+3. Higher priorities run earlier. In vLLM's header lower ones do.
+"""
+
+from collections.abc import Mapping
+
+from msgspec import Struct, structs
+
+from fleet.core.errors import RequestRejected, invalid
+from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_PRIORITY, REQUEST_ID
+from fleet.frontend.openai.bodies import FleetOptions
+
+MAX_TIMEOUT_MS = 2**32 - 1
+
+
+class HintHeader(Struct, frozen=True):
+    """A header that stands for a field of `FleetOptions`."""
+
+    field: str
+    project: str  # that its name comes from
+    sign: int = 1  # of a number
+    least: int | None = None  # of a number; None: the value is a text
+    most: int = 0
+
+
+HINT_HEADERS: Mapping[bytes, HintHeader] = {
+    b"x-fleet-session": HintHeader("session", "Fleet"),
+    b"x-session-id": HintHeader("session", "vLLM, llm-d, Ray Serve"),
+    b"x-dynamo-session-id": HintHeader("session", "Dynamo"),
+    b"x-smg-routing-key": HintHeader("session", "SGLang Model Gateway"),
+    b"x-session-affinity": HintHeader("session", "agents"),
+    b"x-fleet-priority": HintHeader("priority", "Fleet", 1, -MAX_PRIORITY, MAX_PRIORITY),
+    b"x-vllm-priority": HintHeader("priority", "vLLM", -1, -MAX_PRIORITY, MAX_PRIORITY),
+    b"x-fleet-timeout-ms": HintHeader("timeout_ms", "Fleet", 1, 1, MAX_TIMEOUT_MS),
+    b"x-envoy-expected-rq-timeout-ms": HintHeader("timeout_ms", "Envoy", 1, 1, MAX_TIMEOUT_MS),
+    b"x-fleet-expected-tokens": HintHeader("expected_tokens", "Fleet", 1, 0, MAX_EXPECTED_TOKENS),
+    b"x-fleet-tenant": HintHeader("tenant", "Fleet"),
+}
+"""Headers by name in lower case; where two stand for one field, the first one counts."""
+
+NAMES = frozenset(HINT_HEADERS)
+_DEFAULTS = FleetOptions()
+REQUEST_ID_HEADER = b"x-request-id"
+
+
+def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> FleetOptions:
+    """Return the options of a request, completed by headers.
+
+    Call it only if one of `NAMES` is among the headers.
+
+    Args:
+        headers: By name in lower case.
+        options: The object ``fleet`` of the body; None: there is none.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT, with the header's name.
+    """
+    given = options or _DEFAULTS
+    found: dict[str, object] = {}
+    for name, hint in HINT_HEADERS.items():
+        value = headers.get(name)
+        if value and hint.field not in found and getattr(given, hint.field) == getattr(_DEFAULTS, hint.field):
+            found[hint.field] = _read(name, hint, value)
+    return structs.replace(given, **found) if found else given
+
+
+def request_id_of(headers: Mapping[bytes, bytes]) -> str:
+    """Return the client's id of a request; empty if there is none, or one that cannot be used."""
+    value = headers.get(REQUEST_ID_HEADER, b"").decode("latin-1")
+    return value if REQUEST_ID.fullmatch(value) else ""
+
+
+def _read(name: bytes, hint: HintHeader, value: bytes) -> object:
+    if hint.least is None:
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise _refused(name, "is not UTF-8") from error
+    try:
+        number = int(value) if len(value) <= 20 else hint.most + 1
+    except ValueError as error:
+        raise _refused(name, "must be a whole number") from error
+    if not hint.least <= number <= hint.most:
+        raise _refused(name, f"must be from {hint.least} to {hint.most}")
+    return hint.sign * number
+
+
+def _refused(name: bytes, message: str) -> RequestRejected:
+    return invalid(name.decode(), message)

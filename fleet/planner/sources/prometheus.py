@@ -1,0 +1,202 @@
+"""Prometheus demand source: reads the demand of routers from a Prometheus server by its HTTP API.
+
+Rules:
+
+1. A round asks for the age of the routers' samples and then for the samples. All answers come within `deadline_seconds`, or the round has
+   failed.
+2. A router process counts if its last sample is not older than `stale_seconds` by the server's own clock. Prometheus itself answers for
+   five minutes with the last sample of a target that it cannot scrape.
+3. If fewer than `routers` processes count, or a series is missing or impossible, nothing is taken from the round. The planner then holds once
+   the source has been silent for `stale_seconds`, and names the server and the cause.
+4. Router processes may come and go. What a process counted until it went is kept.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Never
+
+import aiohttp
+import msgspec
+from msgspec import Meta, Struct
+
+from fleet.core.clock import Clock
+from fleet.core.errors import ConfigurationRefused
+from fleet.planner.aggregate import DemandAggregator
+from fleet.planner.demand import DemandWindow, RecentRequest
+from fleet.planner.settings import PrometheusDemandSettings
+from fleet.planner.sources.samples import (
+    UPTIME,
+    WORKERS,
+    MetricSample,
+    ProcessKey,
+    demand_reports,
+    process_name,
+    process_of,
+)
+from fleet.planner.sources.wire import BadDemandReport
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 64 << 20
+SERIES = f"fleet_demand_.+|fleet_worker_({'|'.join(WORKERS)})"
+
+
+class InstantValue(Struct, frozen=True, kw_only=True):
+    """One series of an answer."""
+
+    metric: dict[str, str]
+    value: tuple[float, str]
+    """Instant of the evaluation in seconds since 1970, and the value."""
+
+
+class InstantVector(Struct, frozen=True, kw_only=True):
+    """Data of an answer."""
+
+    result_type: str = msgspec.field(name="resultType")
+    result: tuple[InstantValue, ...]
+
+
+class QueryAnswer(Struct, frozen=True, kw_only=True):
+    """Answer of ``/api/v1/query``."""
+
+    status: Annotated[str, Meta(min_length=1)]
+    data: InstantVector | None = None
+    error: str = ""
+
+
+class PrometheusDemandSource:
+    """Implements `fleet.planner.sources.ports.DemandSource`."""
+
+    def __init__(self, settings: PrometheusDemandSettings, aggregator: DemandAggregator, clock: Clock) -> None:
+        """Prepare the source; `run` asks.
+
+        Raises:
+            ConfigurationRefused: A file cannot be used.
+        """
+        self._settings = settings
+        self._aggregator = aggregator
+        self._clock = clock
+        self._tls: ssl.SSLContext | bool = True
+        if settings.authority:
+            try:
+                self._tls = ssl.create_default_context(cafile=settings.authority)
+            except OSError as error:
+                raise ConfigurationRefused(f"source.authority: {settings.authority}: {error}") from error
+        self._headers()
+
+    def window(self) -> DemandWindow:
+        return self._aggregator.window(self._clock.now())
+
+    def sample(self) -> tuple[RecentRequest, ...]:
+        return ()
+
+    async def run(self) -> Never:
+        settings, told = self._settings, ""
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                try:
+                    async with asyncio.timeout(settings.deadline_seconds):
+                        await self._round(session)
+                    told = ""
+                except (aiohttp.ClientError, OSError, BadDemandReport, ConfigurationRefused) as error:
+                    cause = str(error)
+                    if isinstance(error, TimeoutError):
+                        cause = f"no answer within {settings.deadline_seconds:g} s"
+                    self._aggregator.failed(settings.url, cause)
+                    if cause != told:
+                        told = cause
+                        log.warning("demand source lost", extra={"source": settings.url, "cause": cause})
+                await asyncio.sleep(settings.every_seconds)
+
+    async def _round(self, session: aiohttp.ClientSession) -> None:
+        """Take the samples of all router processes.
+
+        Raises:
+            BadDemandReport: Too few processes have samples, or a series is missing or impossible.
+            aiohttp.ClientError: The server cannot be reached.
+            ConfigurationRefused: The token file cannot be read.
+        """
+        ages = _ages(await self._ask(session, f"timestamp({self._selector(UPTIME)})"))
+        fresh = {key for key, age in ages.items() if age <= self._settings.stale_seconds}
+        if len(fresh) < self._settings.routers:
+            raise BadDemandReport(self._too_few(ages, len(fresh)))
+        answer = await self._ask(session, self._selector(SERIES))
+        samples = [
+            MetricSample(each.metric.get("__name__", ""), each.metric, _number(each))
+            for each in answer
+            if process_of(each.metric) in fresh
+        ]
+        now = self._clock.now()
+        for report in demand_reports(samples, now).values():
+            self._aggregator.hear(self._settings.url, report, now)
+
+    def _too_few(self, ages: Mapping[ProcessKey, float], fresh: int) -> str:
+        old = [
+            f"{process_name(key)} for {age:.0f} s"
+            for key, age in sorted(ages.items())
+            if age > self._settings.stale_seconds
+        ]
+        silent = f"; not scraped: {', '.join(old)}" if old else ""
+        return (
+            f"{UPTIME}: {fresh} router processes have samples, and source.routers says {self._settings.routers}{silent}"
+        )
+
+    def _selector(self, names: str) -> str:
+        labels = {name: f"={_quoted(value)}" for name, value in self._settings.labels.items()}
+        matchers = {"__name__": f"=~{_quoted(names)}"} | labels
+        return "{" + ",".join(f"{name}{match}" for name, match in matchers.items()) + "}"
+
+    async def _ask(self, session: aiohttp.ClientSession, query: str) -> tuple[InstantValue, ...]:
+        url = f"{self._settings.url.rstrip('/')}/api/v1/query"
+        content = bytearray()
+        async with session.post(
+            url, data={"query": query}, headers=self._headers(), ssl=self._tls, allow_redirects=False
+        ) as answer:
+            async for part in answer.content.iter_any():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise BadDemandReport(f"the answer is longer than {MOST_BYTES} bytes")
+            status = answer.status
+        try:
+            decoded = msgspec.json.decode(content, type=QueryAnswer)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadDemandReport(f"status {status}, and no answer of the HTTP API of Prometheus: {error}") from error
+        if decoded.status != "success" or decoded.data is None:
+            raise BadDemandReport(f"status {status}: {decoded.error or 'the query failed'}")
+        if decoded.data.result_type != "vector":
+            raise BadDemandReport(f"the answer is a {decoded.data.result_type}, not a vector")
+        return decoded.data.result
+
+    def _headers(self) -> dict[str, str]:
+        if not self._settings.token_file:
+            return {}
+        try:
+            token = Path(self._settings.token_file).read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigurationRefused(f"source.token_file: {self._settings.token_file}: {error}") from error
+        return {"authorization": f"Bearer {token}"}
+
+
+def _ages(answer: tuple[InstantValue, ...]) -> dict[ProcessKey, float]:
+    """Return the age of the last sample of each router process, by the server's clock."""
+    found: dict[ProcessKey, float] = {}
+    for each in answer:
+        key, age = process_of(each.metric), each.value[0] - _number(each)
+        found[key] = min(age, found.get(key, age))
+    return found
+
+
+def _number(each: InstantValue) -> float:
+    try:
+        return float(each.value[1])
+    except ValueError:
+        raise BadDemandReport(f"{each.metric.get('__name__', 'a series')}: {each.value[1]!r} is no number") from None
+
+
+def _quoted(text: str) -> str:
+    """Return a string literal of PromQL, whose escapes are those of Go; JSON's are among them."""
+    return msgspec.json.encode(text).decode()

@@ -1,0 +1,117 @@
+"""Client programs against Fleet, unchanged, and the calls of the OpenAI client against plain vLLM in the same run.
+
+    python -m loadtests.clients [--engine vllm|simulated] [--clients NAME,...] [--url URL] [--json FILE] [--cache DIR]
+
+With the engine vllm, plain vLLM runs after Fleet, and every call of the OpenAI client that it serves has to be served by Fleet too, or be
+refused by the name of a field; otherwise the exit status is 1. Other programs are installed once, into environments in a cache folder.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from fleet.config import default_cache_dir
+from loadtests.clients.openai_calls import run_calls
+from loadtests.clients.programs.registry import PROGRAMS, run_program
+from loadtests.clients.results import CallResult, ClientResult, missing_here, summed
+from loadtests.clients.servers import MODEL, fleet_up, model_folder, vllm_serve
+from loadtests.environments import SystemUnavailable
+from workers.engines.vllm.launch import version
+
+OPENAI = "openai"
+KNOWN = (OPENAI, *PROGRAMS)
+DONE, FAILED, MISUSED = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--engine", choices=("vllm", "simulated"), help="of fleet up; vllm by default if it is installed"
+    )
+    parser.add_argument("--clients", default=OPENAI, help=f"of {', '.join(KNOWN)}; or all; by default {OPENAI}")
+    parser.add_argument("--url", help="base URL of a running server, ending in /v1, instead of fleet up")
+    parser.add_argument("--model", default=MODEL, help="model of the server at --url")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here as well")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="where the environments of programs are kept")
+    arguments = parser.parse_args(argv)
+    names = KNOWN if arguments.clients == "all" else arguments.clients.split(",")
+    if unknown := [name for name in names if name not in KNOWN]:
+        print(f"loadtests.clients: {', '.join(unknown)}: not one of {', '.join(KNOWN)}", file=sys.stderr)
+        return MISUSED
+    engine = arguments.engine or ("vllm" if importlib.util.find_spec("vllm") else "simulated")
+    cache = arguments.cache or default_cache_dir() / "clients"
+    with tempfile.TemporaryDirectory(prefix="fleet-clients-") as scratch:
+        folder = Path(scratch)
+        model_folder(folder)
+        try:
+            results, missing = _run(names, engine, arguments.url, arguments.model, cache, folder)
+        except SystemUnavailable as error:
+            print(f"loadtests.clients: {error}", file=sys.stderr)
+            return FAILED
+    _show(results, missing)
+    if arguments.json is not None:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+    return FAILED if missing or any(result.failed for result in results if result.name != OPENAI) else DONE
+
+
+def _run(
+    names: Sequence[str], engine: str, url: str | None, model: str, cache: Path, folder: Path
+) -> tuple[list[ClientResult], dict[str, str]]:
+    """Run all clients; return their results, and the OpenAI calls that only plain vLLM serves."""
+    own: list[CallResult] = []
+    with _server(url, folder, engine) as address:
+        if OPENAI in names:
+            own = run_calls(address, model)
+        programs = [_program(name, address, model, cache, folder) for name in names if name in PROGRAMS]
+    beside: ClientResult | None = None
+    theirs: list[CallResult] = []
+    if own and engine == "vllm" and url is None:
+        with vllm_serve(folder) as address:
+            theirs = run_calls(address, MODEL)
+        beside = summed("vllm", version(), theirs)
+    openai = [summed(OPENAI, importlib.metadata.version(OPENAI), own, beside)] if own else []
+    return openai + programs, missing_here(own, theirs)
+
+
+@contextmanager
+def _server(url: str | None, folder: Path, engine: str) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    with fleet_up(folder, engine) as address:
+        yield address
+
+
+def _program(name: str, url: str, model: str, cache: Path, folder: Path) -> ClientResult:
+    pinned = PROGRAMS[name][0].version
+    try:
+        results = run_program(name, url, model, folder / MODEL, cache, folder / name)
+    except SystemUnavailable as error:
+        return ClientResult(name=name, version=pinned, passed=0, failed=1, why={"install": str(error)})
+    return summed(name, pinned, results)
+
+
+def _show(results: Sequence[ClientResult], missing: dict[str, str]) -> None:
+    for result in results:
+        print(
+            f"{result.name} {result.version}: {result.passed} passed, {result.refused} refused, {result.failed} failed"
+        )
+        for call, why in result.why.items():
+            print(f"  {call}: {why}")
+        if (beside := result.beside) is not None:
+            print(
+                f"  plain {beside.name} {beside.version}: {beside.passed} passed, {beside.refused} refused, {beside.failed} failed"
+            )
+    for call, why in missing.items():
+        print(f"only plain vLLM serves: {call}: {why}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Calls of instructor, whose answers are objects: python instructor_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment."""
+
+import json
+import sys
+
+import instructor
+import openai
+from pydantic import BaseModel
+
+
+class City(BaseModel):
+    """An answer."""
+
+    population: int
+
+
+def main(url: str, model: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+        try:
+            answer = instructor.from_openai(client, mode=mode).chat.completions.create(
+                model=model,
+                response_model=City,
+                messages=[{"role": "user", "content": "Invent a city."}],
+                max_tokens=200,
+                temperature=0,
+                max_retries=0,
+            )
+            ok, why = isinstance(answer.population, int), ""
+        except Exception as error:  # noqa: BLE001 - supervisor: the other mode goes on
+            ok, why = False, f"{type(error).__name__}: {error}"[:300]
+        print(json.dumps({"call": mode.name.lower(), "ok": ok, "why": why}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -1,0 +1,34 @@
+"""Calls of LiteLLM's SDK: python litellm_calls.py URL MODEL MODEL_FOLDER SCRATCH, in LiteLLM's environment."""
+
+import json
+import sys
+from collections.abc import Callable
+
+import litellm
+
+
+def main(url: str, model: str) -> None:
+    given = {"model": f"openai/{model}", "api_base": url, "api_key": "none", "max_tokens": 8, "num_retries": 0}
+    chat = given | {"messages": [{"role": "user", "content": "Say a word."}]}
+    calls: dict[str, Callable[[], object]] = {
+        "completion": lambda: litellm.completion(**chat).choices[0].message.content is not None,
+        "completion stream": lambda: list(litellm.completion(**chat, stream=True)),
+        "completion n": lambda: len(litellm.completion(**chat, n=2, temperature=1).choices) == 2,
+        "completion logprobs": lambda: litellm.completion(**chat, logprobs=True, top_logprobs=2).choices[0].logprobs,
+        "text_completion": lambda: (
+            litellm.text_completion(**given | {"model": f"text-completion-openai/{model}"}, prompt="Once")
+            .choices[0]
+            .text
+            is not None
+        ),
+    }
+    for name, call in calls.items():
+        try:
+            ok, why = bool(call()), ""
+        except Exception as error:  # noqa: BLE001 - supervisor: the other calls go on
+            ok, why = False, f"{type(error).__name__}: {error}"[:300]
+        print(json.dumps({"call": name, "ok": ok, "why": why}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

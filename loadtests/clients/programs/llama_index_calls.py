@@ -1,0 +1,30 @@
+"""Calls of LlamaIndex's OpenAI-like model: python llama_index_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment."""
+
+import json
+import sys
+from collections.abc import Callable
+
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+
+
+def main(url: str, model: str) -> None:
+    given = {"model": model, "api_base": url, "api_key": "none", "max_tokens": 8, "max_retries": 0}
+    chat, text = OpenAILike(**given, is_chat_model=True), OpenAILike(**given, is_chat_model=False)
+    message = [ChatMessage(role="user", content="Say a word.")]
+    calls: dict[str, Callable[[], object]] = {
+        "chat": lambda: chat.chat(message).message.content is not None,
+        "stream_chat": lambda: list(chat.stream_chat(message)),
+        "complete": lambda: text.complete("Once").text is not None,
+        "stream_complete": lambda: list(text.stream_complete("Once")),
+    }
+    for name, call in calls.items():
+        try:
+            ok, why = bool(call()), ""
+        except Exception as error:  # noqa: BLE001 - supervisor: the other calls go on
+            ok, why = False, f"{type(error).__name__}: {error}"[:300]
+        print(json.dumps({"call": name, "ok": ok, "why": why}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

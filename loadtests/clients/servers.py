@@ -1,0 +1,115 @@
+"""Servers of a run: `fleet up`, and plain vLLM beside it, both with the built-in model."""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from fleet.local.process_group import end_group
+from fleet.local.tiny_model import build_tiny_model
+from loadtests.environments import SystemUnavailable
+
+START_SECONDS = 300.0  # a minute for vLLM on two busy cores
+PAUSE_SECONDS = 0.2
+MODEL = "tiny"
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def model_folder(folder: Path) -> Path:
+    """Return a folder named as the model, with the built-in model and its weights."""
+    built = build_tiny_model(folder / "built")
+    link = folder / MODEL
+    if not link.exists():
+        link.symlink_to(built)
+    return link
+
+
+@contextmanager
+def fleet_up(folder: Path, engine: str) -> Iterator[str]:
+    """Run a cluster of one prefill and one decode worker; yield the base URL of its API.
+
+    Raises:
+        SystemUnavailable: It did not start; the message has the end of its log.
+    """
+    ready = folder / "ready.json"
+    command = [sys.executable, "-m", "fleet.cli.main", "up", "--engine", engine, "--ready-file", str(ready)]
+    command += ["--http-port", "0", "--grpc-port", "0"]
+    with _process(command, folder / "fleet.log") as process:
+        _wait(process, ready.exists, folder / "fleet.log")
+        yield f"{json.loads(ready.read_text())['http']}/v1"
+
+
+@contextmanager
+def vllm_serve(folder: Path) -> Iterator[str]:
+    """Run plain vLLM's server with the built-in model; yield the base URL of its API.
+
+    Raises:
+        SystemUnavailable: It is not installed, or did not start.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise SystemUnavailable("plain vLLM is not installed beside this Python")
+    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port = probe.getsockname()[1]
+    model = model_folder(folder)
+    # As `vllm serve`, whose command fails where the package has the name of its build for CPUs.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+    command += ["--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    url = f"http://127.0.0.1:{port}"
+    with _process(command, folder / "vllm.log") as process:
+        _wait(process, lambda: _answers(f"{url}/health"), folder / "vllm.log")
+        yield f"{url}/v1"
+
+
+@contextmanager
+def _process(command: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    environment = {**os.environ, **VLLM_ENVIRONMENT}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,  # it has children
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+        end_group(process.pid)
+        process.wait(60)
+
+
+def _wait(process: "subprocess.Popen[bytes]", ready: "object", log: Path) -> None:
+    ends = time.monotonic() + START_SECONDS
+    assert callable(ready)
+    while not ready():
+        if process.poll() is not None or time.monotonic() > ends:
+            raise SystemUnavailable(f"it did not start: {log.read_text(errors='replace')[-1500:]}")
+        time.sleep(PAUSE_SECONDS)
+
+
+def _answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False

@@ -1,0 +1,140 @@
+"""Tests of what browsers, scrapers and careless clients expect of the HTTP port."""
+
+import httpx
+import pytest
+
+from fleet.core.errors import allowed_values
+from fleet.frontend.openai.bodies import ChatBody
+from tests.support.frontend.frontends import Frontends, open_frontends
+
+pytestmark = pytest.mark.integration
+
+ORIGIN = {"origin": "https://chat.example"}
+PREFLIGHT = {
+    **ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization, content-type",
+}
+
+
+@pytest.fixture
+async def http(frontends: Frontends):
+    async with httpx.AsyncClient(base_url=frontends.url, timeout=60) as client:
+        yield client
+
+
+async def test_preflight_of_a_browser_is_answered(http):
+    answer = await http.options("/v1/chat/completions", headers=PREFLIGHT)
+
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert answer.headers["access-control-allow-methods"] == "POST, OPTIONS"
+    assert answer.headers["access-control-allow-headers"] == "authorization, content-type"
+    assert (await http.options("/v1/nothing", headers=PREFLIGHT)).status_code == 404
+
+
+async def test_answers_to_pages_may_be_read_by_them(frontends, http):
+    frontends.will_answer("the fox")
+    body = {"prompt": "x", "max_tokens": 2}
+
+    whole = await http.post("/v1/completions", json=body, headers=ORIGIN)
+    stream = await http.post("/v1/completions", json=body | {"stream": True}, headers=ORIGIN)
+    refused = await http.post("/v1/completions", json={"prompt": ""}, headers=ORIGIN)
+    plain = await http.post("/v1/completions", json=body)
+
+    for answer in (whole, stream, refused):
+        assert answer.headers["access-control-allow-origin"] == "*"
+    assert "access-control-allow-origin" not in plain.headers
+
+
+async def test_only_listed_origins_may_read_answers(model_dir):
+    async with (
+        open_frontends(model_dir, cors_origins=("https://chat.example",)) as frontends,
+        httpx.AsyncClient(base_url=frontends.url) as http,
+    ):
+        listed = await http.get("/v1/models", headers=ORIGIN)
+        other = await http.get("/v1/models", headers={"origin": "https://evil.example"})
+        preflight = await http.options("/v1/models", headers=PREFLIGHT | {"origin": "https://evil.example"})
+
+    assert (listed.headers["access-control-allow-origin"], listed.headers["vary"]) == (ORIGIN["origin"], "origin")
+    assert not [name for name in (*other.headers, *preflight.headers) if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("names", [b"x\r\nevil: 1", "é".encode(), b"a;b"])
+async def test_odd_header_names_of_a_preflight_are_not_repeated(http, names):
+    try:
+        answer = await http.options("/v1/models", headers={**PREFLIGHT, "access-control-request-headers": names})
+    except httpx.LocalProtocolError:
+        return
+    assert "access-control-allow-headers" not in answer.headers
+    assert "evil" not in answer.headers
+
+
+async def test_slash_at_the_end_of_a_path_is_ignored(frontends, http):
+    frontends.will_answer("x")
+
+    assert (await http.get("/v1/models/")).json()["data"][0]["id"] == "tiny"
+    assert (await http.post("/v1/completions/", json={"prompt": "x", "max_tokens": 1})).status_code == 200
+    assert (await http.get("/")).status_code == 404
+
+
+async def test_requests_that_nobody_serves_are_counted_by_status(frontends, http):
+    await http.get("/v1/nothing")
+    await http.get("/v1/nothing/else")
+    await http.get("/v1/completions")
+    await http.post("/v1/completions", content=b"x", headers={"content-type": "text/plain"})
+
+    counted = frontends.generation.metrics.registry.get_sample_value
+    name = "fleet_http_unserved_requests_total"
+    assert [counted(name, {"status": status}) for status in ("404", "405", "415")] == [2.0, 1.0, 1.0]
+
+
+async def test_models_have_the_same_creation_time_at_each_call(http, monkeypatch):
+    first = (await http.get("/v1/models")).json()
+    monkeypatch.setattr("fleet.frontend.openai.service.unix_seconds", lambda: 1)
+
+    assert (await http.get("/v1/models")).json() == first
+    assert (await http.get("/v1/models/tiny")).json() == first["data"][0]
+    assert first["data"][0]["created"] > 1_700_000_000
+
+
+async def test_metrics_are_offered_as_openmetrics(http):
+    accepted = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
+    opened = await http.get("/metrics", headers={"accept": accepted})
+    plain = await http.get("/metrics", headers={"accept": "text/plain"})
+
+    assert opened.headers["content-type"].startswith("application/openmetrics-text")
+    assert opened.text.endswith("# EOF\n")
+    assert plain.headers["content-type"].startswith("text/plain")
+    assert "# EOF" not in plain.text
+
+
+async def test_metrics_have_no_creation_times(frontends, http):
+    frontends.will_answer("x")
+    await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+
+    for accept in ("text/plain", "application/openmetrics-text;version=1.0.0"):
+        assert "_created" not in (await http.get("/metrics", headers={"accept": accept})).text
+
+
+async def test_wrong_enumeration_value_is_told_the_right_ones(http):
+    refused = await http.post("/v1/completions", json={"prompt": "x", "fleet": {"placement": "everywhere"}})
+
+    error = refused.json()["error"]
+    assert error["param"] == "fleet.placement"
+    assert error["message"].endswith("use auto, aggregated or disaggregated")
+    assert allowed_values(ChatBody, ".fleet.kv_path") == ["store", "direct"]
+
+
+async def test_unknown_fields_are_refused_where_the_settings_say_so(model_dir):
+    async with (
+        open_frontends(model_dir, unknown_fields="refuse") as frontends,
+        httpx.AsyncClient(base_url=frontends.url) as http,
+    ):
+        frontends.will_answer("x")
+        refused = await http.post("/v1/completions", json={"prompt": "x", "somthing": 1})
+        served = await http.post("/v1/completions", json={"prompt": "x", "user": "u", "max_tokens": 1})
+
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "somthing")
+    assert served.status_code == 200

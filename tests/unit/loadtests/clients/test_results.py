@@ -1,0 +1,62 @@
+"""Tests of the results of client programs."""
+
+import sys
+
+import pytest
+
+from loadtests.clients.programs import registry
+from loadtests.clients.results import CallOutcome, CallResult, missing_here, summed
+
+
+def result(call: str, outcome: CallOutcome, why: str = "") -> CallResult:
+    return CallResult(call=call, outcome=outcome, why=why)
+
+
+OURS = [
+    result("a", CallOutcome.PASSED),
+    result("b", CallOutcome.REFUSED, "suffix: is not supported"),
+    result("c", CallOutcome.FAILED, "404"),
+    result("d", CallOutcome.FAILED, "500"),
+]
+
+
+def test_calls_are_summed_with_the_reasons_of_those_not_served():
+    told = summed("openai", "1", OURS)
+
+    assert (told.passed, told.refused, told.failed) == (1, 1, 2)
+    assert told.why == {"b": "suffix: is not supported", "c": "404", "d": "500"}
+
+
+def test_only_failed_calls_that_the_other_serves_are_missing():
+    theirs = [result(call, CallOutcome.PASSED) for call in "abc"] + [result("d", CallOutcome.FAILED)]
+
+    assert missing_here(OURS, theirs) == {"c": "404"}
+
+
+LINES = """
+import json
+print("noise")
+print(json.dumps({"call": "x", "ok": True}))
+print(json.dumps({"call": "y", "ok": False, "why": "no"}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [(LINES, [("x", "passed"), ("y", "failed")]), ("raise SystemExit('broken')", [("program", "failed")])],
+)
+def test_lines_of_a_program_are_its_calls(tmp_path, monkeypatch, script, expected):
+    (tmp_path / "calls.py").write_text(script)
+    monkeypatch.setattr(registry, "FOLDER", tmp_path)
+    monkeypatch.setattr(registry, "PROGRAMS", {"one": (registry.PROGRAMS["litellm"][0], "calls.py")})
+    monkeypatch.setattr(registry, "python_of", lambda distribution, cache: sys.executable)
+
+    results = registry.run_program("one", "http://x/v1", "m", tmp_path, tmp_path, tmp_path / "scratch")
+
+    assert [(each.call, each.outcome) for each in results] == expected
+
+
+def test_every_program_has_its_script_and_pinned_packages():
+    for distribution, script in registry.PROGRAMS.values():
+        assert (registry.FOLDER / script).is_file()
+        assert all("==" in package for step in distribution.steps for packages in step for package in packages)

@@ -1,0 +1,120 @@
+"""Recording of a planner: a rule decides the same again, and a damaged recording is refused by its line."""
+
+from pathlib import Path
+
+import pytest
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import Role
+from fleet.planner.decisions import PlanDecision, PlanGoals
+from fleet.planner.machine import PlannerMachine
+from fleet.planner.rule_settings import PlannerRuleSettings
+from fleet.planner.settings import FolderTarget, LoadRuleSettings, PlannerSettings, RouterDemandSettings
+from fleet.planner.sizing.capacity import StepCapacity
+from fleet.recording.planner_decisions import PlannerRecorder, decide_again, read_recording
+from tests.unit.planner.engines import engine
+from tests.unit.planner.world import World, pool
+
+POOLS = (pool("decode", Role.DECODE, least=1), pool("prefill", Role.PREFILL, least=1))
+GOALS = PlanGoals(ttft_seconds=1.0, tpot_seconds=0.03)
+SETTINGS = PlannerSettings(
+    model="m",
+    goals=GOALS,
+    pools=POOLS,
+    rule=LoadRuleSettings(requests_per_replica=1),
+    source=RouterDemandSettings(addresses=("unix:/x",)),
+    target=FolderTarget(folder="x"),
+)
+
+
+def a_rule(goals=GOALS):
+    return PlannerMachine(PlannerRuleSettings(), POOLS, goals, StepCapacity({each.name: engine() for each in POOLS}))
+
+
+class RecordedRule:
+    """A rule whose decisions are recorded."""
+
+    def __init__(self, rule, recorder):
+        self.interval = rule.interval
+        self._rule, self._recorder = rule, recorder
+
+    def decide(self, now, demand, seen) -> PlanDecision:
+        decision = self._rule.decide(now, demand, seen)
+        self._recorder.decided(now, demand, seen, decision)
+        return decision
+
+
+def recorded(path, most_bytes=1 << 30, duration=1800):
+    recorder = PlannerRecorder(path, most_bytes, SETTINGS)
+    world = World(RecordedRule(a_rule(), recorder), POOLS, {"prefill": 1, "decode": 1})
+    world.run(duration, lambda at: 20.0 if at < duration / 2 else 90.0)
+    recorder.close()
+    return world
+
+
+def test_rule_decides_the_same_again(tmp_path):
+    world = recorded(tmp_path / "r")
+    assert world.wanted["decode"] > 1
+
+    lines = read_recording(tmp_path / "r")
+    head = next(lines)
+    found = decide_again(a_rule(), lines)
+
+    assert head.settings == SETTINGS
+    assert (found.decisions, found.different, found.first) == (len(world.decisions), 0, None)
+
+
+def test_rule_with_other_goals_decides_otherwise(tmp_path):
+    recorded(tmp_path / "r")
+    lines = read_recording(tmp_path / "r")
+    next(lines)
+
+    found = decide_again(a_rule(PlanGoals(ttft_seconds=0.1, tpot_seconds=0.01)), lines)
+
+    assert found.different > 0
+    assert found.first <= found.decisions
+    assert found.recorded.replicas != found.decided.replicas or found.recorded.reason != found.decided.reason
+
+
+def test_recording_keeps_its_beginning_within_its_bound(tmp_path):
+    recorded(tmp_path / "r", most_bytes=20_000, duration=600)
+
+    lines = list(read_recording(tmp_path / "r"))
+
+    assert (tmp_path / "r").stat().st_size <= 20_000
+    assert 3 < len(lines) < 120
+
+
+def test_earlier_recording_is_kept_once(tmp_path):
+    for _ in range(3):
+        recorded(tmp_path / "r", duration=60)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["r", "r.1"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda lines: lines[1:], "line 1: is not that of a recording"),
+        (lambda lines: [lines[0], b"{}", *lines[1:]], "line 2: "),
+        (lambda lines: [lines[0].replace(b'"format":1', b'"format":7'), *lines[1:]], "line 1: is not that"),
+        (lambda lines: [b""], "is empty"),
+    ],
+)
+def test_damaged_recording_is_refused_by_its_line(tmp_path, damage, said):
+    path = tmp_path / "r"
+    recorded(path, duration=60)
+    path.write_bytes(b"\n".join(damage(path.read_bytes().split(b"\n"))))
+
+    with pytest.raises(ConfigurationRefused, match=said):
+        list(read_recording(path))
+
+
+@pytest.mark.parametrize("name", ["", "none/file"])
+def test_unusable_file_is_refused_by_field(tmp_path, name):
+    with pytest.raises(ConfigurationRefused, match="record: "):
+        PlannerRecorder(tmp_path / name, 1000, SETTINGS)
+
+
+def test_device_as_a_file_is_refused():
+    with pytest.raises(ConfigurationRefused, match="is not a regular file"):
+        PlannerRecorder(Path("/dev/full"), 1 << 20, SETTINGS)

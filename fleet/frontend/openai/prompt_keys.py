@@ -276,7 +276,7 @@ def _rendered_conversation(instructions: Raw, turns: Raw, codec: TextCodec) -> T
     for body in bodies:
         if (content := _text(body)) is None:
             return None
-        messages.append(ChatMessage(role="system" if body.role == "developer" else body.role, content=content))
+        messages.append(ChatMessage(role=body.role, content=content))
     try:
         return codec.render(messages)
     except RequestRejected:

@@ -149,7 +149,7 @@ async def test_cut_response_is_incomplete(frontends, responses):
     assert events[-1].response.output[0].status == "incomplete"
 
 
-async def test_response_with_reasoning_and_calls_streams_like_the_whole(parsing):
+async def test_response_with_calls_streams_like_the_whole(parsing):
     parsing.will_answer(ANSWER, then=[EOS])
     async with an_openai_client(parsing) as client:
         asked = {"model": "tiny", "input": "hi", "tools": RESPONSE_TOOLS}
@@ -183,13 +183,15 @@ async def test_items_of_a_turn_go_back_as_one_message(parsing):
         {"type": "function_call", "call_id": "c2", "name": "stop", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "done"}]},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "thanks"},
     ]
     async with an_openai_client(parsing) as client:
         await client.responses.create(model="tiny", input=items, tools=RESPONSE_TOOLS)
 
     assert prompt_of(parsing).replace("<|end|>", "|") == (
         '<s>[add][stop]system: be brief|user: add|assistant: ok(call c1 add {"x": 1})(call c2 stop {})|'
-        "tool: 2(of c1)|tool: done(of c2)|assistant: "
+        "tool: 2(of c1)|tool: done(of c2)|assistant: 3|user: thanks|assistant: "
     )
 
 
@@ -255,7 +257,7 @@ async def test_structured_response_and_effort_reach_the_engine(parsing):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"reasoning": {"effort": "mad"}}, "reasoning.effort"),
         ({"fleet": {"priority": 1000}}, "fleet.priority"),
@@ -347,7 +349,7 @@ async def test_stop_reasons_tell_why_a_message_ended(frontends, messages, stream
     assert stopped.content[0].text == "the quick "
 
 
-async def test_message_with_thinking_and_tool_use_streams_like_the_whole(parsing):
+async def test_message_with_tool_use_streams_like_the_whole(parsing):
     parsing.will_answer(ANSWER, then=[EOS])
     async with an_anthropic_client(parsing) as client:
         asked = {"model": "tiny", "max_tokens": 500, "messages": USER, "tools": MESSAGE_TOOLS}
@@ -446,7 +448,7 @@ async def test_call_that_the_limit_cuts_off_is_no_broken_message(parsing):
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"thinking": {"type": "loud"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
@@ -548,6 +550,9 @@ async def test_tokenize_and_detokenize_are_inverse(frontends):
         status, text = await ask("/detokenize", {"model": "tiny", "tokens": tokenized["tokens"]})
         assert (status, text) == (200, {"prompt": f"<s>{TEXT}"})
 
+        status, plain = await ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False})
+        assert (status, plain["tokens"]) == (200, expected[1:])
+
         status, chat = await ask("/tokenize", {"messages": USER})
         assert (status, frontends.codec.decode(bytes_of(chat["tokens"]))) == (200, "<s>user: hi<|end|>assistant: ")
         assert chat["token_strs"] is None
@@ -563,7 +568,7 @@ def bytes_of(ids: list[int]) -> bytes:
     [
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, 400, "messages"),
-        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, 400, "add_special_tokens"),
+        ("/tokenize", {"messages": USER, "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/tokenize", {"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages"),
         ("/detokenize", {"tokens": [10**6]}, 400, "tokens[0]"),
@@ -592,3 +597,16 @@ async def test_translated_paths_take_json_by_post_only(frontends, path):
             assert broken.status == 400
         async with session.get(path) as wrong_method:
             assert (wrong_method.status, wrong_method.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+async def test_hints_in_headers_hold_for_translated_apis(frontends, responses, messages, api):
+    frontends.will_answer(TEXT, then=[EOS])
+    hints = {"extra_headers": {"x-fleet-session": "s1", "x-fleet-priority": "3"}}
+    if api == "responses":
+        await responses.create(model="tiny", input="hi", **hints)
+    else:
+        await messages.create(model="tiny", max_tokens=9, messages=USER, **hints)
+
+    arrived = frontends.router.submitted[0]
+    assert (arrived.session, arrived.priority) == ("s1", 3)

@@ -78,6 +78,7 @@ def commands(model: str) -> Mapping[str, Sequence[str]]:
     vllm = (
         *("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
+        "--enable-scale-out",  # paths that only render prompts
     )
     transformers = ("-m", "transformers.cli.transformers", "serve", model, "--device", "cpu")
     return {"vllm": vllm, "transformers": transformers}

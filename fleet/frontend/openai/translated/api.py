@@ -18,6 +18,7 @@ from fleet.net.http.errors import ErrorForm
 from fleet.net.http.messages import sse_event
 
 Json = dict[str, Any]
+Headers = Mapping[bytes, bytes]
 
 
 class AnswerWriter(Protocol):
@@ -37,7 +38,7 @@ class AnswerWriter(Protocol):
 
 
 class AnswerStart(Struct, frozen=True, kw_only=True):
-    """What is known of an answer when its request was admitted."""
+    """The facts of an answer that are known when its request was admitted."""
 
     request_id: RequestId
     model: ModelName
@@ -55,20 +56,24 @@ class TranslatedRequest(Struct, frozen=True, kw_only=True):
 class TranslatedApi(Struct, frozen=True, kw_only=True):
     """One API."""
 
-    read: Callable[[bytes, RequestId, Nanos], TranslatedRequest]
+    read: Callable[[bytes, RequestId, Nanos, Headers | None], TranslatedRequest]
+    """Reads a body; the headers count if they hold hints."""
+
     errors: ErrorForm
     names: Mapping[str, str]
     """Names of the fields of chats in this API, where they differ."""
 
 
-def read_translated_chat(chat: Json, request_id: RequestId, now: Nanos) -> OpenAiRequest:
+def read_translated_chat(
+    chat: Json, request_id: RequestId, now: Nanos, headers: Headers | None = None
+) -> OpenAiRequest:
     """Read a body of a chat that a translation has made; fields with None are left out.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field of the chat.
     """
     given = {name: value for name, value in chat.items() if value is not None}
-    return read_chat(msgspec.json.encode(given), request_id, now)
+    return read_chat(msgspec.json.encode(given), request_id, now, headers)
 
 
 def named_event(event: Json) -> bytes:

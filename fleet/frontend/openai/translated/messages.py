@@ -22,6 +22,7 @@ from fleet.core.requests import Delta, Finish, Finished, Usage
 from fleet.frontend.openai.bodies import FleetOptions, decode_body
 from fleet.frontend.openai.translated.api import (
     AnswerStart,
+    Headers,
     Json,
     TranslatedApi,
     TranslatedRequest,
@@ -117,7 +118,9 @@ _MESSAGES = msgspec.json.Decoder(MessagesBody)
 _COUNT = msgspec.json.Decoder(CountTokensBody)
 
 
-def read_messages(content: bytes, request_id: RequestId, now: Nanos) -> TranslatedRequest:
+def read_messages(
+    content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None
+) -> TranslatedRequest:
     """Read the body of ``POST /v1/messages``.
 
     Raises:
@@ -137,18 +140,21 @@ def read_messages(content: bytes, request_id: RequestId, now: Nanos) -> Translat
         },
         request_id,
         now,
+        headers,
     )
-    return TranslatedRequest(chat=chat, writer=MessageWriter)
+    return TranslatedRequest(chat=chat, writer=AnthropicWriter)
 
 
-def read_count_tokens(content: bytes, request_id: RequestId, now: Nanos) -> TranslatedRequest:
+def read_count_tokens(
+    content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None
+) -> TranslatedRequest:
     """Read the body of ``POST /v1/messages/count_tokens``; nothing is generated.
 
     Raises:
         RequestRejected: As `read_messages`.
     """
     body = decode_body(_COUNT, content)
-    return TranslatedRequest(chat=read_translated_chat(_prompt(body), request_id, now), writer=MessageWriter)
+    return TranslatedRequest(chat=read_translated_chat(_prompt(body), request_id, now, headers), writer=AnthropicWriter)
 
 
 NAMES = {
@@ -289,7 +295,7 @@ _DELTAS = {
 }
 
 
-class MessageWriter:
+class AnthropicWriter:
     """Writes an answer as a message. Implements `AnswerWriter`."""
 
     def __init__(self, start: AnswerStart) -> None:

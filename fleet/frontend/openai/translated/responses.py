@@ -21,6 +21,7 @@ from fleet.core.requests import Delta, Finish, Finished, Usage
 from fleet.frontend.openai.bodies import FleetOptions, decode_body
 from fleet.frontend.openai.translated.api import (
     AnswerStart,
+    Headers,
     Json,
     TranslatedApi,
     TranslatedRequest,
@@ -143,7 +144,9 @@ _BODY = msgspec.json.Decoder(ResponsesBody)
 _OF_ASSISTANT = ("reasoning", "function_call")
 
 
-def read_responses(content: bytes, request_id: RequestId, now: Nanos) -> TranslatedRequest:
+def read_responses(
+    content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None
+) -> TranslatedRequest:
     """Read the body of ``POST /v1/responses``.
 
     Raises:
@@ -172,6 +175,7 @@ def read_responses(content: bytes, request_id: RequestId, now: Nanos) -> Transla
         },
         request_id,
         now,
+        headers,
     )
     return TranslatedRequest(chat=chat, writer=lambda start: ResponseWriter(start, body))
 
@@ -215,8 +219,7 @@ def _messages(body: ResponsesBody) -> list[Json]:
         turn = None
         match item.type:
             case "message" if item.role in ("user", "system", "developer"):
-                role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(f"{where}.content", item.content)})
+                messages.append({"role": item.role, "content": _text(f"{where}.content", item.content)})
             case "message":
                 raise invalid(f"{where}.role", "must be user, assistant, system or developer")
             case "function_call_output":

@@ -16,6 +16,7 @@ from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, Mode
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.answers import rate_limit_headers
+from fleet.frontend.openai.header_hints import NAMES
 from fleet.frontend.openai.relay import authorization_of
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
@@ -75,7 +76,9 @@ class TranslatedFrontend:
         try:
             if self._is_draining():
                 raise draining_rejection()
-            asked = api.read(exchange.request.body, request_id, self._clock.now())
+            headers = exchange.request.headers
+            hinted = None if NAMES.isdisjoint(headers) else headers
+            asked = api.read(exchange.request.body, request_id, self._clock.now(), hinted)
             names = asked.chat.names
             if asked.chat.stream:
                 await self._stream(exchange, asked)
@@ -129,7 +132,7 @@ class TranslatedFrontend:
     async def _count_tokens(self, exchange: Exchange) -> None:
         request_id = RequestId(uuid.uuid4().hex)
         try:
-            asked = COUNT_TOKENS_API.read(exchange.request.body, request_id, self._clock.now())
+            asked = COUNT_TOKENS_API.read(exchange.request.body, request_id, self._clock.now(), None)
             _, token_ids = await self._tokens(exchange, asked.chat.request)
         except RequestRejected as refused:
             _reject(exchange, refused, COUNT_TOKENS_API.errors)

@@ -26,7 +26,7 @@ class TokenizeBody(Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-    # Not supported; see ACCEPTED_VALUES.
+    # Few values are supported; see ACCEPTED_VALUES.
     add_special_tokens: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
@@ -41,12 +41,12 @@ class DetokenizeBody(Struct, frozen=True, kw_only=True):
 
 
 ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
-    "add_special_tokens": (),
+    "add_special_tokens": (True, False),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
 }
-"""Unsupported fields, with the values that have no effect; `add_special_tokens` may say what is done anyway."""
+"""Supported values of fields. A chat has the special tokens of its template, whatever `add_special_tokens` says for texts."""
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
@@ -68,15 +68,18 @@ def read_tokenize(content: bytes, request_id: RequestId, now: Nanos) -> Tokenize
     body = decode_body(_TOKENIZE, content)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt" if body.prompt is None else "messages", "send either a prompt or messages")
-    # vLLM's default: a text gets the model's special tokens, a chat has those of its template.
-    accepted = {**ACCEPTED_VALUES, "add_special_tokens": (body.prompt is not None,)}
+    accepted = ACCEPTED_VALUES if body.messages is None else {**ACCEPTED_VALUES, "add_special_tokens": (False,)}
     for field, values in accepted.items():
         value = getattr(body, field)
         if value is not None and value not in values:
             only = f"only {msgspec.json.encode(values[0]).decode()} is supported" if values else "is not supported"
             raise invalid(field, only)
     if body.prompt is not None:
-        request = GenerateRequest(id=request_id, model=ModelName(body.model or ""), prompt=TextPrompt(body.prompt))
+        request = GenerateRequest(
+            id=request_id,
+            model=ModelName(body.model or ""),
+            prompt=TextPrompt(body.prompt, special=body.add_special_tokens is not False),
+        )
     else:
         chat: Json = {
             "model": body.model,

@@ -111,3 +111,18 @@ def test_level_follows_the_end_of_load() -> None:
     for _ in range(3):
         found.add(5.0, 0.0)
     assert found.mean == 0.0
+
+
+def test_level_sees_five_times_the_arrivals_in_one_sample() -> None:
+    found = level()
+    for _ in range(100):
+        found.add(5.0, 5.0)
+    assert found.add(5.0, 25.0)
+    assert found.mean == 5.0
+
+
+def test_level_takes_one_sample_without_arrivals_for_chance() -> None:
+    found = level()
+    for _ in range(100):
+        found.add(5.0, 5.0)
+    assert not found.add(5.0, 0.0)

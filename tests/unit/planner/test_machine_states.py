@@ -22,6 +22,7 @@ POOLS = (
 NAMES = st.sampled_from([each.name for each in POOLS])
 BUDGET = PlanBudget(gpus=14, dollars_per_hour=54.0, least_ratio=0.25, most_ratio=3.0)
 GOALS = PlanGoals(ttft_seconds=1.0, tpot_seconds=0.03)
+ENDS = {"superseded", PlanOutcome.SETTLED, PlanOutcome.ROLLED_BACK}
 CAPACITY = StepCapacity(
     {each.name: engine("b200" if each.gpu == "b200" else "h100") for each in POOLS},
 )
@@ -102,6 +103,19 @@ class PlannerStates(RuleBasedStateMachine):
             assert each.wanted <= each.pool.most
 
     @invariant()
+    def plans_end_in_one_of_three_ways(self) -> None:
+        *earlier, last = [each.outcome for each in self.world.plans] or [None]
+        assert set(earlier) <= ENDS
+        assert last is None or last in ENDS
+
+    @invariant()
+    def replicas_that_serve_or_start_are_the_wanted_ones(self) -> None:
+        """So bounds and ratio of the wanted numbers hold for what serves and starts, too; the budget also counts what drains."""
+        for each in self.world.pools.values():
+            assert each.ready + len(each.starting) == each.wanted
+            assert each.held == each.wanted + len(each.draining)
+
+    @invariant()
     def ratio_holds_after_a_plan(self) -> None:
         plans = self.world.plans
         if plans and plans[-1].outcome != PlanOutcome.ROLLED_BACK:
@@ -114,6 +128,8 @@ class PlannerStates(RuleBasedStateMachine):
             self.world.tick(self.world.arrivals(5.0 * self.rate))
             self.limits_hold()
             self.ratio_holds_after_a_plan()
+            self.plans_end_in_one_of_three_ways()
+            self.replicas_that_serve_or_start_are_the_wanted_ones()
 
 
 PlannerStates.TestCase.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)

@@ -55,9 +55,10 @@ class _VersionAction(argparse.Action):
 
 
 def main() -> None:
-    if sys.argv[1:3] == ["serve", "planner"]:
-        # gRPC's handlers for fork would run in every child. While another thread calls gRPC they are in a wrong state, and the
-        # child dies of SIGSEGV before its program starts. Not in workers: their engines may fork without starting a program.
+    if sys.argv[1:3] in (["serve", "planner"], ["serve", "kvstore"]):
+        # These start children: rehearsals, and the process of the NIXL transport. gRPC's handlers for fork would run in every child.
+        # While another thread calls gRPC they are in a wrong state, and the child dies of SIGSEGV before its program starts. Not in
+        # workers: their engines may fork without starting a program.
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # noqa: TID251 - gRPC reads it at its import
     sys.exit(run(sys.argv[1:]))
 

@@ -49,6 +49,8 @@ class MessageBody(Struct, frozen=True, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: Any = None
 
 
@@ -180,7 +182,6 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     spaces_between_special_tokens: Any = None
     prediction: Any = None
     verbosity: Any = None
-    include_reasoning: Any = None
 
 
 class CompletionBody(OpenAiBody, frozen=True, kw_only=True):
@@ -214,6 +215,7 @@ class ChatBody(OpenAiBody, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -268,7 +270,6 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "prediction": (),
     "verbosity": (),
-    "include_reasoning": (True,),
 }
 """Unsupported fields, with the values that have no effect (null never has one)."""
 

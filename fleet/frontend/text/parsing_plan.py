@@ -104,6 +104,8 @@ class ParsingPlans:
             raise _unknown_parser(card)
         if not with_calls and not parses_reasoning:
             return None
+        if template is None and request.stop and request.include_stop_string:
+            raise invalid("include_stop_string", "is not supported for answers that the engine parses; leave it out")
         decoded: list[Mapping[str, Any]] = json.loads(tools) if with_calls else []
         is_demanded = with_calls and parsing.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
         if is_demanded and request.sampling.form is not None:

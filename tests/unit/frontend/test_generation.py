@@ -673,6 +673,16 @@ async def test_tools_without_a_known_parser_are_refused(parsers, generations, to
     assert router.submitted == []
 
 
+async def test_stop_string_within_an_engine_parsed_answer_is_refused(generations, tool_codec):
+    router = FakeRouter([END], cards=[a_model_card(parsers=IN_ENGINE)])
+    request = a_tool_request(stop=("z",), include_stop_string=True)
+
+    with pytest.raises(RequestRejected) as refused:
+        await events_of(generations(router, {MODEL: tool_codec}), request)
+
+    assert refused.value.field == "include_stop_string"
+
+
 async def test_tools_without_parsing_stay_text(generations, tool_codec):
     router = FakeRouter(cards=[a_model_card(parsers=HERMES)])
     router.answer = [*ids_of(tool_codec, "<tool_call>{}</tool_call>"), END]

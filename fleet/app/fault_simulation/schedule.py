@@ -157,9 +157,10 @@ def _fault(chance: Random) -> FaultDrawn:
         case FaultKind.FREEZE_WORKER:
             lasting = chance.choice((_span(chance, 0.3, 1.5), _span(chance, 3, 7), FOR_GOOD))
         case FaultKind.KILL_WORKER_AT:
-            other = chance.choice(STAGES)
+            other = chance.choice((*STAGES, "lend", "pull"))
         case FaultKind.FREEZE_WORKER_AT:
-            other, lasting = chance.choice(STAGES[2:]), _span(chance, 0.6, 1.5)
+            other = chance.choice(("lend", "write", "pull", "pull", "read", "read", "read"))  # leases end meanwhile
+            lasting = _span(chance, 0.6, 1.5)
         case FaultKind.DRAIN_WORKER:
             lasting = _span(chance, 0.05, 1.5)
         case FaultKind.TWIN_WORKER:

@@ -15,7 +15,7 @@ PATHS = RelayedPaths.of(DEFAULT_EXTERNAL_PATHS)
 @pytest.mark.parametrize(
     "path",
     [
-        *PLACED,
+        *sorted(PLACED),
         "/v1/responses/resp_1/cancel",
         "/v1/audio/transcriptions",
         "/v1/rerank/",

@@ -1,4 +1,4 @@
-"""Tests of `fleet up --tls` with the clients that users have: OpenAI's, Fleet's own, KServe's, and openssl."""
+"""Tests of `fleet up --tls` with the clients that users have: OpenAI's, Fleet's own, gRPC's, and openssl."""
 
 import ssl
 import subprocess
@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -13,8 +14,6 @@ import pytest
 from fleet.client import AsyncClient, Client, ClientTls, Unavailable
 from fleet.core.errors import ConfigurationRefused
 from tests.support.fleet_processes import fleet_up, run_fleet
-
-triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
 
 pytestmark = pytest.mark.integration
 
@@ -52,9 +51,12 @@ async def test_both_grpc_clients_get_equal_answers(up, tls):
     assert again.text == answer.text
 
 
-def test_kserve_client_reaches_its_port_by_tls(up):
-    with triton.InferenceServerClient(up.endpoints["kserve"], ssl=True, root_certificates=up.endpoints["ca"]) as client:
-        assert client.is_model_ready("tiny")
+def test_kserve_port_answers_over_tls(up):
+    authority = grpc.ssl_channel_credentials(Path(up.endpoints["ca"]).read_bytes())
+    with grpc.secure_channel(up.endpoints["kserve"], authority) as channel:
+        live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=60)
+
+    assert live == b"\x08\x01", "the message ServerLiveResponse with live = true"
 
 
 def test_client_without_the_authority_gets_no_answer(up):

@@ -1,5 +1,6 @@
 """Stateful properties of the planner's rule: limits hold at every instant, and every plan ends."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -132,5 +133,5 @@ class PlannerStates(RuleBasedStateMachine):
             self.replicas_that_serve_or_start_are_the_wanted_ones()
 
 
-PlannerStates.TestCase.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
-TestPlannerStates = PlannerStates.TestCase
+PlannerStates.TestCase.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+TestPlannerStates = pytest.mark.timeout(600)(PlannerStates.TestCase)  # each round searches the rates of three pools

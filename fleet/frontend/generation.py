@@ -336,7 +336,7 @@ class Generation:
         self._check_deadline(request.deadline)
         card, codec = self._resolve(request.model)
         validate(request, card, None, vocab_size=codec.vocab_size)
-        tokens = await self._tokenise(request.prompt, codec)
+        tokens = request.tokens or await self._tokenise(request.prompt, codec)
         if request.truncate_prompt is not None:
             tokens = _truncated(request, card, tokens)
         prompt_tokens = len(tokens) // TOKEN_BYTES

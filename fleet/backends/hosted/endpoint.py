@@ -2,8 +2,8 @@
 
 Rules:
 
-1. The body is the client's, with the endpoint's name of the model, without the object ``fleet``, and with a limit of the answer. Streams ask
-   for their usage; the event that only holds the usage is not passed on to a client that did not ask for it.
+1. The body is the client's, with the endpoint's name of the model, without `ROUTER_FIELDS`, and with a
+   limit of the answer. Streams ask for their usage; the event that only holds the usage is not passed on to a client that did not ask for it.
 2. A failure before the first byte is `EndpointFailed`, and the client may get another answer. A later one breaks the answer off.
 3. An answer with a status of 400 or more is such a failure too: the client's request was one for its own cluster, and an error about
    the endpoint's key or limits would mislead it.
@@ -30,6 +30,9 @@ FIRST_REDIRECT = 300
 FIRST_ERROR = 400
 ENDPOINT_AT_FAULT = frozenset({401, 402, 403, 404, 408, 429})
 """Statuses below 500 after which the endpoint would refuse the next request as well."""
+
+ROUTER_FIELDS = ("fleet", "priority", "request_id", "session_id")
+"""Fields that tell the router how to treat a request, and do not change its answer."""
 
 MAX_EVENT_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
@@ -79,7 +82,8 @@ class EndpointFailed(Exception):
 def hosted_body(body: bytes, model: str, max_answer_tokens: int, *, streams: bool) -> bytes:
     """Return the body for the endpoint (rule 1); `body` is one that the OpenAI API has accepted."""
     fields: dict[str, Any] = msgspec.json.decode(body)
-    fields.pop("fleet", None)
+    for name in ROUTER_FIELDS:
+        fields.pop(name, None)
     fields["model"] = model
     limit = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
     if fields.get(limit) is None:

@@ -6,7 +6,7 @@ Rules:
    limit of the answer. Streams ask for their usage; the event that only holds the usage is not passed on to a client that did not ask for it.
 2. A failure before the first byte is `EndpointFailed`, and the client may get another answer. A later one breaks the answer off.
 3. An answer with a status of 400 or more is such a failure too: the client's request was one for its own cluster, and an error about
-   the endpoint's key or limits would mislead it.
+   the endpoint's key or limits would mislead it. What the endpoint said about it is for operators alone.
 """
 
 import asyncio
@@ -67,14 +67,16 @@ class EndpointFailed(Exception):
     """The endpoint gave no answer, and nothing was sent to the client.
 
     Attributes:
-        message: Why, for people.
+        message: Why, for clients; all tenants may read it.
+        excerpt: What the endpoint said, for operators.
         computed: Whether the endpoint may have computed, and charged, an answer.
         at_fault: Whether the endpoint should get no requests for a while.
     """
 
-    def __init__(self, message: str, *, computed: bool, at_fault: bool) -> None:
+    def __init__(self, message: str, *, computed: bool, at_fault: bool, excerpt: str = "") -> None:
         super().__init__(message)
         self.message = message
+        self.excerpt = excerpt
         self.computed = computed
         self.at_fault = at_fault
 
@@ -141,7 +143,7 @@ class HostedEndpoint:
                 self._post(path, body, api_key) as answer,
             ):
                 sent = True
-                await _check_status(answer)
+                await _check_status(answer, api_key)
                 silence = _SilenceLimit(limit, self._silence)
                 if streams:
                     await _stream(answer, exchange, headers, known, silence, include_usage=include_usage)
@@ -185,13 +187,17 @@ class _SilenceLimit(Struct, frozen=True):
         self.timeout.reschedule(None)
 
 
-async def _check_status(answer: aiohttp.ClientResponse) -> None:
+async def _check_status(answer: aiohttp.ClientResponse, api_key: str) -> None:
     if FIRST_FINAL_STATUS <= answer.status < FIRST_REDIRECT:
         return
-    excerpt = (await answer.content.read(EXCERPT_BYTES)).decode("latin-1")
+    excerpt = (await answer.content.read(EXCERPT_BYTES + len(api_key))).decode("latin-1")
     at_fault = answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR or answer.status in ENDPOINT_AT_FAULT
-    message = f"it answered with status {answer.status}: {excerpt!r}"
-    raise EndpointFailed(message, computed=False, at_fault=at_fault or answer.status < FIRST_ERROR)
+    if api_key:
+        excerpt = excerpt.replace(api_key, "KEY")  # before it is cut, so that no part of a key stays
+    message = f"it answered with status {answer.status}"
+    raise EndpointFailed(
+        message, computed=False, at_fault=at_fault or answer.status < FIRST_ERROR, excerpt=excerpt[:EXCERPT_BYTES]
+    )
 
 
 async def _stream(

@@ -155,11 +155,17 @@ class _HostedModel:
             return f"{self.running} requests run at the hosted endpoint already"
         return ""
 
-    def failed(self, cause: str, now: Nanos) -> None:
-        self.trouble = cause
+    def failed(self, error: EndpointFailed, now: Nanos) -> None:
+        self.trouble = error.message
         self.not_before = Nanos(now + round(self._pause_seconds * SECOND))
         log.warning(
-            "overflow endpoint failed", extra={"model": self.model, "cause": cause, "pause": self._pause_seconds}
+            "overflow endpoint failed",
+            extra={
+                "model": self.model,
+                "cause": error.message,
+                "excerpt": error.excerpt,
+                "pause": self._pause_seconds,
+            },
         )
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
@@ -236,7 +242,7 @@ class HostedOverflow:
             if not error.computed:
                 cost = 0
             if error.at_fault:
-                hosted.failed(error.message, self._clock.now())
+                hosted.failed(error, self._clock.now())
             refused = _explained(refused, f"the hosted endpoint failed: {error.message}")
         finally:
             hosted.running -= 1

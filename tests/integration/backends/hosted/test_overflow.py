@@ -187,9 +187,9 @@ async def test_answer_without_usage_keeps_its_estimate(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(("status", "pauses"), [(401, True), (429, True), (500, True), (400, False)])
-async def test_endpoint_that_refuses_costs_nothing_and_hides_nothing(model_dir, tmp_path, status, pauses):
+async def test_endpoint_that_refuses_costs_nothing_and_tells_its_status(model_dir, tmp_path, status, pauses, caplog):
     async def refuse(exchange):
-        await exchange.respond(status, b'{"error": "no"}')
+        await exchange.respond(status, b'{"error": "no such key: sk-hosted"}')
 
     async with an_overflow(model_dir, tmp_path, play=refuse) as (frontends, server), a_client(frontends) as client:
         frontends.router.refuse = FULL
@@ -198,8 +198,11 @@ async def test_endpoint_that_refuses_costs_nothing_and_hides_nothing(model_dir, 
                 await client.completions.create(**QUESTION)
         shown = await status_of(frontends)
     assert f"status {status}" in caught.value.body["message"]
+    assert "no such key" not in caught.value.body["message"] + shown.trouble
     assert len(server.seen) == (1 if pauses else 2)
     assert bool(shown.trouble) is pauses
+    excerpts = [each.excerpt for each in caplog.records if each.message == "overflow endpoint failed"]
+    assert excerpts == ['{"error": "no such key: KEY"}'] * pauses
     assert shown.spent_dollars == 0
 
 

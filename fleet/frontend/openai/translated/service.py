@@ -143,10 +143,10 @@ class TranslatedFrontend:
         try:
             asked = read_tokenize(exchange.request.body, RequestId(uuid.uuid4().hex), self._clock.now())
             card, token_ids = await self._tokens(exchange, asked.request)
+            strings = await self._generation.token_texts(card.name, token_ids) if asked.with_strings else None
         except RequestRejected as refused:
             _reject(exchange, refused)
             return
-        strings = [self._generation.token_text(card.name, each) for each in token_ids] if asked.with_strings else None
         exchange.respond(HTTPStatus.OK, tokens_object(token_ids, card.max_model_len, strings))
 
     async def _detokenize(self, exchange: Exchange) -> None:

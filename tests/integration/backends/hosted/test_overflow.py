@@ -187,7 +187,7 @@ async def test_answer_without_usage_keeps_its_estimate(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(("status", "pauses"), [(401, True), (429, True), (500, True), (400, False)])
-async def test_endpoint_that_refuses_costs_nothing_and_tells_its_status(model_dir, tmp_path, status, pauses, caplog):
+async def test_refusing_endpoint_costs_nothing_and_tells_its_status(model_dir, tmp_path, status, pauses, caplog):
     async def refuse(exchange):
         await exchange.respond(status, b'{"error": "no such key: sk-hosted"}')
 

@@ -181,6 +181,9 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()  # labels that the worker must have
     whole: bool = False  # the client gets the answer in one piece, so there is at most one `Delta`
     sibling: bool = False  # another branch of the client's request counts the prompt's tokens
+    tokens: TokenBytes = (
+        b""  # the prompt's tokens, as that branch has computed them; empty: they are computed from `prompt`
+    )
     leads: bool = False  # siblings wait for its first token; where `whole` holds it back, an empty `Delta` tells of it
     parsing: AnswerParsing | None = None  # None: the answer is one text, as the model writes it
 

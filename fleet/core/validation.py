@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fleet.core.errors import RequestRejected, invalid, split_validation_error
+from fleet.core.ids import RequestId
 from fleet.core.requests import (
     TOKEN_BYTES,
     AnswerParsing,
@@ -170,9 +171,19 @@ def prompt_field(request: GenerateRequest) -> str:
             assert_never(request.prompt)
 
 
-def _check_names(request: GenerateRequest) -> None:
-    if not REQUEST_ID.fullmatch(request.id):
+def checked_request_id(request_id: str) -> RequestId:
+    """Return a client's id of a request, which may then stand in headers and logs.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT; it has other characters, or too many.
+    """
+    if not REQUEST_ID.fullmatch(request_id):
         raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
+    return RequestId(request_id)
+
+
+def _check_names(request: GenerateRequest) -> None:
+    checked_request_id(request.id)
     check_hints(request)
 
 

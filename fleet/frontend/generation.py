@@ -134,6 +134,18 @@ class Generation:
         """Return the text of a single token, for log probabilities."""
         return self._codecs[self._parents.get(model, model)].token_text(token_id)
 
+    async def token_texts(self, model: ModelName, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token of a prompt, which may be long.
+
+        Raises:
+            RequestRejected: Too many long prompts are being read.
+        """
+
+        def read() -> list[str]:
+            return [self.token_text(model, each) for each in token_ids]
+
+        return read() if len(token_ids) <= INLINE_CHARACTERS else await self._threads.run(read, len(token_ids))
+
     def prompt_text(self, model: ModelName, tokens: TokenBytes) -> str:
         """Return the text of a prompt that came as tokens."""
         return self._codecs[self._parents.get(model, model)].decode(tokens)
@@ -336,7 +348,7 @@ class Generation:
         self._check_deadline(request.deadline)
         card, codec = self._resolve(request.model)
         validate(request, card, None, vocab_size=codec.vocab_size)
-        tokens = await self._tokenise(request.prompt, codec)
+        tokens = request.tokens or await self._tokenise(request.prompt, codec)
         if request.truncate_prompt is not None:
             tokens = _truncated(request, card, tokens)
         prompt_tokens = len(tokens) // TOKEN_BYTES

@@ -15,7 +15,9 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ class ServerCertificates:
         self._refused_version: object = None  # of files that were logged as unusable
         self._warned_at = float("-inf")
         self._pem = self._read()
+        self._end = _end_of(settings.certificate, self._pem["certificate"])
         self._current = self._build()
         self._listening: dict[tuple[str, ...], ssl.SSLContext] = {}
         self._note_expiry()
@@ -92,14 +95,17 @@ class ServerCertificates:
             return False
         try:
             pem, current = self._read(), self._build()
+            end = _end_of(self._settings.certificate, pem["certificate"])
         except ConfigurationRefused as error:
             # The certificate and the key are written one after the other, so this may be the time between both.
             self._refused_version = version
             log.warning("renewed certificate cannot be used, the old one stays", extra={"cause": str(error)})
             return False
-        self._pem, self._current, self._version, self._refused_version = pem, current, version, None
+        self._pem, self._end, self._current, self._version, self._refused_version = pem, end, current, version, None
         self._warned_at = float("-inf")
-        log.info("certificate renewed", extra={"certificate": self._settings.certificate, "ends": self._ends()})
+        log.info(
+            "certificate renewed", extra={"certificate": self._settings.certificate, "ends": self._end.isoformat()}
+        )
         self._note_expiry()
         return True
 
@@ -150,10 +156,7 @@ class ServerCertificates:
 
     def ends_at(self) -> float:
         """Return the end of the certificate in use, in seconds of Unix time."""
-        return x509.load_pem_x509_certificates(self._pem["certificate"])[0].not_valid_after_utc.timestamp()
-
-    def _ends(self) -> str:
-        return x509.load_pem_x509_certificates(self._pem["certificate"])[0].not_valid_after_utc.isoformat()
+        return self._end.timestamp()
 
     def _note_expiry(self) -> None:
         """Warn once a day of a certificate that ends soon."""
@@ -164,7 +167,7 @@ class ServerCertificates:
         self._warned_at = now
         log.warning(
             "certificate has ended" if remaining <= 0 else "certificate ends soon",
-            extra={"certificate": self._settings.certificate, "ends": self._ends()},
+            extra={"certificate": self._settings.certificate, "ends": self._end.isoformat()},
         )
 
 
@@ -175,6 +178,13 @@ def _content(field: str, path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigurationRefused(f"tls.{field}: {path} cannot be read: {error.strerror}") from error
+
+
+def _end_of(path: str, certificate: bytes) -> datetime:
+    try:
+        return x509.load_pem_x509_certificates(certificate)[0].not_valid_after_utc
+    except ValueError as error:
+        raise ConfigurationRefused(f"tls.certificate: {path} cannot be read as a certificate: {error}") from error
 
 
 class TlsPort:
@@ -263,11 +273,7 @@ class TlsPort:
         handshake.started = True
         try:
             async with asyncio.timeout(self._handshake_seconds) as limit:
-                tls = DiagnosedTls(
-                    self._context,
-                    self._farewell,
-                    lambda: limit.reschedule(self._loop.time() + FAREWELL_SECONDS),
-                )
+                tls = DiagnosedTls(self._context, self._farewell, partial(self._take_leave, limit))
                 await self._loop.connect_accepted_socket(
                     lambda: _Established(handshake, self._make),
                     handshake.accepted,
@@ -277,6 +283,11 @@ class TlsPort:
                 )
         except OSError as error:
             self._client_log.note_failed_handshake(client, explain((tls and tls.failure) or error))
+
+    def _take_leave(self, limit: asyncio.Timeout) -> None:
+        """Give the alert or the farewell time to leave, unless the time of the handshake has just ended."""
+        if not limit.expired():
+            limit.reschedule(self._loop.time() + FAREWELL_SECONDS)
 
 
 class _Handshake:

@@ -197,8 +197,8 @@ class ServerPassage:
         self._limit.reschedule(self._silent_at())
 
     def _heard(self) -> None:
-        """Note that a side has sent something."""
-        if self._limit.when() is not None:
+        """Note that a side has sent something, unless the limit has just ended."""
+        if self._limit.when() is not None and not self._limit.expired():
             self._limit.reschedule(self._silent_at())
 
     def _silent_at(self) -> float:

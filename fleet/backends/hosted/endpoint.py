@@ -2,11 +2,11 @@
 
 Rules:
 
-1. The body is the client's, with the endpoint's name of the model, without the object ``fleet``, and with a limit of the answer. Streams ask
-   for their usage; the event that only holds the usage is not passed on to a client that did not ask for it.
+1. The body is the client's, with the endpoint's name of the model, without `ROUTER_FIELDS`, and with a
+   limit of the answer. Streams ask for their usage; the event that only holds the usage is not passed on to a client that did not ask for it.
 2. A failure before the first byte is `EndpointFailed`, and the client may get another answer. A later one breaks the answer off.
 3. An answer with a status of 400 or more is such a failure too: the client's request was one for its own cluster, and an error about
-   the endpoint's key or limits would mislead it.
+   the endpoint's key or limits would mislead it. What the endpoint said about it is for operators alone.
 """
 
 import asyncio
@@ -30,6 +30,9 @@ FIRST_REDIRECT = 300
 FIRST_ERROR = 400
 ENDPOINT_AT_FAULT = frozenset({401, 402, 403, 404, 408, 429})
 """Statuses below 500 after which the endpoint would refuse the next request as well."""
+
+ROUTER_FIELDS = ("fleet", "priority", "request_id", "session_id")
+"""Fields that tell the router how to treat a request, and do not change its answer."""
 
 MAX_EVENT_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
@@ -64,14 +67,16 @@ class EndpointFailed(Exception):
     """The endpoint gave no answer, and nothing was sent to the client.
 
     Attributes:
-        message: Why, for people.
+        message: Why, for clients; all tenants may read it.
+        excerpt: What the endpoint said, for operators.
         computed: Whether the endpoint may have computed, and charged, an answer.
         at_fault: Whether the endpoint should get no requests for a while.
     """
 
-    def __init__(self, message: str, *, computed: bool, at_fault: bool) -> None:
+    def __init__(self, message: str, *, computed: bool, at_fault: bool, excerpt: str = "") -> None:
         super().__init__(message)
         self.message = message
+        self.excerpt = excerpt
         self.computed = computed
         self.at_fault = at_fault
 
@@ -79,7 +84,8 @@ class EndpointFailed(Exception):
 def hosted_body(body: bytes, model: str, max_answer_tokens: int, *, streams: bool) -> bytes:
     """Return the body for the endpoint (rule 1); `body` is one that the OpenAI API has accepted."""
     fields: dict[str, Any] = msgspec.json.decode(body)
-    fields.pop("fleet", None)
+    for name in ROUTER_FIELDS:
+        fields.pop(name, None)
     fields["model"] = model
     limit = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
     if fields.get(limit) is None:
@@ -137,7 +143,7 @@ class HostedEndpoint:
                 self._post(path, body, api_key) as answer,
             ):
                 sent = True
-                await _check_status(answer)
+                await _check_status(answer, api_key)
                 silence = _SilenceLimit(limit, self._silence)
                 if streams:
                     await _stream(answer, exchange, headers, known, silence, include_usage=include_usage)
@@ -181,13 +187,17 @@ class _SilenceLimit(Struct, frozen=True):
         self.timeout.reschedule(None)
 
 
-async def _check_status(answer: aiohttp.ClientResponse) -> None:
+async def _check_status(answer: aiohttp.ClientResponse, api_key: str) -> None:
     if FIRST_FINAL_STATUS <= answer.status < FIRST_REDIRECT:
         return
-    excerpt = (await answer.content.read(EXCERPT_BYTES)).decode("latin-1")
+    excerpt = (await answer.content.read(EXCERPT_BYTES + len(api_key))).decode("latin-1")
     at_fault = answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR or answer.status in ENDPOINT_AT_FAULT
-    message = f"it answered with status {answer.status}: {excerpt!r}"
-    raise EndpointFailed(message, computed=False, at_fault=at_fault or answer.status < FIRST_ERROR)
+    if api_key:
+        excerpt = excerpt.replace(api_key, "KEY")  # before it is cut, so that no part of a key stays
+    message = f"it answered with status {answer.status}"
+    raise EndpointFailed(
+        message, computed=False, at_fault=at_fault or answer.status < FIRST_ERROR, excerpt=excerpt[:EXCERPT_BYTES]
+    )
 
 
 async def _stream(

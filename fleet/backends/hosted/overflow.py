@@ -4,7 +4,8 @@ Rules:
 
 1. A request overflows if the router refuses it for load before anything was answered: its predicted wait is above `after_seconds`, the
    queue is full, no worker serves the model, or its worker was lost. A request that no hosted model could answer alike stays: one for a LoRA
-   adapter, a certain worker or label, with token ids, with fields that the endpoint does not know, or of an excluded tenant.
+   adapter, a certain worker or label, with token ids, with fields that the endpoint does not know or would take otherwise, or of an
+   excluded tenant.
 2. The shorter wait applies only while the endpoint would take the request. So a spent limit costs no request that could have waited.
 3. If the endpoint does not take a request, the client gets the router's own rejection, and its message says why the endpoint did not.
 4. An endpoint that fails gets no request for a pause, which doubles while it goes on failing.
@@ -17,6 +18,7 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from fleet.backends.hosted.endpoint import EndpointFailed, HostedAnswer, HostedEndpoint, hosted_body
 from fleet.backends.hosted.ledger import FileLedger, MemoryLedger, SpendingLedger
@@ -24,7 +26,15 @@ from fleet.backends.hosted.spending import NANODOLLARS, TokenPrices
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.core.ids import ModelName, RequestId
-from fleet.core.requests import GenerateRequest, RateLimitStatus, Sampling, TokenPrompt
+from fleet.core.requests import (
+    ChatPrompt,
+    GenerateRequest,
+    RateLimitStatus,
+    Sampling,
+    StructuralTag,
+    TextPrompt,
+    TokenPrompt,
+)
 from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.requests import OpenAiRequest
 from fleet.frontend.overflow import OverflowOutcome, OverflowRecord, OverflowState
@@ -37,8 +47,13 @@ log = logging.getLogger(__name__)
 FOR_LOAD = frozenset({Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.WORKER_LOST})
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
-_EXTENDED_FIELDS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+_EXTENDED_FIELDS = (
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("logit_bias", "allowed_token_ids"),  # they name tokens of this model
+)
+_EXTENDED_OPTIONS = ("include_stop_string", "show_special_tokens", "bad_words", "cache_salt", "truncate_prompt")
 _NO_SAMPLING = Sampling()
+_NO_OPTIONS = GenerateRequest(id=RequestId(""), model=ModelName(""), prompt=TextPrompt(""))
 
 
 @asynccontextmanager
@@ -140,11 +155,17 @@ class _HostedModel:
             return f"{self.running} requests run at the hosted endpoint already"
         return ""
 
-    def failed(self, cause: str, now: Nanos) -> None:
-        self.trouble = cause
+    def failed(self, error: EndpointFailed, now: Nanos) -> None:
+        self.trouble = error.message
         self.not_before = Nanos(now + round(self._pause_seconds * SECOND))
         log.warning(
-            "overflow endpoint failed", extra={"model": self.model, "cause": cause, "pause": self._pause_seconds}
+            "overflow endpoint failed",
+            extra={
+                "model": self.model,
+                "cause": error.message,
+                "excerpt": error.excerpt,
+                "pause": self._pause_seconds,
+            },
         )
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
@@ -221,7 +242,7 @@ class HostedOverflow:
             if not error.computed:
                 cost = 0
             if error.at_fault:
-                hosted.failed(error.message, self._clock.now())
+                hosted.failed(error, self._clock.now())
             refused = _explained(refused, f"the hosted endpoint failed: {error.message}")
         finally:
             hosted.running -= 1
@@ -362,8 +383,21 @@ def _answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
     if settings.extended_fields:
         return True
     form = parsed.names.get("sampling.form", "")
-    plain = all(getattr(request.sampling, name) == getattr(_NO_SAMPLING, name) for name in _EXTENDED_FIELDS)
-    return plain and (request.sampling.form is None or form.startswith("response_format"))
+    return (
+        all(getattr(request.sampling, name) == getattr(_NO_SAMPLING, name) for name in _EXTENDED_FIELDS)
+        and all(getattr(request, name) == getattr(_NO_OPTIONS, name) for name in _EXTENDED_OPTIONS)
+        and (not isinstance(request.prompt, ChatPrompt) or not _sets_template(request.prompt))
+        and (
+            request.sampling.form is None
+            or (form.startswith("response_format") and not isinstance(request.sampling.form, StructuralTag))
+        )
+    )
+
+
+def _sets_template(prompt: ChatPrompt) -> bool:
+    """Return whether a chat sets variables of its template by another field than OpenAI's `reasoning_effort`."""
+    variables = msgspec.json.decode(prompt.template_args) if prompt.template_args else {}
+    return set(variables) not in (set(), {"reasoning_effort", "enable_thinking"})
 
 
 def _explained(refused: RequestRejected, cause: str) -> RequestRejected:

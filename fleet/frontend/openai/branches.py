@@ -36,7 +36,6 @@ from fleet.core.requests import (
     Sampling,
     TextPrompt,
     TokenBytes,
-    TokenPrompt,
     Usage,
 )
 from fleet.core.system_clock import unix_seconds
@@ -157,9 +156,8 @@ class BranchedAnswers:
             began = asyncio.Event()
             tasks.create_task(self._run(lead, began))
             await began.wait()
-            known = TokenPrompt(self._prompts[number].tokens)
             for other in range(1, self._details.best_of):
-                tasks.create_task(self._run(self._branch(number, other, known), None))
+                tasks.create_task(self._run(self._branch(number, other, prompt), None))
 
     def _branch(self, prompt_number: int, number: int, prompt: Prompt) -> Branch:
         request, details = self._parsed.request, self._details
@@ -174,6 +172,7 @@ class BranchedAnswers:
                 sampling=self._sampling(number),
                 truncate_prompt=None if number else request.truncate_prompt,
                 sibling=number > 0,
+                tokens=self._prompts[prompt_number].tokens if number else b"",
                 leads=number == 0 and details.best_of > 1,
             ),
         )

@@ -7,11 +7,13 @@ Rules:
 3. Higher priorities run earlier. In vLLM's header lower ones do.
 """
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct, structs
 
 from fleet.core.errors import RequestRejected, invalid
+from fleet.core.ids import RequestId
 from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_PRIORITY, REQUEST_ID
 from fleet.frontend.openai.bodies import FleetOptions
 
@@ -69,10 +71,16 @@ def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -
     return structs.replace(given, **found) if found else given
 
 
-def request_id_of(headers: Mapping[bytes, bytes]) -> str:
-    """Return the client's id of a request; empty if there is none, or one that cannot be used."""
-    value = headers.get(REQUEST_ID_HEADER, b"").decode("latin-1")
-    return value if REQUEST_ID.fullmatch(value) else ""
+def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool]) -> RequestId:
+    """Return the client's id of a request, or a new one if there is none that can be used.
+
+    The id of a running request is not used again, because proxies repeat requests.
+    """
+    if REQUEST_ID_HEADER in headers:
+        chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))
+        if REQUEST_ID.fullmatch(chosen) and not is_running(chosen):
+            return chosen
+    return RequestId(uuid.uuid4().hex)
 
 
 def _read(name: bytes, hint: HintHeader, value: bytes) -> object:

@@ -41,7 +41,7 @@ from fleet.core.requests import (
     TokenPrompt,
     ToolChoice,
 )
-from fleet.core.validation import MAX_PRIORITY
+from fleet.core.validation import MAX_PRIORITY, checked_request_id
 from fleet.frontend.openai.bodies import (
     ACCEPTED_VALUES,
     COMPLETION_FIELDS,
@@ -261,7 +261,7 @@ def _build_request(
         "prompt_logprobs": _most(body.prompt_logprobs, logprobs) if echo else body.prompt_logprobs,
     }
     request = GenerateRequest(
-        id=request_id if body.request_id is None else RequestId(body.request_id),
+        id=request_id if body.request_id is None else checked_request_id(body.request_id),
         model=ModelName(body.model or ""),
         prompt=prompt,
         sampling=Sampling(**{name: value for name, value in values.items() if value is not None}),  # type: ignore[arg-type]  # by name

@@ -230,14 +230,14 @@ class HttpConnection(asyncio.Protocol):
         self._half_closed = True
         if self._stage is _SWITCHED and self._arriving is not None:
             self._arriving.end()
-            return True
+            return self.transport.can_write_eof()
         if self._stage in (_HEAD, _BODY):
             self._reject(HTTPStatus.BAD_REQUEST, "the request is incomplete")
         if self.exchange is None:
             return False
         if self.exchange.request.method == "POST" and self._serving is not None:
             self._serving.cancel()
-        return True
+        return self.transport.can_write_eof()  # a TLS connection ends with either side, and asyncio logs any other wish
 
     def data_received(self, data: bytes) -> None:
         if self.unparsed:

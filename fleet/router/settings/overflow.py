@@ -12,7 +12,8 @@ WaitSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An OpenAI-compatible endpoint that takes requests over HTTP which would otherwise be refused, under a spending limit.
 
-    Prompts then leave your cluster. Requests over gRPC and the Open Inference Protocol never overflow.
+    Prompts then leave your cluster. Only completions and chats with one answer overflow, not requests over gRPC, the Open Inference
+    Protocol, the Responses API or the Messages API.
     """
 
     url: Annotated[str, Meta(min_length=1)]
@@ -55,7 +56,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     extended_fields: bool = False
     """True if the endpoint is a vLLM or SGLang server, which understands fields such as `top_k` and `structured_outputs`. Otherwise requests
-    with such fields do not overflow, because OpenAI's servers would ignore or refuse them."""
+    with such fields, or with `logit_bias`, do not overflow, because OpenAI's servers would ignore or refuse them."""
 
     excluded_tenants: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     """Tenants whose prompts must not leave the cluster."""

@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import shutil
 
 import httpx
 import openai
 import pytest
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.requests import Logprobs
+from fleet.core.requests import AnswerParsers, Logprobs
 from tests.support.builders import token_ids
-from tests.support.frontend.frontends import Frontends
+from tests.support.frontend.frontends import Frontends, open_frontends
+from tests.support.frontend.text_model import EOS, write_json
+from tests.support.router.fake_router import a_model_card
 
 pytestmark = pytest.mark.integration
 
@@ -47,6 +50,31 @@ async def test_n_answers_have_their_index_and_a_summed_usage(frontends, client):
     assert [arrived.sampling.seed for arrived in (lead, *others)] == [7, 8, 9]
     assert {other.tokens for other in others} == {lead.tokens}
     assert len(chat.fleet["kv"]) == 3
+
+
+async def test_tool_calls_are_parsed_in_every_answer(model_dir, tmp_path):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+    write_json(folder / "tokenizer_config.json", settings | {"chat_template": template})
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    async with (
+        open_frontends(folder) as frontends,
+        openai.AsyncOpenAI(base_url=f"{frontends.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        frontends.router.cards = (a_model_card(parsers=AnswerParsers(tool_calls="hermes")),)
+        frontends.will_answer('<tool_call>{"name": "add", "arguments": {}}</tool_call>', then=[EOS])
+
+        chat = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=tools, tool_choice="required", n=3
+        )
+
+    assert [choice.finish_reason for choice in chat.choices] == ["tool_calls"] * 3
+    assert [[call.function.name for call in choice.message.tool_calls] for choice in chat.choices] == [["add"]] * 3
+    lead, *others = frontends.router.submitted
+    assert [other.parsing for other in others] == [lead.parsing] * 2
+    assert [other.sampling.form for other in others] == [lead.sampling.form] * 2
+    assert lead.sampling.form is not None
 
 
 @pytest.mark.parametrize("stream", [False, True])

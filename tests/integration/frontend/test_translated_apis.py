@@ -602,11 +602,11 @@ async def test_translated_paths_take_json_by_post_only(frontends, path):
 @pytest.mark.parametrize("api", ["responses", "messages"])
 async def test_hints_in_headers_hold_for_translated_apis(frontends, responses, messages, api):
     frontends.will_answer(TEXT, then=[EOS])
-    hints = {"extra_headers": {"x-fleet-session": "s1", "x-fleet-priority": "3"}}
+    hints = {"extra_headers": {"x-fleet-session": "s1", "x-fleet-priority": "3", "x-request-id": "mine"}}
     if api == "responses":
         await responses.create(model="tiny", input="hi", **hints)
     else:
         await messages.create(model="tiny", max_tokens=9, messages=USER, **hints)
 
     arrived = frontends.router.submitted[0]
-    assert (arrived.session, arrived.priority) == ("s1", 3)
+    assert (arrived.session, arrived.priority, arrived.request_id) == ("s1", 3, "mine")

@@ -175,6 +175,45 @@ async def test_broken_renewal_leaves_the_old_certificate_in_use(authority, files
                 pass
 
 
+async def test_certificate_without_a_readable_end_is_not_taken(authority, files, caplog):
+    caplog.set_level(logging.WARNING)
+    async with watched(certificates(files.settings)) as loaded, https_server(loaded) as server:
+        # OpenSSL takes this form, and other libraries do not.
+        trusted = files.certificate.read_text().replace(" CERTIFICATE-", " TRUSTED CERTIFICATE-")
+        files.certificate.write_text(trusted)
+        await until(lambda: "renewed certificate cannot be used" in caplog.text)
+        assert "tls.certificate" in next(each.cause for each in caplog.records if hasattr(each, "cause"))
+        files.renew("second")
+        async with asyncio.timeout(60):
+            while (await get(server, client_context(authority)))[2] != "second":
+                pass
+
+
+async def test_client_that_leaves_during_an_answer_logs_no_warning(authority, files, caplog):
+    caplog.set_level(logging.WARNING)
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def hang(exchange):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    server = HttpServer(HttpSettings(), SystemClock(), {"/": {"POST": hang}})
+    loaded = certificates(files.settings)
+    async with asyncio.timeout(60), run_server(server, "127.0.0.1:0", setting="http_listen", certificates=loaded):
+        port = int(server.address.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client_context(authority))
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n")
+        await begun.wait()
+        writer.close()
+        await cancelled.wait()
+        await until(lambda: not server.connections)
+
+    assert [each.message for each in caplog.records] == []
+
+
 async def test_client_without_its_certificate_is_refused_and_logged(tmp_path, authority, caplog):
     files = ServedFiles(tmp_path, authority, client_authority=authority.file)
     async with https_server(certificates(files.settings)) as server:

@@ -16,7 +16,7 @@ from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, Mode
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.answers import rate_limit_headers
-from fleet.frontend.openai.header_hints import NAMES
+from fleet.frontend.openai.header_hints import NAMES, new_request_id
 from fleet.frontend.openai.relay import authorization_of
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
@@ -60,6 +60,7 @@ class TranslatedFrontend:
 
     async def _take(self, handler: RouteHandler, exchange: Exchange) -> None:
         if (problem := self._json_problem(exchange.request.headers)) is not None:
+            self._generation.metrics.unserved(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
             send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
         else:
             await handler(exchange)
@@ -71,12 +72,12 @@ class TranslatedFrontend:
         await self._serve(exchange, MESSAGES_API)
 
     async def _serve(self, exchange: Exchange, api: TranslatedApi) -> None:
-        request_id = RequestId(uuid.uuid4().hex)
+        headers = exchange.request.headers
+        request_id = new_request_id(headers, self._generation.serves)
         names: Mapping[str, str] = {}
         try:
             if self._is_draining():
                 raise draining_rejection()
-            headers = exchange.request.headers
             hinted = None if NAMES.isdisjoint(headers) else headers
             asked = api.read(exchange.request.body, request_id, self._clock.now(), hinted)
             names = asked.chat.names
@@ -143,10 +144,10 @@ class TranslatedFrontend:
         try:
             asked = read_tokenize(exchange.request.body, RequestId(uuid.uuid4().hex), self._clock.now())
             card, token_ids = await self._tokens(exchange, asked.request)
+            strings = await self._generation.token_texts(card.name, token_ids) if asked.with_strings else None
         except RequestRejected as refused:
             _reject(exchange, refused)
             return
-        strings = [self._generation.token_text(card.name, each) for each in token_ids] if asked.with_strings else None
         exchange.respond(HTTPStatus.OK, tokens_object(token_ids, card.max_model_len, strings))
 
     async def _detokenize(self, exchange: Exchange) -> None:

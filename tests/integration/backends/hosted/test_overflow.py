@@ -83,7 +83,8 @@ async def test_served_request_never_leaves_the_cluster(model_dir, tmp_path):
 async def test_request_refused_for_load_is_answered_by_the_endpoint(model_dir, tmp_path, reason):
     async with an_overflow(model_dir, tmp_path) as (frontends, server), a_client(frontends) as client:
         frontends.router.refuse = RequestRejected(reason, "not now", retry_after_ms=1000)
-        answer = await client.completions.with_raw_response.create(**QUESTION, extra_body={"fleet": {"priority": 1}})
+        for_router = {"fleet": {"priority": 1}, "priority": 2, "request_id": "mine", "session_id": "s"}
+        answer = await client.completions.with_raw_response.create(**QUESTION, extra_body=for_router)
         status = await status_of(frontends)
         metrics = metrics_of(frontends)
     assert answer.parse().choices[0].text == "abcde"
@@ -186,9 +187,9 @@ async def test_answer_without_usage_keeps_its_estimate(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(("status", "pauses"), [(401, True), (429, True), (500, True), (400, False)])
-async def test_endpoint_that_refuses_costs_nothing_and_hides_nothing(model_dir, tmp_path, status, pauses):
+async def test_refusing_endpoint_costs_nothing_and_tells_its_status(model_dir, tmp_path, status, pauses, caplog):
     async def refuse(exchange):
-        await exchange.respond(status, b'{"error": "no"}')
+        await exchange.respond(status, b'{"error": "no such key: sk-hosted"}')
 
     async with an_overflow(model_dir, tmp_path, play=refuse) as (frontends, server), a_client(frontends) as client:
         frontends.router.refuse = FULL
@@ -197,8 +198,11 @@ async def test_endpoint_that_refuses_costs_nothing_and_hides_nothing(model_dir, 
                 await client.completions.create(**QUESTION)
         shown = await status_of(frontends)
     assert f"status {status}" in caught.value.body["message"]
+    assert "no such key" not in caught.value.body["message"] + shown.trouble
     assert len(server.seen) == (1 if pauses else 2)
     assert bool(shown.trouble) is pauses
+    excerpts = [each.excerpt for each in caplog.records if each.message == "overflow endpoint failed"]
+    assert excerpts == ['{"error": "no such key: KEY"}'] * pauses
     assert shown.spent_dollars == 0
 
 
@@ -294,6 +298,13 @@ async def test_deadline_of_the_client_holds_at_the_endpoint(model_dir, tmp_path)
         {"extra_body": {"fleet": {"tenant": "private"}}},
         {"extra_body": {"top_k": 5}},
         {"extra_body": {"guided_regex": "a+"}},
+        {"extra_body": {"allowed_token_ids": [5]}},
+        {"extra_body": {"bad_words": ["no"]}},
+        {"extra_body": {"truncate_prompt_tokens": 2}},
+        {"extra_body": {"include_stop_str_in_output": True}},
+        {"extra_body": {"skip_special_tokens": False}},
+        {"extra_body": {"cache_salt": "s"}},
+        {"logit_bias": {"5": 1}},
         {"prompt": [5, 6, 7]},
         {"max_tokens": 51},
     ],

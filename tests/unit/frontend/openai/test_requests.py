@@ -433,6 +433,8 @@ def test_rejection_names_the_field_as_the_client_wrote_it(read, fields, field):
         (completion, {"prompt": [1, "a"]}, "prompt[1]"),
         (completion, {"prompt": [1, True]}, "prompt[1]"),
         (completion, {"logprobs": True}, "logprobs"),
+        (completion, {"request_id": "a\r\nset-cookie: b"}, "request_id"),
+        (chat, {"request_id": "ä"}, "request_id"),
         (completion, {"tools": [{}]}, "tools"),
         (chat, {"tools": [1]}, "tools[0]"),
         (chat, {"parallel_tool_calls": 1}, "parallel_tool_calls"),

@@ -151,6 +151,7 @@ class ChatPrompt(Struct, frozen=True, tag=True):
 
 class TokenPrompt(Struct, frozen=True, tag=True):
     tokens: TokenBytes
+    chat: ChatPrompt | None = None  # the checked chat that the tokens render, which says how the answer is parsed
 
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt

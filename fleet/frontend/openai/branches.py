@@ -27,6 +27,7 @@ from fleet.core.requests import (
     TOKEN_BYTES,
     Admitted,
     CallDelta,
+    ChatPrompt,
     Delta,
     Finished,
     GenerateRequest,
@@ -157,7 +158,8 @@ class BranchedAnswers:
             began = asyncio.Event()
             tasks.create_task(self._run(lead, began))
             await began.wait()
-            known = TokenPrompt(self._prompts[number].tokens)
+            chat = prompt if isinstance(prompt, ChatPrompt) else None
+            known = TokenPrompt(self._prompts[number].tokens, chat)
             for other in range(1, self._details.best_of):
                 tasks.create_task(self._run(self._branch(number, other, known), None))
 

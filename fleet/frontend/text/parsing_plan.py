@@ -25,6 +25,7 @@ from fleet.core.requests import (
     ModelCard,
     Sampling,
     TokenBytes,
+    TokenPrompt,
     ToolCallForm,
     ToolChoice,
 )
@@ -91,7 +92,8 @@ class ParsingPlans:
             RequestRejected: INVALID_ARGUMENT; no parser of tool calls is known for the model (field ``chat.tools``), the
                 demanded calls exclude another structured output, or the router lacks the parser.
         """
-        prompt, parsers = request.prompt, card.parsers
+        parsers = card.parsers
+        prompt = request.prompt.chat if isinstance(request.prompt, TokenPrompt) else request.prompt
         tools, template_args = (prompt.tools, prompt.template_args) if isinstance(prompt, ChatPrompt) else ("", "")
         with_calls = bool(tools) and parsing.tool_choice is not ToolChoice.NONE
         if parsers is not None and parsers.in_engine:

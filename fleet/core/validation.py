@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from fleet.core.errors import RequestRejected, invalid, split_validation_error
+from fleet.core.errors import RequestRejected, invalid, split_validation_error, with_allowed_values
 from fleet.core.ids import RequestId
 from fleet.core.requests import (
     TOKEN_BYTES,
@@ -337,16 +337,17 @@ def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> Any
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
-        raise invalid_value(error, field) from error
+        raise invalid_value(error, field, decoder.type) from error
     except RecursionError as error:
         raise invalid(field, "is nested too deeply") from error
     except msgspec.DecodeError as error:
         raise invalid(field, f"is not valid JSON: {error}") from error
 
 
-def invalid_value(error: msgspec.ValidationError, field: str) -> RequestRejected:
-    """Return the rejection of a value in `field` that has a wrong type or range."""
+def invalid_value(error: msgspec.ValidationError, field: str, kind: Any) -> RequestRejected:
+    """Return the rejection of a value in `field` that has a wrong type or range; `kind` is the type of the field."""
     message, path = split_validation_error(error)
+    message = with_allowed_values(message, kind, path)
     field += path
     if (missing := _MISSING.search(message)) is not None:
         field += f".{missing[1]}"

@@ -269,12 +269,21 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
     "prediction": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
 }
 """Unsupported fields, with the values that have no effect (null never has one)."""
 
 COMPLETION_FIELDS = frozenset({"echo", "add_special_tokens"})
 """Fields of `ACCEPTED_VALUES` that completions support."""
+
+
+def unsupported(field: str, accepted: tuple[object, ...]) -> RequestRejected:
+    """Return the rejection of a value that has an effect, with the values that have none."""
+    if not accepted:
+        return invalid(field, "is not supported")
+    values = [msgspec.json.encode(value).decode() for at, value in enumerate(accepted) if value not in accepted[:at]]
+    return invalid(field, f"only {' or '.join(values)} is supported")
+
 
 OPENAI_FIELD_NAMES: Mapping[str, str] = {
     "text": "prompt",

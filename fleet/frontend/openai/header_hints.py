@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 
 from fleet.core.errors import RequestRejected, invalid
 from fleet.core.ids import RequestId
-from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_PRIORITY, REQUEST_ID
+from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_HINT_CHARACTERS, MAX_PRIORITY, REQUEST_ID
 from fleet.frontend.openai.bodies import FleetOptions
 
 MAX_TIMEOUT_MS = 2**32 - 1
@@ -86,9 +86,12 @@ def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[Request
 def _read(name: bytes, hint: HintHeader, value: bytes) -> object:
     if hint.least is None:
         try:
-            return value.decode()
+            text = value.decode()
         except UnicodeDecodeError as error:
             raise _refused(name, "is not UTF-8") from error
+        if len(text) > MAX_HINT_CHARACTERS:
+            raise _refused(name, f"has {len(text)} characters, and {MAX_HINT_CHARACTERS} are allowed")
+        return text
     try:
         number = int(value) if len(value) <= 20 else hint.most + 1
     except ValueError as error:

@@ -61,6 +61,7 @@ from fleet.frontend.openai.bodies import (
     StrictCompletionBody,
     decode_body,
     invalid_body,
+    unsupported,
 )
 from fleet.frontend.openai.header_hints import header_hints
 
@@ -438,12 +439,7 @@ def _refuse_unsupported(body: OpenAiBody, supported: Collection[str] = ()) -> No
     for field, accepted in ACCEPTED_VALUES.items():
         value = getattr(body, field, None)
         if value is not None and value not in accepted and field not in supported:
-            raise invalid(
-                field,
-                "is not supported"
-                if not accepted
-                else f"only {msgspec.json.encode(accepted[0]).decode()} is supported",
-            )
+            raise unsupported(field, accepted)
 
 
 def _completion_prompts(prompt: str | list[Any], *, special: bool) -> list[Prompt]:

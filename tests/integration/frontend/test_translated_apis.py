@@ -254,6 +254,7 @@ async def test_structured_response_and_effort_reach_the_engine(parsing):
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
@@ -277,6 +278,7 @@ async def test_fields_without_effect_are_accepted(frontends, responses):
     response = await responses.create(
         model="tiny", input="hi", store=False, truncation="disabled", background=False, user="u", top_p=0.5,
         include=["reasoning.encrypted_content"], service_tier="auto", prompt_cache_key="k", tools=[],
+        text={"verbosity": "medium"},
     )  # fmt: skip
 
     assert response.output_text == TEXT

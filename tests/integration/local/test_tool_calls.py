@@ -89,6 +89,16 @@ def test_declared_tool_is_called_streamed_and_whole(client, fields, name, placem
     assert streamed(ask(client, stream=True, **fields)) == answer
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+def test_each_of_several_answers_has_the_demanded_call(client, choice):
+    answer = ask(client, tools=TOOLS, tool_choice=choice, n=3)
+
+    name = "time" if choice is NAMED else "weather"
+    assert [each.finish_reason for each in answer.choices] == ["tool_calls"] * 3
+    assert [call.function.name for each in answer.choices for call in each.message.tool_calls] == [name] * 3
+    assert len({call.id for each in answer.choices for call in each.message.tool_calls}) == 3
+
+
 def test_agent_gets_text_after_the_result_of_its_tool(client):
     message = ask(client, tools=TOOLS).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sun."}

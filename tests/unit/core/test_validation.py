@@ -210,6 +210,13 @@ def test_tools_and_calls_that_are_none_are_refused_by_their_path(prompt, field):
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
 
 
+def test_wrong_type_of_a_tool_is_refused_with_the_allowed_one():
+    tools = '[{"type": "custom", "function": {"name": "f"}}]'
+
+    with pytest.raises(RequestRejected, match="'custom'; use function"):
+        validate(a_request(prompt=ChatPrompt((SPOKEN,), tools=tools)), a_model_card(), 10)
+
+
 def test_tools_and_calls_as_the_openai_api_has_them_are_allowed():
     call = '[{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]'
     calling = ChatMessage(role="assistant", content="", tool_calls=call)

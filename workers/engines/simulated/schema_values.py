@@ -1,14 +1,17 @@
 """Schema values: a small value that a JSON schema allows.
 
 It covers what tools and structured outputs commonly use: types, enumerations, constants, objects, arrays, numeric and
-length limits, common formats, alternatives and references within the schema. Patterns are not kept.
+length limits, common formats, alternatives and references within the schema. Patterns are not kept. A schema of a few
+bytes may demand a value of any size, so the size of a value is limited.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 32
+MAX_CHARACTERS = 65536  # of a value as JSON, roughly: more than a simulated model answers
 FORMATS = {
     "date": "2026-01-01",
     "date-time": "2026-01-01T00:00:00Z",
@@ -24,17 +27,32 @@ def value_of(schema: Any) -> Any:
     """Return a value that a schema allows.
 
     Raises:
-        ValueError: The schema is malformed, allows nothing, or is nested too deeply.
+        ValueError: The schema is malformed, allows nothing, is nested too deeply, or demands too large a value.
     """
     try:
-        return _value(schema, schema, 0)
-    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        return _value(schema, _Document(schema), 0)
+    except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
         raise ValueError(f"the schema is malformed: {error}") from error
 
 
-def _value(schema: Any, root: Any, depth: int) -> Any:
+class _Document:
+    """A schema with all that it refers to, and the size that its value may still grow by."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._left = MAX_CHARACTERS
+
+    def grow(self, characters: int) -> None:
+        """Count characters of the value before they are made."""
+        self._left -= characters
+        if self._left < 0:
+            raise ValueError(f"the schema demands a value of more than {MAX_CHARACTERS} characters")
+
+
+def _value(schema: Any, root: _Document, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise ValueError(f"the schema is nested more than {MAX_DEPTH} levels deep")
+    root.grow(1)
     if schema is True:
         return {}
     if schema is False:
@@ -43,9 +61,11 @@ def _value(schema: Any, root: Any, depth: int) -> Any:
         return _value(_referenced(schema["$ref"], root), root, depth + 1)
     for keyword in ("const", "default"):
         if keyword in schema:
-            return schema[keyword]
+            return _given(schema[keyword], root)
     if "enum" in schema:
-        return schema["enum"][0]
+        if not schema["enum"]:
+            raise ValueError("the schema allows nothing: an enum is empty")
+        return _given(schema["enum"][0], root)
     for keyword in ("anyOf", "oneOf"):
         if schema.get(keyword):
             rest = {name: value for name, value in schema.items() if name != keyword}
@@ -58,18 +78,26 @@ def _value(schema: Any, root: Any, depth: int) -> Any:
     return _typed(schema, root, depth)
 
 
-def _typed(schema: Mapping[str, Any], root: Any, depth: int) -> Any:
+def _given(value: Any, root: _Document) -> Any:
+    """Return a value that the schema itself has."""
+    root.grow(len(json.dumps(value)))
+    return value
+
+
+def _typed(schema: Mapping[str, Any], root: _Document, depth: int) -> Any:
     kind = schema.get("type") or ("object" if "properties" in schema else "array" if "items" in schema else "string")
     kind = kind[0] if isinstance(kind, list) else kind
     match kind:
         case "object":
             properties = schema.get("properties") or {}
             names = schema.get("required") or list(properties)
+            root.grow(sum(map(len, names)))
             return {name: _value(properties.get(name, True), root, depth + 1) for name in names}
         case "array":
             prefix = [_value(item, root, depth + 1) for item in schema.get("prefixItems") or ()]
             count = min(max(schema.get("minItems", 1), len(prefix)), schema.get("maxItems", math.inf))
             more = int(count) - len(prefix)
+            root.grow(max(0, more))
             return prefix + [_value(schema.get("items", {"type": "string"}), root, depth + 1) for _ in range(more)]
         case "integer" | "number":
             return _number(schema, kind)
@@ -79,6 +107,7 @@ def _typed(schema: Mapping[str, Any], root: Any, depth: int) -> Any:
             return None
         case "string":
             text = FORMATS.get(schema.get("format", ""), "text")
+            root.grow(max(len(text), schema.get("minLength", 0)))
             return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
         case _:
             raise ValueError(f"{str(kind)[:50]!r} is no type of JSON")
@@ -96,16 +125,19 @@ def _number(schema: Mapping[str, Any], kind: str) -> float:
     return int(number) if kind == "integer" or float(number).is_integer() else number
 
 
-def _referenced(reference: str, root: Any) -> Any:
+def _referenced(reference: str, root: _Document) -> Any:
     if not reference.startswith("#"):
         raise ValueError(f"{reference[:100]!r} is outside the schema")
-    found = root
+    found = root.root
     for part in reference.removeprefix("#").split("/")[1:]:
-        found = found[part.replace("~1", "/").replace("~0", "~")]
+        name = part.replace("~1", "/").replace("~0", "~")
+        if name not in found:
+            raise ValueError(f"{reference[:100]!r} is not in the schema")
+        found = found[name]
     return found
 
 
-def _resolved(schema: Any, root: Any) -> dict[str, Any]:
+def _resolved(schema: Any, root: _Document) -> dict[str, Any]:
     for _ in range(MAX_DEPTH):
         if "$ref" not in schema:
             return dict(schema)

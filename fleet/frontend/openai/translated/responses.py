@@ -15,10 +15,11 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.clock import Nanos
-from fleet.core.errors import RequestRejected, invalid
+from fleet.core.errors import invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, Usage
-from fleet.frontend.openai.bodies import FleetOptions, decode_body
+from fleet.frontend.openai.bodies import ACCEPTED_VALUES as CHAT_ACCEPTED_VALUES
+from fleet.frontend.openai.bodies import FleetOptions, decode_body, unsupported
 from fleet.frontend.openai.translated.api import (
     AnswerStart,
     Headers,
@@ -133,6 +134,8 @@ ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
 }
 """Unsupported fields, with the values that have no effect (null never has one)."""
 
+VERBOSITIES = CHAT_ACCEPTED_VALUES["verbosity"]
+
 WHY = {
     "previous_response_id": "is not supported: no response is stored; send the items of the conversation in `input`",
     "conversation": "is not supported: no conversation is stored; send its items in `input`",
@@ -156,7 +159,9 @@ def read_responses(
     for field, accepted in ACCEPTED_VALUES.items():
         value = getattr(body, field)
         if value is not None and value not in accepted:
-            raise _unsupported(field, accepted)
+            raise invalid(field, WHY[field]) if field in WHY else unsupported(field, accepted)
+    if body.text is not None and body.text.verbosity not in (None, *VERBOSITIES):
+        raise unsupported("text.verbosity", VERBOSITIES)
     reasoning = body.reasoning or ReasoningOptions()
     chat = read_translated_chat(
         {
@@ -193,11 +198,6 @@ RESPONSES_API = TranslatedApi(
 
 
 # Requests
-
-
-def _unsupported(field: str, accepted: tuple[object, ...]) -> RequestRejected:
-    only = f"only {msgspec.json.encode(accepted[0]).decode()} is supported" if accepted else "is not supported"
-    return invalid(field, WHY.get(field, only))
 
 
 def _messages(body: ResponsesBody) -> list[Json]:

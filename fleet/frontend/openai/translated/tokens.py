@@ -11,7 +11,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import GenerateRequest, TextPrompt, TokenBytes
-from fleet.frontend.openai.bodies import decode_body
+from fleet.frontend.openai.bodies import decode_body, unsupported
 from fleet.frontend.openai.translated.api import Json, read_translated_chat
 
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -72,8 +72,7 @@ def read_tokenize(content: bytes, request_id: RequestId, now: Nanos) -> Tokenize
     for field, values in accepted.items():
         value = getattr(body, field)
         if value is not None and value not in values:
-            only = f"only {msgspec.json.encode(values[0]).decode()} is supported" if values else "is not supported"
-            raise invalid(field, only)
+            raise unsupported(field, values)
     if body.prompt is not None:
         request = GenerateRequest(
             id=request_id,

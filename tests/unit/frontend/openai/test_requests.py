@@ -339,6 +339,8 @@ def test_headers_complete_the_fleet_object():
         (b"x-fleet-timeout-ms", b"0"),
         (b"x-fleet-expected-tokens", b"-1"),
         (b"x-session-id", b"\xff"),
+        (b"x-session-id", b"s" * 257),
+        (b"x-fleet-tenant", b"t" * 257),
     ],
 )
 def test_wrong_hint_is_refused_under_its_headers_name(name, value):
@@ -405,6 +407,19 @@ REFUSED = [
     ({"fleet": {"timeout_ms": -1}}, "fleet.timeout_ms"),
     ({"fleet": {"colour": "red"}}, "fleet.colour"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"service_tier": "flex"}, 'only "auto" or "default" is supported'),
+        ({"length_penalty": 2}, "only 1 is supported"),
+        ({"lora_path": "x"}, "is not supported"),
+    ],
+)
+def test_unsupported_value_is_refused_with_the_allowed_ones(fields, said):
+    with pytest.raises(RequestRejected, match=said):
+        chat(**fields)
 
 
 @pytest.mark.parametrize("read", [completion, chat])

@@ -53,11 +53,36 @@ ENDLESS = {
         {"$ref": "#"},
         {"properties": 3},
         {"type": "integer", "minimum": "low"},
+        {"type": "integer", "multipleOf": 0, "minimum": 1},
         ENDLESS,
     ],
 )
 def test_malformed_schema_is_refused(schema):
     with pytest.raises(ValueError, match=r"schema|JSON"):
+        value_of(schema)
+
+
+def doubling(levels: int):
+    """Return a schema whose smallest value has two to the power of `levels` leaves."""
+    names = [f"a{level}" for level in range(levels)]
+    pairs = {
+        name: {"type": "array", "minItems": 2, "items": {"$ref": f"#/$defs/{after}"}}
+        for name, after in zip(names, [*names[1:], "leaf"], strict=True)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**pairs, "leaf": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
+        {"type": "string", "minLength": 10**12},
+        {"type": "array", "items": {"const": "x" * 1000}, "minItems": 100},
+        doubling(14),
+    ],
+)
+def test_schema_that_demands_a_huge_value_is_refused(schema):
+    with pytest.raises(ValueError, match="more than 65536 characters"):
         value_of(schema)
 
 

@@ -201,6 +201,8 @@ class KubePlanner:
                 wanted[place] = self._task(plan, taken, len(wanted))
             except PlanNotObeyed as error:
                 refused[place] = error
+            except Exception as error:  # noqa: BLE001 - supervisor: one odd plan must not hold the others up
+                refused[place] = self._unread(place, error)
         for place in list(self._running):
             if self._running[place].planner.task != wanted.get(place):
                 await self._end(place)
@@ -218,6 +220,13 @@ class KubePlanner:
         self._refused = refused
         for each in self._running.values():
             each.planner.demand.routers_are(self._routers(*self._place(each.planner)))
+
+    def _unread(self, place: Place, error: Exception) -> PlanNotObeyed:
+        """Return the refusal of a plan that this process fails to read, and log it once."""
+        refusal = PlanNotObeyed(SPECIFICATION_REFUSED, f"this planner cannot read it: {type(error).__name__}")
+        if str(self._refused.get(place)) != str(refusal):
+            log.error("plan not read", exc_info=error, extra={"plan": "/".join(place)})
+        return refusal
 
     def _task(self, plan: CustomObject, taken: dict[Place, str], planned: int) -> PlannerTask:
         """Return what the planner of a plan depends on.

@@ -213,8 +213,8 @@ def _engine(spec: DisaggDeploymentSpec, role: RoleSpec, gpu: str) -> LinearEngin
 def _simulated(role: RoleSpec) -> LinearEngineSettings:
     """Return the simulated engine of a role, as the options `--set` of its podTemplate change it."""
     containers = mapping(role.pod_template.get("spec")).get("containers")
-    mains = [each for each in map(mapping, containers or ()) if each.get("name") == "main"]
-    given = [str(each) for main in mains for each in main.get("args") or ()]
+    mains = [each for each in map(mapping, _listed(containers)) if each.get("name") == "main"]
+    given = [str(each) for main in mains for each in _listed(main.get("args"))]
     changes = dict(
         each.removeprefix("--set=").split("=", 1) for each in given if each.startswith("--set=") and each.count("=") > 1
     )
@@ -225,14 +225,22 @@ def _simulated(role: RoleSpec) -> LinearEngineSettings:
             found["latency"][path.removeprefix(LATENCY)] = value
         elif path in SIMULATED:
             found[SIMULATED[path]] = value
-    blocks, tokens = (parse_value(changes.get(path, "0")) for path in ("simulated.kv_blocks", "block_tokens"))
-    if blocks or tokens:
-        found["kv_tokens"] = (blocks or KV_BLOCKS) * (tokens or BLOCK_TOKENS)
     try:
+        blocks, tokens = (
+            msgspec.convert(parse_value(changes.get(path, "0")), int)
+            for path in ("simulated.kv_blocks", "block_tokens")
+        )
+        if blocks or tokens:
+            found["kv_tokens"] = (blocks or KV_BLOCKS) * (tokens or BLOCK_TOKENS)
         return msgspec.convert(found, LinearEngineSettings)
     except msgspec.ValidationError as error:
         text = f"the simulated engine of {role.name}: an option --set of its podTemplate is not understood"
         raise PlanNotObeyed(SPECIFICATION_REFUSED, text) from error
+
+
+def _listed(value: object) -> list[Any]:
+    """Return a list of a podTemplate, which may hold anything; empty if it is none."""
+    return value if isinstance(value, list) else []
 
 
 def _unnamed_gpu(role: RoleSpec, why: str) -> PlanNotObeyed:

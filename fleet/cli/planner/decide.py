@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Return FAILED if the recorded settings decide otherwise than they did; with other settings, that is no failure."""
     import msgspec  # noqa: PLC0415 - help needs none of it
 
-    from fleet.app.planner import scaling_rule  # noqa: PLC0415
+    from fleet.app.planner import priced_settings, scaling_rule  # noqa: PLC0415
     from fleet.config import load  # noqa: PLC0415
     from fleet.planner.settings import PlannerSettings  # noqa: PLC0415
     from fleet.recording.planner_decisions import PlannerRecordingHead, decide_again, read_recording  # noqa: PLC0415
@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = read_recording(arguments.recording)
     head = next(lines)
     assert isinstance(head, PlannerRecordingHead)
-    settings = head.settings if arguments.config is None else load(arguments.config, PlannerSettings)
+    # A recording has the prices that counted.
+    settings = head.settings if arguments.config is None else priced_settings(load(arguments.config, PlannerSettings))
     found = decide_again(scaling_rule(settings), lines)
     print(msgspec.json.encode(found).decode() if arguments.json else "\n".join(_lines(found)))
     return FAILED if found.different and arguments.config is None else DONE

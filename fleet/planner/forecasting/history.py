@@ -89,10 +89,6 @@ class DemandHistory:
         return self._rate.mean
 
     @property
-    def rate_changes(self) -> int:
-        return self._rate.changes
-
-    @property
     def shape_changes(self) -> int:
         """Number of changes of the mean lengths."""
         return self._prompts.level.changes + self._answers.level.changes

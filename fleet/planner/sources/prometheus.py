@@ -178,6 +178,10 @@ class PrometheusDemandSource:
             token = Path(self._settings.token_file).read_text(encoding="ascii").strip()
         except (OSError, ValueError) as error:
             raise ConfigurationRefused(f"source.token_file: {self._settings.token_file}: {error}") from error
+        if not token or not token.isprintable() or " " in token:
+            raise ConfigurationRefused(
+                f"source.token_file: {self._settings.token_file}: it must hold one token and nothing else"
+            )
         return {"authorization": f"Bearer {token}"}
 
 

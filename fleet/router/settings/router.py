@@ -314,6 +314,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     overflow: dict[ModelName, OverflowSettings] = {}
     """Hosted endpoints by the model of Fleet's own workers whose requests they take when these cannot; see docs/router.md."""
+
     external_paths: tuple[ExternalPath, ...] = DEFAULT_EXTERNAL_PATHS
     """Paths of external servers that clients may reach, with any method: whole paths, or beginnings that end with ``/*``. Completions, chat
     and embeddings are always relayed. Control routes, such as ``/v1/load_lora_adapter``, ``/sleep`` and ``/collective_rpc``, change a server for

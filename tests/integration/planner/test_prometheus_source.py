@@ -199,6 +199,9 @@ def test_unusable_files_are_refused_by_field(tmp_path):
     for field in ("token_file", "authority"):
         with pytest.raises(ConfigurationRefused, match=f"source.{field}: {tmp_path}/none"):
             Source(url="https://prometheus:9090", **{field: f"{tmp_path}/none"})
+    (tmp_path / "two").write_text("one\ntwo\n")
+    with pytest.raises(ConfigurationRefused, match=r"source\.token_file: .* one token"):
+        Source(url="https://prometheus:9090", token_file=f"{tmp_path}/two")
 
 
 @pytest.mark.parametrize(

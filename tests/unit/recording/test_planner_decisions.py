@@ -1,9 +1,13 @@
 """Recording of a planner: a rule decides the same again, and a damaged recording is refused by its line."""
 
+import argparse
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import structs
 
+from fleet.cli.planner import decide
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import Role
 from fleet.planner.decisions import PlanDecision, PlanGoals
@@ -62,6 +66,15 @@ def test_rule_decides_the_same_again(tmp_path):
 
     assert head.settings == SETTINGS
     assert (found.decisions, found.different, found.first) == (len(world.decisions), 0, None)
+
+
+def test_other_settings_get_the_prices_of_their_book(tmp_path):
+    recorded(tmp_path / "r", duration=60)
+    other = tmp_path / "other.json"
+    other.write_bytes(msgspec.json.encode(structs.replace(SETTINGS, prices=str(tmp_path / "no-book.toml"))))
+
+    with pytest.raises(ConfigurationRefused, match=r"no-book\.toml"):
+        decide.run(argparse.Namespace(recording=tmp_path / "r", config=other, json=False))
 
 
 def test_rule_with_other_goals_decides_otherwise(tmp_path):

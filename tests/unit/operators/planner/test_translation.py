@@ -124,6 +124,19 @@ def test_simulated_engine_follows_the_options_of_its_pods():
     for wrong in ("simulated.speedup=fast", "simulated.latency.none=1", "max_running=0"):
         refused = refusal(a_deployment(role(f"--set={wrong}"), engine="simulated"))
         assert "an option --set of its podTemplate is not understood" in str(refused)
+    for wrong in (["--set=simulated.kv_blocks=a", "--set=block_tokens=b"], ["--set=simulated.kv_blocks=[1]"]):
+        refused = refusal(a_deployment(role(*wrong), engine="simulated"))
+        assert "an option --set of its podTemplate is not understood" in str(refused)
+
+
+@pytest.mark.parametrize(
+    "pods", [{"spec": 5}, {"spec": {"containers": 5}}, {"spec": {"containers": [{"name": "main", "args": 5}]}}]
+)
+def test_pod_template_of_another_shape_changes_nothing(pods):
+    roles = [a_role("aggregated", gpus={}, parallelism={}, podTemplate=each) for each in ({}, pods)]
+    plain, odd = (translated(a_deployment(role, engine="simulated")).engines["aggregated"] for role in roles)
+
+    assert odd == plain
 
 
 def test_requests_per_replica_need_no_known_model():

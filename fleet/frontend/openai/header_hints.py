@@ -7,11 +7,13 @@ Rules:
 3. Higher priorities run earlier. In vLLM's header lower ones do.
 """
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct, structs
 
 from fleet.core.errors import RequestRejected, invalid
+from fleet.core.ids import RequestId
 from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_HINT_CHARACTERS, MAX_PRIORITY, REQUEST_ID
 from fleet.frontend.openai.bodies import FleetOptions
 
@@ -61,18 +63,32 @@ def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -
         RequestRejected: INVALID_ARGUMENT, with the header's name.
     """
     given = options or _DEFAULTS
-    found: dict[str, object] = {}
-    for name, hint in HINT_HEADERS.items():
-        value = headers.get(name)
-        if value and hint.field not in found and getattr(given, hint.field) == getattr(_DEFAULTS, hint.field):
-            found[hint.field] = _read(name, hint, value)
+    found = {field: _read(name, HINT_HEADERS[name], headers[name]) for field, name in _used(headers, given).items()}
     return structs.replace(given, **found) if found else given
 
 
-def request_id_of(headers: Mapping[bytes, bytes]) -> str:
-    """Return the client's id of a request; empty if there is none, or one that cannot be used."""
-    value = headers.get(REQUEST_ID_HEADER, b"").decode("latin-1")
-    return value if REQUEST_ID.fullmatch(value) else ""
+def hint_names(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> dict[str, str]:
+    """Return the names of the headers that `header_hints` uses, by their fields in the public protocol."""
+    return {field: name.decode() for field, name in _used(headers, options or _DEFAULTS).items()}
+
+
+def _used(headers: Mapping[bytes, bytes], given: FleetOptions) -> dict[str, bytes]:
+    used: dict[str, bytes] = {}
+    for name, hint in HINT_HEADERS.items():
+        if headers.get(name) and getattr(given, hint.field) == getattr(_DEFAULTS, hint.field):
+            used.setdefault(hint.field, name)
+    return used
+
+
+def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool]) -> RequestId:
+    """Return the client's id for a new request.
+
+    It is a random one if the client has sent none or one that cannot be used, or if a running request has the same,
+    because proxies repeat requests.
+    """
+    chosen = headers.get(REQUEST_ID_HEADER, b"").decode("latin-1")
+    usable = REQUEST_ID.fullmatch(chosen) and not is_running(RequestId(chosen))
+    return RequestId(chosen if usable else uuid.uuid4().hex)
 
 
 def _read(name: bytes, hint: HintHeader, value: bytes) -> object:

@@ -31,7 +31,7 @@ from fleet.frontend.openai.answers import (
     rate_limit_headers,
 )
 from fleet.frontend.openai.branches import BranchedAnswers
-from fleet.frontend.openai.header_hints import NAMES, REQUEST_ID_HEADER, request_id_of
+from fleet.frontend.openai.header_hints import NAMES, REQUEST_ID_HEADER, new_request_id
 from fleet.frontend.openai.openapi import openapi_document
 from fleet.frontend.openai.overflow import Overflow, OverflowOffer
 from fleet.frontend.openai.relay import Relay, authorization_of
@@ -249,9 +249,10 @@ class HttpFrontend(HttpServer):
             return
         request = exchange.request
         headers = request.head.headers
-        request_id = RequestId(uuid.uuid4().hex)
         if REQUEST_ID_HEADER in headers:
-            request_id = self._chosen_id(headers) or request_id
+            request_id = new_request_id(headers, self._generation.serves)
+        else:
+            request_id = RequestId(uuid.uuid4().hex)
         hinted = None if NAMES.isdisjoint(headers) else headers
         parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
         offer = None
@@ -273,11 +274,6 @@ class HttpFrontend(HttpServer):
                     raise said from refused
         except RequestRejected as refused:
             send_rejection(exchange, rename_field(refused, parsed.names), ("x-request-id", parsed.request.id))
-
-    def _chosen_id(self, headers: Mapping[bytes, bytes]) -> RequestId | None:
-        """Return the client's id of a request; None if a running request has it, because proxies repeat requests."""
-        chosen = RequestId(request_id_of(headers))
-        return None if not chosen or self._generation.serves(chosen) else chosen
 
     async def _stream(
         self,

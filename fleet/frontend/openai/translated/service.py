@@ -16,7 +16,7 @@ from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, Mode
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.answers import rate_limit_headers
-from fleet.frontend.openai.header_hints import NAMES
+from fleet.frontend.openai.header_hints import NAMES, new_request_id
 from fleet.frontend.openai.relay import authorization_of
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
@@ -71,7 +71,7 @@ class TranslatedFrontend:
         await self._serve(exchange, MESSAGES_API)
 
     async def _serve(self, exchange: Exchange, api: TranslatedApi) -> None:
-        request_id = RequestId(uuid.uuid4().hex)
+        request_id = new_request_id(exchange.request.headers, self._generation.serves)
         names: Mapping[str, str] = {}
         try:
             if self._is_draining():

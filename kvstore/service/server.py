@@ -242,6 +242,7 @@ async def _control_plane(
         options=[
             ("grpc.so_reuseport", 0),  # two nodes on one port would each get half of the calls
             ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
+            ("grpc.keepalive_permit_without_calls", 1),  # or the third ping of a client without a call cuts it off
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

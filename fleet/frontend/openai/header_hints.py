@@ -63,12 +63,21 @@ def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -
         RequestRejected: INVALID_ARGUMENT, with the header's name.
     """
     given = options or _DEFAULTS
-    found: dict[str, object] = {}
-    for name, hint in HINT_HEADERS.items():
-        value = headers.get(name)
-        if value and hint.field not in found and getattr(given, hint.field) == getattr(_DEFAULTS, hint.field):
-            found[hint.field] = _read(name, hint, value)
+    found = {field: _read(name, HINT_HEADERS[name], headers[name]) for field, name in _used(headers, given).items()}
     return structs.replace(given, **found) if found else given
+
+
+def hint_names(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> dict[str, str]:
+    """Return the names of the headers that `header_hints` uses, by their fields in the public protocol."""
+    return {field: name.decode() for field, name in _used(headers, options or _DEFAULTS).items()}
+
+
+def _used(headers: Mapping[bytes, bytes], given: FleetOptions) -> dict[str, bytes]:
+    used: dict[str, bytes] = {}
+    for name, hint in HINT_HEADERS.items():
+        if headers.get(name) and getattr(given, hint.field) == getattr(_DEFAULTS, hint.field):
+            used.setdefault(hint.field, name)
+    return used
 
 
 def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool]) -> RequestId:

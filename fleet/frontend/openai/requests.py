@@ -63,7 +63,7 @@ from fleet.frontend.openai.bodies import (
     invalid_body,
     unsupported,
 )
-from fleet.frontend.openai.header_hints import header_hints
+from fleet.frontend.openai.header_hints import header_hints, hint_names
 
 Headers = Mapping[bytes, bytes]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -226,7 +226,10 @@ def _build_request(
     names: Mapping[str, str],
     parsing: AnswerParsing | None = None,
 ) -> OpenAiRequest:
-    options = body.fleet or _NO_OPTIONS if headers is None else header_hints(headers, body.fleet)
+    options = body.fleet or _NO_OPTIONS
+    if headers is not None:
+        options = header_hints(headers, body.fleet)
+        names = {**names, **hint_names(headers, body.fleet)}
     details = None
     if (
         more_prompts

@@ -254,7 +254,8 @@ class _Regions:
                 for event in events():
                     self._pass(event)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-                log.info("answer malformed, passing the rest as text", extra={"cause": str(error)[:200]})
+                # The message of the error has parts of the answer, which belong in no log.
+                log.info("answer malformed, passing the rest as text", extra={"cause": type(error).__name__})
                 self._malformed = True
                 self.plain = None
                 self._unparsed = self._call_text + self._unparsed

@@ -273,6 +273,20 @@ async def test_response_field_that_cannot_be_obeyed_is_named(frontends, response
     assert frontends.router.submitted == []
 
 
+async def test_client_chooses_the_id_of_its_request_by_header(frontends, responses):
+    frontends.will_answer(TEXT, then=[EOS])
+    headers = {"x-request-id": "mine"}
+
+    response = await responses.create(model="tiny", input="hi", extra_headers=headers)
+    async with an_anthropic_client(frontends) as client:
+        message = await client.messages.create(
+            model="tiny", max_tokens=99, messages=[{"role": "user", "content": "hi"}], extra_headers=headers
+        )
+
+    assert [arrived.request_id for arrived in frontends.router.submitted] == ["mine", "mine"]
+    assert (response.id, message.id) == ("resp_mine", "msg_mine")
+
+
 async def test_fields_without_effect_are_accepted(frontends, responses):
     frontends.will_answer(TEXT, then=[EOS])
     response = await responses.create(

@@ -217,6 +217,22 @@ async def test_watcher_that_pings_the_node_is_not_cut(monkeypatch):
                 await asyncio.wait_for(cut(), 4.5)  # the fourth ping in a row is one too many
 
 
+async def test_client_that_pings_the_node_between_calls_is_not_cut(monkeypatch):
+    monkeypatch.setattr(server, "MIN_PING_MS", 800)
+    pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000, "grpc.use_local_subchannel_pool": 1}
+    ready = grpc.ChannelConnectivity.READY
+    with a_short_folder() as folder:
+        async with (
+            open_node(node_settings(folder), MonotonicClock()) as endpoints,
+            grpc.aio.insecure_channel(endpoints.listen[0], options=list(pings.items())) as channel,
+        ):
+            await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=30)
+            assert channel.get_state() is ready
+
+            with pytest.raises(TimeoutError):  # no call runs, and the connection stays
+                await asyncio.wait_for(channel.wait_for_state_change(ready), 4.5)
+
+
 def test_routers_ping_a_node_no_more_often_than_it_allows():
     # Pings that a busy machine delays come closer together, and three early ones cut the connection.
     assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] > 4 * server.MIN_PING_MS

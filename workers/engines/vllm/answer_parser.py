@@ -267,7 +267,8 @@ class VllmAnswerParser:
             try:
                 message = self._parser.parse_delta(text, token_ids, self._request, self._prompt, finished=is_last)
             except Exception as error:  # noqa: BLE001 - supervisor: fifty parsers, and output that no model should write
-                log.warning("parser failed, passing the rest as text", extra={"cause": repr(error)[:200]})
+                # Messages of parsers may have parts of the answer, which belong in no log.
+                log.warning("parser failed, passing the rest as text", extra={"cause": type(error).__name__})
                 self._failed = True
         if self._failed:
             self._parts.append(("", self._unparsed, []))
@@ -287,7 +288,7 @@ class VllmAnswerParser:
                 "".join(self._answer), self._request, enable_auto_tools=True, model_output_token_ids=self._token_ids
             )
         except Exception as error:  # noqa: BLE001 - supervisor: see `_parse`
-            log.warning("parser failed, passing the rest as text", extra={"cause": repr(error)[:200]})
+            log.warning("parser failed, passing the rest as text", extra={"cause": type(error).__name__})
             content, calls = "".join(self._answer), []
         for index, call in enumerate(calls or ()):
             part = CallDelta(index=index, id=call.id or "", name=call.name, arguments=call.arguments)

@@ -330,6 +330,15 @@ def test_headers_complete_the_fleet_object():
     assert (alone.request.session, alone.request.deadline) == ("s", None)
 
 
+def test_rejection_of_a_hint_names_the_header_that_had_it():
+    body = b'{"prompt": "x", "fleet": {"session": "own"}}'
+    parsed = read_completion(body, ID, NOW, {b"x-session-id": b"s", b"x-fleet-tenant": b"t"})
+
+    refused = [rename_field(invalid(field, "is wrong"), parsed.names).field for field in ("tenant", "session", "pin")]
+
+    assert refused == ["x-fleet-tenant", "fleet.session", "fleet.pin"]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

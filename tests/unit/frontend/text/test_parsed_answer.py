@@ -180,3 +180,13 @@ def test_worker_that_parses_the_beginning_differently_is_refused(replay):
         answer.take(a_step(2, from_start=True, **replay))
 
     assert refused.value.reason is Reason.WORKER_LOST
+
+
+def test_log_of_a_malformed_answer_has_nothing_of_its_text(caplog):
+    caplog.set_level("INFO")
+
+    assert parse(an_answer(JSON_CALLS, ""), ['<tool_call>{"name": "secret']) == ("", '<tool_call>{"name": "secret', [])
+
+    (record,) = [each for each in caplog.records if each.message.startswith("answer malformed")]
+    assert "secret" not in str(vars(record))
+    assert record.cause

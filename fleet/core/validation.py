@@ -59,7 +59,8 @@ MAX_UINT64 = 2**64 - 1
 
 _DEMANDING = (ToolChoice.REQUIRED, ToolChoice.NAMED)
 
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+MAX_REQUEST_ID_CHARACTERS = 128
+REQUEST_ID = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 
 
 class _Range(Struct, frozen=True):

@@ -39,6 +39,7 @@ from fleet.core.requests import (
     Usage,
 )
 from fleet.core.system_clock import unix_seconds
+from fleet.core.validation import MAX_REQUEST_ID_CHARACTERS
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.answers import (
     DONE,
@@ -167,7 +168,7 @@ class BranchedAnswers:
             number=number,
             request=structs.replace(
                 request,
-                id=RequestId(f"{request.id}-{branch_id}") if branch_id else request.id,
+                id=_branch_id(request.id, branch_id) if branch_id else request.id,
                 prompt=prompt,
                 sampling=self._sampling(number),
                 truncate_prompt=None if number else request.truncate_prompt,
@@ -443,6 +444,12 @@ class ChoiceWriter:
                 "total_tokens": size + num_tokens,
             }
         self._formatter.annotate(inside, outside)
+
+
+def _branch_id(request_id: RequestId, branch: int) -> RequestId:
+    """Return the id of a branch; the end of a very long id of the request is left out."""
+    suffix = f"-{branch}"
+    return RequestId(request_id[: MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix)
 
 
 def _named_by_id(model: ModelName, token_id: int) -> str:  # noqa: ARG001 - a `TokenText`

@@ -1,4 +1,7 @@
-"""File election: whoever holds the lock of a file (flock) leads. The kernel releases the lock however its holder ends."""
+"""File election: the candidate that holds the lock of a file (flock) leads. The kernel releases the lock however its holder ends.
+
+A candidate whose file is no longer the one at its path, because the folder was made anew, gives the lead up and tries again.
+"""
 
 import asyncio
 import fcntl
@@ -30,6 +33,9 @@ class FileElection:
 
     async def run(self) -> Never:
         while True:
+            if self._file is not None and not self._is_in_place(self._file):
+                log.info("leader election file replaced", extra={"file": str(self._path), "led": self._leads})
+                self.close()
             if not self._leads:
                 self._try()
             await asyncio.sleep(TRY_EVERY)
@@ -41,8 +47,19 @@ class FileElection:
 
     def close(self) -> None:
         """Give the lead up."""
+        self._leads = False
         if self._file is not None:
             os.close(self._file)
+            self._file = None
+
+    def _is_in_place(self, file: int) -> bool:
+        """Return whether other candidates find the same file at the path; its folder may have been made anew."""
+        try:
+            there = self._path.stat()
+        except OSError:
+            return False
+        opened = os.fstat(file)
+        return (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
 
     def _try(self) -> None:
         try:

@@ -345,3 +345,13 @@ async def test_request_id_in_use_is_not_taken_again(frontends, client):
         frontends.router.release.set()
 
     assert len({arrived.request_id for arrived in frontends.router.submitted}) == 2
+
+
+async def test_longest_request_id_has_room_for_branches(frontends, client):
+    frontends.will_answer("x")
+    longest = "i" * 128
+    named = client.with_options(default_headers={"x-request-id": longest})
+
+    await named.completions.create(model="tiny", prompt="once", n=2, max_tokens=1)
+
+    assert [arrived.request_id for arrived in frontends.router.submitted] == [longest, f"{longest[:126]}-1"]

@@ -226,18 +226,19 @@ class HttpConnection(asyncio.Protocol):
         self._resume()
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays open for writing."""
+        """Return whether the connection stays open for writing; asyncio closes those over TLS in any case."""
         self._half_closed = True
+        stays = self.transport.get_extra_info("sslcontext") is None
         if self._stage is _SWITCHED and self._arriving is not None:
             self._arriving.end()
-            return True
+            return stays
         if self._stage in (_HEAD, _BODY):
             self._reject(HTTPStatus.BAD_REQUEST, "the request is incomplete")
         if self.exchange is None:
             return False
         if self.exchange.request.method == "POST" and self._serving is not None:
             self._serving.cancel()
-        return True
+        return stays
 
     def data_received(self, data: bytes) -> None:
         if self.unparsed:

@@ -11,6 +11,8 @@ from fleet.net.http.exchange import Exchange
 from fleet.net.http.messages import EVENT_STREAM, MalformedRequest, sse_event
 from fleet.net.status_codes import REASON_STATUSES
 
+ANTHROPIC_PATHS = "/v1/messages"  # with all below
+
 
 class ErrorForm(Struct, frozen=True):
     """How an API writes errors."""
@@ -46,8 +48,11 @@ def send_rejection(
 
 
 def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
-    """Answer a request that no handler can take."""
-    content = http_error_body(MalformedRequest(status, message))
+    """Answer a request that no handler can take, in the form of the API that its path belongs to."""
+    if exchange.request.path.startswith(ANTHROPIC_PATHS):
+        content = _anthropic_body(status, message)
+    else:
+        content = http_error_body(MalformedRequest(status, message))
     exchange.respond(status, content, headers=(("allow", allow),) if allow else ())
 
 
@@ -97,13 +102,19 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+    HTTPStatus.METHOD_NOT_ALLOWED: "invalid_request_error",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "invalid_request_error",
 }
 
 
 def anthropic_error_body(refused: RequestRejected) -> bytes:
     """Return the body of a rejection in the Messages API."""
-    kind = _ANTHROPIC_TYPES.get(REASON_STATUSES[refused.reason].http, "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": refused.message}})
+    return _anthropic_body(REASON_STATUSES[refused.reason].http, refused.message)
+
+
+def _anthropic_body(status: int, message: str) -> bytes:
+    error = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+    return msgspec.json.encode({"type": "error", "error": error})
 
 
 def anthropic_error_event(refused: RequestRejected) -> bytes:

@@ -287,6 +287,15 @@ async def test_client_chooses_the_id_of_its_request_by_header(frontends, respons
     assert (response.id, message.id) == ("resp_mine", "msg_mine")
 
 
+async def test_unknown_path_below_messages_has_anthropics_error(frontends):
+    async with an_anthropic_client(frontends) as client:
+        with pytest.raises(anthropic.NotFoundError) as refused:
+            await client.messages.batches.list()
+
+    error = {"type": "not_found_error", "message": "there is nothing at /v1/messages/batches"}
+    assert refused.value.body == {"type": "error", "error": error}
+
+
 async def test_fields_without_effect_are_accepted(frontends, responses):
     frontends.will_answer(TEXT, then=[EOS])
     response = await responses.create(

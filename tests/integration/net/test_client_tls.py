@@ -70,12 +70,13 @@ async def watched(loaded):
         task.cancel()
 
 
-@asynccontextmanager
-async def https_server(loaded, **limits):
-    async def answer(exchange):
-        exchange.respond(HTTPStatus.OK, b"{}")
+async def answer_at_once(exchange):
+    exchange.respond(HTTPStatus.OK, b"{}")
 
-    server = HttpServer(HttpSettings(**limits), SystemClock(), {"/": {"GET": answer}})
+
+@asynccontextmanager
+async def https_server(loaded, answer=answer_at_once, **limits):
+    server = HttpServer(HttpSettings(**limits), SystemClock(), {"/": {"GET": answer, "POST": answer}})
     async with run_server(server, "127.0.0.1:0", setting="http_listen", certificates=loaded):
         yield server
 
@@ -158,6 +159,28 @@ async def test_open_connection_outlives_a_renewal(authority, files):
         async with asyncio.timeout(60):
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
         writer.close()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_client_that_leaves_before_its_answer_is_not_logged(authority, files, caplog, method):
+    arrived, ended = asyncio.Event(), asyncio.Event()
+
+    async def answer(exchange):
+        arrived.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with asyncio.timeout(60), https_server(certificates(files.settings), answer) as server:
+        port = int(server.address.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client_context(authority))
+        writer.write(f"{method} / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n".encode())
+        await arrived.wait()
+        writer.close()
+        await ended.wait()
+
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_broken_renewal_leaves_the_old_certificate_in_use(authority, files, caplog):

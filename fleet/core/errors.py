@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec.inspect
-from msgspec.inspect import Type
+if TYPE_CHECKING:
+    from msgspec.inspect import Type
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Folder of the package; it has a Makefile if Fleet runs from a checkout."""
@@ -106,48 +106,54 @@ def with_allowed_values(cause: str, kind: Any, path: str) -> str:
 
 def allowed_values(kind: Any, path: str) -> list[str]:
     """Return the values of the enumerations at a path of a type; empty if there are none."""
-    places = [msgspec.inspect.type_info(kind)]
+    from msgspec import inspect  # noqa: PLC0415 - the help of commands, which needs errors, loads no library
+
+    places = [inspect.type_info(kind)]
     for name, _ in _STEP.findall(path):
         places = [inner for place in places for inner in _inside(place, name)]
     values = [str(value) for place in places for value in _values(place)]
     return list(dict.fromkeys(values))
 
 
-def _inside(place: Type, name: str) -> Iterator[Type]:
+def _inside(place: "Type", name: str) -> "Iterator[Type]":
     """Yield the types of a field, or of the elements if there is no name."""
+    from msgspec import inspect  # noqa: PLC0415 - the help of commands, which needs errors, loads no library
+
     match place:
-        case msgspec.inspect.StructType(fields=fields) if name:
+        case inspect.StructType(fields=fields) if name:
             yield from (field.type for field in fields if field.encode_name == name)
-        case msgspec.inspect.UnionType(types=types):
+        case inspect.UnionType(types=types):
             for each in types:
                 yield from _inside(each, name)
-        case msgspec.inspect.Metadata(type=inner):
+        case inspect.Metadata(type=inner):
             yield from _inside(inner, name)
-        case msgspec.inspect.DictType(value_type=inner):
+        case inspect.DictType(value_type=inner):
             yield inner
         case (
-            msgspec.inspect.ListType(item_type=inner)
-            | msgspec.inspect.VarTupleType(item_type=inner)
-            | msgspec.inspect.SetType(item_type=inner)
-            | msgspec.inspect.FrozenSetType(item_type=inner)
+            inspect.ListType(item_type=inner)
+            | inspect.VarTupleType(item_type=inner)
+            | inspect.SetType(item_type=inner)
+            | inspect.FrozenSetType(item_type=inner)
         ):
             yield inner
-        case msgspec.inspect.TupleType(item_types=types):
+        case inspect.TupleType(item_types=types):
             yield from types
         case _:
             pass
 
 
-def _values(place: Type) -> Iterator[object]:
+def _values(place: "Type") -> Iterator[object]:
+    from msgspec import inspect  # noqa: PLC0415 - the help of commands, which needs errors, loads no library
+
     match place:
-        case msgspec.inspect.EnumType(cls=kind):
+        case inspect.EnumType(cls=kind):
             yield from (each.value for each in kind)
-        case msgspec.inspect.LiteralType(values=values):
+        case inspect.LiteralType(values=values):
             yield from values
-        case msgspec.inspect.UnionType(types=types):
+        case inspect.UnionType(types=types):
             for each in types:
                 yield from _values(each)
-        case msgspec.inspect.Metadata(type=inner):
+        case inspect.Metadata(type=inner):
             yield from _values(inner)
         case _:
             pass

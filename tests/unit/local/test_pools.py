@@ -80,6 +80,8 @@ class World:
             control="",
             control_credentials=Credentials(),
             kserve="",
+            speaks_tls=False,
+            authority="",
             pools=pools,
             disaggregates=True,
         )

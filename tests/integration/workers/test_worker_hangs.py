@@ -243,16 +243,16 @@ def test_streams_of_a_hung_worker_continue_exactly_elsewhere(folder):
 
         hang(folder)
 
-        eventually(lambda: serving(client) == {"both-1"})
+        eventually(lambda: serving(client) == {"both.2-0"})
         for number in range(8):
             late = client.complete([number + 5, *PROMPTS[0]], **ASK | {"max_tokens": 2})
-            assert workers_of(late) == ["both-1"]
+            assert workers_of(late) == ["both.2-0"]
         assert streams.finish() == [tuple(tokens) for tokens in expected]
         (folder / "hang").unlink()
-        eventually(lambda: serving(client) == {"both-0", "both-1"})
-        assert up.pid_of("both-0") != up.endpoints["pids"]["both-0"]
-        assert up.pid_of("both-1") == up.endpoints["pids"]["both-1"]
-        assert f"both-0 ended with status {HUNG}" in (folder / "up.log").read_text()
+        eventually(lambda: serving(client) == {"both.1-0", "both.2-0"})
+        assert up.pid_of("both.1-0") != up.endpoints["pids"]["both.1-0"]
+        assert up.pid_of("both.2-0") == up.endpoints["pids"]["both.2-0"]
+        assert f"both.1-0 ended with status {HUNG}" in (folder / "up.log").read_text()
 
 
 LOADING_SECONDS = 5
@@ -305,8 +305,8 @@ def test_suspended_cluster_loses_nothing(folder):
             os.kill(pid, signal.SIGCONT)
 
         assert streams.finish() == expected
-        assert serving(client) == {"both-0", "both-1"}
-        assert {name: up.pid_of(name) for name in ("both-0", "both-1")}.items() <= up.endpoints["pids"].items()
+        assert serving(client) == {"both.1-0", "both.2-0"}
+        assert {name: up.pid_of(name) for name in ("both.1-0", "both.2-0")}.items() <= up.endpoints["pids"].items()
 
 
 TRACER = """

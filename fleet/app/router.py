@@ -37,6 +37,7 @@ from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
 from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relayed_paths import RelayedPaths
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
+from fleet.frontend.resume_tokens import ResumeTokens
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_check import TokenizerCheck
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -297,6 +298,7 @@ class _Core(Struct, frozen=True, kw_only=True):
             tenant_secret=tenant_secret,
             metrics=shared.metrics,
             threads=shared.threads,
+            resume_tokens=_resume_tokens(settings),
         )
         return cls(
             server=server,
@@ -309,6 +311,14 @@ class _Core(Struct, frozen=True, kw_only=True):
             demand=demand,
             overflow=overflow,
         )
+
+
+def _resume_tokens(settings: RouterSettings) -> ResumeTokens | None:
+    """Build the resume tokens; None if clients have keys and the routers have no common secret."""
+    secret = settings.prompt_secret or settings.tenant_secret
+    if not secret and any(tenant.api_key_sha256 for tenant in settings.tenants.values()):
+        return None
+    return ResumeTokens(secret.encode(), settings.resume.token_seconds, unix_seconds)
 
 
 def _predictions(settings: RouterSettings) -> "PredictionMetrics | None":

@@ -188,6 +188,9 @@ class RouterServer:
     def decision(self, request_id: RequestId) -> Decision | None:
         return self._machine.decision(request_id)
 
+    def fingerprint(self, request_id: RequestId) -> str:
+        return self._machine.fingerprint(request_id)
+
     def address(self, worker_id: WorkerId) -> str:
         return self._machine.address(worker_id)
 

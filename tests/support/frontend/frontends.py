@@ -16,6 +16,7 @@ from fleet.frontend.generation import Generation
 from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.frontend.metrics.overflow import OverflowMetrics
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
+from fleet.frontend.resume_tokens import ResumeTokens
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.control.access import OPEN_ACCESS
@@ -74,6 +75,7 @@ async def open_frontends(
         tenant_secret=b"secret",
         metrics=RouterProcessMetrics(registry),
         threads=threads,
+        resume_tokens=ResumeTokens(b"secret", 60, unix_seconds),
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (

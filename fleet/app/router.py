@@ -26,6 +26,7 @@ from fleet.core.errors import ConfigurationRefused, missing_package
 from fleet.core.ids import Incarnation, ModelName
 from fleet.core.system_clock import SystemClock, unix_seconds, utc_now
 from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
@@ -51,6 +52,7 @@ from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from fleet.net.client_tls import ServerCertificates
 from fleet.net.control.access import ControlAccess, load_control_access
+from fleet.net.settings import MIB
 from fleet.peers.routers import PeerLimits, PeerRouters
 from fleet.router.machine import RouterMachine
 from fleet.router.observer import ObservedMachine
@@ -134,6 +136,7 @@ class _Shared(Struct, frozen=True, kw_only=True):
     threads: TokenizerThreads
     secret_keys: SecretBlockKeys
     control_access: ControlAccess
+    journal: AnswerJournal
     certificates: ServerCertificates | None  # of the ports for clients; None if they do not speak TLS
 
     @classmethod
@@ -156,6 +159,7 @@ class _Shared(Struct, frozen=True, kw_only=True):
             threads=TokenizerThreads(trim_heaps),
             secret_keys=SecretBlockKeys(settings.prompt_secret or settings.tenant_secret),
             control_access=load_control_access("control_credentials", settings.control_credentials),
+            journal=AnswerJournal(settings.resume.journal_mib * MIB, settings.resume.journal_seconds, clock),
             certificates=certificates,
         )
 
@@ -299,6 +303,7 @@ class _Core(Struct, frozen=True, kw_only=True):
             metrics=shared.metrics,
             threads=shared.threads,
             resume_tokens=_resume_tokens(settings),
+            journal=shared.journal,
         )
         return cls(
             server=server,
@@ -439,6 +444,7 @@ def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core:
         private=shared.secret_keys.fingerprint,
         limits=PeerLimits(shared.tenants, shared.clock) if settings.counts_limits_without_redis else None,
         overflow=core.overflow,
+        journal=shared.journal,
     )
     core.selection.others = peers
     return peers

@@ -203,6 +203,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     leads: bool = False  # siblings wait for its first token; where `whole` holds it back, an empty `Delta` tells of it
     parsing: AnswerParsing | None = None  # None: the answer is one text, as the model writes it
     resumable: bool = False  # the client gets resume tokens
+    journaled: bool = False  # its tokens are kept by the routers, because the client keeps none
     resume: Resume | None = None  # None: the answer begins
 
 
@@ -288,6 +289,8 @@ class Admitted(Struct, frozen=True, kw_only=True):
     tokens: TokenBytes = b""  # the prompt; empty at a client
     allowance: RateLimitStatus | None = None
     resume_token: str = ""  # for `GenerateRequest.resumable`
+    resumes: RequestId = RequestId("")  # the request whose answer goes on; empty: the answer begins
+    began: int = 0  # Unix time in seconds of that request; 0: the answer begins
 
 
 class CallDelta(Struct, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
 from fleet.core.work import ParsingTask
+from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
 from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens, prompt_digest
 from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
@@ -99,6 +100,7 @@ class Generation:
         metrics: RouterProcessMetrics,
         threads: TokenizerThreads,
         resume_tokens: ResumeTokens | None = None,
+        journal: AnswerJournal | None = None,
     ) -> None:
         self._router = router
         self._codecs = codecs
@@ -111,6 +113,7 @@ class Generation:
         self._threads = threads
         self._parsing_plans = ParsingPlans()
         self._resume_tokens = resume_tokens  # None: streams cannot be resumed
+        self._journal = journal  # None: no tokens are kept for clients
 
     @property
     def running(self) -> int:
@@ -293,6 +296,8 @@ class Generation:
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, card, tokens, resumed)
+        journal = self._journal if request.journaled else None
+        noted = 0 if resumed is None else resumed.resume.position
         collected: list[Delta] = []  # parts of an answer that is given in one piece
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
@@ -322,6 +327,8 @@ class Generation:
                     tokens=tokens,
                     allowance=allowance,
                     resume_token="" if claims is None else self._issued(claims),
+                    resumes=RequestId("") if resumed is None else resumed.claims.request_id,
+                    began=0 if resumed is None else resumed.claims.issued,
                 )
                 async for event in submitted:
                     if isinstance(event, Complete):
@@ -345,6 +352,9 @@ class Generation:
                             delta = answer.take(progress)
                         if event.prompt_logprobs:
                             delta = structs.replace(delta, prompt_logprobs=event.prompt_logprobs)
+                        if journal is not None:
+                            journal.note((request.tenant, answer_id), noted, delta.token_ids)
+                            noted += len(delta.token_ids)
                         if claims is not None:
                             delta = self._with_token(delta, request.id, claims)
                             claims = None
@@ -409,8 +419,11 @@ class Generation:
         request_id = claims.next_id
         while request_id in self._running:  # the stream of an earlier try has broken, and its end is not known yet
             request_id = RequestId(f"{request_id}x")
-        is_free = self._resume_tokens.is_free(request.resume.token, claims)
-        answer = ResumedAnswer(resume=request.resume, claims=claims, is_free=is_free)
+        resume = request.resume
+        if request.journaled and self._journal is not None:
+            known = self._journal.tokens((tenant, claims.request_id))
+            resume = structs.replace(resume, token_ids=known[: resume.position])
+        answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._resume_tokens.is_free(resume.token, claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
 
     def _claims(

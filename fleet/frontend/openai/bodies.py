@@ -30,6 +30,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     expected_tokens: Annotated[int, Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0
     pin: str = ""
     labels: tuple[str, ...] = ()
+    resumable: bool = False  # events of the stream have ids, see `resumable_stream`
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True):

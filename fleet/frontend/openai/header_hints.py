@@ -16,6 +16,7 @@ from fleet.core.errors import RequestRejected, invalid
 from fleet.core.ids import RequestId
 from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_HINT_CHARACTERS, MAX_PRIORITY, REQUEST_ID
 from fleet.frontend.openai.bodies import FleetOptions
+from fleet.frontend.openai.resumable_stream import LAST_EVENT_ID
 
 MAX_TIMEOUT_MS = 2**32 - 1
 
@@ -42,10 +43,11 @@ HINT_HEADERS: Mapping[bytes, HintHeader] = {
     b"x-envoy-expected-rq-timeout-ms": HintHeader("timeout_ms", "Envoy", 1, 1, MAX_TIMEOUT_MS),
     b"x-fleet-expected-tokens": HintHeader("expected_tokens", "Fleet", 1, 0, MAX_EXPECTED_TOKENS),
     b"x-fleet-tenant": HintHeader("tenant", "Fleet"),
+    b"x-fleet-resumable": HintHeader("resumable", "Fleet", 1, 0, 1),
 }
 """Headers by name in lower case; where two stand for one field, the first one counts."""
 
-NAMES = frozenset(HINT_HEADERS)
+NAMES = frozenset(HINT_HEADERS) | {LAST_EVENT_ID}
 _DEFAULTS = FleetOptions()
 REQUEST_ID_HEADER = b"x-request-id"
 

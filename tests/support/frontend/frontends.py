@@ -11,6 +11,7 @@ from fleet.backends.hosted.overflow import open_overflow
 from fleet.core.ids import ModelName
 from fleet.core.system_clock import SystemClock, unix_seconds
 from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
 from fleet.frontend.grpc.service import GrpcFrontend
@@ -76,6 +77,7 @@ async def open_frontends(
         metrics=RouterProcessMetrics(registry),
         threads=threads,
         resume_tokens=ResumeTokens(b"secret", 60, unix_seconds),
+        journal=AnswerJournal(1 << 20, 60, clock),
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (

@@ -9,6 +9,8 @@ Rules:
 3. An answer is forgotten a set time after its last tokens. Beyond a set memory, those that got none for the longest time
    are forgotten first. What is missing then is generated again, where that gives the same tokens (`ResumedAnswer`).
 4. Tokens that do not follow on what is known are not noted: an answer has no gap.
+5. Each resumption is a new turn of the answer. What a router still notes of an earlier turn, as one that hung does when it
+   goes on, is ignored: its client has left.
 """
 
 from collections import OrderedDict
@@ -18,11 +20,10 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.core.clock import SECOND, Clock, Nanos
-from fleet.core.ids import RequestId
 from fleet.core.requests import TOKEN_BYTES
 
-AnswerKey = tuple[str, RequestId]
-"""The tenant, and the id of the first request."""
+AnswerKey = int
+"""`ResumeClaims.answer`: 64 random bits. Request ids are the clients' own and may be used twice."""
 
 ENTRY_BYTES = 400  # of an answer besides its tokens
 
@@ -31,12 +32,14 @@ class JournalEntry(Struct, frozen=True):
     """Some tokens of an answer."""
 
     key: AnswerKey
+    turn: int  # how often the answer was resumed before
     position: int  # tokens of the answer before them
     token_ids: Sequence[int]
 
 
 class _Answer(Struct):
     tokens: bytearray
+    turn: int
     at: Nanos
 
 
@@ -60,9 +63,8 @@ class AnswerJournal:
         self._answers: OrderedDict[AnswerKey, _Answer] = OrderedDict()  # the one with the oldest tokens first
         self.held_bytes = 0
 
-    def note(self, key: AnswerKey, position: int, token_ids: Sequence[int]) -> None:
+    def note(self, entry: JournalEntry) -> None:
         """Note tokens of an answer of this router, and tell the peers."""
-        entry = JournalEntry(key, position, token_ids)
         self.heard(entry)
         if self.tell is not None:
             self.tell(entry)
@@ -70,18 +72,18 @@ class AnswerJournal:
     def heard(self, entry: JournalEntry) -> None:
         """Note tokens of an answer of any router."""
         now, begin = self._clock.now(), entry.position * TOKEN_BYTES
-        answer = self._answers.pop(entry.key, None)
+        answer = self._answers.get(entry.key)
+        held = 0 if answer is None else len(answer.tokens)
+        if begin > held or not self._max_bytes or (answer is not None and entry.turn < answer.turn):
+            return
         if answer is None:
-            if begin or not self._max_bytes:
-                return  # rule 4
-            answer = _Answer(bytearray(), now)
+            answer = self._answers[entry.key] = _Answer(bytearray(), entry.turn, now)
             self.held_bytes += ENTRY_BYTES
-        self._answers[entry.key] = answer
-        held = len(answer.tokens)
-        if begin <= held:
-            answer.tokens[begin:] = np.asarray(entry.token_ids, "<u4").tobytes()
-            self.held_bytes += len(answer.tokens) - held
-            answer.at = now
+        else:
+            self._answers.move_to_end(entry.key)
+        answer.turn, answer.at = entry.turn, now
+        answer.tokens[begin:] = np.asarray(entry.token_ids, "<u4").tobytes()
+        self.held_bytes += len(answer.tokens) - held
         self._forget(now)
 
     def tokens(self, key: AnswerKey) -> tuple[int, ...]:
@@ -92,9 +94,9 @@ class AnswerJournal:
 
     def entries(self) -> Iterator[JournalEntry]:
         """Yield all that is known, for a peer that is reached later."""
-        for key in list(self._answers):
+        for key, answer in list(self._answers.items()):
             if known := self.tokens(key):
-                yield JournalEntry(key, 0, known)
+                yield JournalEntry(key, answer.turn, 0, known)
 
     def _forget(self, now: Nanos) -> None:
         while self._answers:

@@ -16,6 +16,7 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
@@ -52,7 +53,7 @@ from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
 from fleet.core.work import ParsingTask
-from fleet.frontend.answer_journal import AnswerJournal
+from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
 from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens, prompt_digest
 from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
@@ -296,7 +297,9 @@ class Generation:
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, card, tokens, resumed)
-        journal = self._journal if request.journaled else None
+        journal, journal_key, turn = None, 0, 0
+        if request.journaled and claims is not None:
+            journal, journal_key, turn = self._journal, claims.answer, claims.resumes
         noted = 0 if resumed is None else resumed.resume.position
         collected: list[Delta] = []  # parts of an answer that is given in one piece
         allowance: RateLimitStatus | None = None
@@ -353,7 +356,7 @@ class Generation:
                         if event.prompt_logprobs:
                             delta = structs.replace(delta, prompt_logprobs=event.prompt_logprobs)
                         if journal is not None:
-                            journal.note((request.tenant, answer_id), noted, delta.token_ids)
+                            journal.note(JournalEntry(journal_key, turn, noted, delta.token_ids))
                             noted += len(delta.token_ids)
                         if claims is not None:
                             delta = self._with_token(delta, request.id, claims)
@@ -421,7 +424,7 @@ class Generation:
             request_id = RequestId(f"{request_id}x")
         resume = request.resume
         if request.journaled and self._journal is not None:
-            known = self._journal.tokens((tenant, claims.request_id))
+            known = self._journal.tokens(claims.answer)
             resume = structs.replace(resume, token_ids=known[: resume.position])
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._resume_tokens.is_free(resume.token, claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
@@ -433,7 +436,14 @@ class Generation:
         assert self._resume_tokens is not None
         if resumed is not None:
             return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1)
-        return ResumeClaims(request.id, request.tenant, self._resume_tokens.now(), 0, prompt_digest(card.name, tokens))
+        return ResumeClaims(
+            request.id,
+            request.tenant,
+            self._resume_tokens.now(),
+            0,
+            prompt_digest(card.name, tokens),
+            secrets.randbits(64),
+        )
 
     def _note_resumed(self, resumed: ResumedAnswer) -> None:
         assert self._resume_tokens is not None

@@ -44,6 +44,7 @@ class ResumeClaims(Struct, frozen=True, array_like=True):
     issued: int  # Unix time in seconds, of the first request
     resumes: int  # how often the answer was resumed before
     prompt: bytes  # digest of model and prompt
+    answer: int  # 64 random bits, which the answer has at all routers
     fingerprint: str = ""  # of the worker that began the answer; empty: not known yet
 
     @property

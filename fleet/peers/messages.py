@@ -7,7 +7,7 @@ from msgspec import Struct, structs
 
 from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.errors import RequestRejected
-from fleet.core.ids import Incarnation, RequestId, WorkerId
+from fleet.core.ids import Incarnation, WorkerId
 from fleet.frontend.answer_journal import JournalEntry
 from fleet.frontend.control.cluster import parse_thresholds
 from fleet.membership.messages import Register, Registration
@@ -23,7 +23,7 @@ from fleet.v1 import replica_pb2 as pb
 PROMPTS_A_MESSAGE = 1000  # 4 MB if all have the maximum length
 MEMBERS_A_MESSAGE = 1000  # about 100 kB
 TOKENS_A_MESSAGE = 200_000  # at most 1 MB
-ANSWER_TOKENS = 100  # stand for the names of an answer
+ANSWER_TOKENS = 10  # stand for the head of an answer
 BINDINGS_A_MESSAGE = 1000  # 2 MB with the longest session names that a client may use
 LATEST = 1 << 62  # nanoseconds of Unix time in the year 2116, the largest accepted time
 MOST_TAKEN = 1e15  # requests or tokens of one tenant in one message
@@ -117,11 +117,9 @@ def encode_answers(entries: Iterable[JournalEntry]) -> Iterable[pb.ReplicaMessag
     told: list[pb.AnswerTokens] = []
     tokens = 0
     for entry in entries:
-        tenant, request_id = entry.key
-        answer = pb.AnswerTokens(
-            tenant=tenant, request_id=request_id, position=entry.position, token_ids=entry.token_ids
+        told.append(
+            pb.AnswerTokens(answer=entry.key, turn=entry.turn, position=entry.position, token_ids=entry.token_ids)
         )
-        told.append(answer)
         tokens += ANSWER_TOKENS + len(entry.token_ids)
         if tokens > TOKENS_A_MESSAGE:
             yield pb.ReplicaMessage(answers=pb.ReplicaAnswers(answers=told))
@@ -131,7 +129,7 @@ def encode_answers(entries: Iterable[JournalEntry]) -> Iterable[pb.ReplicaMessag
 
 
 def decode_answer(told: pb.AnswerTokens) -> JournalEntry:
-    return JournalEntry((told.tenant, RequestId(told.request_id)), told.position, tuple(told.token_ids))
+    return JournalEntry(told.answer, told.turn, told.position, tuple(told.token_ids))
 
 
 def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:

@@ -128,28 +128,29 @@ Global___ReplicaAnswers: _TypeAlias = ReplicaAnswers  # noqa: Y015
 class AnswerTokens(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TENANT_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    tenant: _builtins.str
-    request_id: _builtins.str
-    """of the first request"""
+    TURN_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    """random; in its resume tokens, too"""
     position: _builtins.int
     """tokens of the answer before these"""
+    turn: _builtins.int
+    """how often the answer was resumed before; an earlier turn says nothing more"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        tenant: _builtins.str = ...,
-        request_id: _builtins.str = ...,
+        answer: _builtins.int = ...,
         position: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        turn: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "request_id", b"request_id", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "position", b"position", "token_ids", b"token_ids", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

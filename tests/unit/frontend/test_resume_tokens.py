@@ -8,7 +8,7 @@ from fleet.core.ids import ModelName, RequestId
 from fleet.frontend import resume_tokens
 from fleet.frontend.resume_tokens import MAX_FREE_RESUMES, ResumeClaims, ResumeTokens, prompt_digest
 
-CLAIMS = ResumeClaims(RequestId("mine"), "acme", 1000, 0, prompt_digest(ModelName("tiny"), b"tokens"), "weights")
+CLAIMS = ResumeClaims(RequestId("mine"), "acme", 1000, 0, prompt_digest(ModelName("tiny"), b"tokens"), 7, "weights")
 
 
 class Time:

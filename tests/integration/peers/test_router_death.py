@@ -280,7 +280,7 @@ TENANTS = {
 }
 
 
-async def test_forged_and_foreign_tokens_are_refused_and_limits_count_once(workers, folder):
+async def test_foreign_tokens_are_refused_and_limits_count_once(workers, folder):
     with open_router_pair(workers, folder, tenants=TENANTS, peers=False) as (first, second):
 
         async def resumed(token: str, key: str) -> str:

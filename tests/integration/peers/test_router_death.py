@@ -30,6 +30,8 @@ TOKENS = 300
 GREEDY: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
 SEEN = 40  # tokens or events that each client has when its router dies
 EACH = 5  # clients of each kind
+ENDLESS = 3900  # tokens, which take more than 15 s
+IDLE_SECONDS = 10
 SLACK_SECONDS = 5.0  # for a busy machine
 NOTICED_SECONDS = 60  # far more than any client needs
 
@@ -123,11 +125,16 @@ async def ask_sse(routers: list[str], prompt: str, met: Met | None, **options: A
     raise AssertionError("no router completed the answer")
 
 
-async def ask_openai(router: str, prompt: str, met: Met) -> str:
+async def ask_openai(router: str, prompt: str, met: Met, max_tokens: int = TOKENS) -> str:
     """Return the text that a client without resumption gets, and raise what it raises."""
     async with openai.AsyncOpenAI(base_url=f"http://{router}/v1", api_key="none", max_retries=0) as client:
         stream = await client.completions.create(
-            model="tiny", prompt=prompt, stream=True, max_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}
+            model="tiny",
+            prompt=prompt,
+            stream=True,
+            max_tokens=max_tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True},
         )
         events = 0
         async for _ in stream:
@@ -170,13 +177,12 @@ async def until_idle(router: RouterProcess) -> None:
         async def idle() -> bool:
             return await running() == 0
 
-        await until_answered(idle, NOTICED_SECONDS)
+        await until_answered(idle, IDLE_SECONDS)
 
 
 async def test_killed_router_costs_no_stream_a_token(workers, folder):
     with open_router_pair(workers, folder) as pair:
         answers, expected = await fault_amid_streams(pair, signal.SIGKILL)
-        await until_idle(pair[1])
         resumed = await metric(pair[1], "fleet_resumed_requests_total")
 
     assert answers[: 3 * EACH] == expected
@@ -192,9 +198,10 @@ async def metric(router: RouterProcess, name: str) -> float:
     return next(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-async def test_hung_router_costs_library_streams_no_token(workers, folder):
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTERM])
+async def test_hung_router_costs_library_streams_no_token(workers, folder, number):
     """Clients of server-sent events have to notice the silence themselves, so they are not here."""
-    with open_router_pair(workers, folder, peers=False) as (first, second):
+    with open_router_pair(workers, folder, peers=False, drain_timeout_ms=100) as (first, second):
         met, library = Met(), [first.grpc, second.grpc]
         expected = [await ask_async([second.grpc], prompt, None) for prompt in prompts("hang")]
         running = asyncio.gather(
@@ -202,7 +209,7 @@ async def test_hung_router_costs_library_streams_no_token(workers, folder):
             *(ask_async(library, prompt, met) for prompt in prompts("hang")[1:]),
         )
         await until(lambda: met.clients == EACH or running.done())
-        first.signal(signal.SIGSTOP)
+        first.signal(number)
         met.happened.set()
         async with asyncio.timeout(NOTICED_SECONDS):
             answers = await running
@@ -224,6 +231,18 @@ async def test_streams_without_peers_and_token_go_on(workers, folder):
         again = await ask_async([first.grpc, second.grpc], "alone", None)
         assert again == await asyncio.to_thread(ask_sync, [first.grpc, second.grpc], "alone", None)
         assert again[0] == expected
+
+
+async def test_workers_stop_generating_for_a_dead_router(workers, folder):
+    with open_router_pair(workers, folder, peers=False) as (first, second):
+        met = Met()
+        asked = [ask_openai(first.http, prompt, met, max_tokens=ENDLESS) for prompt in prompts("endless")]
+        running = asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: met.clients == EACH or running.done())
+        first.signal(signal.SIGKILL)
+        met.happened.set()
+        await running
+        await until_idle(second)
 
 
 async def test_random_sse_answer_goes_on_from_the_peers_journal(workers, folder):

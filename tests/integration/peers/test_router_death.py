@@ -199,8 +199,8 @@ async def metric(router: RouterProcess, name: str) -> float:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTERM])
-async def test_hung_router_costs_library_streams_no_token(workers, folder, number):
-    """Clients of server-sent events have to notice the silence themselves, so they are not here."""
+async def test_hung_or_stopping_router_costs_no_token(workers, folder, number):
+    """Test the client library; clients of server-sent events have to notice silence themselves."""
     with open_router_pair(workers, folder, peers=False, drain_timeout_ms=100) as (first, second):
         met, library = Met(), [first.grpc, second.grpc]
         expected = [await ask_async([second.grpc], prompt, None) for prompt in prompts("hang")]

@@ -191,7 +191,8 @@ class AsyncStream(StreamedAnswer):
                 if not self._cancelled or (task is not None and task.cancelling()):
                     raise
                 raise Cancelled("the stream was cancelled", Reason.CANCELLED) from error
-            self._resumption.arrived()
+            if self._resumption.is_broken:
+                self._resumption.arrived()
             if (delta := self._take(message)) is not None:
                 return delta
 

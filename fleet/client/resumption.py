@@ -80,12 +80,13 @@ class Resumption:
         self._resume_seconds = resume_seconds
         self._clock = clock
         self._deadline = None if timeout_seconds is None else self._now() + timeout_seconds
-        self._broke_at: float | None = None
+        self.is_broken = False  # no message has arrived since the last failure; then `arrived` has to be called
+        self._broke_at = 0.0
         self._tries = 0
 
     def arrived(self) -> None:
         """Note that a message has arrived."""
-        self._broke_at = None
+        self.is_broken = False
 
     def pause(self, error: FleetError) -> float:
         """Return the seconds to wait before the next try after `error`.
@@ -94,10 +95,10 @@ class Resumption:
             FleetError: No further try is made; it is `error`, or that the deadline has passed.
         """
         now = self._now()
-        if not self._resume_seconds or not _may_try_again(error, is_broken=self._broke_at is not None):
+        if not self._resume_seconds or not _may_try_again(error, is_broken=self.is_broken):
             raise error
-        if self._broke_at is None:
-            self._broke_at, self._tries = now, 0
+        if not self.is_broken:
+            self.is_broken, self._broke_at, self._tries = True, now, 0
         self._tries += 1
         pause = 0.0
         if (rounds := (self._tries - 1) // self._routers) or (

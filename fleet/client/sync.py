@@ -246,7 +246,8 @@ class Stream(StreamedAnswer):
             except grpc.RpcError as error:
                 self._try_again(error)
                 continue
-            self._resumption.arrived()
+            if self._resumption.is_broken:
+                self._resumption.arrived()
             if (delta := self._take(message)) is not None:
                 return delta
 

@@ -23,6 +23,7 @@ from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import HttpSettings
 from fleet.net.sockets import BACKLOG, bind_tcp
+from kvstore.net.listeners import stop_listening
 
 log = logging.getLogger(__name__)
 
@@ -56,20 +57,19 @@ async def run_server(
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks
-        port: asyncio.Server | TlsPort
         if certificates is None:
             # Without an explicit backlog the event loop uses 100.
             port = await asyncio.get_running_loop().create_server(server.connection, sock=listening, backlog=BACKLOG)
+            server.stop_listening = partial(stop_listening, port)
         else:
-            port = server.tls_port(listening, certificates)
-        server.stop_listening = port.close
+            server.stop_listening = server.tls_port(listening, certificates).close
         sweep = tasks.create_task(server.sweep())
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised again below
             failure = error  # the task group would wrap the body's own error
         finally:
-            port.close()
+            server.stop_listening()
             sweep.cancel()
             server.disconnect_all()
     if failure is not None:

@@ -59,8 +59,7 @@ from fleet.frontend.openai.relayed_paths import (
 )
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.http.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm, send_rejection
-from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import ClientDisconnected
+from fleet.net.http.exchange import ClientDisconnected, Exchange, ExchangeTask
 from fleet.net.status_codes import rename_field
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver

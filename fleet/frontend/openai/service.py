@@ -40,8 +40,7 @@ from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.client_tls import ServerCertificates
 from fleet.net.http.errors import send_http_error, send_rejection
-from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import EVENT_STREAM, HttpHead
+from fleet.net.http.exchange import EVENT_STREAM, Exchange, ExchangeTask, HttpHead
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field

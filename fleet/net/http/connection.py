@@ -33,16 +33,19 @@ from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected
 from fleet.net.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
 from fleet.net.http.body_stream import BodyStream
-from fleet.net.http.exchange import Exchange, ExchangeTask, RelaySource, StartExchange
-from fleet.net.http.messages import (
+from fleet.net.http.exchange import (
     BAD_REQUEST_LINE,
     BodyBuffer,
     ClientDisconnected,
+    Exchange,
+    ExchangeTask,
     HeadCache,
     HeldBodyBytes,
     HttpHead,
     HttpRequest,
     MalformedRequest,
+    RelaySource,
+    StartExchange,
     split_target,
     version_problem,
 )

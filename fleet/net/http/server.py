@@ -18,8 +18,15 @@ from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection, StreamsBody
 from fleet.net.http.cors import answer_options, cors_headers
 from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
-from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes, HttpHead, MalformedRequest
+from fleet.net.http.exchange import (
+    ClientDisconnected,
+    Exchange,
+    ExchangeTask,
+    HeadCache,
+    HeldBodyBytes,
+    HttpHead,
+    MalformedRequest,
+)
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import HttpSettings
 from fleet.net.sockets import BACKLOG, bind_tcp

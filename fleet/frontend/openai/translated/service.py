@@ -24,8 +24,7 @@ from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES
 from fleet.frontend.openai.translated.responses import RESPONSES_API
 from fleet.frontend.openai.translated.tokens import read_detokenize, read_tokenize, tokens_object
 from fleet.net.http.errors import ErrorForm, send_http_error, send_rejection
-from fleet.net.http.exchange import Exchange
-from fleet.net.http.messages import EVENT_STREAM
+from fleet.net.http.exchange import EVENT_STREAM, Exchange
 from fleet.net.http.server import RouteHandler
 from fleet.net.status_codes import rename_field
 

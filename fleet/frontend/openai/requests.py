@@ -60,10 +60,11 @@ from fleet.frontend.openai.bodies import (
     StrictChatBody,
     StrictCompletionBody,
     decode_body,
+    header_hints,
+    hint_names,
     invalid_body,
     unsupported,
 )
-from fleet.frontend.openai.header_hints import header_hints, hint_names
 
 Headers = Mapping[bytes, bytes]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]

@@ -29,11 +29,11 @@ from fleet.frontend.openai.answers import (
     model_object,
     rate_limit_headers,
 )
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, authorization_of, new_request_id
 from fleet.frontend.openai.branches import BranchedAnswers
-from fleet.frontend.openai.header_hints import NAMES, new_request_id
 from fleet.frontend.openai.openapi import openapi_document
 from fleet.frontend.openai.overflow import Overflow, OverflowOffer
-from fleet.frontend.openai.relay import Relay, authorization_of
+from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relayed_paths import PathClass
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
 from fleet.frontend.openai.translated.service import TranslatedFrontend
@@ -248,7 +248,7 @@ class HttpFrontend(HttpServer):
         request = exchange.request
         headers = request.head.headers
         request_id = new_request_id(headers, self._generation.serves)
-        hinted = None if NAMES.isdisjoint(headers) else headers
+        hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
         parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
         offer = None
         if self._overflow is not None and parsed.details is None:

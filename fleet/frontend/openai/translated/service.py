@@ -16,8 +16,7 @@ from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, Mode
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.answers import rate_limit_headers
-from fleet.frontend.openai.header_hints import NAMES, new_request_id
-from fleet.frontend.openai.relay import authorization_of
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, authorization_of, new_request_id
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
 from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES_API
@@ -77,7 +76,7 @@ class TranslatedFrontend:
         try:
             if self._is_draining():
                 raise draining_rejection()
-            hinted = None if NAMES.isdisjoint(headers) else headers
+            hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
             asked = api.read(exchange.request.body, request_id, self._clock.now(), hinted)
             names = asked.chat.names
             if asked.chat.stream:

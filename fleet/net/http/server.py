@@ -14,7 +14,7 @@ from http import HTTPStatus
 from fleet.core.clock import SECOND, Clock
 from fleet.core.errors import RequestRejected, internal_error
 from fleet.net.client_tls import HTTP_1, ServerCertificates, TlsPort
-from fleet.net.connection_table import ConnectionTable
+from fleet.net.connection_limits import ConnectionTable
 from fleet.net.http.connection import HttpConnection, StreamsBody
 from fleet.net.http.cors import answer_options, cors_headers
 from fleet.net.http.errors import http_error_body, send_http_error, send_rejection

@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["fleet"]):
     from fleet.core.system_clock import SystemClock
     from fleet.core.validation import validate
     from fleet.frontend.openai.requests import read_chat, read_completion
-    from fleet.net.connection_table import ConnectionTable
+    from fleet.net.connection_limits import ConnectionTable
     from fleet.net.http.connection import HttpConnection
     from fleet.net.http.errors import http_error_body
     from fleet.net.http.exchange import HeadCache, HeldBodyBytes

@@ -6,7 +6,7 @@ import pytest
 from fleet.core.clock import SECOND
 from fleet.core.errors import RequestRejected
 from fleet.core.system_clock import SystemClock
-from fleet.net.connection_table import ConnectionTable
+from fleet.net.connection_limits import ConnectionTable
 from fleet.net.http.connection import HttpConnection
 from fleet.net.http.exchange import HeadCache, HeldBodyBytes, HttpHead
 from fleet.net.limit_log import ClientLog

@@ -69,7 +69,7 @@ from fleet.router.placement.wait_or_reject import Rejection, WaitForRoom
 from fleet.router.placer import Placer
 from fleet.router.policy import PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission
-from fleet.router.queueing.ordered_requests import OrderedRequests
+from fleet.router.queueing.admission_queue import OrderedRequests
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers
 from fleet.router.sessions import SessionTable
 from fleet.router.settings.router import RouterSettings, Thresholds

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
-from fleet.router.queueing.ordered_requests import OrderedRequests
+from fleet.router.queueing.admission_queue import OrderedRequests
 
 MEMORY_SECONDS = 20.0  # memory in seconds of computing; a prompt of 100,000 tokens takes about as long
 EVIDENCE = 3  # prompts before the rate is used; the first may include a compilation

@@ -29,7 +29,6 @@ from fleet.core.requests import Finish, ModelCard
 from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Progress, Rejected
 from fleet.router.attempts import Attempts
-from fleet.router.demand import RouterDemand
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import (
     Arrived,
@@ -85,7 +84,7 @@ from fleet.router.state.live_requests import (
 from fleet.router.state.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
-from fleet.router.statistics import RouterStatistics
+from fleet.router.statistics import RouterDemand, RouterStatistics
 
 _NOT_THE_REQUESTS_FAULT = frozenset(
     {

@@ -28,11 +28,11 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Start
-from fleet.router.messages import CancelAttempt, Command, Dispatch, attempt_id
+from fleet.router.messages import CancelAttempt, Command, Dispatch
 from fleet.router.placement.decision import Decision
 from fleet.router.queueing.admission_queue import OrderedRequests, queue_position
 from fleet.router.settings.router import RouterSettings
-from fleet.router.state.live_requests import Attempt, LiveRequest
+from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
 
 MEMORY_SECONDS = 20.0  # memory in seconds of computing; a prompt of 100,000 tokens takes about as long
 EVIDENCE = 3  # prompts before the rate is used; the first may include a compilation

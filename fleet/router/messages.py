@@ -287,13 +287,3 @@ class CacheDriftChanged(Struct, frozen=True, kw_only=True):
 
 
 Command = Dispatch | CancelAttempt | Emit | StartedOver | Complete | Reject | CacheDriftChanged
-
-
-def attempt_id(request_id: RequestId, number: int) -> RequestId:
-    """Return the id of an attempt of a request."""
-    return RequestId(f"{request_id}#{number}")
-
-
-def request_of(work: RequestId) -> RequestId:
-    """Return the request of an attempt."""
-    return RequestId(work.rpartition("#")[0])

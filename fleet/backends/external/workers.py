@@ -19,9 +19,10 @@ from fleet.core.work import Start
 from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.frontend.text.tokenizer_check import TokenizerCheck, TokenizerMatch
-from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined, request_of
+from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined
 from fleet.router.ports import TextCodec, Workers, WorkerUnreachable
 from fleet.router.settings.router import OpenAiWorkerSettings
+from fleet.router.state.live_requests import request_of
 
 log = logging.getLogger(__name__)
 

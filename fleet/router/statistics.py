@@ -5,7 +5,7 @@ Rules:
 1. The explanations of the latest `explained_requests` requests are kept, whether these have ended or not. A request that reuses
    an id replaces the older request.
 2. Predicted and reported cached tokens are compared once for each prompt, on the worker that computed it
-   (`fleet.router.kv_index.cache_accuracy`).
+   (`fleet.router.kv_index.prefix_index`, rule 5).
 
 Rules of demand (`RouterDemand`), which is what clients ask for and how they are served, for the planner:
 
@@ -28,7 +28,7 @@ from fleet.core.demand_reports import RECENT_KEYS, RECENT_REQUESTS, ModelDemand,
 from fleet.core.duration_counts import EDGES
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId
-from fleet.router.kv_index.cache_accuracy import CacheComparison, Knowledge, compare
+from fleet.router.kv_index.prefix_index import CacheComparison, Knowledge, compare
 from fleet.router.messages import CacheDriftChanged
 from fleet.router.placement.decision import Decision, PlacementReason
 from fleet.router.placement.wait_or_reject import RejectionCause

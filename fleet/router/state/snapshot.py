@@ -5,7 +5,7 @@ from msgspec import Struct, structs
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, StoreId, WorkerId
 from fleet.core.roles import Role
-from fleet.router.kv_index.cache_accuracy import CacheComparison, Knowledge
+from fleet.router.kv_index.prefix_index import CacheComparison, Knowledge
 from fleet.router.placement.decision import DecisionExplanation, PlacementReason
 from fleet.router.placement.wait_or_reject import RejectionCause
 

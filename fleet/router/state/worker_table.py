@@ -13,9 +13,15 @@ from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import LoadReport, WorkerDescription
 from fleet.router.kv_index.assumed_cache import AssumedCache
-from fleet.router.kv_index.cache_accuracy import CacheAccuracy, Knowledge
 from fleet.router.kv_index.peer_prompts import PeerPrompts, PromptAnnouncements, with_peer_prompts
-from fleet.router.kv_index.prefix_index import PrefixIndex, StoreNamespace, engine_cache_holder, store_tier_holder
+from fleet.router.kv_index.prefix_index import (
+    CacheAccuracy,
+    Knowledge,
+    PrefixIndex,
+    StoreNamespace,
+    engine_cache_holder,
+    store_tier_holder,
+)
 from fleet.router.kv_index.radix_tree import Keys, RadixTree
 from fleet.router.messages import ReservationTotals
 from fleet.router.native.costs import spread, spread_live

@@ -212,7 +212,7 @@ class RouterMachine:
                     self._undelivered(event, now, out)
                 case _:
                     assert_never(event)
-        if may_move := self._admission.may_move:
+        if may_move := self.queue.may_move:
             if len(self.queue):
                 self._move_queues(now, out)
             else:
@@ -331,8 +331,9 @@ class RouterMachine:
         return found
 
     def _sessions_dropped(self) -> None:
-        for session in self.placer.sessions.dropped():
-            self._admission.session_moved(session)
+        if (sessions := self.placer.sessions).dropped:
+            for session in sessions.take_dropped():
+                self._admission.session_moved(session)
 
     def _dispatch(self, live: LiveRequest, placed: Decision, now: Nanos, out: list[Command]) -> None:
         self._statistics.placed(live, placed, self.policy)
@@ -654,7 +655,7 @@ class RouterMachine:
     def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
         """Release what a request holds on a worker, so that queued requests may get it."""
         self.registry.release(live, worker_id)
-        self._admission.room_released(live.arrived.model, worker_id)
+        self.queue.room_released(live.arrived.model, worker_id)
 
     # Views.
 

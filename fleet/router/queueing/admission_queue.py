@@ -457,6 +457,8 @@ class AdmissionQueue:
         self.queues: dict[ModelName, FairQueue] = {}  # by model that ever had a queued request
         self._waiting: dict[RequestId, QueuedRequest] = {}
         self._sizes: dict[ModelName, WorkerSizes] = {}
+        self.may_move: dict[ModelName, bool] = {}
+        """Models whose queues may move; True if a worker has gone."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -490,6 +492,11 @@ class AdmissionQueue:
         """Note that a worker may have room again."""
         if (queue := self.queues.get(model)) is not None and queue.groups.blockages:
             queue.groups.changed(worker_id)
+
+    def room_released(self, model: ModelName, worker_id: WorkerId) -> None:
+        """Note that a request has released its place on a worker."""
+        self.changed(model, worker_id)
+        self.may_move.setdefault(model, False)
 
     def gone(self, model: ModelName, worker_id: WorkerId) -> None:
         """Note that a worker takes no more requests."""

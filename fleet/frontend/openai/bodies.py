@@ -1,29 +1,22 @@
-"""Bodies and headers of requests of the OpenAI API: their fields, the values that are not supported, and the errors of invalid ones.
+"""Fields of bodies and headers of the OpenAI API, and the values that are not supported.
 
 Rules of hints in headers, which clients without the object ``fleet`` send under Fleet's and other projects' names:
 
 1. A field of the object ``fleet`` counts before a header, and of several headers the first one in `HINT_HEADERS`.
-2. A value that cannot be used is refused with the name of its header. An unusable `x-request-id` is ignored, because proxies send it.
+2. A value that cannot be used is refused with the name of its header.
 3. Higher priorities run earlier. In vLLM's header lower ones do.
 """
 
-import re
-import uuid
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error, with_allowed_values
-from fleet.core.ids import RequestId
+from fleet.core.errors import RequestRejected, invalid
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
-from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_HINT_CHARACTERS, MAX_PRIORITY, REQUEST_ID
-
-BodyType = TypeVar("BodyType", bound=Struct)
-
-_NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
+from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_HINT_CHARACTERS, MAX_PRIORITY
 
 
 class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -312,36 +305,6 @@ OPENAI_FIELD_NAMES: Mapping[str, str] = {
 """Field paths of the public protocol to those of the OpenAI API."""
 
 
-def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyType:
-    """Return the body, as far as `decoder` reads it.
-
-    Raises:
-        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
-    """
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise invalid_body(error, kind=decoder.type) from error
-    except UnicodeDecodeError as error:
-        raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error.reason}") from error
-    except RecursionError as error:
-        raise RequestRejected(Reason.INVALID_ARGUMENT, "the body is nested too deeply") from error
-    except msgspec.DecodeError as error:
-        raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
-
-
-def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = None) -> RequestRejected:
-    """Return the rejection of a value in `parent` with a wrong type or range; `kind` is the type of what was decoded."""
-    message, path = split_validation_error(error)
-    message = with_allowed_values(message, kind, path)
-    field = parent + path
-    if (named := _NAMED_FIELD.search(message)) is not None:
-        field += f".{named[1]}"
-    message = message[0].lower() + message[1:]
-    field = field.removeprefix(".")
-    return invalid(field, message) if field else RequestRejected(Reason.INVALID_ARGUMENT, f"the body: {message}")
-
-
 MAX_TIMEOUT_MS = 2**32 - 1
 
 
@@ -372,7 +335,6 @@ HINT_HEADERS: Mapping[bytes, HintHeader] = {
 
 HINT_HEADER_NAMES = frozenset(HINT_HEADERS)
 _DEFAULT_OPTIONS = FleetOptions()
-REQUEST_ID_HEADER = b"x-request-id"
 
 
 def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> FleetOptions:
@@ -408,18 +370,6 @@ def _used_headers(headers: Mapping[bytes, bytes], given: FleetOptions) -> dict[s
     return used
 
 
-def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool]) -> RequestId:
-    """Return the client's id of a request, or a new one if there is none that can be used.
-
-    The id of a running request is not used again, because proxies repeat requests.
-    """
-    if REQUEST_ID_HEADER in headers:
-        chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))
-        if REQUEST_ID.fullmatch(chosen) and not is_running(chosen):
-            return chosen
-    return RequestId(uuid.uuid4().hex)
-
-
 def _hint_value(name: bytes, hint: HintHeader, value: bytes) -> object:
     if hint.least is None:
         try:
@@ -440,14 +390,3 @@ def _hint_value(name: bytes, hint: HintHeader, value: bytes) -> object:
 
 def _invalid_hint(name: bytes, message: str) -> RequestRejected:
     return invalid(name.decode(), message)
-
-
-def bearer_of_key(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the authorization that the header ``x-api-key`` of Anthropic's clients stands for; empty without one."""
-    key = headers.get(b"x-api-key", b"")
-    return b"Bearer " + key if key else b""
-
-
-def authorization_of(headers: Mapping[bytes, bytes]) -> str:
-    """Return the authorization of a request; empty if there is none."""
-    return (headers.get(b"authorization") or bearer_of_key(headers)).decode("latin-1")

@@ -29,13 +29,7 @@ from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TOKEN_BYTES
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.openai.answers import rate_limit_headers
-from fleet.frontend.openai.bodies import (
-    HINT_HEADER_NAMES,
-    OPENAI_FIELD_NAMES,
-    authorization_of,
-    bearer_of_key,
-    header_hints,
-)
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, OPENAI_FIELD_NAMES, header_hints
 from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
 from fleet.frontend.openai.relay_requests import (
@@ -62,6 +56,7 @@ from fleet.frontend.openai.relayed_paths import (
     PathClass,
     RelayedPaths,
 )
+from fleet.frontend.openai.requests import authorization_of, bearer_of_key
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.http.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm, send_rejection
 from fleet.net.http.exchange import ClientDisconnected, Exchange, ExchangeTask

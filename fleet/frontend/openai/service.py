@@ -29,13 +29,13 @@ from fleet.frontend.openai.answers import (
     model_object,
     rate_limit_headers,
 )
-from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, authorization_of, new_request_id
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.branches import BranchedAnswers
 from fleet.frontend.openai.openapi import openapi_document
 from fleet.frontend.openai.overflow import Overflow, OverflowOffer
 from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relayed_paths import PathClass
-from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.frontend.openai.requests import OpenAiRequest, authorization_of, new_request_id, read_chat, read_completion
 from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.client_tls import ServerCertificates

@@ -16,8 +16,9 @@ from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, Mode
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.answers import rate_limit_headers
-from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, authorization_of, new_request_id
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
+from fleet.frontend.openai.requests import authorization_of, new_request_id
 from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
 from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES_API
 from fleet.frontend.openai.translated.responses import RESPONSES_API

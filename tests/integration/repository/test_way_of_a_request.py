@@ -105,7 +105,7 @@ async def test_streamed_chat_crosses_few_files(tmp_path, model_dir):
             return sorted(file for file in files if "/native/" not in file)  # C modules, or their twins
 
         with suppress(TimeoutError):
-            await until_answered(few, seconds=20)
+            await until_answered(few)
 
     files = crossed()
     assert len(files) <= CROSSED, files

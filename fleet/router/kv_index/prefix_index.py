@@ -54,11 +54,13 @@ class StoreNamespace(NamedTuple):
 
 SAMPLED_BLOCKS = 256  # of a holder whose worth is asked for; the error of a share is then below 0.07 in 95 % of cases
 WORTH_BISECTING = 64  # keys; fewer keys are looked up as fast as they are bisected
-WINDOW = 64
-ENOUGH = 16
+KEY_BYTES = 8  # bytes of the block hash; the store compares all of them, since a collision would do harm there
+
+# Cache accuracy (rule 7)
+WINDOW = 64  # comparisons
+ENOUGH = 16  # comparisons
 DRIFTS = 0.8  # one evicted block in ten, or a guessed chat template, is no reason to worry
 RECOVERED = 0.9
-KEY_BYTES = 8  # bytes of the block hash; the store compares all of them, since a collision would do harm there
 
 
 def engine_cache_holder(worker_id: WorkerId) -> Holder:

@@ -31,11 +31,17 @@ import ngh2
 from ngh2.events import DataReceived, RequestReceived, StreamClosed, TrailersReceived
 
 from fleet.net.client_tls import HTTP_2, ServerCertificates, TlsPort
-from fleet.net.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
+from fleet.net.connection_limits import (
+    ConnectionSlot,
+    ConnectionTable,
+    SlowReader,
+    WaitingFor,
+    WriteBufferCounter,
+    client_key,
+)
 from fleet.net.grpc.http2_call import CallContext
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
-from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import BACKLOG, configure_client_socket, split_listen_address
 from kvstore.net.listeners import stop_listening
 

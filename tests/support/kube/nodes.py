@@ -66,6 +66,9 @@ class Nodes:
         self.quota = None
         """The number of pods that a namespace may hold."""
 
+        self.denial = ""
+        """Words of admission control that refuses every pod of a Deployment; empty: it refuses none."""
+
         self.most_gpus = 0
         """The most GPUs that were ever in use at once."""
 
@@ -120,8 +123,11 @@ class Nodes:
         if place == DEPLOYMENTS:
             wanted = spec["replicas"]
             for index in range(wanted - len(fresh)):
+                denial = self.denial
                 if self.quota is not None and len(self.pods(metadata["namespace"])) >= self.quota:
-                    text = f'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods={self.quota}'
+                    denial = f"exceeded quota: small, requested: pods=1, used: pods={self.quota}"
+                if denial:
+                    text = f'pods "x" is forbidden: {denial}'
                     failure = [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": text}]
                     break
                 self._create(

@@ -191,6 +191,8 @@ class KubeHttpServer:
             if not permissions.allowed(self.cluster, seen):
                 raise errors.forbidden(*resource.place, target.name, permissions.refusal(seen))
             fault = self.faults.strike(seen)
+            if fault is not None and fault.kind == "deny":
+                raise errors.denied(*resource.place, target.name, fault.message)
             if fault is not None:
                 await self._suffer(fault)
             if verb == "watch":

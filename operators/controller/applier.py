@@ -24,6 +24,7 @@ from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, NamedObject, 
 from operators.controller import events
 from operators.controller.events import KubernetesEvent
 from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
+from operators.controller.refusals import refusal
 from operators.observed.caches import InformerCaches
 from operators.observed.observe import DELETION_COST
 from operators.observed.state import ApiRefusal
@@ -66,17 +67,7 @@ class Applier:
             try:
                 await self._perform(action, namespace)
             except RequestDenied as error:
-                match action:
-                    case Apply(manifest):
-                        kind, name = manifest["kind"], manifest["metadata"]["name"]
-                    case Scale(kind, name) | Remove(kind, name):
-                        pass
-                    case SetDeletionCost(name) | DeletePod(name):
-                        kind = kinds.POD.name
-                    case _:
-                        assert_never(action)
-                reason = "QuotaExceeded" if "exceeded quota" in str(error) else error.reason
-                refusals.append(ApiRefusal(kind, name, reason, str(error)))
+                refusals.append(refusal(action, error))
         return tuple(sorted(refusals))
 
     async def make_secret(self, manifest: Manifest, *, again: bool = False) -> tuple[ApiRefusal, ...]:

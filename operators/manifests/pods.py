@@ -249,14 +249,15 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
     if isinstance(ours, Sequence) and not isinstance(ours, str) and (by := KEYS.get(key)):
         if not isinstance(theirs, Sequence) or isinstance(theirs, str):
             return theirs
-        named, nameless = {item[by]: item for item in ours}, []
+        named, faulty, seen = {item[by]: item for item in ours}, [], set()
         for item in theirs:
             name = item.get(by) if isinstance(item, Mapping) else None
-            if isinstance(name, str | int):
+            if isinstance(name, str | int) and name not in seen:
                 named[name] = merged(named.get(name), item)
+                seen.add(name)
             else:
-                nameless.append(item)  # the API server reports the fault
-        return [*named.values(), *nameless]
+                faulty.append(item)  # without a name, or with that of another one; the API server reports it
+        return [*named.values(), *faulty]
     return theirs
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from fleet.net.kubernetes.status_errors import ApiStatus, public_message
 from fleet.net.kubernetes.views import ContainerStatus, Pod, WorkloadResource
 
 MOST_CHARACTERS = 300
@@ -29,7 +30,7 @@ class TroubleReason(IntEnum):
 
     QuotaExceeded = 1
     PodsRefused = 2
-    """For example by admission control."""
+    """By admission control or validation, whose words are in the ReplicaSet's condition."""
 
     NoSuchGpu = 3
     InsufficientCapacity = 4
@@ -90,10 +91,9 @@ def troubles(
 def _refused_pods(controller: WorkloadResource) -> PodTrouble | None:
     for each in controller.status.conditions or ():
         if each.type == "ReplicaFailure" and each.status == "True":
-            _, quota, rest = each.message.partition("exceeded quota: ")
-            if quota:
-                return PodTrouble(TroubleReason.QuotaExceeded, controller.metadata.name, _short(quota + rest))
-            return PodTrouble(TroubleReason.PodsRefused, controller.metadata.name, each.reason)
+            said = public_message(ApiStatus(reason=each.reason, message=each.message))
+            reason = TroubleReason.QuotaExceeded if "exceeded quota: " in said else TroubleReason.PodsRefused
+            return PodTrouble(reason, controller.metadata.name, _short(said))
     return None
 
 

@@ -49,14 +49,14 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
         why = "Services are named after it, so it has letters, digits and dashes only, first a letter"
         proposed = ("" if name[0].isalpha() else "m-") + name.replace(".", "-")
         yield "metadata.name", f"{why}; use {proposed}" if "." in name or not name[0].isalpha() else why
+    if any(len(name) + len(role.name) > (38 if role.nodes_per_replica > 1 else 54) for role in spec.roles):
+        why = "too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1"
+        yield "metadata.name", why
     if len(name) > MOST_WITH_ROUTER and all(role.type is not RoleType.ROUTER for role in spec.roles):
         yield (
             "metadata.name",
             "too long beside the name of the routers' role, which is router; use at most 48 characters",
         )
-    if any(len(name) + len(role.name) > (38 if role.nodes_per_replica > 1 else 54) for role in spec.roles):
-        why = "too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1"
-        yield "metadata.name", why
 
 
 def _of_role(role: RoleSpec) -> Iterator[str]:

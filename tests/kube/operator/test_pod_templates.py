@@ -102,3 +102,22 @@ async def test_policy_denial_is_in_the_condition(asked):
         assert words in said["message"]
         asked.server.remove_fault(fault)
         await until(asked.ready)
+
+
+async def test_deployment_becomes_ready_under_a_quota_of_requests(asked, nodes):
+    nodes.requires_requests = True
+    side = {"name": "side", "image": "side:1"}
+    greedy = {"name": "all", "type": "aggregated", "podTemplate": {"spec": {"containers": [side]}}}
+    async with an_operator(asked):
+        asked.apply(a_deployment(greedy)).expect(201)
+        said = await until(lambda: (each := asked.condition("Scheduled")).get("reason") == "PodsRefused" and each)
+        assert "failed quota: compute: must specify cpu for: side" in said["message"]
+
+        asked.apply(a_deployment(a_role(), kvTransfer={"paths": ["store"], "storeMemory": "64Gi"})).expect(200)
+        await until(asked.ready)
+
+    pods = {name: each["spec"]["containers"][0] for name, each in asked.children("pods", "v1").items()}
+    requests = {
+        "router" if "router" in name else "worker": each["resources"]["requests"] for name, each in pods.items()
+    }
+    assert requests == {"router": {"cpu": "500m", "memory": "512Mi"}, "worker": {"cpu": "250m", "memory": "66048Mi"}}

@@ -69,6 +69,9 @@ class Nodes:
         self.denial = ""
         """Words of admission control that refuses every pod of a Deployment; empty: it refuses none."""
 
+        self.requires_requests = False
+        """True if a quota of CPU and memory refuses pods whose containers request neither."""
+
         self.most_gpus = 0
         """The most GPUs that were ever in use at once."""
 
@@ -126,6 +129,8 @@ class Nodes:
                 denial = self.denial
                 if self.quota is not None and len(self.pods(metadata["namespace"])) >= self.quota:
                     denial = f"exceeded quota: small, requested: pods=1, used: pods={self.quota}"
+                if self.requires_requests and (missing := _unrequested(template)):
+                    denial = f"failed quota: compute: must specify {missing}"
                 if denial:
                     text = f'pods "x" is forbidden: {denial}'
                     failure = [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": text}]
@@ -320,6 +325,16 @@ def _main(pod):
     """Return the container of the engine or router; a pod of the chart has one container with a name of its own."""
     containers = pod["spec"]["containers"]
     return next((each for each in containers if each["name"] == "main"), containers[0])
+
+
+def _unrequested(template):
+    """Return what a quota of CPU and memory misses, in its words."""
+    containers = template["spec"]["containers"]
+    lacks = {
+        resource: [each["name"] for each in containers if resource not in each.get("resources", {}).get("requests", {})]
+        for resource in ("cpu", "memory")
+    }
+    return "; ".join(f"{resource} for: {','.join(names)}" for resource, names in lacks.items() if names)
 
 
 def _gpus(pod):
